@@ -58,7 +58,8 @@ def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws:
         MaxCount=1,
         TagSpecifications=tagged("instance", {"Key": "eks:cluster-name", "Value": "millrace"}),
     )["Instances"][0]["InstanceId"]
-    create_cluster(aws.client("eks"), "millrace", names)
+    role = "arn:aws:iam::123456789012:role/any"
+    aws.client("eks").create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": names})
     aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=[of_cluster])
     for name in ("/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/eks/other/cluster"):
         aws.client("logs").create_log_group(logGroupName=name)
@@ -129,27 +130,6 @@ def test_what_no_tag_finds_is_found_by_its_name(run_infra: RunInfra, aws: Aws) -
     assert policy[2:] == ["millrace-us-west-2-over-budget", "$0.00/month", "attached", "to", "1"]
     assert [line[1] for line in lines if line[0] == "budget"] == ["millrace-us-west-2"]
     assert len(lines) == len(names) + 2
-
-
-def test_a_cluster_is_found_beyond_the_first_page(
-    run_infra: RunInfra, aws: Aws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moto.eks.responses.DEFAULT_MAX_RESULTS", 1)
-    ec2, eks = aws.client("ec2"), aws.client("eks")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
-    for name in ("another", "millrace"):
-        create_cluster(eks, name, [subnet])
-
-    done = run_infra("leftovers")
-
-    assert "EKS cluster  millrace" in done.stdout
-
-
-def create_cluster(eks: Any, name: str, subnets: list[str]) -> None:
-    eks.create_cluster(
-        name=name, roleArn="arn:aws:iam::123456789012:role/any", resourcesVpcConfig={"subnetIds": subnets}
-    )
 
 
 def test_a_network_that_does_not_answer_is_worth_another_try(

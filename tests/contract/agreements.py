@@ -14,6 +14,7 @@ import hcl2
 import yaml
 
 from infra.account import managed_node_groups
+from infra.apply.inputs import plain
 from infra.preflight import kubernetes_versions
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
@@ -368,7 +369,7 @@ def _one(objects: list[Thing], kind: str) -> Thing:
 
 
 def read_hcl(path: Path) -> Thing:
-    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` removes them."""
+    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` of infra removes them."""
     return _parse_hcl(path.read_text(encoding="utf-8"))
 
 
@@ -377,14 +378,3 @@ def _parse_hcl(text: str) -> Thing:
     """Parse HCL, once per text: parsing takes most of these tests' time, and copies of the stack share most files."""
     parsed: Thing = hcl2.loads(text)
     return parsed
-
-
-def plain(value: Any) -> Any:
-    """Remove the quotes that the parser leaves on strings, and its own entries."""
-    if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
-        return json.loads(value)
-    return None if value == "null" else value

@@ -18,10 +18,10 @@ from ray.job_submission import JobStatus
 from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest, read_deploy_request
 from deploy.client.requested_recipe import read_requested_recipe
+from images.registry import repository_of
 from k8s.client.deployment_manifests import write_manifests
 from k8s.client.deployment_plan import describe_plan
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
-from k8s.client.stage_image import repository_of
 from k8s.controller import job
 from k8s.controller.driver_log import Readable
 from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
