@@ -18,6 +18,7 @@ from services.common.recipe.schema import STAGES
 
 ZONE = "usw2-az4"
 TAG = "1.0.0-neuron"
+IMAGES = [f"millrace/{stage}" for stage in STAGES]
 BATCH = STACK.parent / "batch"
 GIVEN = BATCH / "tests/configs/given.txt"
 
@@ -77,28 +78,12 @@ def account(on_batch: None, aws: Aws, programs: Programs, monkeypatch: pytest.Mo
     return aws
 
 
-def push(aws: Aws, repositories: list[str]) -> None:
-    ecr = aws.client("ecr")
-    for name in repositories:
-        ecr.create_repository(repositoryName=name)
-        manifest = f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{name}"}}}}'
-        media = "application/vnd.oci.image.manifest.v1+json"
-        ecr.put_image(repositoryName=name, imageManifest=manifest, imageManifestMediaType=media, imageTag=TAG)
-
-
-def make_subnet(aws: Aws, zone: str = ZONE) -> str:
-    ec2 = aws.client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    made = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24", AvailabilityZoneId=zone)
-    return str(made["Subnet"]["SubnetId"])
-
-
 def test_preflight_of_an_account_in_which_everything_fits(run_infra: RunInfra, account: Aws) -> None:
-    subnet = make_subnet(account)
+    [subnet] = account.make_subnets(ZONE)
     make_queue(account.client, "millrace-cpu")
     make_queue(account.client, "millrace-trainium", [subnet])
     make_queue(account.client, "other-trainium", stack="other")
-    push(account, [f"millrace/{stage}" for stage in STAGES])
+    account.push_images(*IMAGES, tag=TAG)
 
     done = run_infra("preflight")
 
@@ -125,8 +110,8 @@ def test_preflight_names_an_ami_whose_driver_nobody_knows(
 def test_preflight_names_an_environment_whose_nodes_start_from_another_ami(run_infra: RunInfra, account: Aws) -> None:
     """An earlier apply took the newest AMI of its day."""
     newest = account.publish_image("al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64")
-    make_queue(account.client, "millrace-trainium", [make_subnet(account)], ami_id=newest)
-    push(account, [f"millrace/{stage}" for stage in STAGES])
+    make_queue(account.client, "millrace-trainium", account.make_subnets(ZONE), ami_id=newest)
+    account.push_images(*IMAGES, tag=TAG)
 
     done = run_infra("preflight", exit_code=4)
 
@@ -148,7 +133,7 @@ def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
     run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """AWS makes it open towards itself and everywhere; a careful owner closes it. moto makes no rule towards itself."""
-    subnet, ec2 = make_subnet(account), account.client("ec2")
+    [subnet], ec2 = account.make_subnets(ZONE), account.client("ec2")
     config = tmp_path / "config.txt"
     config.write_text(f"REGION={REGION}\nSUBNET={subnet}\n")
     monkeypatch.setenv("TF_VAR_config", str(config))
@@ -197,9 +182,9 @@ def test_preflight_before_the_first_infra_up(run_infra: RunInfra, account: Aws) 
 
 def test_preflight_names_a_queue_that_gives_no_job_to_nodes(run_infra: RunInfra, account: Aws) -> None:
     """Batch shows the reason only there, and the jobs stay RUNNABLE."""
-    make_queue(account.client, "millrace-trainium", [make_subnet(account, zone="usw2-az1")])
+    make_queue(account.client, "millrace-trainium", account.make_subnets("usw2-az1"))
     account.client("batch").update_job_queue(jobQueue="millrace-trainium", state="DISABLED")
-    push(account, [f"millrace/{stage}" for stage in STAGES])
+    account.push_images(*IMAGES, tag=TAG)
 
     done = run_infra("preflight", exit_code=4)
 
@@ -215,7 +200,7 @@ def test_preflight_looks_into_a_registry_that_is_given(
     config = tmp_path / "config.txt"
     config.write_text(f"REGION={REGION}\nECR_REPO=123456789012.dkr.ecr.{REGION}.amazonaws.com/ml/llama\n")
     monkeypatch.setenv("TF_VAR_config", str(config))
-    push(account, ["ml/llama/tokenizer", "ml/llama/compiler"])
+    account.push_images("ml/llama/tokenizer", "ml/llama/compiler", tag=TAG)
 
     done = run_infra("preflight", exit_code=4)
 

@@ -140,10 +140,7 @@ def test_what_others_have_in_the_network_is_named_before_the_data_goes(
 ) -> None:
     """Whatever is in the network stays with it, as long as the data does."""
     make_queue(aws.client, "millrace-cpu", stack="millrace")
-    ec2, tags = aws.client("ec2"), [{"Key": STACK_TAG, "Value": "millrace"}]
-    made = [{"ResourceType": "vpc", "Tags": tags}]
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=made)["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
+    [subnet] = aws.make_subnets("usw2-az4", tags={STACK_TAG: "millrace"})
     run_infra("up")
     modules = site.modules
 
@@ -228,10 +225,7 @@ def test_leftovers_names_what_batch_has_and_the_nodes_that_it_brought(
     make_queue(aws.client, "millrace-trainium")
     for _ in range(2):
         submit_job(aws.client, "millrace-trainium", "millrace-trainer")
-    tags = [{"ResourceType": "instance", "Tags": [{"Key": "millrace.dev/stack", "Value": "millrace"}]}]
-    instance = aws.client("ec2").run_instances(
-        ImageId="ami-12c6146b", InstanceType="trn1.32xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
-    )["Instances"][0]["InstanceId"]
+    instance = aws.run_instance("trn1.32xlarge", {STACK_TAG: "millrace"})
 
     done = run_infra("leftovers")
 

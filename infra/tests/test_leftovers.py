@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from infra.tests.conftest import Aws, RunInfra
+from infra.account.session import STACK_TAG
+from infra.tests.conftest import Aws, RunInfra, tagged
 
-TAG = {"Key": "millrace.dev/stack", "Value": "millrace"}
+TAG = {"Key": STACK_TAG, "Value": "millrace"}
 DENIAL = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Action": "ec2:*", "Resource": "*"}]}
-OTHER = {"Key": "millrace.dev/stack", "Value": "other"}
+OTHER = {"Key": STACK_TAG, "Value": "other"}
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,6 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.tfvars"
     path.write_text('region = "us-west-2"\nzone_id = "usw2-az4"\n', encoding="utf-8")
     monkeypatch.setenv("VARS", str(path))
-
-
-def tagged(kind: str, *tags: dict[str, str]) -> list[dict[str, Any]]:
-    return [{"ResourceType": kind, "Tags": list(tags)}]
 
 
 def test_an_empty_account(run_infra: RunInfra, aws: Aws) -> None:
@@ -35,32 +31,20 @@ def test_an_empty_account(run_infra: RunInfra, aws: Aws) -> None:
 
 def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws: Aws) -> None:
     ec2 = aws.client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=tagged("vpc", TAG))["Vpc"]["VpcId"]
-    ec2.create_vpc(CidrBlock="10.1.0.0/16", TagSpecifications=tagged("vpc", OTHER))
-    subnets = [
-        ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{number}.0/24", AvailabilityZone=f"us-west-2{zone}")["Subnet"]
-        for number, zone in enumerate("ab")
-    ]
-    names = [subnet["SubnetId"] for subnet in subnets]
-    of_cluster = {"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}
+    names = aws.make_subnets("usw2-az1", "usw2-az2", tags={STACK_TAG: "millrace"})
+    [vpc] = {each["VpcId"] for each in ec2.describe_subnets(SubnetIds=names)["Subnets"]}
+    aws.make_subnets(tags={STACK_TAG: "other"})
     interface = ec2.create_network_interface(
         SubnetId=names[0],
-        TagSpecifications=tagged("network-interface", {"Key": "cluster.k8s.amazonaws.com/name", "Value": "millrace"}),
+        TagSpecifications=[tagged("network-interface", {"cluster.k8s.amazonaws.com/name": "millrace"})],
     )["NetworkInterface"]["NetworkInterfaceId"]
-    volume = ec2.create_volume(AvailabilityZone="us-west-2a", Size=100, TagSpecifications=tagged("volume", of_cluster))[
-        "VolumeId"
-    ]
-    gateway = ec2.create_nat_gateway(SubnetId=names[0], TagSpecifications=tagged("natgateway", TAG))["NatGateway"]
-    instance = ec2.run_instances(
-        ImageId="ami-12c6146b",
-        InstanceType="trn1.32xlarge",
-        MinCount=1,
-        MaxCount=1,
-        TagSpecifications=tagged("instance", {"Key": "eks:cluster-name", "Value": "millrace"}),
-    )["Instances"][0]["InstanceId"]
-    role = "arn:aws:iam::123456789012:role/any"
-    aws.client("eks").create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": names})
-    aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=[of_cluster])
+    of_cluster = tagged("volume", {"kubernetes.io/cluster/millrace": "owned"})
+    volume = ec2.create_volume(AvailabilityZone="us-west-2a", Size=100, TagSpecifications=[of_cluster])["VolumeId"]
+    of_stack = tagged("natgateway", {STACK_TAG: "millrace"})
+    gateway = ec2.create_nat_gateway(SubnetId=names[0], TagSpecifications=[of_stack])["NatGateway"]
+    instance = aws.run_instance("trn1.32xlarge", {"eks:cluster-name": "millrace"})
+    aws.make_cluster(names)
+    aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=of_cluster["Tags"])
     for name in ("/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/eks/other/cluster"):
         aws.client("logs").create_log_group(logGroupName=name)
     aws.client("ecr").create_repository(repositoryName="millrace/head", tags=[TAG])
@@ -76,11 +60,9 @@ def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws:
         Tags=[TAG],
     )["FileSystem"]["FileSystemId"]
 
-    key = aws.client("kms").create_key(Tags=[{"TagKey": TAG["Key"], "TagValue": TAG["Value"]}])["KeyMetadata"]["KeyId"]
-    going = aws.client("kms").create_key(Tags=[{"TagKey": TAG["Key"], "TagValue": TAG["Value"]}])["KeyMetadata"][
-        "KeyId"
-    ]
-    aws.client("kms").schedule_key_deletion(KeyId=going)
+    kms, tags = aws.client("kms"), [{"TagKey": STACK_TAG, "TagValue": "millrace"}]
+    key, going = (kms.create_key(Tags=tags)["KeyMetadata"]["KeyId"] for _ in range(2))
+    kms.schedule_key_deletion(KeyId=going)
 
     done = run_infra("leftovers")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from images.platforms import SERVICES
+from infra.account.session import STACK_TAG
 from infra.apply.inputs import read_inputs
 from infra.preflight.capacity_reservation import judge_reservation
 from infra.shapes import find_shape
@@ -19,7 +20,7 @@ from services.common.errors import RecipeError
 ZONE = "usw2-az4"
 QUOTA = "Running On-Demand Trn instances"
 STANDARD = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
-TAGS = [{"Key": "millrace.dev/stack", "Value": "millrace"}]
+TAGS = {STACK_TAG: "millrace"}
 VARIABLES = f"""
 region   = "{REGION}"
 name     = "millrace"
@@ -56,15 +57,7 @@ def terraform(programs: Programs) -> Programs:
 def fitting(aws: Aws, variables: Path, terraform: Programs) -> Aws:
     """An account in which four nodes fit, with the images in it."""
     aws.quotas |= {QUOTA: 512, STANDARD: 80}
-    ecr = aws.client("ecr")
-    for service in SERVICES:
-        ecr.create_repository(repositoryName=f"millrace/{service}", imageTagMutability="IMMUTABLE")
-        ecr.put_image(
-            repositoryName=f"millrace/{service}",
-            imageManifest=f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{service}"}}}}',
-            imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
-            imageTag="1.0.0-neuron",
-        )
+    aws.push_images(*(f"millrace/{service}" for service in SERVICES), tag="1.0.0-neuron")
     return aws
 
 
@@ -72,22 +65,9 @@ def make_cluster(
     aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,), version: str = "1.34", release: str = "1.34.7-20260505"
 ) -> list[str]:
     """Makes an EKS cluster with a Trainium node group in new subnets of those zones, and returns the subnets' ids."""
-    ec2, eks = aws.client("ec2"), aws.client("eks")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnets = [
-        ec2.create_subnet(VpcId=vpc, CidrBlock=cidr.format(number), AvailabilityZoneId=zone)["Subnet"]["SubnetId"]
-        for number, zone in enumerate(zones)
-    ]
-    role = "arn:aws:iam::123456789012:role/any"
-    eks.create_cluster(name="millrace", version=version, roleArn=role, resourcesVpcConfig={"subnetIds": subnets})
-    eks.create_nodegroup(
-        clusterName="millrace",
-        releaseVersion=release,
-        nodegroupName="trainium",
-        subnets=subnets,
-        nodeRole=role,
-        labels={"millrace.dev/pool": "trainium"},
-    )
+    subnets = aws.make_subnets(*zones, cidr=cidr)
+    aws.make_cluster(subnets, version=version)
+    aws.make_node_group("trainium", subnets, size=0, releaseVersion=release)
     return subnets
 
 
@@ -248,8 +228,8 @@ def test_a_zone_that_lacks_a_cpu_type_is_refused(run_infra: RunInfra, fitting: A
 
 
 def test_what_others_run_counts_against_the_quota(run_infra: RunInfra, fitting: Aws) -> None:
-    run_instances(fitting, "trn1.32xlarge", 1, [])
-    run_instances(fitting, "m7i.8xlarge", 1, [])
+    fitting.run_instance("trn1.32xlarge")
+    fitting.run_instance("m7i.8xlarge")
 
     done = run_infra("preflight", exit_code=4)
 
@@ -261,8 +241,8 @@ def test_the_stacks_own_nodes_count_neither_against_the_quota_nor_the_addresses(
     run_infra: RunInfra, fitting: Aws
 ) -> None:
     make_cluster(fitting, "10.0.{}.0/26")  # 59 addresses: two nodes'
-    run_instances(fitting, "trn1.32xlarge", 2, TAGS)
-    run_instances(fitting, "m7i.2xlarge", 2, TAGS)
+    for shape in ("trn1.32xlarge", "trn1.32xlarge", "m7i.2xlarge", "m7i.2xlarge"):
+        fitting.run_instance(shape, TAGS)
 
     done = run_infra("preflight")
 
@@ -357,13 +337,6 @@ def judge(facts: dict[str, object], ends_at: str = "2026-02-01T11:30:00Z") -> li
     return [each.text for each in judge_reservation(fitting | facts, read_inputs(variables), shape, 4, 2, now)[1]]
 
 
-def run_instances(aws: Aws, shape: str, count: int, tags: list[dict[str, str]]) -> None:
-    specifications = [{"ResourceType": "instance", "Tags": tags}] if tags else []
-    aws.client("ec2").run_instances(
-        ImageId="ami-12c6146b", InstanceType=shape, MinCount=count, MaxCount=count, TagSpecifications=specifications
-    )
-
-
 def reserve(aws: Aws, **facts: str) -> None:
     fitting = {
         "capacityReservationId": "cr-1",
@@ -389,21 +362,14 @@ def test_without_credentials_it_says_how_to_sign_in(
     assert "aws sso login" in done.stderr
 
 
-def test_what_is_not_chosen_is_named(run_infra: RunInfra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "empty.tfvars"
-    path.write_text("# nothing yet\n", encoding="utf-8")
-    monkeypatch.setenv("VARS", str(path))
+@pytest.mark.parametrize(
+    ("values", "said"), [("# nothing yet\n", "terraform.tfvars"), ("region = {\n", "/mine.tfvars")]
+)
+def test_a_file_without_choices_or_without_hcl_is_named(
+    run_infra: RunInfra, variables: Path, values: str, said: str
+) -> None:
+    variables.write_text(values, encoding="utf-8")
 
     done = run_infra("preflight", exit_code=2)
 
-    assert "terraform.tfvars" in done.stderr
-
-
-def test_a_file_that_is_no_hcl_is_named(run_infra: RunInfra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "broken.tfvars"
-    path.write_text("region = {\n", encoding="utf-8")
-    monkeypatch.setenv("VARS", str(path))
-
-    done = run_infra("preflight", exit_code=2)
-
-    assert str(path) in done.stderr
+    assert said in done.stderr

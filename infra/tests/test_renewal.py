@@ -138,26 +138,11 @@ def is_applied(programs: Programs) -> bool:
     return any(" apply " in each for each in programs.calls)
 
 
-def make_cluster(aws: Aws, sizes: dict[str, int]) -> None:
-    eks, ec2 = aws.client("eks"), aws.client("ec2")
-    role = "arn:aws:iam::123456789012:role/any"
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
-    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": [subnet]})
-    for pool, size in sizes.items():
-        eks.create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=pool,
-            subnets=[subnet],
-            nodeRole=role,
-            labels={"millrace.dev/pool": pool},
-            tags={} if pool == "others" else {"millrace.dev/stack": "millrace"},
-            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
-        )
-
-
 def test_nodes_of_a_run_are_not_taken_from_it(run_infra: RunInfra, aws: Aws, terraform: Programs) -> None:
-    make_cluster(aws, {"core": 2, "cpu": 0, "trainium": 4, "others": 3})
+    subnets = aws.make_subnets("usw2-az4")
+    aws.make_cluster(subnets)
+    for pool, size in (("core", 2), ("cpu", 0), ("trainium", 4), ("others", 3)):
+        aws.make_node_group(pool, subnets, size, is_ours=pool != "others")
 
     done = run_infra("up", exit_code=4)
 
@@ -170,22 +155,11 @@ def test_nodes_of_a_run_are_not_taken_from_it(run_infra: RunInfra, aws: Aws, ter
 
     eks = aws.client("eks")
     eks.update_nodegroup_config(clusterName="millrace", nodegroupName="trainium", scalingConfig={"desiredSize": 0})
-    tags = [
-        {"Key": key, "Value": value}
-        for key, value in (("eks:cluster-name", "millrace"), ("eks:nodegroup-name", "trainium"))
-    ]
-    ec2 = aws.client("ec2")
-    [leaving] = ec2.run_instances(
-        ImageId="ami-12c6146b",
-        InstanceType="trn1.32xlarge",
-        MinCount=1,
-        MaxCount=1,
-        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
-    )["Instances"]
+    leaving = aws.run_instance("trn1.32xlarge", {"eks:cluster-name": "millrace", "eks:nodegroup-name": "trainium"})
 
     assert "got       node group trainium has 1 nodes\n" in run_infra("up", exit_code=4).stderr
 
-    ec2.terminate_instances(InstanceIds=[leaving["InstanceId"]])
+    aws.client("ec2").terminate_instances(InstanceIds=[leaving])
     run_infra("up")
 
     assert is_applied(terraform)

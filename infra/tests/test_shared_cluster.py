@@ -39,15 +39,8 @@ def shared(run_infra: RunInfra, cluster: Site, aws: Aws) -> Site:
     )
     cluster.install(("karpenter", "kube-system", "karpenter-1.8.1"), ("tools", "research", "tools-1.0.0"), ours=ADDONS)
     group = aws.client("eks").describe_nodegroup(clusterName="millrace", nodegroupName="trainium")["nodegroup"]
-    for name, tags in (("cpu", {STACK_TAG: "millrace"}), ("research", {})):
-        aws.client("eks").create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=name,
-            subnets=group["subnets"],
-            nodeRole=group["nodeRole"],
-            tags=tags,
-            scalingConfig={"minSize": 0, "desiredSize": 3, "maxSize": 4},
-        )
+    for name in ("cpu", "research"):
+        aws.make_node_group(name, group["subnets"], size=3, is_ours=name == "cpu")
     volume = volume_for("research/notes")
     aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
     run_infra("up")
@@ -187,10 +180,10 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
         Subnets=[subnet],
         SecurityGroups=[group],
     )
-    instance = ec2.run_instances(ImageId="ami-12c6146b", MinCount=1, MaxCount=1, SubnetId=subnet)["Instances"][0]
+    instance = aws.run_instance("m7i.large", SubnetId=subnet)
     elsewhere = ec2.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
     ec2.create_subnet(VpcId=elsewhere, CidrBlock="10.1.0.0/24")
-    found = (subnet, group, endpoint, arn, "classic", instance["InstanceId"])
+    found = (subnet, group, endpoint, arn, "classic", instance)
     run_infra("up")
 
     monkeypatch.setenv("KEEP_DATA", "false")
@@ -210,14 +203,8 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
 def test_a_node_that_karpenter_made_would_outlive_the_cluster(run_infra: RunInfra, cluster: Site, aws: Aws) -> None:
     ec2 = aws.client("ec2")
     [subnet] = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [network_of(aws)]}])["Subnets"]
-    tags = [{"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}]
-    instance = ec2.run_instances(
-        ImageId="ami-12c6146b",
-        MinCount=1,
-        MaxCount=1,
-        SubnetId=subnet["SubnetId"],
-        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
-    )["Instances"][0]["InstanceId"]
+    owned = {"kubernetes.io/cluster/millrace": "owned"}
+    instance = aws.run_instance("m7i.large", owned, SubnetId=subnet["SubnetId"])
     run_infra("up")
 
     done = run_infra("down", exit_code=4)
