@@ -19,7 +19,7 @@ images = ./bootstrap python -m images
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
 	test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-cuda test-batch check-infra \
-	test-infra benchmark-tokenizer benchmark-parallel benchmark-trainer docs \
+	test-infra benchmark-tokenizer benchmark-trainer docs \
 	docs-environment picture
 
 ##@ On this machine
@@ -285,10 +285,6 @@ picture: setup ## Take docs/report.png, the picture of the newest report; needs 
 benchmark-tokenizer: setup ## Measure the tokenizer and its alternatives.
 #? ARGS="--megabytes 300 ..."  Options of the benchmark.
 	@$(python) -m benchmarks.tokenizer $(ARGS)
-
-benchmark-parallel: setup ## Measure split models, exact sums and checkpoints.
-#? ARGS="--rounds 9 ..."  Options of the benchmark.
-	@$(python) -m benchmarks.parallel $(ARGS)
 
 benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? ARGS="--rounds 5 ..."  Options of the benchmark.

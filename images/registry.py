@@ -85,6 +85,12 @@ def find_labels(image: str) -> dict[str, str]:
         return {}
 
 
+def repository_of(image: str) -> str:
+    """An image's name without its tag and digest. A port, which is before the first slash, stays."""
+    folder, slash, last = image.partition("@")[0].rpartition("/")
+    return folder + slash + last.partition(":")[0]
+
+
 def split_name(image: str) -> tuple[str, str, str]:
     """Registry, repository, and tag or digest of an image's name, with Docker's defaults for missing parts."""
     path, at, tag = image.rpartition("@")

@@ -15,7 +15,7 @@ from deploy.batch.config import Config
 from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_off_name
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
-from infra.account.session import Account, explaining_refusals, is_absent
+from infra.account.session import Account, explaining_refusals
 from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
@@ -180,15 +180,9 @@ class Jobs:
             return f"{repository}@{tag}"
         registry, _, name = repository.partition("/")
         with explaining_refusals(f"image {repository}:{tag}"):
-            try:
-                found = self._account.client("ecr").describe_images(
-                    registryId=registry.partition(".")[0], repositoryName=name, imageIds=[{"imageTag": tag}]
-                )
-            except self._account.client("ecr").exceptions.ClientError as error:
-                if is_absent(error):
-                    return ""
-                raise
-        return f"{repository}@{found['imageDetails'][0]['imageDigest']}"
+            asked = {"registryId": registry.partition(".")[0], "repositoryName": name, "imageIds": [{"imageTag": tag}]}
+            found = self._account.find("ecr", "describe_images", **asked)
+        return f"{repository}@{found['imageDetails'][0]['imageDigest']}" if found else ""
 
     def _describe(self, ids: list[str]) -> Iterator[BatchJob]:
         for first in range(0, len(ids), JOBS_A_CALL // 2):

@@ -50,7 +50,6 @@ _OTHERS = (
     Command("benchmarks.tokenizer"),
     Command("benchmarks.trainer"),
     Command("benchmarks.trainer.start_rows"),
-    Command("benchmarks.parallel"),
     Command("docs.site.picture"),
 )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from botocore.exceptions import ClientError
-
-from infra.account.session import STACK_TAG, Account, is_absent
+from infra.account.session import STACK_TAG, Account
 
 # The stack and k8s/ have the same label and pools; a contract test compares them.
 POOL_LABEL = "millrace.dev/pool"
@@ -36,12 +34,10 @@ def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
 
 
 def _find(account: Account, cluster: str, name: str) -> NodeGroup | None:
-    try:
-        found = account.client("eks").describe_nodegroup(clusterName=cluster, nodegroupName=name)["nodegroup"]
-    except ClientError as error:
-        if is_absent(error):
-            return None
-        raise
+    answer = account.find("eks", "describe_nodegroup", clusterName=cluster, nodegroupName=name)
+    if answer is None:
+        return None
+    found = answer["nodegroup"]
     size = found["scalingConfig"]
     return NodeGroup(
         name=name,

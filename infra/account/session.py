@@ -65,6 +65,17 @@ class Account:
         for page in self.client(service).get_paginator(operation).paginate(**arguments):
             yield from page[key]
 
+    def find(self, service: str, operation: str, **arguments: Any) -> dict[str, Any] | None:
+        """The answer to one request; None if AWS says that the resource does not exist."""
+        try:
+            answer: dict[str, Any] = getattr(self.client(service), operation)(**arguments)
+        except ClientError as error:
+            code = error.response["Error"]["Code"]
+            if "NotFound" in code or code in ("NoSuchBucket", "NoSuchEntity"):
+                return None
+            raise
+        return answer
+
 
 @contextmanager
 def explaining_refusals(what: str) -> Iterator[None]:
@@ -91,9 +102,3 @@ def explaining_refusals(what: str) -> Iterator[None]:
         if code in BUSY or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
             raise TryAgain(f"{what}: AWS is overloaded or failing: {error}. Try again in a minute") from error
         raise DeviceError(f"{what}: {error}") from error
-
-
-def is_absent(error: ClientError) -> bool:
-    """Whether AWS says that the resource does not exist."""
-    code = error.response["Error"]["Code"]
-    return "NotFound" in code or code in ("NoSuchBucket", "NoSuchEntity")

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from images.registry import repository_of
 from infra.addons.releases import MARK, MARKED, Release
 from infra.workloads.kubernetes_cluster import list_kinds, list_things, release_of
 from services.common.errors import DeviceError
@@ -113,7 +114,7 @@ def _programs_of(release: Release, programs: list[Thing], known: Collection[tupl
         for each in programs
         if release_of(each) not in known
         for image in [container["image"] for container in each["spec"]["template"]["spec"]["containers"]]
-        if any(f"/{_repository_of(image)}".endswith(f"/{name}") for name in release.images)
+        if any(f"/{repository_of(image)}".endswith(f"/{name}") for name in release.images)
     ]
 
 
@@ -126,12 +127,6 @@ def _definitions_of(release: Release, definitions: list[Thing], known: Collectio
         and release_of(each) not in known
     ]
     return [f"custom resource definitions without a release: {', '.join(names)}"] if names else []
-
-
-def _repository_of(image: str) -> str:
-    """The image's name without tag and digest. A port, before the first slash, stays."""
-    path, slash, last = image.partition("@")[0].rpartition("/")
-    return f"{path}{slash}{last.partition(':')[0]}"
 
 
 def _is_built_in(thing: Thing) -> bool:

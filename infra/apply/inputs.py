@@ -197,7 +197,7 @@ def _read_declarations(folder: Path) -> dict[str, dict[str, Any]]:
     """Type and default of every variable that the root module declares, in whichever of its files."""
     files = (path for path in sorted(folder.glob("*.tf")) if b'variable "' in read_file(path))
     return {
-        _plain(name): {key: _plain(variable[key]) for key in ("type", "default") if key in variable}
+        plain(name): {key: plain(variable[key]) for key in ("type", "default") if key in variable}
         for path in files
         for block in _parse(path).get("variable", [])
         for name, variable in block.items()
@@ -245,8 +245,8 @@ def _optional_attributes(type_expression: str) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    plain: dict[str, Any] = _plain(_parse(path))
-    return plain
+    values: dict[str, Any] = plain(_parse(path))
+    return values
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -263,12 +263,12 @@ def _parse_text(text: str) -> dict[str, Any]:
     return parsed
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value that HCL means: hcl2 leaves the quotes on strings and adds entries of its own."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items() if not str(key).startswith("__")}
+        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
         return json.loads(value)
     return None if value == "null" else value
@@ -276,4 +276,4 @@ def _plain(value: Any) -> Any:
 
 def _environment_value(text: str) -> Any:
     """The value of an environment variable: HCL for lists, objects and booleans, otherwise the text itself."""
-    return _plain(hcl2.loads(f"value = {text}"))["value"] if text[:1] in "[{" or text in ("true", "false") else text
+    return plain(hcl2.loads(f"value = {text}"))["value"] if text[:1] in "[{" or text in ("true", "false") else text

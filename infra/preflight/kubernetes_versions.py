@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from infra.account.session import Account, is_absent
+from infra.account.session import Account
 from infra.apply.inputs import Inputs
 from infra.aws_releases import read_addon_pins, read_eks_machine_images
 from infra.cost.prices import dollars
@@ -87,12 +85,8 @@ def _explain_end(account: Account, inputs: Inputs, status: str, until: str) -> F
 
 def _find_present(account: Account, cluster: str) -> str:
     """Version of the existing cluster; empty without one."""
-    try:
-        return str(account.client("eks").describe_cluster(name=cluster)["cluster"].get("version") or "")
-    except ClientError as error:
-        if is_absent(error):
-            return ""
-        raise
+    found = account.find("eks", "describe_cluster", name=cluster)
+    return "" if found is None else str(found["cluster"].get("version") or "")
 
 
 def _read_offer(account: Account, name: str, version: str) -> tuple[list[str], str]:

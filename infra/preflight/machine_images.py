@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from infra.account.batch_queues import environments_of, find_queue
 from infra.account.managed_node_groups import TRAINIUM, list_node_groups
-from infra.account.session import Account, is_absent
+from infra.account.session import Account
 from infra.apply.inputs import Inputs
 from infra.aws_releases import (
     AWS_RELEASES_JSON,
@@ -105,13 +103,8 @@ def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
         if is_id
         else {"Owners": ["amazon"], "Filters": [{"Name": "name", "Values": [name_or_id]}]}
     )
-    try:
-        found = account.client("ec2").describe_images(IncludeDeprecated=True, **asked)["Images"]
-    except ClientError as error:
-        if is_absent(error):
-            return None
-        raise
-    return dict(found[0]) if found else None
+    found = account.find("ec2", "describe_images", IncludeDeprecated=True, **asked)
+    return dict(found["Images"][0]) if found and found["Images"] else None
 
 
 def _describe_unknown(release: str, images: MachineImages, where: str, command: str) -> Look:

@@ -8,11 +8,9 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from infra.account.batch_queues import environments_of, find_queue, list_queues
 from infra.account.managed_node_groups import TRAINIUM, list_node_groups
-from infra.account.session import Account, explaining_refusals, is_absent
+from infra.account.session import Account, explaining_refusals
 from infra.apply.inputs import Inputs
 from infra.preflight.capacity_reservation import judge_reservation
 from infra.preflight.default_security_group import look_at_default_group
@@ -307,7 +305,12 @@ def _look_at_capacity(account: Account, inputs: Inputs, shape: Shape, nodes: int
 def _look_at_images(account: Account, inputs: Inputs, images: dict[str, str], is_up: bool) -> Look:
     """Checks the images' tags. Before the first `infra-up` the stack has no repositories, which is no finding."""
     is_given = bool(inputs.registry_id)
-    lacking = {repository for repository in images if not _has_repository(account, inputs, repository)}
+    registry = {"registryId": inputs.registry_id} if inputs.registry_id else {}
+    lacking = {
+        repository
+        for repository in images
+        if not account.find("ecr", "describe_repositories", repositoryNames=[repository], **registry)
+    }
     findings = [
         Finding(
             f"no repository for {repository}",
@@ -320,36 +323,18 @@ def _look_at_images(account: Account, inputs: Inputs, images: dict[str, str], is
         if is_up or is_given
     ]
     there = [repository for repository in images if repository not in lacking]
-    without_tag = [finding for name in there if (finding := _find_image(account, inputs, name, images[name]))]
+    without_tag = [finding for name in there if (finding := _find_image(account, registry, name, images[name]))]
     seen = f"{len(there) - len(without_tag)} of {len(images)} tags are in ECR"
     if lacking and not findings:
         seen += f"; infra-up will make {', '.join(sorted(lacking))}"
     return seen, findings + without_tag
 
 
-def _has_repository(account: Account, inputs: Inputs, repository: str) -> bool:
-    try:
-        account.client("ecr").describe_repositories(repositoryNames=[repository], **_registry(inputs))
-    except ClientError as error:
-        if is_absent(error):
-            return False
-        raise
-    return True
-
-
-def _find_image(account: Account, inputs: Inputs, repository: str, tag: str) -> Finding | None:
+def _find_image(account: Account, registry: dict[str, str], repository: str, tag: str) -> Finding | None:
+    asked = {"repositoryName": repository, "imageIds": [{"imageTag": tag}], **registry}
+    if account.find("ecr", "describe_images", **asked):
+        return None
     service = repository.rpartition("/")[2]
     push = f"make images STAGE={service} VARIANT=neuron PUSH=REGISTRY, or TAG= with an existing tag"
     where = f"ECR, {repository}, {account.region}"
-    image = {"imageTag": tag}
-    try:
-        account.client("ecr").describe_images(repositoryName=repository, imageIds=[image], **_registry(inputs))
-    except ClientError as error:
-        if is_absent(error):
-            return Finding(f"no image {repository}:{tag}", where, "other tags, or none", tag, push)
-        raise
-    return None
-
-
-def _registry(inputs: Inputs) -> dict[str, str]:
-    return {"registryId": inputs.registry_id} if inputs.registry_id else {}
+    return Finding(f"no image {repository}:{tag}", where, "other tags, or none", tag, push)

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
 from infra.account.load_balancers import list_load_balancers
-from infra.account.session import STACK_TAG, Account, explaining_refusals, is_absent
+from infra.account.session import STACK_TAG, Account, explaining_refusals
 from infra.aws_releases import read_standard_support_end
 from infra.cost.estimate import ControlPlane
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
@@ -57,13 +55,10 @@ class Leftover:
 def find_leftovers(account: Account, stack: str) -> list[Leftover]:
     """Every resource of the stack; those that only the tagging API finds come last."""
     found: list[Leftover] = []
-    for find in (_clusters, _queues, _environments, _definitions):
-        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
-            found += find(account, stack)
-    for find in (_instances, _volumes, _interfaces, _load_balancers, _gateways, _file_systems):
-        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
-            found += find(account, stack)
-    for find in (_repositories, _log_groups, _buckets, _roles, _policies, _budgets):
+    for find in (
+        *(_clusters, _queues, _environments, _definitions, _instances, _volumes, _interfaces, _load_balancers),
+        *(_gateways, _file_systems, _repositories, _log_groups, _buckets, _roles, _policies, _budgets),
+    ):
         with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
             found += find(account, stack)
     with explaining_refusals("leftovers, tags"):
@@ -121,8 +116,8 @@ def list_pool_instances(account: Account, cluster: str, node_group: str) -> list
 
 
 def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
-    if stack in account.pages("eks", "list_clusters", "clusters"):
-        found = account.client("eks").describe_cluster(name=stack)["cluster"]
+    if answer := account.find("eks", "describe_cluster", name=stack):
+        found = answer["cluster"]
         version, policy = found.get("version") or "", (found.get("upgradePolicy") or {}).get("supportType", "")
         plane = ControlPlane(version, policy, read_standard_support_end(version))
         hourly = dollars(plane.price_name(datetime.now(UTC).date()))
@@ -242,13 +237,8 @@ def _policies(account: Account, stack: str) -> Iterator[Leftover]:
 
 def _budgets(account: Account, stack: str) -> Iterator[Leftover]:
     owner, name = account.client("sts").get_caller_identity()["Account"], f"{stack}-{account.region}"
-    try:
-        account.client("budgets").describe_budget(AccountId=owner, BudgetName=name)
-    except ClientError as error:
-        if is_absent(error):
-            return
-        raise
-    yield Leftover("budget", name, "of the whole account", 0.0)
+    if account.find("budgets", "describe_budget", AccountId=owner, BudgetName=name):
+        yield Leftover("budget", name, "of the whole account", 0.0)
 
 
 def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:

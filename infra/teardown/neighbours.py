@@ -45,7 +45,7 @@ def find_in_account(account: Account, stack: str, has_service: Callable[[str], b
     """
     found: list[Neighbour] = []
     with explaining_refusals("infra-down, things of others"):
-        if stack in account.pages("eks", "list_clusters", "clusters"):
+        if account.find("eks", "describe_cluster", name=stack):
             found += _node_groups(account, stack)
             found += _fargate_profiles(account, stack)
         filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,18 @@ from moto.eks import urls as eks_urls
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
+from infra.account.session import STACK_TAG
 from infra.aws_releases import name_of_eks_release, read_addon_pins, read_ecs_machine_images
 from infra.preflight.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
 from infra.tests.site import Site, make_cluster
+from tests.command import call
 
 REGION = "us-west-2"
 ACCOUNT = "123456789012"  # moto's
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
+RunInfra = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,6 +45,23 @@ def service_models() -> Iterator[None]:
 @pytest.fixture
 def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return Programs(tmp_path_factory.mktemp("programs"), monkeypatch)
+
+
+@pytest.fixture
+def run_infra(capfd: pytest.CaptureFixture[str]) -> RunInfra:
+    """Runs `python -m infra COMMAND` in this process, and fails unless it ends with `exit_code`."""
+
+    def run(command: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = call(capfd, "infra.__main__", command)
+        assert done.returncode == exit_code, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def tagged(kind: str, tags: dict[str, str]) -> dict[str, Any]:
+    """The tags with which EC2 makes a resource of that kind."""
+    return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
 
 
 class Aws:
@@ -81,6 +103,51 @@ class Aws:
         made = str(self.client("ec2").register_image(Name=name, RootDeviceName="/dev/xvda")["ImageId"])
         ec2_backends[ACCOUNT][REGION].amis[made].owner_alias = "amazon"
         return made
+
+    def push_images(self, *repositories: str, tag: str) -> None:
+        """Makes the repositories, and in each of them an image of that tag."""
+        ecr = self.client("ecr")
+        for name in repositories:
+            ecr.create_repository(repositoryName=name, imageTagMutability="IMMUTABLE")
+            manifest = f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{name}"}}}}'
+            media = "application/vnd.oci.image.manifest.v1+json"
+            ecr.put_image(repositoryName=name, imageManifest=manifest, imageManifestMediaType=media, imageTag=tag)
+
+    def make_subnets(self, *zone_ids: str, cidr: str = "10.0.{}.0/24", tags: dict[str, str] | None = None) -> list[str]:
+        """Makes a network with a subnet in each of the zones; returns the subnets' ids. `tags` are the network's."""
+        ec2 = self.client("ec2")
+        made = {"TagSpecifications": [tagged("vpc", tags)]} if tags else {}
+        vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", **made)["Vpc"]["VpcId"]
+        subnets = [
+            ec2.create_subnet(VpcId=vpc, CidrBlock=cidr.format(number), AvailabilityZoneId=zone)["Subnet"]
+            for number, zone in enumerate(zone_ids)
+        ]
+        return [subnet["SubnetId"] for subnet in subnets]
+
+    def make_cluster(self, subnets: list[str], **facts: str) -> None:
+        network = {"subnetIds": subnets}
+        self.client("eks").create_cluster(name="millrace", roleArn=ROLE, resourcesVpcConfig=network, **facts)
+
+    def make_node_group(self, pool: str, subnets: list[str], size: int, is_ours: bool = True, **facts: str) -> None:
+        """A node group of that name, which the stack tags and labels, unless others made it."""
+        self.client("eks").create_nodegroup(
+            clusterName="millrace",
+            nodegroupName=pool,
+            subnets=subnets,
+            nodeRole=ROLE,
+            labels={"millrace.dev/pool": pool} if is_ours else {},
+            tags={STACK_TAG: "millrace"} if is_ours else {},
+            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
+            **facts,
+        )
+
+    def run_instance(self, shape: str, tags: dict[str, str] | None = None, **place: str) -> str:
+        """A running instance; its id."""
+        made = {"TagSpecifications": [tagged("instance", tags)]} if tags else {}
+        done = self.client("ec2").run_instances(
+            ImageId="ami-12c6146b", InstanceType=shape, MinCount=1, MaxCount=1, **made, **place
+        )
+        return str(done["Instances"][0]["InstanceId"])
 
     def reserve(self, **facts: str) -> None:
         """A capacity reservation, by the names of EC2's XML."""

@@ -95,11 +95,30 @@ esac"""
 ADDONS = tuple((each.name, each.namespace, f"{each.chart}-{each.version}") for each in read_releases())
 
 
-class Site:
-    """A stack, an overlay, and the programs that a person has."""
+class Cluster:
+    """A cluster as kubectl and helm see it, from files in a folder; nobody has installed anything at first."""
 
     def __init__(self, folder: Path, programs: Programs) -> None:
         self.folder, self.programs = folder, programs
+        self.install()
+
+    def put(self, kinds: str, *things: dict[str, Any]) -> None:
+        """Sets the answer to `kubectl get KINDS --all-namespaces`, with KINDS as the caller spells them."""
+        (self.folder / f"{kinds}.json").write_text(json.dumps({"items": things}), encoding="utf-8")
+
+    def install(self, *releases: tuple[str, str, str], ours: tuple[tuple[str, str, str], ...] = ()) -> None:
+        """The helm releases of the cluster, as name, namespace and chart: others', and those of `make addons`."""
+        for file, found in (("releases.json", [*releases, *ours]), ("own-releases.json", list(ours))):
+            keys = ("name", "namespace", "chart")
+            listed = [dict(zip(keys, each, strict=True)) for each in found]
+            (self.folder / file).write_text(json.dumps(listed), encoding="utf-8")
+
+
+class Site(Cluster):
+    """A stack, an overlay, and the programs that a person has."""
+
+    def __init__(self, folder: Path, programs: Programs) -> None:
+        super().__init__(folder, programs)
         self.stack, self.overlay = folder / "stack", folder / "overlay"
         files = {
             "stack/variables.tf": VARIABLES,
@@ -110,8 +129,6 @@ class Site:
             "overlay/settings.env": SETTINGS,
             "kinds.txt": "",
             "namespaces.txt": "",
-            "releases.json": "[]",
-            "own-releases.json": "[]",
         }
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,17 +144,6 @@ class Site:
         state = json.loads((self.stack / "terraform.tfstate").read_text(encoding="utf-8"))
         return sorted(f"{each['module']}.{each['type']}.{each['name']}" for each in state["resources"])
 
-    def put(self, kinds: str, *things: dict[str, Any]) -> None:
-        """Sets the answer to `kubectl get KINDS --all-namespaces`, with KINDS as the caller spells them."""
-        (self.folder / f"{kinds}.json").write_text(json.dumps({"items": things}), encoding="utf-8")
-
-    def install(self, *releases: tuple[str, str, str], ours: tuple[tuple[str, str, str], ...] = ()) -> None:
-        """The helm releases of the cluster, as name, namespace and chart: others', and those of `make addons`."""
-        for file, found in (("releases.json", [*releases, *ours]), ("own-releases.json", list(ours))):
-            keys = ("name", "namespace", "chart")
-            listed = [dict(zip(keys, each, strict=True)) for each in found]
-            (self.folder / file).write_text(json.dumps(listed), encoding="utf-8")
-
     def answer_as(self, endpoint: str, *cases: str) -> None:
         """kubectl and helm talk to the cluster at this address; `cases` of bash come before kubectl's own answers."""
         answer = KUBECTL.replace("SERVER", endpoint).replace("OBJECTS", str(self.folder))
@@ -148,24 +154,12 @@ class Site:
 
 def make_cluster(site: Site, aws: Aws) -> Site:
     """An EKS cluster as the stack makes it, two nodes in each of two pools, with the add-ons of `make addons` on it."""
-    eks, ec2 = aws.client("eks"), aws.client("ec2")
-    role = "arn:aws:iam::123456789012:role/any"
-    tags = [{"ResourceType": "vpc", "Tags": [{"Key": STACK_TAG, "Value": "millrace"}]}]
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=tags)["Vpc"]["VpcId"]
-    tags = [{"ResourceType": "subnet", "Tags": [{"Key": STACK_TAG, "Value": "millrace"}]}]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24", TagSpecifications=tags)["Subnet"]["SubnetId"]
-    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": [subnet]})
-    for pool, size in (("core", 2), ("trainium", 2)):
-        eks.create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=pool,
-            subnets=[subnet],
-            nodeRole=role,
-            labels={"millrace.dev/pool": pool},
-            tags={STACK_TAG: "millrace"},
-            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
-        )
-    site.answer_as(eks.describe_cluster(name="millrace")["cluster"]["endpoint"])
+    subnets = aws.make_subnets("usw2-az4", tags={STACK_TAG: "millrace"})
+    aws.client("ec2").create_tags(Resources=subnets, Tags=[{"Key": STACK_TAG, "Value": "millrace"}])
+    aws.make_cluster(subnets)
+    for pool in ("core", "trainium"):
+        aws.make_node_group(pool, subnets, size=2)
+    site.answer_as(aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"])
     site.install(ours=ADDONS)
     return site
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 
 from infra.addons.releases import read_releases
+from infra.tests.conftest import RunInfra
 from infra.tests.programs import Programs
-from tests.command import call
+from infra.tests.site import Cluster
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = [release.name for release in read_releases()]
@@ -30,19 +30,18 @@ case "$*" in
 esac"""
 HELM = """
 case "$*" in
-"list"*"--selector MARK"*) cat OBJECTS/own.json ;;
+"list"*"--selector MARK"*) cat OBJECTS/own-releases.json ;;
 "list"*) cat OBJECTS/releases.json ;;
 "show crds "*) echo "definitions of $3" ;;
 esac
 """
 
 
-class Cluster:
-    """A cluster, as kubectl and helm see it, on which nobody has installed anything at first."""
+class Installed(Cluster):
+    """A cluster whose kubectl and helm take orders, too."""
 
     def __init__(self, folder: Path, programs: Programs) -> None:
-        self.folder, self.programs = folder, programs
-        self.install()
+        super().__init__(folder, programs)
         self.answer()
 
     def answer(self, helm: str = "", difference: int = 0) -> None:
@@ -50,15 +49,6 @@ class Cluster:
         answer = KUBECTL.replace("OBJECTS", str(self.folder)).replace("DIFFERS", str(difference))
         self.programs.add("kubectl", answer)
         self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)).replace("MARK", MARK) + helm)
-
-    def install(self, *releases: tuple[str, str, str], ours: tuple[tuple[str, str, str], ...] = ()) -> None:
-        """The helm releases, as name, namespace and chart: somebody else's, and those of `make addons`."""
-        for file, found in (("releases.json", [*releases, *ours]), ("own.json", list(ours))):
-            listed = [dict(zip(("name", "namespace", "chart"), each, strict=True)) for each in found]
-            (self.folder / file).write_text(json.dumps(listed), encoding="utf-8")
-
-    def put(self, kinds: str, *things: dict[str, Any]) -> None:
-        (self.folder / f"{kinds}.json").write_text(json.dumps({"items": things}), encoding="utf-8")
 
     @property
     def applied(self) -> str:
@@ -73,8 +63,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, programs: Programs) -> Cluster:
-    return Cluster(tmp_path, programs)
+def cluster(tmp_path: Path, programs: Programs) -> Installed:
+    return Installed(tmp_path, programs)
 
 
 def program(name: str, namespace: str, image: str, release: str = "") -> dict[str, Any]:
@@ -95,36 +85,31 @@ def definition(name: str, labels: dict[str, str] | None = None) -> dict[str, Any
     }
 
 
-def test_without_helm_it_ends_with_4_and_says_where_to_get_it(
-    capfd: pytest.CaptureFixture[str], programs: Programs
-) -> None:
+def test_without_helm_it_ends_with_4_and_says_where_to_get_it(run_infra: RunInfra, programs: Programs) -> None:
     for command in ("addons", "addons-diff"):
-        done = call(capfd, "infra.__main__", command)
+        done = run_infra(command, exit_code=4)
 
-        assert done.returncode == 4
         assert done.stdout == ""
         assert "https://helm.sh/docs/intro/install" in done.stderr
 
 
-def test_add_ons_are_installed_in_order_and_marked(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
-    done = call(capfd, "infra.__main__", "addons")
+def test_add_ons_are_installed_in_order_and_marked(run_infra: RunInfra, cluster: Installed) -> None:
+    run_infra("addons")
 
-    assert done.returncode == 0, done.stderr
     assert cluster.upgraded == NAMES
     upgrades = [line for line in cluster.programs.calls if "upgrade" in line]
     assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
 
 
 def test_definitions_that_helm_leaves_out_are_applied_before_the_release_of_their_version(
-    capfd: pytest.CaptureFixture[str], cluster: Cluster
+    run_infra: RunInfra, cluster: Installed
 ) -> None:
     """Server-side, from the chart of the very version: an older one of the cluster would keep its fields."""
     [kuberay] = [release for release in read_releases() if release.name == "kuberay"]
     cluster.install(ours=(("kuberay", kuberay.namespace, "kuberay-operator-1.5.0"),))
 
-    done = call(capfd, "infra.__main__", "addons")
+    run_infra("addons")
 
-    assert done.returncode == 0, done.stderr
     assert cluster.applied == (
         "definitions of kuberay-operator, marked\ndefinitions of kube-prometheus-stack, marked\n"
     )
@@ -138,34 +123,31 @@ def test_definitions_that_helm_leaves_out_are_applied_before_the_release_of_thei
     assert calls[first + 3].startswith("helm upgrade --install kuberay ")
 
 
-def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(
-    capfd: pytest.CaptureFixture[str], cluster: Cluster
-) -> None:
+def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(run_infra: RunInfra, cluster: Installed) -> None:
     refusal = '[ "$1" != apply ] || { echo "Error from server (Forbidden)" >&2; exit 1; }\n'
     cluster.programs.add("kubectl", refusal + KUBECTL.replace("OBJECTS", str(cluster.folder)))
 
-    done = call(capfd, "infra.__main__", "addons")
+    done = run_infra("addons", exit_code=4)
 
-    assert done.returncode == 4
     assert "Forbidden" in done.stderr
     assert cluster.upgraded == []
 
 
 def test_only_those_that_are_named_are_installed(
-    capfd: pytest.CaptureFixture[str], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The add-ons are installed in the list's order, whatever the order in ONLY."""
     monkeypatch.setenv("ONLY", "volcano, kuberay")
 
-    assert call(capfd, "infra.__main__", "addons").returncode == 0
+    run_infra("addons")
     assert cluster.upgraded == ["kuberay", "volcano"]
 
 
 @pytest.mark.parametrize("command", ["addons", "addons-diff"])
 @pytest.mark.parametrize(("only", "said"), [("kubray", "kuberay"), ("volcano,volcanoo", "volcano"), ("x", "")])
 def test_an_add_on_that_there_is_not_names_the_nearest_one(
-    capfd: pytest.CaptureFixture[str],
-    cluster: Cluster,
+    run_infra: RunInfra,
+    cluster: Installed,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     only: str,
@@ -173,9 +155,8 @@ def test_an_add_on_that_there_is_not_names_the_nearest_one(
 ) -> None:
     monkeypatch.setenv("ONLY", only)
 
-    done = call(capfd, "infra.__main__", command)
+    done = run_infra(command, exit_code=2)
 
-    assert done.returncode == 2
     assert f"ONLY={only}" in done.stderr
     assert (f"mean {said}?" in done.stderr) == bool(said)
     assert ", ".join(NAMES) in done.stderr
@@ -193,16 +174,15 @@ THEIRS: dict[str, dict[str, list[Any]]] = {
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_what_somebody_else_installed_is_named_and_left(
-    capfd: pytest.CaptureFixture[str], cluster: Cluster, monkeypatch: pytest.MonkeyPatch, case: str
+    run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     found = THEIRS[case]
     cluster.install(*found.get("releases", []))
     cluster.put("deployments,daemonsets", program("other", "batch", "volcano:1"), *found.get("programs", []))
     cluster.put("customresourcedefinitions", definition("queues.other.example"), *found.get("definitions", []))
 
-    refused = call(capfd, "infra.__main__", "addons")
+    refused = run_infra("addons", exit_code=4)
 
-    assert refused.returncode == 4
     assert refused.stderr.count("  - ") == 1
     assert "  - volcano: " in refused.stderr
     assert cluster.upgraded == []
@@ -212,11 +192,11 @@ def test_what_somebody_else_installed_is_named_and_left(
 
     monkeypatch.setenv("ONLY", rest)
 
-    assert call(capfd, "infra.__main__", "addons").returncode == 0
+    run_infra("addons")
     assert cluster.upgraded == rest.split(",")
 
 
-def test_what_make_addons_installed_is_upgraded(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+def test_what_make_addons_installed_is_upgraded(run_infra: RunInfra, cluster: Installed) -> None:
     """An earlier make infra-down may have removed the release and left the definitions."""
     [volcano] = [release for release in read_releases() if release.name == "volcano"]
     cluster.install(ours=((volcano.name, volcano.namespace, "volcano-1.13.0"),))
@@ -227,25 +207,23 @@ def test_what_make_addons_installed_is_upgraded(capfd: pytest.CaptureFixture[str
         "customresourcedefinitions", definition("rayclusters.ray.io", own), definition("queues.scheduling.volcano.sh")
     )
 
-    done = call(capfd, "infra.__main__", "addons")
+    run_infra("addons")
 
-    assert done.returncode == 0, done.stderr
     assert cluster.upgraded == NAMES
 
 
-def test_a_release_that_fails_stops_the_rest_and_is_named(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+def test_a_release_that_fails_stops_the_rest_and_is_named(run_infra: RunInfra, cluster: Installed) -> None:
     cluster.answer('[[ "$*" != *"--install volcano"* ]] || { echo "helm: timed out" >&2; exit 1; }')
 
-    done = call(capfd, "infra.__main__", "addons")
+    done = run_infra("addons", exit_code=4)
 
-    assert done.returncode == 4
     assert cluster.upgraded == ["kuberay", "volcano"]
     assert "timed out" in done.stderr
     assert "volcano was rolled back" in done.stderr
     assert "kubectl -n volcano-system get pods,events" in done.stderr
 
 
-def test_a_diff_shows_what_would_change(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+def test_a_diff_shows_what_would_change(run_infra: RunInfra, cluster: Installed) -> None:
     cluster.answer(
         """
 case "$*" in
@@ -260,9 +238,8 @@ esac""",
     )
     cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"))
 
-    done = call(capfd, "infra.__main__", "addons-diff")
+    done = run_infra("addons-diff")
 
-    assert done.returncode == 0, done.stderr
     assert "helm release prometheus in metrics (kube-prometheus-stack-80.0.0)" in done.stdout
     assert "monitoring 92.21.2: skipped" in done.stdout
     assert re.search("neuron 1.9.0: .*installed", done.stdout)
@@ -277,19 +254,18 @@ esac""",
     ("command", "question"), [("addons", "list"), ("addons-diff", "list"), ("addons-diff", "get manifest")]
 )
 def test_a_cluster_that_does_not_answer_is_no_new_installation(
-    capfd: pytest.CaptureFixture[str], cluster: Cluster, command: str, question: str
+    run_infra: RunInfra, cluster: Installed, command: str, question: str
 ) -> None:
     cluster.answer(f'[[ "$*" != "{question}"* ]] || {{ echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }}')
 
-    done = call(capfd, "infra.__main__", command)
+    done = run_infra(command, exit_code=4)
 
-    assert done.returncode == 4
     assert "Kubernetes cluster unreachable" in done.stderr
 
 
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_stop_signal_lets_helm_roll_back(
-    programs: Programs, cluster: Cluster, tmp_path: Path, signum: signal.Signals, exit_code: int
+    programs: Programs, cluster: Installed, tmp_path: Path, signum: signal.Signals, exit_code: int
 ) -> None:
     """A killed helm would leave a release that no later upgrade may touch."""
     began, ended = tmp_path / "began", tmp_path / "ended"

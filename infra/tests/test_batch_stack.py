@@ -10,15 +10,15 @@ import pytest
 
 from infra.apply.inputs import read_inputs, read_variables
 from infra.apply.terraform import STACK
-from infra.tests.conftest import REGION, Aws
+from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
 from services.common.hardware.lustre import default_lustre_size
 from services.common.recipe.schema import STAGES
-from tests.command import call
 
 ZONE = "usw2-az4"
 TAG = "1.0.0-neuron"
+IMAGES = [f"millrace/{stage}" for stage in STAGES]
 BATCH = STACK.parent / "batch"
 GIVEN = BATCH / "tests/configs/given.txt"
 
@@ -31,10 +31,9 @@ def on_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_batch")
-def test_batch_itself_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    done = call(capfd, "infra.__main__", "cost")
+def test_batch_itself_costs_nothing(run_infra: RunInfra) -> None:
+    done = run_infra("cost")
 
-    assert done.returncode == 0, done.stderr
     assert "EKS control plane" not in done.stdout
     assert "core" not in done.stdout
     assert "1 x NAT gateway" in done.stdout
@@ -43,14 +42,11 @@ def test_batch_itself_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("on_batch")
-def test_what_is_there_already_is_not_paid_for_again(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_already_is_not_paid_for_again(run_infra: RunInfra, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_VAR_config", str(GIVEN))
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
-    assert done.returncode == 0, done.stderr
     assert "NAT gateway   " not in done.stdout
     assert "FSx for Lustre" not in done.stdout
 
@@ -82,32 +78,15 @@ def account(on_batch: None, aws: Aws, programs: Programs, monkeypatch: pytest.Mo
     return aws
 
 
-def push(aws: Aws, repositories: list[str]) -> None:
-    ecr = aws.client("ecr")
-    for name in repositories:
-        ecr.create_repository(repositoryName=name)
-        manifest = f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{name}"}}}}'
-        media = "application/vnd.oci.image.manifest.v1+json"
-        ecr.put_image(repositoryName=name, imageManifest=manifest, imageManifestMediaType=media, imageTag=TAG)
-
-
-def make_subnet(aws: Aws, zone: str = ZONE) -> str:
-    ec2 = aws.client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    made = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24", AvailabilityZoneId=zone)
-    return str(made["Subnet"]["SubnetId"])
-
-
-def test_preflight_of_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
-    subnet = make_subnet(account)
+def test_preflight_of_an_account_in_which_everything_fits(run_infra: RunInfra, account: Aws) -> None:
+    [subnet] = account.make_subnets(ZONE)
     make_queue(account.client, "millrace-cpu")
     make_queue(account.client, "millrace-trainium", [subnet])
     make_queue(account.client, "other-trainium", stack="other")
-    push(account, [f"millrace/{stage}" for stage in STAGES])
+    account.push_images(*IMAGES, tag=TAG)
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     assert re.search("instances: 128 vCPU, 0 .*, 4 x m7i.8xlarge .* 128\n", done.stdout)
     assert re.search(rf"{subnet} has 251 free, 96 .* 4 nodes", done.stdout)
     assert re.search(r"queues +millrace-cpu .*\n +millrace-trainium ", done.stdout)
@@ -117,49 +96,44 @@ def test_preflight_of_an_account_in_which_everything_fits(capfd: pytest.CaptureF
 
 
 def test_preflight_names_an_ami_whose_driver_nobody_knows(
-    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = account.publish_image("al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64")
     monkeypatch.setenv("TF_VAR_ami_id", newest)
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert f"20260820-kernel-6.1-x86_64 ({newest})" in done.stderr
     assert "next      leave ami_id out, for the default; or look up its aws-neuronx-dkms in https://" in done.stderr
 
 
-def test_preflight_names_an_environment_whose_nodes_start_from_another_ami(
-    capfd: pytest.CaptureFixture[str], account: Aws
-) -> None:
+def test_preflight_names_an_environment_whose_nodes_start_from_another_ami(run_infra: RunInfra, account: Aws) -> None:
     """An earlier apply took the newest AMI of its day."""
     newest = account.publish_image("al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64")
-    make_queue(account.client, "millrace-trainium", [make_subnet(account)], ami_id=newest)
-    push(account, [f"millrace/{stage}" for stage in STAGES])
+    make_queue(account.client, "millrace-trainium", account.make_subnets(ZONE), ami_id=newest)
+    account.push_images(*IMAGES, tag=TAG)
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "where     compute environment millrace-trainium\n" in done.stderr
     assert "next      make infra-up STACK=batch, with no job" in done.stderr
 
 
 def test_preflight_names_an_ami_that_the_region_does_not_have(
-    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TF_VAR_ami_id", "ami-00000000000000000")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "no machine image ami-00000000000000000" in done.stderr
 
 
 def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
-    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """AWS makes it open towards itself and everywhere; a careful owner closes it. moto makes no rule towards itself."""
-    subnet, ec2 = make_subnet(account), account.client("ec2")
+    [subnet], ec2 = account.make_subnets(ZONE), account.client("ec2")
     config = tmp_path / "config.txt"
     config.write_text(f"REGION={REGION}\nSUBNET={subnet}\n")
     monkeypatch.setenv("TF_VAR_config", str(config))
@@ -169,23 +143,21 @@ def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
     itself = f"--group-id {group['GroupId']} --protocol -1 --source-group {group['GroupId']}"
     run_cli(ec2, f"aws ec2 authorize-security-group-ingress {itself}")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     [group] = ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]
     assert f"groups      {group['GroupId']}, the default one of {vpc}, " in done.stdout
 
     ec2.revoke_security_group_egress(GroupId=group["GroupId"], IpPermissions=group["IpPermissionsEgress"])
     ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=group["IpPermissions"])
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "3 requirements are not met" in done.stderr
     commands = [line.split("next      ")[1] for line in done.stderr.splitlines() if "next      " in line]
     for command in commands:
         run_cli(ec2, command)
-    assert call(capfd, "infra.__main__", "preflight").returncode == 0
+    run_infra("preflight")
 
 
 def run_cli(ec2: Any, command: str) -> None:
@@ -201,23 +173,21 @@ def run_cli(ec2: Any, command: str) -> None:
     getattr(ec2, words[2].replace("-", "_"))(GroupId=options["--group-id"], IpPermissions=[rule])
 
 
-def test_preflight_before_the_first_infra_up(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
-    done = call(capfd, "infra.__main__", "preflight")
+def test_preflight_before_the_first_infra_up(run_infra: RunInfra, account: Aws) -> None:
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     assert "no Trainium subnet yet" in done.stdout
     assert re.search("0 of 3 tags are in ECR; .*millrace/compiler", done.stdout)
 
 
-def test_preflight_names_a_queue_that_gives_no_job_to_nodes(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
+def test_preflight_names_a_queue_that_gives_no_job_to_nodes(run_infra: RunInfra, account: Aws) -> None:
     """Batch shows the reason only there, and the jobs stay RUNNABLE."""
-    make_queue(account.client, "millrace-trainium", [make_subnet(account, zone="usw2-az1")])
+    make_queue(account.client, "millrace-trainium", account.make_subnets("usw2-az1"))
     account.client("batch").update_job_queue(jobQueue="millrace-trainium", state="DISABLED")
-    push(account, [f"millrace/{stage}" for stage in STAGES])
+    account.push_images(*IMAGES, tag=TAG)
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "2 requirements are not met" in done.stderr
     assert "got       job queue millrace-trainium is DISABLED and VALID: " in done.stderr
     assert "where     the compute environment of job queue millrace-trainium, subnet-" in done.stderr
@@ -225,16 +195,15 @@ def test_preflight_names_a_queue_that_gives_no_job_to_nodes(capfd: pytest.Captur
 
 
 def test_preflight_looks_into_a_registry_that_is_given(
-    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.txt"
     config.write_text(f"REGION={REGION}\nECR_REPO=123456789012.dkr.ecr.{REGION}.amazonaws.com/ml/llama\n")
     monkeypatch.setenv("TF_VAR_config", str(config))
-    push(account, ["ml/llama/tokenizer", "ml/llama/compiler"])
+    account.push_images("ml/llama/tokenizer", "ml/llama/compiler", tag=TAG)
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "no repository for ml/llama/trainer" in done.stderr
     assert "next      aws ecr create-repository --repository-name ml/llama/trainer" in done.stderr
     assert "1 requirement is not met" in done.stderr

@@ -12,11 +12,10 @@ import pytest
 
 from infra.account.session import STACK_TAG
 from infra.teardown.sequence import list_targets_around_data
-from infra.tests.conftest import REGION, Aws
+from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs
 from infra.workloads import batch_workloads
-from tests.command import call
 
 pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
 
@@ -93,27 +92,25 @@ def status_of(aws: Aws, job_id: str) -> str:
     return str(aws.client("batch").describe_jobs(jobs=[job_id])["jobs"][0]["status"])
 
 
-def test_up_writes_what_deployments_read(capfd: pytest.CaptureFixture[str], site: Site) -> None:
-    done = call(capfd, "infra.__main__", "up")
+def test_up_writes_what_deployments_read(run_infra: RunInfra, site: Site) -> None:
+    done = run_infra("up")
 
-    assert done.returncode == 0, done.stderr
     assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=millrace\nECR_REPO={REGISTRY}/millrace\n"
     assert f"--password-stdin {REGISTRY}\n" in done.stdout
     assert "make deploy-stage STAGE=tokenizer TARGET=batch" in done.stdout
 
 
 def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, stack in (("millrace-trainium", "millrace"), ("millrace-cpu", "millrace"), ("other-cpu", "other")):
         make_queue(aws.client, name, stack=stack)
     job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
     another = submit_job(aws.client, "other-cpu", "other-trainer")
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     queue, _ = [line for line in done.stdout.splitlines() if line.split()[:3] == ["job", "queue", "millrace-trainium"]]
     assert queue.endswith("jobs that have not ended: 1")
     assert f"stopping    millrace-trainer-a, {job}" in done.stdout
@@ -127,11 +124,10 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
     assert site.modules == ["module.network[0]", "module.storage"]
     assert site.config.exists()
 
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
     monkeypatch.setenv("KEEP_DATA", "false")
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert site.modules == []
     assert "deregister  millrace-trainer:1" in done.stdout
     definitions = aws.client("batch").describe_job_definitions(status="ACTIVE")["jobDefinitions"]
@@ -140,64 +136,55 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
 
 
 def test_what_others_have_in_the_network_is_named_before_the_data_goes(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is in the network stays with it, as long as the data does."""
     make_queue(aws.client, "millrace-cpu", stack="millrace")
-    ec2, tags = aws.client("ec2"), [{"Key": STACK_TAG, "Value": "millrace"}]
-    made = [{"ResourceType": "vpc", "Tags": tags}]
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=made)["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    [subnet] = aws.make_subnets("usw2-az4", tags={STACK_TAG: "millrace"})
+    run_infra("up")
     modules = site.modules
 
     monkeypatch.setenv("KEEP_DATA", "false")
-    refused = call(capfd, "infra.__main__", "down")
+    refused = run_infra("down", exit_code=4)
 
-    assert refused.returncode == 4
     assert f"aws ec2 delete-subnet --subnet-id {subnet}" in refused.stderr
     assert (site.modules, state_of(aws, "millrace-cpu")) == (modules, "ENABLED")
 
     monkeypatch.delenv("KEEP_DATA")
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert subnet in done.stdout.partition("Take down")[0]
 
 
-def test_there_is_no_cluster_to_keep(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_is_no_cluster_to_keep(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEP_CLUSTER", "true")
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down", exit_code=2)
 
-    assert done.returncode == 2
     assert "KEEP_CLUSTER=true" in done.stderr
 
 
 def test_down_takes_down_nothing_while_a_job_has_not_ended(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job is a trainer that commits its checkpoint."""
     monkeypatch.setattr("infra.workloads.batch_workloads.JOBS_SECONDS", 0.0)
     monkeypatch.setattr("infra.workloads.batch_workloads.AFTER_NOTICE_SECONDS", 0.0)
     make_queue(aws.client, "millrace-trainium")
     job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
     before = site.modules
     with monkeypatch.context() as patch:
         patch.setattr("moto.batch.models.Job.terminate", lambda job, reason: None)
-        done = call(capfd, "infra.__main__", "down")
+        done = run_infra("down", exit_code=75)
 
-    assert done.returncode == 75
     assert f"after 0 s: {job}" in done.stderr
     assert site.modules == before
-    assert call(capfd, "infra.__main__", "down").returncode == 0
+    run_infra("down")
 
 
 def test_jobs_get_their_whole_notice_before_infra_down_gives_up(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of 4.7 TB takes hours on a slow file system."""
     main = site.stack / "main.tf"
@@ -205,53 +192,43 @@ def test_jobs_get_their_whole_notice_before_infra_down_gives_up(
     waits = []
     monkeypatch.setattr(batch_workloads, "wait_until_none", lambda what, find, seconds, advice: waits.append(seconds))
     make_queue(aws.client, "millrace-trainium")
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
 
-    assert call(capfd, "infra.__main__", "down").returncode == 0
+    run_infra("down")
 
     assert waits == [20000 + batch_workloads.AFTER_NOTICE_SECONDS]
 
 
-def test_queues_that_are_not_in_the_state_are_left_alone(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws
-) -> None:
+def test_queues_that_are_not_in_the_state_are_left_alone(run_infra: RunInfra, site: Site, aws: Aws) -> None:
     make_queue(aws.client, "millrace-trainium")
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert "the Batch environment of millrace" in done.stderr
     assert state_of(aws, "millrace-trainium") == "ENABLED"
 
 
-def test_another_stacks_config_stays(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+def test_another_stacks_config_stays(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_infra("up")
     site.config.write_text(f"REGION={REGION}\nNAME=another\n", encoding="utf-8")
     monkeypatch.setenv("KEEP_DATA", "false")
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert "gone        the Batch environment of millrace" in done.stdout
     assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=another\n"
 
 
 def test_leftovers_names_what_batch_has_and_the_nodes_that_it_brought(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws
+    run_infra: RunInfra, site: Site, aws: Aws
 ) -> None:
     make_queue(aws.client, "millrace-trainium")
     for _ in range(2):
         submit_job(aws.client, "millrace-trainium", "millrace-trainer")
-    tags = [{"ResourceType": "instance", "Tags": [{"Key": "millrace.dev/stack", "Value": "millrace"}]}]
-    instance = aws.client("ec2").run_instances(
-        ImageId="ami-12c6146b", InstanceType="trn1.32xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
-    )["Instances"][0]["InstanceId"]
+    instance = aws.run_instance("trn1.32xlarge", {STACK_TAG: "millrace"})
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers")
 
-    assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()[1:-1]]
     assert ["job", "queue", "millrace-trainium", "$0.00/month", "jobs", "that", "have", "not", "ended:", "2"] in lines
     assert ["compute", "environment", "millrace-trainium", "$0.00/month"] in lines

@@ -17,11 +17,11 @@ from infra.apply.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
 from infra.apply.terraform import STACK
 from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
 from infra.cost.prices import fsx_gb_month, read_prices
+from infra.tests.conftest import RunInfra
 from services.common.errors import RecipeError
 from services.common.hardware.lustre import LustreSize, default_lustre_size
 from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import checkpoint_bytes
-from tests.command import call
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
 IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
@@ -44,13 +44,12 @@ def day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "_today", lambda: IN_STANDARD_SUPPORT)
 
 
-def test_a_run_costs_what_its_parts_cost(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_costs_what_its_parts_cost(run_infra: RunInfra, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODES", "4")
     monkeypatch.setenv("HOURS", "10")
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
-    assert done.returncode == 0, done.stderr
     assert f"  ${STANDING:.2f}/hour" in done.stdout
     assert re.search(r"4 x trn1.32xlarge \(trainium\) +\$86.000/hour  us-east-1, 2026-06", done.stdout)
     assert f"a run of 10 hours: ${(STANDING + 86) * 10:,.2f}" in done.stdout
@@ -71,23 +70,23 @@ def test_a_run_costs_what_its_parts_cost(capfd: pytest.CaptureFixture[str], monk
     ],
 )
 def test_a_price_of_another_region_is_said_to_be_one(
-    capfd: pytest.CaptureFixture[str], write_values: WriteValues, place: str, said: list[tuple[str, str]]
+    run_infra: RunInfra, write_values: WriteValues, place: str, said: list[tuple[str, str]]
 ) -> None:
     write_values(place)
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
     assert re.findall(r"^WARNING: the stack is in (\S+), and prices of (\S+) ", done.stdout, re.MULTILINE) == said
 
 
 def test_the_control_plane_costs_more_once_its_version_leaves_standard_support(
-    capfd: pytest.CaptureFixture[str], write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = call(capfd, "infra.__main__", "cost")
+    before = run_infra("cost")
     monkeypatch.setattr(commands, "_today", lambda: END_OF_STANDARD_SUPPORT)
-    after = call(capfd, "infra.__main__", "cost")
+    after = run_infra("cost")
     write_values('kubernetes_support = "STANDARD"')
-    upgraded = call(capfd, "infra.__main__", "cost")
+    upgraded = run_infra("cost")
 
     for done in (before, after):
         [line] = [line for line in done.stdout.splitlines() if "kubernetes_support = EXTENDED" in line]
@@ -99,12 +98,12 @@ def test_the_control_plane_costs_more_once_its_version_leaves_standard_support(
 
 
 def test_a_capacity_block_is_not_billed_by_the_hour_again(
-    capfd: pytest.CaptureFixture[str], write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_values('capacity = { kind = "capacity_block", reservation_id = "cr-1", ends_at = "2027-01-31T11:30:00Z" }')
     monkeypatch.setenv("HOURS", "10")
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
     assert "4 x trn1.32xlarge belong to a Capacity Block" in done.stdout
     assert "trn1.32xlarge (trainium" not in done.stdout
@@ -112,14 +111,14 @@ def test_a_capacity_block_is_not_billed_by_the_hour_again(
 
 
 def test_a_reservation_is_billed_while_nobody_uses_it(
-    capfd: pytest.CaptureFixture[str], write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NODES is what a run takes of it, and max_nodes what is there."""
     write_values('capacity = { kind = "reservation", reservation_id = "cr-1" }')
     monkeypatch.setenv("NODES", "2")
     monkeypatch.setenv("HOURS", "10")
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
     standing, _, rest = done.stdout.partition("/month")
     assert "4 x trn1.32xlarge (trainium, reserved)" in standing
@@ -140,31 +139,30 @@ def test_a_budget_that_is_spent_with_nothing_running_is_refused() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("NODES", "many"), ("HOURS", "-1"), ("HOURS", "inf"), ("CPU_NODES", "a")])
 def test_a_number_that_is_none_is_refused(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    run_infra: RunInfra, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost", exit_code=2)
 
-    assert done.returncode == 2
     assert f"{name}={value}: expected" in done.stderr
 
 
-def test_a_users_values_count(capfd: pytest.CaptureFixture[str], write_values: WriteValues) -> None:
+def test_a_users_values_count(run_infra: RunInfra, write_values: WriteValues) -> None:
     write_values(
         'trainium = { shape = "trn2.48xlarge", max_nodes = 2 }\nfsx = { gib = 4800, throughput = 500 }\n'
         "enable_interface_endpoints = true"
     )
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
     assert "2 x trn2.48xlarge (trainium)" in done.stdout
     assert "FSx for Lustre, 4,800 GiB at 500 MB/s/TiB" in done.stdout
     assert "10 x interface endpoint" in done.stdout
 
 
-def test_the_default_file_system_is_fast_enough_for_the_default_recipe(capfd: pytest.CaptureFixture[str]) -> None:
-    done = call(capfd, "infra.__main__", "cost")
+def test_the_default_file_system_is_fast_enough_for_the_default_recipe(run_infra: RunInfra) -> None:
+    done = run_infra("cost")
 
     [line] = [line for line in done.stdout.splitlines() if "a checkpoint" in line]
     assert "75 GiB of llama2-7b-trn1, takes 69 s at the file system's 1,172 MB/s" in line
@@ -180,7 +178,7 @@ def test_the_default_file_system_is_fast_enough_for_the_default_recipe(capfd: py
     ],
 )
 def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_to_be(
-    capfd: pytest.CaptureFixture[str],
+    run_infra: RunInfra,
     write_values: WriteValues,
     monkeypatch: pytest.MonkeyPatch,
     fsx: str,
@@ -191,9 +189,8 @@ def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_t
     write_values(f"fsx = {fsx}")
     monkeypatch.setenv("RECIPE", f"recipes/{recipe}.toml")
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost")
 
-    assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if "WARNING: a checkpoint" in line]
     assert said in line
     assert enough in line
@@ -247,14 +244,13 @@ def test_the_defaults_are_the_stacks() -> None:
     ],
 )
 def test_a_misspelt_variable_is_refused_with_the_nearest_name(
-    capfd: pytest.CaptureFixture[str], write_values: WriteValues, value: str, wrong: str, right: str
+    run_infra: RunInfra, write_values: WriteValues, value: str, wrong: str, right: str
 ) -> None:
     """Terraform warns of an undeclared variable, and says nothing of an undeclared attribute."""
     write_values(value)
 
-    done = call(capfd, "infra.__main__", "cost")
+    done = run_infra("cost", exit_code=2)
 
-    assert done.returncode == 2
     assert re.search(rf"mine.tfvars: {wrong} .*mean {right}\?", done.stderr)
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from infra.tests.conftest import Aws
-from tests.command import call
+from infra.account.session import STACK_TAG
+from infra.tests.conftest import Aws, RunInfra, tagged
 
-TAG = {"Key": "millrace.dev/stack", "Value": "millrace"}
+TAG = {"Key": STACK_TAG, "Value": "millrace"}
 DENIAL = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Action": "ec2:*", "Resource": "*"}]}
-OTHER = {"Key": "millrace.dev/stack", "Value": "other"}
+OTHER = {"Key": STACK_TAG, "Value": "other"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,44 +23,28 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARS", str(path))
 
 
-def tagged(kind: str, *tags: dict[str, str]) -> list[dict[str, Any]]:
-    return [{"ResourceType": kind, "Tags": list(tags)}]
+def test_an_empty_account(run_infra: RunInfra, aws: Aws) -> None:
+    done = run_infra("leftovers")
 
-
-def test_an_empty_account(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
-    done = call(capfd, "infra.__main__", "leftovers")
-
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "no resource of millrace is left in us-west-2\n"
 
 
-def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws: Aws) -> None:
     ec2 = aws.client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=tagged("vpc", TAG))["Vpc"]["VpcId"]
-    ec2.create_vpc(CidrBlock="10.1.0.0/16", TagSpecifications=tagged("vpc", OTHER))
-    subnets = [
-        ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{number}.0/24", AvailabilityZone=f"us-west-2{zone}")["Subnet"]
-        for number, zone in enumerate("ab")
-    ]
-    names = [subnet["SubnetId"] for subnet in subnets]
-    of_cluster = {"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}
+    names = aws.make_subnets("usw2-az1", "usw2-az2", tags={STACK_TAG: "millrace"})
+    [vpc] = {each["VpcId"] for each in ec2.describe_subnets(SubnetIds=names)["Subnets"]}
+    aws.make_subnets(tags={STACK_TAG: "other"})
     interface = ec2.create_network_interface(
         SubnetId=names[0],
-        TagSpecifications=tagged("network-interface", {"Key": "cluster.k8s.amazonaws.com/name", "Value": "millrace"}),
+        TagSpecifications=[tagged("network-interface", {"cluster.k8s.amazonaws.com/name": "millrace"})],
     )["NetworkInterface"]["NetworkInterfaceId"]
-    volume = ec2.create_volume(AvailabilityZone="us-west-2a", Size=100, TagSpecifications=tagged("volume", of_cluster))[
-        "VolumeId"
-    ]
-    gateway = ec2.create_nat_gateway(SubnetId=names[0], TagSpecifications=tagged("natgateway", TAG))["NatGateway"]
-    instance = ec2.run_instances(
-        ImageId="ami-12c6146b",
-        InstanceType="trn1.32xlarge",
-        MinCount=1,
-        MaxCount=1,
-        TagSpecifications=tagged("instance", {"Key": "eks:cluster-name", "Value": "millrace"}),
-    )["Instances"][0]["InstanceId"]
-    create_cluster(aws.client("eks"), "millrace", names)
-    aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=[of_cluster])
+    of_cluster = tagged("volume", {"kubernetes.io/cluster/millrace": "owned"})
+    volume = ec2.create_volume(AvailabilityZone="us-west-2a", Size=100, TagSpecifications=[of_cluster])["VolumeId"]
+    of_stack = tagged("natgateway", {STACK_TAG: "millrace"})
+    gateway = ec2.create_nat_gateway(SubnetId=names[0], TagSpecifications=[of_stack])["NatGateway"]
+    instance = aws.run_instance("trn1.32xlarge", {"eks:cluster-name": "millrace"})
+    aws.make_cluster(names)
+    aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=of_cluster["Tags"])
     for name in ("/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/eks/other/cluster"):
         aws.client("logs").create_log_group(logGroupName=name)
     aws.client("ecr").create_repository(repositoryName="millrace/head", tags=[TAG])
@@ -77,15 +60,12 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
         Tags=[TAG],
     )["FileSystem"]["FileSystemId"]
 
-    key = aws.client("kms").create_key(Tags=[{"TagKey": TAG["Key"], "TagValue": TAG["Value"]}])["KeyMetadata"]["KeyId"]
-    going = aws.client("kms").create_key(Tags=[{"TagKey": TAG["Key"], "TagValue": TAG["Value"]}])["KeyMetadata"][
-        "KeyId"
-    ]
-    aws.client("kms").schedule_key_deletion(KeyId=going)
+    kms, tags = aws.client("kms"), [{"TagKey": STACK_TAG, "TagValue": "millrace"}]
+    key, going = (kms.create_key(Tags=tags)["KeyMetadata"]["KeyId"] for _ in range(2))
+    kms.schedule_key_deletion(KeyId=going)
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers")
 
-    assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[1].strip() + " " + line[17:].split()[0]: line for line in done.stdout.splitlines()[1:-1]}
     assert re.match(r"14 .* millrace in us-west-2; .* us-east-1, not this region's", done.stdout)
     assert "$73.00/month" in lines["EKS cluster millrace"]
@@ -107,7 +87,7 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
     assert "$16,081.92/month" in done.stdout.splitlines()[-1]
 
 
-def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+def test_what_no_tag_finds_is_found_by_its_name(run_infra: RunInfra, aws: Aws) -> None:
     iam = aws.client("iam")
     document = json.dumps(DENIAL)
     # More than a page of an answer.
@@ -124,9 +104,8 @@ def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str
             Budget={"BudgetName": name, "BudgetLimit": limit, "TimeUnit": "MONTHLY", "BudgetType": "COST"},
         )
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers")
 
-    assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()[1:-1]]
     assert sorted(line[2] for line in lines if line[:2] == ["IAM", "role"]) == sorted(names)
     [policy] = [line for line in lines if line[:2] == ["IAM", "policy"]]
@@ -135,34 +114,12 @@ def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str
     assert len(lines) == len(names) + 2
 
 
-def test_a_cluster_is_found_beyond_the_first_page(
-    capfd: pytest.CaptureFixture[str], aws: Aws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moto.eks.responses.DEFAULT_MAX_RESULTS", 1)
-    ec2, eks = aws.client("ec2"), aws.client("eks")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
-    for name in ("another", "millrace"):
-        create_cluster(eks, name, [subnet])
-
-    done = call(capfd, "infra.__main__", "leftovers")
-
-    assert "EKS cluster  millrace" in done.stdout
-
-
-def create_cluster(eks: Any, name: str, subnets: list[str]) -> None:
-    eks.create_cluster(
-        name=name, roleArn="arn:aws:iam::123456789012:role/any", resourcesVpcConfig={"subnetIds": subnets}
-    )
-
-
 def test_a_network_that_does_not_answer_is_worth_another_try(
-    capfd: pytest.CaptureFixture[str], aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers", exit_code=75)
 
-    assert done.returncode == 75
     assert "AWS does not answer" in done.stderr

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from images.platforms import SERVICES
+from infra.account.session import STACK_TAG
 from infra.apply.inputs import read_inputs
 from infra.preflight.capacity_reservation import judge_reservation
 from infra.shapes import find_shape
-from infra.tests.conftest import REGION, Aws
+from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.programs import Programs
 from services.common.errors import RecipeError
-from tests.command import call
 
 ZONE = "usw2-az4"
 QUOTA = "Running On-Demand Trn instances"
 STANDARD = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
-TAGS = [{"Key": "millrace.dev/stack", "Value": "millrace"}]
+TAGS = {STACK_TAG: "millrace"}
 VARIABLES = f"""
 region   = "{REGION}"
 name     = "millrace"
@@ -57,15 +57,7 @@ def terraform(programs: Programs) -> Programs:
 def fitting(aws: Aws, variables: Path, terraform: Programs) -> Aws:
     """An account in which four nodes fit, with the images in it."""
     aws.quotas |= {QUOTA: 512, STANDARD: 80}
-    ecr = aws.client("ecr")
-    for service in SERVICES:
-        ecr.create_repository(repositoryName=f"millrace/{service}", imageTagMutability="IMMUTABLE")
-        ecr.put_image(
-            repositoryName=f"millrace/{service}",
-            imageManifest=f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{service}"}}}}',
-            imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
-            imageTag="1.0.0-neuron",
-        )
+    aws.push_images(*(f"millrace/{service}" for service in SERVICES), tag="1.0.0-neuron")
     return aws
 
 
@@ -73,31 +65,17 @@ def make_cluster(
     aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,), version: str = "1.34", release: str = "1.34.7-20260505"
 ) -> list[str]:
     """Makes an EKS cluster with a Trainium node group in new subnets of those zones, and returns the subnets' ids."""
-    ec2, eks = aws.client("ec2"), aws.client("eks")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnets = [
-        ec2.create_subnet(VpcId=vpc, CidrBlock=cidr.format(number), AvailabilityZoneId=zone)["Subnet"]["SubnetId"]
-        for number, zone in enumerate(zones)
-    ]
-    role = "arn:aws:iam::123456789012:role/any"
-    eks.create_cluster(name="millrace", version=version, roleArn=role, resourcesVpcConfig={"subnetIds": subnets})
-    eks.create_nodegroup(
-        clusterName="millrace",
-        releaseVersion=release,
-        nodegroupName="trainium",
-        subnets=subnets,
-        nodeRole=role,
-        labels={"millrace.dev/pool": "trainium"},
-    )
+    subnets = aws.make_subnets(*zones, cidr=cidr)
+    aws.make_cluster(subnets, version=version)
+    aws.make_node_group("trainium", subnets, size=0, releaseVersion=release)
     return subnets
 
 
-def test_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+def test_an_account_in_which_everything_fits(run_infra: RunInfra, fitting: Aws) -> None:
     [subnet] = make_cluster(fitting, "10.0.{}.0/24")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     assert "account     123456789012 as arn:aws:sts::123456789012:user/moto, us-west-2" in done.stdout
     assert f"trn1.32xlarge is offered in usw2-az1, {ZONE}" in done.stdout
     for shape in ("m7i.8xlarge", "m7i.2xlarge"):
@@ -128,26 +106,24 @@ def test_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], 
     ],
 )
 def test_what_does_not_fit_the_images_or_eks_is_named(
-    capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path, values: str, said: str
+    run_infra: RunInfra, fitting: Aws, variables: Path, values: str, said: str
 ) -> None:
     """The second release is in the table, and the region has none of it."""
     kept = [line for line in VARIABLES.splitlines() if line.partition(" ")[0] != values.partition(" ")[0]]
     variables.write_text("\n".join([*kept, values, ""]), encoding="utf-8")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert re.search(f"  - .*{said}", done.stderr)
     assert "infra/aws_releases.json" in done.stderr or "images/platforms.toml" in done.stderr
 
 
-def test_nodes_of_a_release_whose_driver_is_too_new_are_named(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+def test_nodes_of_a_release_whose_driver_is_too_new_are_named(run_infra: RunInfra, fitting: Aws) -> None:
     """The group was made before the stack pinned its release."""
     make_cluster(fitting, "10.0.{}.0/24", release="1.34.9-20260714")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert re.search(r"  - .*Neuron driver of 1\.34\.9-20260714", done.stderr)
     assert "where     node group trainium\n" in done.stderr
     assert "aws-neuronx-dkms from 2.27.4.0 on and before 2.29" in done.stderr
@@ -167,7 +143,7 @@ def test_nodes_of_a_release_whose_driver_is_too_new_are_named(capfd: pytest.Capt
     ],
 )
 def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
-    capfd: pytest.CaptureFixture[str],
+    run_infra: RunInfra,
     fitting: Aws,
     variables: Path,
     status: str,
@@ -178,50 +154,44 @@ def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
     fitting.kubernetes["1.34"] = (status, datetime(2026, 12, 2, tzinfo=UTC))
     variables.write_text(f'{VARIABLES}kubernetes_support = "{policy}"\n', encoding="utf-8")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4 if is_refused else 0)
 
-    assert done.returncode == (4 if is_refused else 0), done.stderr
     assert ("standard support of Kubernetes 1.34" in done.stderr) == is_refused
     assert said in done.stdout + done.stderr
 
 
-def test_a_cluster_that_eks_has_upgraded_is_named(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+def test_a_cluster_that_eks_has_upgraded_is_named(run_infra: RunInfra, fitting: Aws) -> None:
     make_cluster(fitting, "10.0.{}.0/24", version="1.35")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "got       1.35\n      expected  1.34\n" in done.stderr
     assert 'next      kubernetes_version = "1.35"' in done.stderr
 
 
-def test_before_the_first_infra_up_nothing_of_it_is_missed(
-    capfd: pytest.CaptureFixture[str], aws: Aws, variables: Path
-) -> None:
+def test_before_the_first_infra_up_nothing_of_it_is_missed(run_infra: RunInfra, aws: Aws, variables: Path) -> None:
     aws.quotas |= {QUOTA: 512, STANDARD: 80}
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     assert "no Trainium subnet yet" in done.stdout
     repositories = ", ".join(f"millrace/{service}" for service in sorted(SERVICES))
     assert re.search(rf"0 of 4 tags are in ECR; .*{repositories}", done.stdout)
 
 
 def test_a_checkout_without_the_stacks_state_does_not_judge_addresses(
-    capfd: pytest.CaptureFixture[str], fitting: Aws, terraform: Programs
+    run_infra: RunInfra, fitting: Aws, terraform: Programs
 ) -> None:
     make_cluster(fitting, "10.0.{}.0/28")
     terraform.add("terraform", "echo '{}'")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     assert "11 free; " in done.stdout
 
 
 def test_everything_that_does_not_fit_is_named_at_once(
-    capfd: pytest.CaptureFixture[str], aws: Aws, variables: Path, terraform: Programs
+    run_infra: RunInfra, aws: Aws, variables: Path, terraform: Programs
 ) -> None:
     values = VARIABLES.replace(ZONE, "usw2-az3").replace("m7i.2xlarge", "m7i.4xlarge")
     variables.write_text(values, encoding="utf-8")
@@ -229,9 +199,8 @@ def test_everything_that_does_not_fit_is_named_at_once(
     make_cluster(aws, "10.0.{}.0/28", zones=("usw2-az3",))
     aws.client("ecr").create_repository(repositoryName="millrace/head")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "8 requirements are not met" in done.stderr
     assert "usw2-az3 does not offer trn1.32xlarge" in done.stderr
     assert f"expected  one of usw2-az1, {ZONE}" in done.stderr
@@ -247,64 +216,57 @@ def test_everything_that_does_not_fit_is_named_at_once(
         assert f"no repository for millrace/{service}" in done.stderr
 
 
-def test_a_zone_that_lacks_a_cpu_type_is_refused(
-    capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path
-) -> None:
+def test_a_zone_that_lacks_a_cpu_type_is_refused(run_infra: RunInfra, fitting: Aws, variables: Path) -> None:
     """EC2 may withdraw a type after `shapes.json` was written."""
     variables.write_text(VARIABLES.replace("m7i.8xlarge", "trn1n.32xlarge").replace(ZONE, "usw2-az1"), encoding="utf-8")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "zone        trn1.32xlarge is offered in usw2-az1, usw2-az4; chosen is usw2-az1\n" in done.stdout
     assert "            NOT MET: trn1n.32xlarge is offered in usw2-az4; chosen is usw2-az1\n" in done.stdout
     assert "usw2-az1 does not offer trn1n.32xlarge" in done.stderr
 
 
-def test_what_others_run_counts_against_the_quota(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
-    run_instances(fitting, "trn1.32xlarge", 1, [])
-    run_instances(fitting, "m7i.8xlarge", 1, [])
+def test_what_others_run_counts_against_the_quota(run_infra: RunInfra, fitting: Aws) -> None:
+    fitting.run_instance("trn1.32xlarge")
+    fitting.run_instance("m7i.8xlarge")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert re.search(r"got       512, of which 128 .*\n      expected  640 or more", done.stderr)
     assert re.search(r"got       80, of which 32 .*\n      expected  112 or more", done.stderr)
 
 
 def test_the_stacks_own_nodes_count_neither_against_the_quota_nor_the_addresses(
-    capfd: pytest.CaptureFixture[str], fitting: Aws
+    run_infra: RunInfra, fitting: Aws
 ) -> None:
     make_cluster(fitting, "10.0.{}.0/26")  # 59 addresses: two nodes'
-    run_instances(fitting, "trn1.32xlarge", 2, TAGS)
-    run_instances(fitting, "m7i.2xlarge", 2, TAGS)
+    for shape in ("trn1.32xlarge", "trn1.32xlarge", "m7i.2xlarge", "m7i.2xlarge"):
+        fitting.run_instance(shape, TAGS)
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     assert f"{QUOTA}: 512 vCPU, 0 " in done.stdout
     assert re.search("59 free, 48 .* 2 nodes", done.stdout)
 
 
-def test_a_pool_over_two_zones_is_refused(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+def test_a_pool_over_two_zones_is_refused(run_infra: RunInfra, fitting: Aws) -> None:
     make_cluster(fitting, "10.0.{}.0/24", zones=(ZONE, "usw2-az1"))
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert f"got       usw2-az1, {ZONE}\n      expected  one subnet in {ZONE}" in done.stderr
 
 
-def test_a_reservation_that_fits(capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path) -> None:
+def test_a_reservation_that_fits(run_infra: RunInfra, fitting: Aws, variables: Path) -> None:
     """A block's vCPU count against no quota, and EKS removes its nodes 40 minutes before its end."""
     fitting.quotas[QUOTA] = 0
     end = datetime.now(UTC) + timedelta(hours=30)
     variables.write_text(VARIABLES + RESERVED.format("capacity_block", f"{end:%Y-%m-%dT%H:%M:%SZ}"), encoding="utf-8")
     reserve(fitting, reservationType="capacity-block", endDate=f"{end:%Y-%m-%dT%H:%M:%S.000Z}")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight")
 
-    assert done.returncode == 0, done.stderr
     until = end - timedelta(minutes=40)
     assert f"cr-1: 4 of 4 free, until {until:%Y-%m-%d %H:%M} UTC" in done.stdout
 
@@ -375,13 +337,6 @@ def judge(facts: dict[str, object], ends_at: str = "2026-02-01T11:30:00Z") -> li
     return [each.text for each in judge_reservation(fitting | facts, read_inputs(variables), shape, 4, 2, now)[1]]
 
 
-def run_instances(aws: Aws, shape: str, count: int, tags: list[dict[str, str]]) -> None:
-    specifications = [{"ResourceType": "instance", "Tags": tags}] if tags else []
-    aws.client("ec2").run_instances(
-        ImageId="ami-12c6146b", InstanceType=shape, MinCount=count, MaxCount=count, TagSpecifications=specifications
-    )
-
-
 def reserve(aws: Aws, **facts: str) -> None:
     fitting = {
         "capacityReservationId": "cr-1",
@@ -395,40 +350,26 @@ def reserve(aws: Aws, **facts: str) -> None:
 
 
 def test_without_credentials_it_says_how_to_sign_in(
-    capfd: pytest.CaptureFixture[str], aws: Aws, variables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_infra: RunInfra, aws: Aws, variables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=4)
 
-    assert done.returncode == 4
     assert "no AWS credentials" in done.stderr
     assert "aws sso login" in done.stderr
 
 
-def test_what_is_not_chosen_is_named(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("values", "said"), [("# nothing yet\n", "terraform.tfvars"), ("region = {\n", "/mine.tfvars")]
+)
+def test_a_file_without_choices_or_without_hcl_is_named(
+    run_infra: RunInfra, variables: Path, values: str, said: str
 ) -> None:
-    path = tmp_path / "empty.tfvars"
-    path.write_text("# nothing yet\n", encoding="utf-8")
-    monkeypatch.setenv("VARS", str(path))
+    variables.write_text(values, encoding="utf-8")
 
-    done = call(capfd, "infra.__main__", "preflight")
+    done = run_infra("preflight", exit_code=2)
 
-    assert done.returncode == 2
-    assert "terraform.tfvars" in done.stderr
-
-
-def test_a_file_that_is_no_hcl_is_named(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "broken.tfvars"
-    path.write_text("region = {\n", encoding="utf-8")
-    monkeypatch.setenv("VARS", str(path))
-
-    done = call(capfd, "infra.__main__", "preflight")
-
-    assert done.returncode == 2
-    assert str(path) in done.stderr
+    assert said in done.stderr

@@ -10,10 +10,9 @@ import pytest
 
 from infra.apply.renewal import list_renewed_pools
 from infra.apply.terraform import read_plan
-from infra.tests.conftest import REGION, Aws
+from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs
-from tests.command import call
 
 TRAINIUM = "module.trainium.aws_eks_node_group.this"
 ENVIRONMENT = 'module.batch.aws_batch_compute_environment.pool["trainium"]'
@@ -139,30 +138,14 @@ def is_applied(programs: Programs) -> bool:
     return any(" apply " in each for each in programs.calls)
 
 
-def make_cluster(aws: Aws, sizes: dict[str, int]) -> None:
-    eks, ec2 = aws.client("eks"), aws.client("ec2")
-    role = "arn:aws:iam::123456789012:role/any"
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
-    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": [subnet]})
-    for pool, size in sizes.items():
-        eks.create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=pool,
-            subnets=[subnet],
-            nodeRole=role,
-            labels={"millrace.dev/pool": pool},
-            tags={} if pool == "others" else {"millrace.dev/stack": "millrace"},
-            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
-        )
+def test_nodes_of_a_run_are_not_taken_from_it(run_infra: RunInfra, aws: Aws, terraform: Programs) -> None:
+    subnets = aws.make_subnets("usw2-az4")
+    aws.make_cluster(subnets)
+    for pool, size in (("core", 2), ("cpu", 0), ("trainium", 4), ("others", 3)):
+        aws.make_node_group(pool, subnets, size, is_ours=pool != "others")
 
+    done = run_infra("up", exit_code=4)
 
-def test_nodes_of_a_run_are_not_taken_from_it(capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs) -> None:
-    make_cluster(aws, {"core": 2, "cpu": 0, "trainium": 4, "others": 3})
-
-    done = call(capfd, "infra.__main__", "up")
-
-    assert done.returncode == 4
     assert not is_applied(terraform)
     assert "Apply this plan" not in done.stdout
     assert f"where     millrace, {REGION}; {TRAINIUM}" in done.stderr
@@ -172,68 +155,51 @@ def test_nodes_of_a_run_are_not_taken_from_it(capfd: pytest.CaptureFixture[str],
 
     eks = aws.client("eks")
     eks.update_nodegroup_config(clusterName="millrace", nodegroupName="trainium", scalingConfig={"desiredSize": 0})
-    tags = [
-        {"Key": key, "Value": value}
-        for key, value in (("eks:cluster-name", "millrace"), ("eks:nodegroup-name", "trainium"))
-    ]
-    ec2 = aws.client("ec2")
-    [leaving] = ec2.run_instances(
-        ImageId="ami-12c6146b",
-        InstanceType="trn1.32xlarge",
-        MinCount=1,
-        MaxCount=1,
-        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
-    )["Instances"]
+    leaving = aws.run_instance("trn1.32xlarge", {"eks:cluster-name": "millrace", "eks:nodegroup-name": "trainium"})
 
-    assert "got       node group trainium has 1 nodes\n" in call(capfd, "infra.__main__", "up").stderr
+    assert "got       node group trainium has 1 nodes\n" in run_infra("up", exit_code=4).stderr
 
-    ec2.terminate_instances(InstanceIds=[leaving["InstanceId"]])
-    done = call(capfd, "infra.__main__", "up")
+    aws.client("ec2").terminate_instances(InstanceIds=[leaving])
+    run_infra("up")
 
-    assert done.returncode == 0, done.stderr
     assert is_applied(terraform)
 
 
-def test_a_cluster_that_is_not_there_yet_is_in_nobodys_use(
-    capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs
-) -> None:
-    done = call(capfd, "infra.__main__", "up")
+def test_a_cluster_that_is_not_there_yet_is_in_nobodys_use(run_infra: RunInfra, aws: Aws, terraform: Programs) -> None:
+    run_infra("up")
 
-    assert done.returncode == 0, done.stderr
     assert is_applied(terraform)
 
 
 def test_a_compute_environment_is_not_replaced_under_a_job(
-    capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, aws: Aws, terraform: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STACK", "batch")
     keep_jobs_still(monkeypatch)
     make_queue(aws.client, "millrace-trainium")
     job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
 
-    done = call(capfd, "infra.__main__", "up")
+    done = run_infra("up", exit_code=4)
 
-    assert done.returncode == 4
     assert not is_applied(terraform)
     assert "got       job queue millrace-trainium has millrace-trainer-a\n" in done.stderr
     assert "make stop-stage STAGE=... TARGET=batch " in done.stderr
 
     aws.client("batch").terminate_job(jobId=job, reason="over")
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
     assert is_applied(terraform)
 
 
 @pytest.mark.parametrize("command", ["plan", "up"])
 def test_a_type_that_no_image_computes_on_is_refused_before_anything_is_made(
-    capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs, tmp_path: Path, command: str
+    run_infra: RunInfra, aws: Aws, terraform: Programs, tmp_path: Path, command: str
 ) -> None:
     shown = json.loads((tmp_path / "eks.json").read_text(encoding="utf-8"))
     shown["variables"]["trainium"]["value"]["shape"] = "trn2.48xlarge"
     (tmp_path / "eks.json").write_text(json.dumps(shown), encoding="utf-8")
 
-    done = call(capfd, "infra.__main__", command)
+    done = run_infra(command, exit_code=4)
 
-    assert done.returncode == 4
     assert not is_applied(terraform)
     assert "trn2.48xlarge" in done.stderr
     assert "expected  one of trn1.32xlarge, trn1n.32xlarge\n" in done.stderr

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from infra.account.session import STACK_TAG
-from infra.tests.conftest import Aws
+from infra.tests.conftest import Aws, RunInfra
 from infra.tests.site import ADDONS, Site, thing, volume_for
-from tests.command import call
 
 pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
 
 
 @pytest.fixture
-def shared(capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws) -> Site:
+def shared(run_infra: RunInfra, cluster: Site, aws: Aws) -> Site:
     """The cluster is up, and a team called research works on it, too."""
     cluster.put(
         "namespaces", *(thing("Namespace", name) for name in ("default", "kube-system", "millrace", "research"))
@@ -40,18 +39,11 @@ def shared(capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws) -> Site:
     )
     cluster.install(("karpenter", "kube-system", "karpenter-1.8.1"), ("tools", "research", "tools-1.0.0"), ours=ADDONS)
     group = aws.client("eks").describe_nodegroup(clusterName="millrace", nodegroupName="trainium")["nodegroup"]
-    for name, tags in (("cpu", {STACK_TAG: "millrace"}), ("research", {})):
-        aws.client("eks").create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=name,
-            subnets=group["subnets"],
-            nodeRole=group["nodeRole"],
-            tags=tags,
-            scalingConfig={"minSize": 0, "desiredSize": 3, "maxSize": 4},
-        )
+    for name in ("cpu", "research"):
+        aws.make_node_group(name, group["subnets"], size=3, is_ours=name == "cpu")
     volume = volume_for("research/notes")
     aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
     cluster.programs.forget_calls()
     return cluster
 
@@ -80,12 +72,11 @@ def changes(site: Site) -> list[str]:
     return [line for line in site.programs.calls if any(word in line for word in words)]
 
 
-def test_it_is_refused_before_anything_is_taken_down(capfd: pytest.CaptureFixture[str], shared: Site, aws: Aws) -> None:
+def test_it_is_refused_before_anything_is_taken_down(run_infra: RunInfra, shared: Site, aws: Aws) -> None:
     sizes, addresses = group_sizes(aws), shared.addresses
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert "Take down" not in done.stdout
     named = {
         "namespace": "kubectl delete namespace research",
@@ -106,7 +97,7 @@ def test_it_is_refused_before_anything_is_taken_down(capfd: pytest.CaptureFixtur
 
 
 def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
-    capfd: pytest.CaptureFixture[str], shared: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, shared: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod of theirs keeps the node group that it is on, and objects of theirs the add-on whose kinds they are."""
     monkeypatch.setenv("KEEP_CLUSTER", "true")
@@ -121,9 +112,8 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
     )
     addresses = shared.addresses
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert "what Millrace made on cluster millrace in us-west-2, and keep the cluster? yes (YES=1)" in done.stdout
     assert group_sizes(aws) == {"core": 2, "cpu": 3, "research": 3, "trainium": 0}
     assert "nodes of cpu, with pods of others: research/notebook" in done.stdout
@@ -143,41 +133,38 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
 
 
 def test_an_addon_that_somebody_else_installed_stays(
-    capfd: pytest.CaptureFixture[str], cluster: Site, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release has the same name and namespace as one of make addons."""
     theirs, *ours = ADDONS
     cluster.install(theirs, ours=tuple(ours))
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
 
-    refused = call(capfd, "infra.__main__", "down")
+    refused = run_infra("down", exit_code=4)
     monkeypatch.setenv("KEEP_CLUSTER", "true")
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert refused.returncode == 4
     assert "helm --namespace kuberay-system uninstall kuberay" in refused.stderr
-    assert done.returncode == 0, done.stderr
     assert "left        helm release kuberay in kuberay-system (kuberay-operator-1.6.1)" in done.stdout
     assert [line.split()[2] for line in changes(cluster)] == ["monitoring", "efa", "neuron", "volcano"]
 
 
 def test_a_volume_that_is_kept_on_purpose_is_not_waited_for(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The volume's claim and namespace are gone, and its reclaim policy is Retain."""
     monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
     volume = volume_for("gone/notes")
     made = aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    run_infra("up")
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert made["VolumeId"] in done.stdout.rpartition("resources of millrace in")[2]
 
 
 def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ec2, vpc = aws.client("ec2"), network_of(aws)
     subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.9.0/24")["Subnet"]["SubnetId"]
@@ -193,46 +180,35 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
         Subnets=[subnet],
         SecurityGroups=[group],
     )
-    instance = ec2.run_instances(ImageId="ami-12c6146b", MinCount=1, MaxCount=1, SubnetId=subnet)["Instances"][0]
+    instance = aws.run_instance("m7i.large", SubnetId=subnet)
     elsewhere = ec2.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
     ec2.create_subnet(VpcId=elsewhere, CidrBlock="10.1.0.0/24")
-    found = (subnet, group, endpoint, arn, "classic", instance["InstanceId"])
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    found = (subnet, group, endpoint, arn, "classic", instance)
+    run_infra("up")
 
     monkeypatch.setenv("KEEP_DATA", "false")
-    refused = call(capfd, "infra.__main__", "down")
+    refused = run_infra("down", exit_code=4)
     monkeypatch.delenv("KEEP_DATA")
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down")
 
-    assert refused.returncode == 4
     assert "6 resources beside millrace" in refused.stderr
     assert "KEEP_CLUSTER" not in refused.stderr
     assert "Take down" not in refused.stdout
-    assert done.returncode == 0, done.stderr
     asked = done.stdout.partition("Take down")[0]
     for name in found:
         assert name in refused.stderr
         assert name in asked
 
 
-def test_a_node_that_karpenter_made_would_outlive_the_cluster(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws
-) -> None:
+def test_a_node_that_karpenter_made_would_outlive_the_cluster(run_infra: RunInfra, cluster: Site, aws: Aws) -> None:
     ec2 = aws.client("ec2")
     [subnet] = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [network_of(aws)]}])["Subnets"]
-    tags = [{"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}]
-    instance = ec2.run_instances(
-        ImageId="ami-12c6146b",
-        MinCount=1,
-        MaxCount=1,
-        SubnetId=subnet["SubnetId"],
-        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
-    )["Instances"][0]["InstanceId"]
-    assert call(capfd, "infra.__main__", "up").returncode == 0
+    owned = {"kubernetes.io/cluster/millrace": "owned"}
+    instance = aws.run_instance("m7i.large", owned, SubnetId=subnet["SubnetId"])
+    run_infra("up")
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert f"aws ec2 terminate-instances --instance-ids {instance}" in done.stderr
     assert "KEEP_CLUSTER=true" in done.stderr
 
@@ -245,12 +221,11 @@ def test_a_node_that_karpenter_made_would_outlive_the_cluster(
     ],
 )
 def test_what_cannot_be_kept_alone_is_refused(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], what: str
+    run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], what: str
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    done = call(capfd, "infra.__main__", "down")
+    done = run_infra("down", exit_code=2)
 
-    assert done.returncode == 2
     assert what in done.stderr

@@ -19,20 +19,15 @@ import pytest
 from infra.addons.releases import read_releases
 from infra.apply.roads import Place, describe_road
 from infra.apply.terraform import STACK, Change
-from infra.tests.conftest import REGION, Aws
+from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.road import read_road
 from infra.tests.site import EKS, MAIN, SETTINGS, Site, make_cluster, thing, volume_for
-from tests.command import call
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
 
 # They need images or a Kubernetes: tests/contract and tests/cluster walk them.
 ELSEWHERE = ("images", "cluster-up", "deploy-stage", "stage-run")
-
-
-def run_command(capfd: pytest.CaptureFixture[str], command: str) -> subprocess.CompletedProcess[str]:
-    return call(capfd, "infra.__main__", command)
 
 
 def pool_sizes(aws: Aws) -> dict[str, int]:
@@ -43,10 +38,9 @@ def pool_sizes(aws: Aws) -> dict[str, int]:
     return {group["nodegroupName"]: group["scalingConfig"]["desiredSize"] for group in groups}
 
 
-def test_up_shows_the_cost_applies_and_writes_the_settings(capfd: pytest.CaptureFixture[str], site: Site) -> None:
-    done = run_command(capfd, "up")
+def test_up_shows_the_cost_applies_and_writes_the_settings(run_infra: RunInfra, site: Site) -> None:
+    done = run_infra("up")
 
-    assert done.returncode == 0, done.stderr
     assert done.stdout.index("a run of 24 hours") < done.stdout.index("in us-west-2? yes (YES=1)")
     assert "terraform would create 3, change 0, replace 0 and destroy 0" in done.stdout
     assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stdout
@@ -56,15 +50,14 @@ def test_up_shows_the_cost_applies_and_writes_the_settings(capfd: pytest.Capture
     assert "TRAINIUM_MAX_NODES=4\n" in text
     assert text.endswith("CAPACITY_ENDS_AT=\n")
 
-    again = run_command(capfd, "up")
+    again = run_infra("up")
 
-    assert again.returncode == 0
     assert "create 0, change 0, replace 0 and destroy 0" in again.stdout
     assert "YES=1" not in again.stdout
 
 
 def test_the_road_of_the_page_is_walked_in_an_account(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs every printed command that concerns the account, which is empty. `infra-up` prints the others."""
     shutil.copy(REPOSITORY / "infra/stacks/eks/terraform.tfvars.example", site.stack)
@@ -82,11 +75,11 @@ def test_the_road_of_the_page_is_walked_in_an_account(
             with monkeypatch.context() as patch:
                 for name, value in typed.variables.items():
                     patch.setenv(name, value)
-                done = run_command(capfd, typed.target.removeprefix("infra-"))
+                done = run_infra(typed.target.removeprefix("infra-"))
         else:
             line = typed.line.replace("infra/stacks/eks", str(site.stack))
             done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{typed.line}: {done.stderr}"
+            assert done.returncode == 0, f"{typed.line}: {done.stderr}"
         if typed.target == "infra-up":
             make_cluster(site, aws)  # which modules of this size do not make
         walked.append(typed.target or typed.line.split()[0])
@@ -106,45 +99,38 @@ def test_the_road_of_the_page_is_walked_in_an_account(
     )
 
 
-def test_without_terraform_it_names_the_version_that_the_stack_asks_for(
-    capfd: pytest.CaptureFixture[str], site: Site
-) -> None:
+def test_without_terraform_it_names_the_version_that_the_stack_asks_for(run_infra: RunInfra, site: Site) -> None:
     site.programs.remove("terraform")
 
-    done = run_command(capfd, "up")
+    done = run_infra("up", exit_code=4)
 
-    assert done.returncode == 4
     [required] = re.findall(r'required_version = ">= ([0-9.]+)"', (STACK / "versions.tf").read_text(encoding="utf-8"))
     assert f"Get {required} or newer" in done.stderr
 
 
 def test_up_makes_nothing_unless_somebody_says_yes(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("YES")
 
-    done = run_command(capfd, "up")
+    done = run_infra("up", exit_code=2)
 
-    assert done.returncode == 2
     assert "YES=1" in done.stderr
     assert not (site.stack / "terraform.tfstate").exists()
     assert (site.overlay / "settings.env").read_text(encoding="utf-8") == SETTINGS
 
 
-def test_up_loses_no_data_whoever_says_yes(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_up_loses_no_data_whoever_says_yes(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another zone replaces the file system, which holds the only copy of its content."""
     monkeypatch.setattr("infra.apply.terraform.DATA", ("terraform_data",))
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
     before = (site.stack / "terraform.tfstate").read_text(encoding="utf-8")
     values = site.folder / "elsewhere.tfvars"
     values.write_text('zone_id = "usw2-az1"\n', encoding="utf-8")
     monkeypatch.setenv("VARS", str(values))
 
-    done = run_command(capfd, "up")
+    done = run_infra("up", exit_code=4)
 
-    assert done.returncode == 4
     assert "replace module.storage.terraform_data.bucket" in done.stdout
     assert "destroy module.storage.terraform_data.bucket" in done.stderr
     assert "YES=1" not in done.stdout
@@ -170,22 +156,19 @@ def test_what_can_be_made_again_is_no_loss_of_data(address: str, is_data: bool) 
 
 @pytest.mark.parametrize("command", ["plan", "up"])
 def test_a_budget_that_standing_alone_spends_is_refused(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch, command: str
+    run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     values = site.folder / "mine.tfvars"
     values.write_text("budget = { monthly_dollars = 900 }\n", encoding="utf-8")
     monkeypatch.setenv("VARS", str(values))
 
-    done = run_command(capfd, command)
+    done = run_infra(command, exit_code=2)
 
-    assert done.returncode == 2
     assert re.search(r"budget\.monthly_dollars = 900, .* \$950\.17 a month", done.stderr)
     assert not (site.stack / "terraform.tfstate").exists()
 
 
-def test_ctrl_c_during_an_apply_lets_terraform_write_its_state(
-    capfd: pytest.CaptureFixture[str], site: Site, tmp_path: Path
-) -> None:
+def test_ctrl_c_during_an_apply_lets_terraform_write_its_state(run_infra: RunInfra, site: Site, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
     process = subprocess.Popen(
@@ -209,19 +192,18 @@ def test_ctrl_c_during_an_apply_lets_terraform_write_its_state(
     assert "module.storage.terraform_data.bucket" in site.addresses
     assert (site.overlay / "settings.env").read_text(encoding="utf-8") == SETTINGS
     slow.unlink()
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
     assert site.settings["FSX_ID"] == "fs-0123456789"
 
 
 def test_down_keeps_the_data_and_its_network_unless_it_is_told_otherwise(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
     cluster.programs.forget_calls()
 
-    done = run_command(capfd, "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert "and keep its bucket, file system and images? yes (YES=1)" in done.stdout
     assert pool_sizes(aws) == {"core": 2, "trainium": 0}
     assert cluster.addresses == ["module.network.terraform_data.subnet", "module.storage.terraform_data.bucket"]
@@ -230,26 +212,22 @@ def test_down_keeps_the_data_and_its_network_unless_it_is_told_otherwise(
     ]
     assert cluster.settings["FSX_ID"] == "fs-0123456789"
 
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
     assert "module.eks.terraform_data.cluster" in cluster.addresses
 
     monkeypatch.setenv("KEEP_DATA", "false")
-    done = run_command(capfd, "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert "WITH ITS DATA, all checkpoints and images? yes (YES=1)" in done.stdout
     assert cluster.addresses == []
     text = (cluster.overlay / "settings.env").read_text(encoding="utf-8")
     assert "REGION=CHANGE-ME\nFSX_ID=CHANGE-ME\nTRAINIUM_SHAPE=trn1.32xlarge\n" in text
 
-    done = run_command(capfd, "down")  # this cluster is none of terraform's, which knows no other
-    assert done.returncode == 4
+    done = run_infra("down", exit_code=4)  # this cluster is none of terraform's, which knows no other
     assert "state" in done.stderr
 
 
-def test_down_takes_back_what_the_budget_attached_before_it_destroys(
-    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws
-) -> None:
+def test_down_takes_back_what_the_budget_attached_before_it_destroys(run_infra: RunInfra, site: Site, aws: Aws) -> None:
     """IAM deletes no policy that is attached, and terraform knows nothing of what the budget's action did."""
     iam = aws.client("iam")
     denial = {"Effect": "Deny", "Action": "eks:UpdateNodegroupConfig", "Resource": "*"}
@@ -262,24 +240,22 @@ def test_down_takes_back_what_the_budget_attached_before_it_destroys(
         iam.create_role(RoleName=name, AssumeRolePolicyDocument=document)
         for arn in arns.values():
             iam.attach_role_policy(RoleName=name, PolicyArn=arn)
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
 
-    done = run_command(capfd, "down")
+    done = run_infra("down")
 
-    assert done.returncode == 0, done.stderr
     assert re.search("policy +millrace-us-west-2-over-budget .* role research", done.stdout)
     iam.delete_policy(PolicyArn=arns["millrace-us-west-2-over-budget"])
     left = iam.list_attached_role_policies(RoleName="research")["AttachedPolicies"]
     assert [each["PolicyName"] for each in left] == ["another-us-west-2-over-budget"]
 
 
-def test_another_cluster_is_never_touched(capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws) -> None:
+def test_another_cluster_is_never_touched(run_infra: RunInfra, cluster: Site, aws: Aws) -> None:
     cluster.answer_as("https://production.example.com")
 
-    assert run_command(capfd, "up").returncode == 0
-    done = run_command(capfd, "down")
+    run_infra("up")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert "kubectl talks to https://production.example.com, and millrace is at" in done.stderr
     assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stderr
     assert pool_sizes(aws) == {"core": 2, "trainium": 2}
@@ -287,22 +263,21 @@ def test_another_cluster_is_never_touched(capfd: pytest.CaptureFixture[str], clu
 
 
 def test_an_operator_is_told_that_an_administrator_takes_clusters_down(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws
+    run_infra: RunInfra, cluster: Site, aws: Aws
 ) -> None:
     endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
     refusal = '"get services"*) echo "Error from server (Forbidden): services is forbidden" >&2; exit 1 ;;'
     cluster.answer_as(endpoint, refusal)
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
 
-    done = run_command(capfd, "down")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert "services is forbidden" in done.stderr
     assert "administrators" in done.stderr
 
 
 def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deploy tool finds no cluster here: what it ends with is what infra-down ends with."""
     endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
@@ -311,16 +286,15 @@ def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
     (cluster.folder / "namespaces.txt").write_text("millrace\n", encoding="utf-8")
     monkeypatch.setenv("KUBECONFIG", str(cluster.folder / "absent"))
 
-    assert run_command(capfd, "up").returncode == 0
-    done = run_command(capfd, "down")
+    run_infra("up")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert "make stop-stage STAGE=tokenizer TARGET=kuberay failed" in done.stderr
     assert pool_sizes(aws) == {"core": 2, "trainium": 2}
 
 
 def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
-    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim's volume is there until its driver has deleted it; nothing after it happens before that."""
     monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
@@ -340,10 +314,9 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
         AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume_for("millrace/scratch")
     )["VolumeId"]
 
-    assert run_command(capfd, "up").returncode == 0
-    done = run_command(capfd, "down")
+    run_infra("up")
+    done = run_infra("down", exit_code=75)
 
-    assert done.returncode == 75
     assert f"volumes and load balancers are not gone after 0 s: {volume}" in done.stderr
     deleted = [line.split()[4:6] for line in cluster.programs.calls if " delete " in line]
     assert deleted == [["service", "a-service"], ["persistentvolumeclaim", "scratch"]]
@@ -351,11 +324,11 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     assert pool_sizes(aws) == {"core": 2, "trainium": 0}
 
     ec2.delete_volume(VolumeId=volume)
-    assert run_command(capfd, "down").returncode == 0
+    run_infra("down")
 
 
 def test_data_that_stands_on_what_goes_is_not_destroyed(
-    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should somebody ever let the storage depend on the cluster."""
     (site.stack / "main.tf").write_text(
@@ -368,12 +341,11 @@ def test_data_that_stands_on_what_goes_is_not_destroyed(
         EKS + 'output "cluster" { value = terraform_data.cluster.id }\n', encoding="utf-8"
     )
     monkeypatch.setattr("infra.apply.terraform.DATA", ("terraform_data",))
-    assert run_command(capfd, "up").returncode == 0
+    run_infra("up")
     before = site.addresses
 
-    done = run_command(capfd, "down")
+    done = run_infra("down", exit_code=4)
 
-    assert done.returncode == 4
     assert "module.storage.terraform_data.bucket" in done.stderr
     assert "Nothing was destroyed" in done.stderr
     assert site.addresses == before

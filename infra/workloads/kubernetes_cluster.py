@@ -8,9 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from infra.account.session import Account, is_absent
+from infra.account.session import Account
 from services.common.errors import DeviceError
 
 Thing = dict[str, Any]
@@ -34,14 +32,8 @@ class Maker:
 
 def find_endpoint(account: Account, cluster: str) -> str | None:
     """Address of the cluster's API; None if the cluster does not exist."""
-    try:
-        found = account.client("eks").describe_cluster(name=cluster)["cluster"]
-    except ClientError as error:
-        if is_absent(error):
-            return None
-        raise
-    endpoint: str = found.get("endpoint") or ""
-    return endpoint
+    found = account.find("eks", "describe_cluster", name=cluster)
+    return None if found is None else str(found["cluster"].get("endpoint") or "")
 
 
 def require_context(account: Account, cluster: str, endpoint: str) -> None:

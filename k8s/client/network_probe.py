@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from k8s.client.setup_job import run_setup_job
 from k8s.objects.api import Api, Object
-from k8s.objects.names import COMPONENT_LABEL, NAMESPACE, STAGE_LABEL
+from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
+from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
@@ -68,7 +69,7 @@ def _job(cluster: Object, command: list[str]) -> Object:
     """A Job of the head's image, with a stage's account, as the probes of preflight have it."""
     group = WorkerGroup(STAGES[0], cluster, 0)
     head = group.head_pod
-    labels: Object = {STAGE_LABEL: STAGES[0], COMPONENT_LABEL: "preflight"}
+    labels = {STAGE_LABEL: STAGES[0], COMPONENT_LABEL: "preflight"}
     pod: Object = {
         "restartPolicy": "Never",
         "serviceAccountName": STAGES[0],
@@ -86,14 +87,4 @@ def _job(cluster: Object, command: list[str]) -> Object:
             }
         ],
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": labels},
-        "spec": {
-            "backoffLimit": 0,
-            "activeDeadlineSeconds": LONGEST_SECONDS,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    return render_short_job(NAME, labels, pod, limit_seconds=LONGEST_SECONDS, kept_seconds=KEPT_SECONDS)

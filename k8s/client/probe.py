@@ -22,6 +22,7 @@ from k8s.client.pull_watch import OTHER_PROCESSOR, PullWatch, explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.deploy_job import aws_variables
 from k8s.objects.names import COMPONENT_LABEL, DEPLOYER, STAGE_LABEL
+from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 
@@ -190,17 +191,8 @@ def _job(
             }
         ],
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": f"preflight-{what}-{secrets.token_hex(3)}", "labels": labels},
-        "spec": {
-            "backoffLimit": 0,
-            "activeDeadlineSeconds": int(seconds),
-            "ttlSecondsAfterFinished": LEFTOVER_SECONDS,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    name = f"preflight-{what}-{secrets.token_hex(3)}"
+    return render_short_job(name, labels, pod, limit_seconds=int(seconds), kept_seconds=LEFTOVER_SECONDS)
 
 
 def _terminated_state(pod: Object) -> Object:

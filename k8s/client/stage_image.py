@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from images.registry import find_labels, resolve_digest
+from images.registry import find_labels, repository_of, resolve_digest
 from images.versions import describe_build
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import WorkerGroup
@@ -67,9 +67,3 @@ def full_name(image: str) -> str:
     if slash and ("." in domain or ":" in domain or domain == "localhost"):
         return image
     return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
-
-
-def repository_of(image: str) -> str:
-    path = image.partition("@")[0]
-    folder, slash, last = path.rpartition("/")
-    return folder + slash + last.partition(":")[0]

@@ -25,6 +25,7 @@ from k8s.objects.names import (
     USER_ANNOTATION,
     one_off_nodes_name,
 )
+from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, quantity, worker_group_of
 from services.common.errors import DeviceError, LimitError
 from services.common.launch.batch.node import RECIPE_VARIABLE
@@ -110,17 +111,10 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
             }
         ],
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": one_off.name, "labels": labels, "annotations": {USER_ANNOTATION: one_off.user}},
-        "spec": {
-            "backoffLimit": 0,  # a failed one-off is repeated by a person alone
-            "activeDeadlineSeconds": one_off.seconds,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    # No further tries: a failed one-off is repeated by a person alone.
+    job = render_short_job(one_off.name, labels, pod, limit_seconds=one_off.seconds, kept_seconds=KEPT_SECONDS)
+    job["metadata"]["annotations"] = {USER_ANNOTATION: one_off.user}
+    return job
 
 
 def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
@@ -135,17 +129,14 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
         volumes=(SCRATCH.name,),
         grace_seconds=NODES_GRACE_SECONDS,
     )
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": one_off_nodes_name(one_off.name), "labels": labels},
-        "spec": {
-            "backoffLimit": NODES_TRIES,  # the reaper gives back a node that a failed Job leaves
-            "activeDeadlineSeconds": one_off.seconds + NODES_MARGIN_SECONDS,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    return render_short_job(
+        one_off_nodes_name(one_off.name),
+        labels,
+        pod,
+        limit_seconds=one_off.seconds + NODES_MARGIN_SECONDS,
+        kept_seconds=KEPT_SECONDS,
+        tries=NODES_TRIES,  # the reaper gives back a node that a failed Job leaves
+    )
 
 
 def is_active(job: Object | None) -> bool:

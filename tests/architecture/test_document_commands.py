@@ -76,7 +76,7 @@ def test_a_wrong_make_command_is_noticed(line: str, problem: str) -> None:
         ("python services.trainer --train.max_step=5", "services.trainer: no recipe key train.max_step"),
         ("python services.trainr", "services.trainr: no such module"),
         ("make stage-run STAGE=trainer COMMAND='export --ouput DIR'", "services.trainer export: no option --ouput"),
-        ("make benchmark-parallel ARGS='--megabytes 3'", "benchmarks.parallel: no option --megabytes"),
+        ("make benchmark-trainer ARGS='--megabytes 3'", "benchmarks.trainer: no option --megabytes"),
     ],
 )
 def test_a_wrong_program_is_noticed(line: str, problem: str, helps: dict[str, str], recipe_keys: set[str]) -> None:

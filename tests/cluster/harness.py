@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,12 @@ class Harness:
         process = self.start(command, **variables)
         said, _ = process.communicate(timeout=COMMAND_SECONDS)
         return Done(process.returncode, said)
+
+    def succeed(self, command: str, **variables: str) -> str:
+        """The output of a command of the deploy tool, which must end with exit code 0."""
+        done = self.run(command, **variables)
+        assert done.code == 0, done.said
+        return done.said
 
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
         own = {"RECIPE": str(self.recipe)} if command in DEPLOYING else {}
@@ -101,8 +109,7 @@ class Harness:
         )
 
     def stop(self, stage: str) -> None:
-        done = self.run("stop-stage", STAGE=stage)
-        assert done.code == 0, done.said
+        self.succeed("stop-stage", STAGE=stage)
         assert self.is_down(stage)
 
     def log_of(self, stage: str) -> str:
@@ -177,12 +184,16 @@ def make_site(api: Api, folder: Path, base: Path) -> Harness:
     )
 
 
-def make_house(api: Api, folder: Path, base: Path) -> Harness:
-    """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
+@contextmanager
+def make_house(api: Api, folder: Path, base: Path) -> Iterator[Harness]:
+    """The RayCluster of an overlay, up, over an empty root with a little text; at the end it is deleted.
+
+    The head's image must be on the node.
+    """
     harness = make_site(api, folder, base)
-    done = harness.run("cluster-up")
-    assert done.code == 0, done.said
-    return harness
+    harness.succeed("cluster-up")
+    yield harness
+    harness.succeed("cluster-down", FORCE="1")
 
 
 def give_to_stages(folder: Path) -> None:

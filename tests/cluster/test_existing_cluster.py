@@ -107,8 +107,7 @@ def seen(api: Api, things: list[Object]) -> dict[str, tuple[str, Any]]:
 
 
 def take_down(harness: Harness) -> None:
-    done = harness.run("cluster-down", FORCE="1")
-    assert done.code == 0, done.said
+    harness.succeed("cluster-down", FORCE="1")
     for name in ("millrace", "millrace-setup"):
         assert harness.api.find("Namespace", name) is None
 
@@ -138,11 +137,9 @@ def test_beside_it_an_operator_of_our_own_runs_a_stage_and_theirs_notice_nothing
     ):
         wait_until(lambda: of_theirs.find("PodGroup", "ray-theirs-pg") and len(of_theirs.find_all("Pod")) == 1, 60)
         before = seen(api, theirs)
-        done = harness.run("cluster-up")
-        assert done.code == 0, done.said
+        harness.succeed("cluster-up")
         assert api.find("PodGroup", POD_GROUP) is None
-        done = harness.run("deploy-stage", STAGE="tokenizer")
-        assert done.code == 0, done.said
+        harness.succeed("deploy-stage", STAGE="tokenizer")
         assert "published" in harness.log_of("tokenizer")
         assert harness.is_down("tokenizer")
         take_down(harness)
@@ -203,8 +200,7 @@ def test_infra_down_takes_down_what_millrace_made_and_they_notice_nothing(
         ("PATH", path),
     ):
         monkeypatch.setenv(name, value)
-    done = harness.run("cluster-up")
-    assert done.code == 0, done.said
+    harness.succeed("cluster-up")
     before = seen(harness.api, theirs)
 
     refused = call(capfd, "infra.__main__", "down")

@@ -40,11 +40,8 @@ MINUTE = 60.0
 def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head")
     fake_nodes.fake(NODES)
-    made = make_house(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake")
-    made = replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")  # over text that this machine has, too
-    yield made
-    done = made.run("cluster-down", FORCE="1")
-    assert done.code == 0, done.said
+    with make_house(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake") as made:
+        yield replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")  # over text that this machine has, too
     fake_nodes.remove_fake(NODES)
 
 
@@ -57,9 +54,7 @@ def nothing_deployed(harness: Harness) -> Iterator[None]:
 
 def deploy(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
     """Deploy without waiting, and return the output. The compiler reads no artifact, so it is there from the start."""
-    done = harness.run("deploy-stage", STAGE=stage, NODES=str(nodes), TAG=name_of("head"), FOLLOW="0", **variables)
-    assert done.code == 0, done.said
-    return done.said
+    return harness.succeed("deploy-stage", STAGE=stage, NODES=str(nodes), TAG=name_of("head"), FOLLOW="0", **variables)
 
 
 def refused(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
@@ -139,8 +134,7 @@ def test_a_compile_on_cpu_nodes_waits_for_no_trainium_node(harness: Harness, com
     """All Trainium nodes are taken; the tasks fill two pods of the worker group of the overlay eks."""
     occupy("neighbour", NODES)
     arguments = "--parallel.device=xla --train.reduction=fast --compile.num_workers=4"
-    done = harness.run("deploy-stage", STAGE="compiler", TAG=name_of("head"), FOLLOW="0", ARGS=arguments)
-    assert done.code == 0, done.said
+    harness.succeed("deploy-stage", STAGE="compiler", TAG=name_of("head"), FOLLOW="0", ARGS=arguments)
     wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
     assert sorted(harness.bound("compiler")) == ["cpu-0", "cpu-1"]
     leave("neighbour")
@@ -355,9 +349,8 @@ def test_stop_stage_takes_down_what_is_on_a_dead_node_where_no_job_does(
     abandon(harness)
     dead = dead_node()
     wait_until(lambda: is_dead(dead), 3 * MINUTE)
-    done = harness.run("stop-stage", STAGE="compiler")
-    assert done.code == 0, done.said
-    assert f"is on node {dead}, which is unreachable: removed by force" in done.said
+    said = harness.succeed("stop-stage", STAGE="compiler")
+    assert f"is on node {dead}, which is unreachable: removed by force" in said
     assert harness.is_down("compiler")
 
 
@@ -468,9 +461,8 @@ def deploy_pods_on(harness: Harness, node: str) -> list[str]:
 
 
 def test_a_dry_run_s_manifests_are_what_an_api_server_takes(harness: Harness) -> None:
-    done = harness.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1", OUTPUT="yaml")
-    assert done.code == 0, done.said
-    text = done.said[done.said.index("---\n") :]
+    said = harness.succeed("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1", OUTPUT="yaml")
+    text = said[said.index("---\n") :]
     assert [each["kind"] for each in yaml.safe_load_all(text)] == [
         "ConfigMap",
         "Job",

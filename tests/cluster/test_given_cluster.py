@@ -28,21 +28,17 @@ def harness(api: Api) -> Iterator[Harness]:
         pytest.skip("the kit's cluster: the other files say more of it")
     overlay = choose_overlay(os.environ.get("OVERLAY") or "local").resolve()
     made = Harness(api, overlay, Path("/fsx"), REPOSITORY / "recipes/tiny-cpu.toml")
-    done = made.run("cluster-up")
-    assert done.code == 0, done.said
+    made.succeed("cluster-up")
     yield made
-    done = made.run("cluster-down", FORCE="1")
-    assert done.code == 0, done.said
+    made.succeed("cluster-down", FORCE="1")
     assert api.find("Namespace", "millrace") is None
 
 
 def test_a_stage_is_deployed_and_taken_down(harness: Harness) -> None:
     head = harness.head()["metadata"]["uid"]
-    done = harness.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
-    assert done.code == 0, done.said
-    done = harness.run("deploy-stage", STAGE="tokenizer")
-    assert done.code == 0, done.said
-    assert "published" in done.said
+    harness.succeed("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
+    said = harness.succeed("deploy-stage", STAGE="tokenizer")
+    assert "published" in said
     assert harness.is_down("tokenizer")
     assert harness.head()["metadata"]["uid"] == head
     assert "outcome   exit code 0" in harness.run("stage-status").said

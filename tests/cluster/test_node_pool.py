@@ -99,11 +99,8 @@ def node_group(kit: Api) -> Iterator[NodeGroup]:
 @pytest.fixture(scope="module")
 def harness(kit: Api, node_group: NodeGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head")
-    made = make_house(kit, tmp_path_factory.mktemp("pool"), REPOSITORY / "tests/cluster/overlays/pool")
-    made = replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")
-    yield made
-    done = made.run("cluster-down", FORCE="1")
-    assert done.code == 0, done.said
+    with make_house(kit, tmp_path_factory.mktemp("pool"), REPOSITORY / "tests/cluster/overlays/pool") as made:
+        yield replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")
 
 
 @pytest.fixture(autouse=True)

@@ -35,18 +35,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head", "tokenizer")
-    made = make_house(kit, tmp_path_factory.mktemp("smoke"), REPOSITORY / "k8s/overlays/local")
-    yield made
-    done = made.run("cluster-down", FORCE="1")
-    assert done.code == 0, done.said
+    with make_house(kit, tmp_path_factory.mktemp("smoke"), REPOSITORY / "k8s/overlays/local") as made:
+        yield made
     assert kit.find("Namespace", "millrace") is None
     assert kit.find("Queue", "millrace") is None
 
 
 def test_a_dry_run_changes_nothing(harness: Harness) -> None:
-    done = harness.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
-    assert done.code == 0, done.said
-    assert "0 -> 1 tokenizer pods; the head and compiler and trainer keep their pods" in done.said
+    said = harness.succeed("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
+    assert "0 -> 1 tokenizer pods; the head and compiler and trainer keep their pods" in said
     assert harness.api.find("Job", "deploy-tokenizer") is None
     assert harness.is_down("tokenizer")
 
@@ -59,8 +56,7 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness,
     subprocess.run([sys.executable, "-m", "images", "demo"], cwd=REPOSITORY, env=environment, check=True)
 
     head = harness.head()["metadata"]["uid"]
-    done = harness.run("deploy-stage", STAGE="tokenizer")
-    assert done.code == 0, done.said
+    harness.succeed("deploy-stage", STAGE="tokenizer")
     assert harness.is_down("tokenizer")
     assert harness.head()["metadata"]["uid"] == head
     assert corpus_digest(harness.root) == corpus_digest(tmp_path / "fsx")
@@ -72,17 +68,15 @@ def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Pat
     """The subcommand reads the artifacts of the claim in the stage's image, and its file comes home unchanged."""
     deploy(harness)
     corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
-    done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus}", MEMORY="1")
-    assert done.code == 0, done.said
-    assert corpus_digest(harness.root) in done.said
-    done = harness.run(
+    said = harness.succeed("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus}", MEMORY="1")
+    assert corpus_digest(harness.root) in said
+    harness.succeed(
         "stage-run",
         STAGE="tokenizer",
         COMMAND="train-vocab /fsx/notes --vocab-size 320 --output 'a vocabulary.model'",
         BRING=f"{corpus}/manifest.json",
         TO=str(tmp_path / "home"),
     )
-    assert done.code == 0, done.said
     home = {path.name: path.read_bytes() for path in (tmp_path / "home").iterdir()}
     assert home == {
         "manifest.json": (harness.root / corpus / "manifest.json").read_bytes(),
@@ -128,8 +122,7 @@ def test_an_image_is_swapped_in_and_rolled_back(harness: Harness) -> None:
     second = harness.worker_group("tokenizer").image
     assert second != first
     assert "@sha256:" in second
-    done = harness.run("rollback-stage", STAGE="tokenizer")
-    assert done.code == 0, done.said
+    harness.succeed("rollback-stage", STAGE="tokenizer")
     assert harness.worker_group("tokenizer").image == first
     assert harness.head()["metadata"]["uid"] == head
     assert [harness.worker_group(name).spec for name in ("compiler", "trainer")] == others
@@ -143,10 +136,9 @@ def test_a_stage_with_a_ray_cluster_of_its_own(harness: Harness) -> None:
 
 
 def deploy(harness: Harness, **variables: str) -> str:
-    done = harness.run("deploy-stage", STAGE="tokenizer", **variables)
-    assert done.code == 0, done.said
+    said = harness.succeed("deploy-stage", STAGE="tokenizer", **variables)
     assert harness.is_down("tokenizer")
-    return done.said
+    return said
 
 
 def test_pods_that_reach_what_policies_forbid_are_found(harness: Harness) -> None:

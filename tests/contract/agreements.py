@@ -14,6 +14,7 @@ import hcl2
 import yaml
 
 from infra.account import managed_node_groups
+from infra.apply.inputs import plain
 from infra.preflight import kubernetes_versions
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
@@ -36,7 +37,6 @@ RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-
 MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
 # From Volcano's README at ed72c7c, table of Kubernetes compatibility.
 NEWEST_KUBERNETES_OF_VOLCANO = {"1.14": "1.34", "1.15": "1.35"}
-UNITS = {"Gi": 1, "Ti": 1024}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,6 @@ def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str])
     own, defaults = read_locals(root), read_defaults(root)
     yield from _names(root, own, objects)
     yield from _placement(root, own, defaults, objects)
-    yield from _amounts(root, defaults, objects)
     yield from _volumes(root, objects)
     yield from _addons(root, defaults, objects)
     yield Agreement(
@@ -205,9 +204,6 @@ def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list
         tolerated = [(each["key"], each["effect"]) for each in pods[name].get("tolerations", [])]
         tainted = [(taint["key"], taint["effect"])] if pool == "trainium" else []
         yield Agreement(f"taints that {name} tolerates", tainted, tolerated)
-        type_selected = pods[name]["nodeSelector"].get("node.kubernetes.io/instance-type")
-        shape = defaults["trainium"]["shape"] if pool == "trainium" else None
-        yield Agreement(f"instance type of {name}", shape, type_selected)
 
 
 def _node_groups(root: Path, own: Thing, used: Thing) -> Iterator[Agreement]:
@@ -232,49 +228,16 @@ def _resolved(expression: str, defaults: dict[str, Thing]) -> Any:
     return defaults[name][attribute]
 
 
-def _amounts(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
-    """A pod requests all that its pool's node leaves to pods, and the queue holds as many pods as nodes may exist."""
-    shapes = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["shapes"]
-    total: dict[str, int] = {}
-    per_pool = {}
-    for variable, pool in (("trainium", "trainium"), ("cpu_nodes", "cpu")):
-        shape, nodes = shapes[defaults[variable]["shape"]], defaults[variable]["max_nodes"]
-        per_pool[pool] = (_room(shape), nodes)
-        for name, amount in _room(shape).items():
-            total[name] = total.get(name, 0) + amount * nodes
-    for name, group in _groups(objects).items():
-        pool = _pod(group)["nodeSelector"].get("millrace.dev/pool", "")
-        room, nodes = per_pool.get(pool, ({}, 0))
-        [container] = _pod(group)["containers"]
-        yield Agreement(f"amounts of a node for {name}", room, _counted(container["resources"]["requests"]))
-        yield Agreement(f"most nodes of {name}", nodes, group["maxReplicas"])
-    yield Agreement("capability of the queue", total, _counted(_one(objects, "Queue")["spec"]["capability"]))
-
-
 def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
     example = example_outputs(root)
     made_gib = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["file_system"]["gib"]
-    claims = {
-        (each["metadata"]["namespace"], each["metadata"]["name"]): each
-        for each in _all(objects, "PersistentVolumeClaim")
-    }
     for volume in _all(objects, "PersistentVolume"):
-        name, source, reference = volume["metadata"]["name"], volume["spec"]["csi"], volume["spec"]["claimRef"]
+        name, source = volume["metadata"]["name"], volume["spec"]["csi"]
         facts = [source["volumeHandle"], source["volumeAttributes"]["dnsname"], source["volumeAttributes"]["mountname"]]
         made = [example["fsx_id"], example["fsx_dns_name"], example["fsx_mount_name"]]
         yield Agreement(f"file system of volume {name}", made, facts)
         gib = int(volume["spec"]["capacity"]["storage"].removesuffix("Gi"))
         yield Agreement(f"GiB of volume {name}", made_gib, gib)
-        claim = claims.get((reference["namespace"], reference["name"]), {"spec": {}})
-        yield Agreement(f"volume of claim {reference['name']}", name, claim["spec"].get("volumeName"))
-    used = {
-        volume["persistentVolumeClaim"]["claimName"]
-        for pod in _pods(objects)
-        for volume in pod.get("volumes", [])
-        if "persistentVolumeClaim" in volume
-    }
-    bound = {each["spec"]["claimRef"]["name"] for each in _all(objects, "PersistentVolume")}
-    yield Agreement("claims of pods", bound, used)
     text = (root / "infra/modules/storage/main.tf").read_text(encoding="utf-8")
     exported = set(re.findall(r'toset\(\["(\w+)"\]\)', text))
     yield Agreement("folders that are copied to the bucket", exported, exported & set(get_args(Kind)))
@@ -301,8 +264,6 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     [source] = metrics["spec"]["ingress"][0]["from"]
     allowed = source["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
     yield Agreement("namespace of Prometheus", charts["kube-prometheus-stack"]["namespace"], allowed)
-    scheduler = {_pod(group)["schedulerName"] for group in _groups(objects).values()}
-    yield Agreement("scheduler", {"volcano"} & set(charts), scheduler)
     values = yaml.safe_load((root / "infra/addons/values/monitoring.yaml").read_text(encoding="utf-8"))
     spec = values["prometheus"]["prometheusSpec"]
     wanted = spec["podMonitorSelector"]["matchLabels"]
@@ -361,9 +322,11 @@ def _addon_pods(root: Path, releases: list[Thing]) -> Iterator[Agreement]:
         selected = {f"{label}={value}" for selector in selectors for label, value in selector.items()}
         yield Agreement(f"nodes of add-on {release['name']}", {f"{own['pool_label']}={pool}"}, selected)
         if pool == "trainium":
-            tolerated = {each["key"] for found in _find_all(values, "tolerations") for each in found}
-            taint = {own["taint"]["key"]}
-            yield Agreement(f"taint that add-on {release['name']} tolerates", taint, tolerated - {"CriticalAddonsOnly"})
+            tolerations = [each for found in _find_all(values, "tolerations") for each in found]
+            tolerated = [(each["key"], each.get("effect")) for each in tolerations if each["operator"] == "Exists"]
+            taint = [(own["taint"]["key"], own["taint"]["effect"])]
+            others = [each for each in tolerated if each[0] != "CriticalAddonsOnly"]
+            yield Agreement(f"taint that add-on {release['name']} tolerates", taint, others)
 
 
 def _find_all(values: Any, key: str) -> Iterator[Any]:
@@ -374,26 +337,6 @@ def _find_all(values: Any, key: str) -> Iterator[Any]:
                 yield value
             else:
                 yield from _find_all(value, key)
-
-
-def _room(shape: Thing) -> dict[str, int]:
-    pod = shape["pod"]
-    amounts = {
-        "cpu": pod["cpus"],
-        "memory": pod["memory_gib"],
-        "ephemeral-storage": pod["storage_gib"],
-        "hugepages-2Mi": pod["huge_pages_gib"],
-        "aws.amazon.com/neuron": shape["neuron_devices"],
-        "vpc.amazonaws.com/efa": shape["efa_cards"],
-    }
-    return {name: amount for name, amount in amounts.items() if amount}
-
-
-def _counted(amounts: dict[str, str]) -> dict[str, int]:
-    """Return amounts as integers, memory in GiB."""
-    return {
-        name: int(text[:-2]) * UNITS[text[-2:]] if text[-2:] in UNITS else int(text) for name, text in amounts.items()
-    }
 
 
 def _groups(objects: list[Thing]) -> dict[str, Thing]:
@@ -426,7 +369,7 @@ def _one(objects: list[Thing], kind: str) -> Thing:
 
 
 def read_hcl(path: Path) -> Thing:
-    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` removes them."""
+    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` of infra removes them."""
     return _parse_hcl(path.read_text(encoding="utf-8"))
 
 
@@ -435,14 +378,3 @@ def _parse_hcl(text: str) -> Thing:
     """Parse HCL, once per text: parsing takes most of these tests' time, and copies of the stack share most files."""
     parsed: Thing = hcl2.loads(text)
     return parsed
-
-
-def plain(value: Any) -> Any:
-    """Remove the quotes that the parser leaves on strings, and its own entries."""
-    if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
-        return json.loads(value)
-    return None if value == "null" else value

@@ -15,12 +15,12 @@ from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
-from infra.apply.inputs import read_variables
+from infra.apply.inputs import plain, read_variables
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.termination_notice import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
-from tests.contract.agreements import plain, read_hcl
+from tests.contract.agreements import read_hcl
 from tests.deploy.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"

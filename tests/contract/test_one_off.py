@@ -8,7 +8,7 @@ import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from deploy.batch.job_definition import BatchOneOff, read_container, render_one_off_definition
-from k8s.client.stage_image import repository_of
+from images.registry import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.process.subcommands import ARTIFACTS, LABEL, names_of

@@ -21,8 +21,8 @@ from deploy.batch.job_definition import Request, queue_of, read_container, rende
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
+from images.registry import repository_of
 from k8s.client.settings_env import fill_in
-from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.launch.batch.node import RECIPE_VARIABLE

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from k8s.client.overlay import find_kubectl, render
+from k8s.controller import reconciler
+from k8s.controller.reconciler import Reconciler
 from k8s.objects import eks
+from k8s.objects.record import Outcome
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, Clock
-from tests.k8s.rendered import OVERLAYS, Thing, write_overlay_on_eks
+from tests.k8s.cloud import Cloud
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, write_overlay_on_eks
 from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas
+from tests.k8s.world import NoLog, Reconcile, World, cluster_group
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +63,43 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr("time.monotonic", lambda: made.now)
     return made
+
+
+@pytest.fixture
+def eks_cluster(overlays: dict[str, list[Thing]], tmp_path: Path) -> Iterator[Thing]:
+    """The RayCluster of the overlay eks, with `tmp_path` as its trainer's root."""
+    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
+    mounts = cluster_group(cluster)["template"]["spec"]["containers"][0]["volumeMounts"]
+    next(each for each in mounts if each["name"] == "fsx")["mountPath"] = str(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    yield cluster
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def world(make_world: Callable[[], World]) -> World:
+    """The world of a test; each module or folder has its own `make_world`."""
+    return make_world()
+
+
+@pytest.fixture
+def cloud(world: World) -> Cloud:
+    made = Cloud()
+    world.watch = lambda: made.serve(world)
+    return made
+
+
+@pytest.fixture
+def reconcile(world: World, monkeypatch: pytest.MonkeyPatch) -> Reconcile:
+    """Run a deployment to its end."""
+    monkeypatch.setattr(reconciler, "RayJobs", lambda cluster, namespace: world)
+    monkeypatch.setattr(reconciler, "DriverLog", NoLog)
+    monkeypatch.setattr(Reconciler, "_pause", lambda self: world.pass_time())
+
+    def run(**changes: Any) -> Outcome:
+        outcome = Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        assert outcome
+        world.pass_time()
+        return outcome
+
+    return run

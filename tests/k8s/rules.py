@@ -18,7 +18,6 @@ from tests.k8s.rendered import (
     Thing,
     cluster_of,
     containers_of,
-    environment_of,
     groups_of,
     labels_of,
     name_of,
@@ -33,8 +32,6 @@ SETUP = dict.fromkeys(
 )
 OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume", "ClusterRole", "ClusterRoleBinding"}
 FOLDERS_OF_AN_IMAGE = {"HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", "NEURON_COMPILE_CACHE_URL"}
-DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-STOP = "RAY_JOB_STOP_WAIT_TIME_S"
 # Who deploys: an administrator maps people to it. They look at these of the whole cluster, and ask what they may.
 PEOPLE = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "millrace-deployers"}
 LOOKED_AT = {"nodes", "queues", "priorityclasses"}
@@ -346,20 +343,6 @@ def _liberties_of(container: Thing) -> list[str]:
     return [rule for rule, is_broken in rules.items() if is_broken]
 
 
-def a_notice_becomes_a_checkpoint(things: list[Thing]) -> list[str]:
-    """A pod that is told to leave drains first; a job that is told to stop is not killed after Ray's 3 s."""
-    problems = []
-    for stage, group in groups_of(things).items():
-        spec = group["template"]["spec"]
-        environment = environment_of(spec["containers"][0])
-        grace_seconds, drain_seconds = spec.get("terminationGracePeriodSeconds", 30), int(environment.get(DRAIN, 0))
-        if not 0 < drain_seconds < grace_seconds:
-            problems.append(f"{stage}: it drains for {drain_seconds} s of the {grace_seconds} s that it has")
-        if int(environment.get(STOP, 0)) < drain_seconds:
-            problems.append(f"{stage}: {STOP} is {environment.get(STOP)}")
-    return problems
-
-
 def requests_are_limits(things: list[Thing]) -> list[str]:
     """Ray counts the limits and the schedulers the requests."""
     sizes = {name: pod["spec"]["containers"][0]["resources"] for name, pod in pods_of(things).items()}
@@ -443,7 +426,6 @@ EVERYWHERE: list[Rule] = [
     groups_wait_at_zero,
     gangs_are_volcanos,
     pods_may_do_nothing_else,
-    a_notice_becomes_a_checkpoint,
 ]
 # The local overlay asks its one small node for less than Ray may count.
 IN_PRODUCTION: list[Rule] = [

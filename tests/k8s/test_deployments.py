@@ -18,10 +18,10 @@ from ray.job_submission import JobStatus
 from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest, read_deploy_request
 from deploy.client.requested_recipe import read_requested_recipe
+from images.registry import repository_of
 from k8s.client.deployment_manifests import write_manifests
 from k8s.client.deployment_plan import describe_plan
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
-from k8s.client.stage_image import repository_of
 from k8s.controller import job
 from k8s.controller.driver_log import Readable
 from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
@@ -35,12 +35,14 @@ from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
 from tests.k8s.builders import DIGEST, deployment_of, outline_of
+from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
 
 IMAGE = f"a/b@sha256:{DIGEST}"
 """An image that has a digest is looked up nowhere."""
 TINY = read_requested_recipe(DEFAULT_RECIPE)
+NO_API: Any = MemoryApi()
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +69,11 @@ def test_everything_that_is_sent_fits_the_api(
 
 
 def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thing]) -> None:
-    deployment = deployment_of()
-    job = render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment)
-    job["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": "now"}
+    deployment = deployment_of(fewer_nodes=(2, 1), ray_version="2.9")
+    job = MemoryApi().create(render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment))
     record = record_of(job)
     assert record.deployment == deployment
     assert (record.attempts, record.outcome, record.is_over) == ((), None, False)
-    job["metadata"]["annotations"] = {
-        "millrace.dev/attempts": '[{"exit_code": 75, "message": "m"}]',
-        "millrace.dev/outcome": '{"exit_code": 0, "message": "done"}',
-    }
-    assert record_of(job).attempts == (Outcome(75, "m"),)
-    assert record_of(job).outcome == Outcome(0, "done")
 
 
 def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
@@ -146,10 +141,7 @@ def test_options_that_a_deployment_sets_itself_are_refused(arguments: str, said:
 def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:
     """The images of an overlay take its recipe; those for Neuron would refuse one for CPUs."""
     request = DeployRequest("trainer", tag=IMAGE)
-    found = {
-        name: resolve(Listing(), worker_group_of(cluster, "trainer"), request)  # type: ignore[arg-type]
-        for name, cluster in clusters.items()
-    }
+    found = {name: resolve(NO_API, worker_group_of(cluster, "trainer"), request) for name, cluster in clusters.items()}
 
     assert {name: each.outline.name for name, each in found.items()} == {"local": "tiny-cpu", "eks": "llama2-7b-trn1"}
     for name, each in found.items():
@@ -161,14 +153,14 @@ def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[st
 
 def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
     request = DeployRequest("trainer", TINY, IMAGE, nodes=1)
-    resolved = resolve(Listing(), trainer, request)  # type: ignore[arg-type]
+    resolved = resolve(NO_API, trainer, request)
     assert resolved.outline.parallel.data_parallel_size == 1
     assert resolved.deployment.arguments == ("--parallel.data_parallel_size=1",)
     assert resolved.deployment.drain_seconds == 300
     trainer.cluster["metadata"]["annotations"]["millrace.dev/trainer-checkpoint-seconds"] = "200.5"
-    assert resolve(Listing(), trainer, request).deployment.drain_seconds == 602  # type: ignore[arg-type]
+    assert resolve(NO_API, trainer, request).deployment.drain_seconds == 602
     with pytest.raises(RecipeError, match="cannot be shared"):
-        resolve(Listing(), trainer, replace(request, tag="", nodes=3))  # type: ignore[arg-type]
+        resolve(NO_API, trainer, replace(request, tag="", nodes=3))
 
 
 def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
@@ -176,29 +168,29 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
     sizes = ("--parallel.tensor_parallel_size=2", "--parallel.data_parallel_size=2", "--batch.global_batch_size=16")
     split = (*sizes, "--cluster.min_nodes=1")
     request = DeployRequest("trainer", TINY, IMAGE, arguments=split)
-    of_recipe = resolve(Listing(), trainer, request).deployment  # type: ignore[arg-type]
+    of_recipe = resolve(NO_API, trainer, request).deployment
     assert (of_recipe.nodes, of_recipe.fewer_nodes) == (4, (2,))
     assert of_recipe.arguments_for(2)[-1] == "--parallel.data_parallel_size=1"
 
-    resolved = resolve(Listing(), trainer, replace(request, nodes=8))  # type: ignore[arg-type]
+    resolved = resolve(NO_API, trainer, replace(request, nodes=8))
     assert resolved.deployment.arguments == (*split, "--parallel.data_parallel_size=4")
     assert resolved.deployment.tensor_parallel_size == 2
     said = describe_plan(trainer, resolved.deployment, resolved.outline)
     assert "8 pods x 1 workers: data-parallel degree 4 x tensor-parallel degree 2" in said
 
-    isolated = resolve(Listing(), trainer, replace(request, nodes=2, mode="isolated")).deployment  # type: ignore[arg-type]
+    isolated = resolve(NO_API, trainer, replace(request, nodes=2, mode="isolated")).deployment
     job = render_isolated_rayjob(trainer, isolated, 1)
     assert job["spec"]["entrypoint"].endswith("--parallel.data_parallel_size=1")
     with pytest.raises(RecipeError, match=r"NODES=3: 3 workers .*multiple of 2"):
-        resolve(Listing(), trainer, replace(request, nodes=3))  # type: ignore[arg-type]
+        resolve(NO_API, trainer, replace(request, nodes=3))
 
 
 def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: WorkerGroup) -> None:
     """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
     request = DeployRequest("trainer", TINY, nodes=2, arguments=("--train.new_key=5", "--cluster.new=1"))
     with pytest.raises(RecipeError, match=r"unknown key 'train\.new_key'"):
-        resolve(Listing(), trainer, request)  # type: ignore[arg-type]
-    other = resolve(Listing(), trainer, replace(request, tag=IMAGE))  # type: ignore[arg-type]
+        resolve(NO_API, trainer, request)
+    other = resolve(NO_API, trainer, replace(request, tag=IMAGE))
     assert other.deployment.nodes == 2
     assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
 
@@ -208,7 +200,7 @@ def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: WorkerGroup
 
     def nodes() -> int:
         request = DeployRequest("tokenizer", read_requested_recipe(recipe), IMAGE)
-        return resolve(Listing(), trainer, request).deployment.nodes  # type: ignore[arg-type]
+        return resolve(NO_API, trainer, request).deployment.nodes
 
     for text, said in [
         ("name = 'x'\n[cluster]\ntokenizer_nodes = 'two'", "odd.toml: the nodes .* cluster.tokenizer_nodes: .*'two'"),
@@ -229,7 +221,8 @@ def test_a_deploy_job_reads_no_recipe() -> None:
 
 
 def node(name: str, changes: Thing | None = None) -> Thing:
-    made = {
+    made: Thing = {
+        "kind": "Node",
         "metadata": {
             "name": name,
             "labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"},
@@ -249,21 +242,6 @@ def node(name: str, changes: Thing | None = None) -> Thing:
     return made | (changes or {})
 
 
-class Listing:
-    """Answers as the API would: the only calls that these checks make."""
-
-    namespace = "millrace"
-
-    def __init__(self, **objects: Any) -> None:
-        self._objects = objects
-
-    def find_all(self, kind: str) -> list[Thing]:
-        return list(self._objects[kind])
-
-    def find(self, kind: str, name: str) -> Thing | None:
-        return dict(self._objects[kind]) if self._objects.get(kind) else None
-
-
 @pytest.fixture
 def trainer(clusters: dict[str, Thing]) -> WorkerGroup:
     return worker_group_of(copy.deepcopy(clusters["eks"]), "trainer")
@@ -271,11 +249,12 @@ def trainer(clusters: dict[str, Thing]) -> WorkerGroup:
 
 def test_room_on_nodes(trainer: WorkerGroup) -> None:
     def check(*nodes: Thing, pods: int = 2) -> str:
-        return check_nodes(Listing(Node=nodes), trainer, pods)  # type: ignore[arg-type]
+        api: Any = MemoryApi(*nodes)
+        return check_nodes(api, trainer, pods)
 
     assert check(node("a"), node("b")) == ""
     assert "room for 1 of 2" in check(node("a"))
-    other = {"metadata": {"labels": {"node.kubernetes.io/instance-type": "m7i.large"}}}
+    other = {"metadata": {"name": "a", "labels": {"node.kubernetes.io/instance-type": "m7i.large"}}}
     assert "instance types here: m7i.large" in check(node("a", other))
     tainted = {"spec": {"taints": [{"key": "maintenance", "effect": "NoSchedule"}]}}
     assert "maintenance:NoSchedule" in check(node("a", tainted), node("b", tainted))
@@ -286,10 +265,11 @@ def test_room_on_nodes(trainer: WorkerGroup) -> None:
 
 def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
     assert "maxReplicas 16" in check_size(trainer, 17)
-    queue = {"spec": {"capability": {"memory": "800Gi"}}, "status": {"state": "Open"}}
-    assert "memory: 880 GiB asked, 800 GiB in the queue" in check_queue(Listing(Queue=queue), trainer, 2)  # type: ignore[arg-type]
-    assert check_queue(Listing(Queue=queue), trainer, 1) == ""  # type: ignore[arg-type]
-    assert "does not exist" in check_queue(Listing(), trainer, 1)  # type: ignore[arg-type]
+    queue = {"kind": "Queue", "metadata": {"name": "millrace"}, "spec": {"capability": {"memory": "800Gi"}}}
+    api: Any = MemoryApi(queue | {"status": {"state": "Open"}})
+    assert "memory: 880 GiB asked, 800 GiB in the queue" in check_queue(api, trainer, 2)
+    assert check_queue(api, trainer, 1) == ""
+    assert "does not exist" in check_queue(NO_API, trainer, 1)
 
 
 def test_the_plan_says_what_restarts_and_what_it_costs(trainer: WorkerGroup) -> None:
@@ -351,7 +331,7 @@ def test_a_dry_run_writes_every_manifest(
     worker, file = worker_group_of(clusters["eks"], stage), io.StringIO()
     text = "name = 'x' # it's \u00e4\n"
     deployment = deployment_of(stage, mode=mode)
-    write_manifests(file, Listing(), worker, deployment, text)  # type: ignore[arg-type]
+    write_manifests(file, NO_API, worker, deployment, text)
     things = list(yaml.safe_load_all(file.getvalue()))
     patch = ["RayCluster"] if mode == "shared" else []
     assert [each["kind"] for each in things] == ["ConfigMap", "Job", "PodGroup", *patch, "RayJob"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from k8s.controller.one_off_nodes import APPEAR_SECONDS, LEAVE_SECONDS, OneOffNo
 from k8s.controller.reaper import ORPHAN_SECONDS, OneOffReaper
 from k8s.objects import eks
 from k8s.objects.names import OUTCOME_ANNOTATION, node_pool_annotation
-from k8s.objects.node_shares import read_share_book
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
@@ -27,8 +25,8 @@ from tests.k8s.builders import Clock
 from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.node_pools.pool import Killed, Mortal
 from tests.k8s.one_offs.cluster import one_off_of
-from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.world import World
+from tests.k8s.rendered import Thing
+from tests.k8s.world import World, complete_job
 
 ONE_OFF = "one-off-trainer-abc123"
 NODES_JOB = "one-off-nodes-trainer-abc123"
@@ -38,16 +36,15 @@ pytestmark = pytest.mark.usefixtures("account")
 
 
 @pytest.fixture
-def make_world(overlays: dict[str, list[Thing]], clock: Clock) -> Callable[[], World]:
+def make_world(eks_cluster: Thing, clock: Clock) -> Callable[[], World]:
     """A world without nodes, with both Jobs of a one-off."""
-    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
-    cluster["metadata"]["annotations"][node_pool_annotation("tokenizer")] = POOL
+    eks_cluster["metadata"]["annotations"][node_pool_annotation("tokenizer")] = POOL
     began = clock.now
 
     def make() -> World:
         clock.now = began
-        world = World(cluster, clock, nodes=0)
-        group, cpu_group = worker_group_of(cluster, "trainer"), cpu_group_of(cluster)
+        world = World(eks_cluster, clock, nodes=0, pool=POOL)
+        group, cpu_group = worker_group_of(eks_cluster, "trainer"), cpu_group_of(eks_cluster)
         world.api.create(render_one_off_nodes_job(cpu_group, one_off_of()))
         world.api.create(render_one_off_job(group, cpu_group, one_off_of()))
         return world
@@ -55,25 +52,8 @@ def make_world(overlays: dict[str, list[Thing]], clock: Clock) -> Callable[[], W
     return make
 
 
-@pytest.fixture
-def world(make_world: Callable[[], World]) -> World:
-    return make_world()
-
-
-@pytest.fixture
-def cloud(world: World) -> Cloud:
-    made = Cloud()
-    world.watch = lambda: made.serve(world)
-    return made
-
-
 def nodes_of(world: World, api: Any = None) -> OneOffNodes:
     return OneOffNodes(api or world.api, ONE_OFF)  # type: ignore[arg-type]
-
-
-def held(world: World) -> dict[str, int]:
-    shares = read_share_book(world.api).pools.get(POOL)  # type: ignore[arg-type]
-    return shares.nodes if shares else {}
 
 
 def advance(world: World, nodes: OneOffNodes | OneOffReaper, times: int = 4) -> bool:
@@ -84,10 +64,6 @@ def advance(world: World, nodes: OneOffNodes | OneOffReaper, times: int = 4) -> 
     return is_left
 
 
-def end_job(world: World) -> None:
-    world.api.merge("Job", ONE_OFF, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
-
-
 def begin_pod(world: World, phase: str = "Running") -> None:
     metadata = {"name": "pod", "labels": {"job-name": ONE_OFF}}
     world.api.create({"kind": "Pod", "metadata": metadata, "spec": {}, "status": {"phase": phase}})
@@ -96,14 +72,14 @@ def begin_pod(world: World, phase: str = "Running") -> None:
 def test_a_node_comes_for_it_and_goes_when_its_pod_has_ended(world: World, cloud: Cloud) -> None:
     nodes = nodes_of(world)
     advance(world, nodes)
-    assert (cloud.sizes, held(world)) == ([0, 1], {ONE_OFF: 1})
+    assert (cloud.sizes, world.held) == ([0, 1], {ONE_OFF: 1})
     begin_pod(world)
-    end_job(world)
+    complete_job(world, ONE_OFF)
     advance(world, nodes)
     assert cloud.size == 1, "the pod is still on it"
     world.api.merge("Pod", "pod", {"status": {"phase": "Succeeded"}})
     assert not advance(world, nodes)
-    assert (cloud.sizes, held(world)) == ([0, 1, 0], {})
+    assert (cloud.sizes, world.held) == ([0, 1, 0], {})
 
 
 def test_ctrl_c_gives_it_back_and_a_pod_that_stays_holds_it_for_a_while_only(world: World, cloud: Cloud) -> None:
@@ -115,7 +91,7 @@ def test_ctrl_c_gives_it_back_and_a_pod_that_stays_holds_it_for_a_while_only(wor
     assert cloud.size == 1
     world.clock.now += LEAVE_SECONDS
     assert not advance(world, nodes)
-    assert (cloud.size, held(world)) == (0, {})
+    assert (cloud.size, world.held) == (0, {})
 
 
 def test_beside_a_stage_it_has_a_node_of_its_own_and_leaves_theirs(world: World, cloud: Cloud) -> None:
@@ -125,9 +101,9 @@ def test_beside_a_stage_it_has_a_node_of_its_own_and_leaves_theirs(world: World,
     nodes = nodes_of(world)
     advance(world, nodes)
     assert cloud.size == 3
-    end_job(world)
+    complete_job(world, ONE_OFF)
     assert not advance(world, nodes)
-    assert (cloud.size, held(world)) == (3, {"tokenizer": 2}), "EKS would choose which of them ends"
+    assert (cloud.size, world.held) == (3, {"tokenizer": 2}), "EKS would choose which of them ends"
 
 
 def test_a_client_that_died_before_its_job_was_made_holds_nothing(world: World, cloud: Cloud) -> None:
@@ -137,7 +113,7 @@ def test_a_client_that_died_before_its_job_was_made_holds_nothing(world: World, 
     assert cloud.sizes == [0]
     world.clock.now += APPEAR_SECONDS
     assert not advance(world, nodes)
-    assert (cloud.sizes, held(world)) == ([0], {})
+    assert (cloud.sizes, world.held) == ([0], {})
 
 
 def test_a_job_whose_time_does_not_run_or_of_another_kind_holds_nothing(world: World, cloud: Cloud) -> None:
@@ -162,7 +138,7 @@ def test_a_refusal_is_written_down_for_the_client(
     outcome = json.loads(job["metadata"]["annotations"][OUTCOME_ANNOTATION])
     assert outcome["exit_code"] == 4
     assert "eks:UpdateNodegroupConfig on it" in outcome["message"]
-    assert (cloud.size, held(world)) == (0, {})
+    assert (cloud.size, world.held) == (0, {})
 
 
 def test_what_holds_it_may_be_killed_after_any_write(
@@ -178,15 +154,15 @@ def test_what_holds_it_may_be_killed_after_any_write(
         try:
             nodes = nodes_of(world, mortal)
             advance(world, nodes)
-            end_job(world)
+            complete_job(world, ONE_OFF)
             advance(world, nodes)
         except Killed:
             monkeypatch.setattr("k8s.controller.node_pool.resize_node_group", resize)
             nodes = nodes_of(world)
             advance(world, nodes)
-            end_job(world)
+            complete_job(world, ONE_OFF)
             assert not advance(world, nodes)
-            assert (cloud.size, held(world)) == (0, {}), f"killed after {writes} writes"
+            assert (cloud.size, world.held) == (0, {}), f"killed after {writes} writes"
         else:
             assert writes > 4
             return
@@ -202,7 +178,7 @@ def test_the_reaper_gives_back_what_nobody_does(world: World, cloud: Cloud) -> N
     assert cloud.size == 1, "what holds it may do it by itself"
     world.clock.now += ORPHAN_SECONDS
     assert not advance(world, one_offs)
-    assert (cloud.size, held(world)) == (0, {})
+    assert (cloud.size, world.held) == (0, {})
 
 
 def test_a_run_of_the_reaper_looks_at_one_offs(
@@ -213,7 +189,7 @@ def test_a_run_of_the_reaper_looks_at_one_offs(
     advance(world, nodes_of(world))
     world.api.delete("Job", ONE_OFF)
     assert reaper.main() == 0
-    assert (cloud.size, held(world)) == (0, {})
+    assert (cloud.size, world.held) == (0, {})
     assert f"reaper: {ONE_OFF}: its node is given back" in capsys.readouterr().out
 
 
@@ -243,7 +219,7 @@ def test_a_process_that_is_told_to_leave_goes_on_in_another_pod_or_gives_the_nod
     if is_deleted:
         world.api.delete("Job", NODES_JOB)
     assert one_off_nodes.main(ONE_OFF) == (0 if is_deleted else EXIT_START_AGAIN)
-    assert held(world) == ({} if is_deleted else {ONE_OFF: 1})
+    assert world.held == ({} if is_deleted else {ONE_OFF: 1})
 
 
 def test_an_eks_that_does_not_answer_is_asked_again(
@@ -256,7 +232,7 @@ def test_an_eks_that_does_not_answer_is_asked_again(
     assert one_off_nodes.main(ONE_OFF) == EXIT_START_AGAIN
     assert refusal.left == 0
     assert "describe node group" in capsys.readouterr().err
-    assert held(world) == {ONE_OFF: 1}
+    assert world.held == {ONE_OFF: 1}
 
 
 def test_a_cluster_does_not_go_down_under_it(world: World, cloud: Cloud) -> None:

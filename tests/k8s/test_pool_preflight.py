@@ -18,7 +18,6 @@ from k8s.client.stage_preflight import check_in_pods
 from k8s.controller import head_facts
 from k8s.controller.node_pool import write_share
 from k8s.objects import eks
-from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import (
     REGION_ANNOTATION,
     capacity_end_annotation,
@@ -279,8 +278,3 @@ def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]])
             check_reservation(with_annotations(overlays, end=odd))
     with pytest.raises(DeviceError, match="'cheap', which is no number of dollars an hour"):
         _ = with_annotations(overlays, price="cheap").dollars_per_node_hour
-
-
-def test_a_deploy_job_knows_its_cloud_s_region(trainer: WorkerGroup) -> None:
-    job = render_deploy_job(trainer, deployment_of())
-    assert {"name": "AWS_REGION", "value": REGION} in job["spec"]["template"]["spec"]["containers"][0]["env"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,40 +15,20 @@ from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
 from k8s.controller.ray_jobs import DriverState
-from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
+from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import LOG_SECONDS, LOST_LOG_SECONDS, Reconciler
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock
-from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.world import DARK, LOST, NoLog, World, cluster_group, ended
+from tests.k8s.rendered import Thing
+from tests.k8s.world import DARK, LOST, NoLog, Reconcile, World, complete_job, ended, orphan, reap
 
 GRACE_SECONDS = 90.0  # a drain of 60 s and KubeRay's own way down
 
 
 @pytest.fixture
-def world(overlays: dict[str, list[Thing]], tmp_path: Path, clock: Clock) -> Iterator[World]:
-    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
-    container = cluster_group(cluster)["template"]["spec"]["containers"][0]
-    next(each for each in container["volumeMounts"] if each["name"] == "fsx")["mountPath"] = str(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
-    yield World(cluster, clock, nodes=2)
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture
-def reconcile(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Run a deployment to its end."""
-    monkeypatch.setattr("k8s.controller.reconciler.RayJobs", lambda cluster, namespace: world)
-    monkeypatch.setattr("k8s.controller.reconciler.DriverLog", NoLog)
-    monkeypatch.setattr(Reconciler, "_pause", lambda self: world.pass_time())
-
-    def run(**changes: Any) -> Outcome:
-        outcome = Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
-        assert outcome
-        return outcome
-
-    return run
+def make_world(eks_cluster: Thing, clock: Clock) -> Callable[[], World]:
+    return lambda: World(eks_cluster, clock, nodes=2)
 
 
 def commit(root: Path, step: int) -> None:
@@ -59,13 +37,8 @@ def commit(root: Path, step: int) -> None:
     (folder / "manifest.json").touch()
 
 
-def is_down(world: World) -> bool:
-    kinds = ("Pod", "PodGroup", "Lease")
-    return not any(world.api.names(kind) for kind in kinds) and read_worker_group(world.api, "trainer").replicas == 0  # type: ignore[arg-type]
-
-
 def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
-    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+    world: World, reconcile: Reconcile, tmp_path: Path
 ) -> None:
     def attempt(number: int) -> DriverState:
         commit(tmp_path, 100 * number)
@@ -75,12 +48,12 @@ def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
     assert reconcile(retries=3).exit_code == 0
     assert len(world.record.attempts) == 9
     assert [each.progressed for each in world.record.attempts] == [True] * 9
-    assert is_down(world)
+    assert world.is_down
 
 
 @pytest.mark.parametrize("does_operator_see", [True, False])
 def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before(
-    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, does_operator_see: bool
+    world: World, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch, does_operator_see: bool
 ) -> None:
     """The gang is whole. The operator may be slow to see the end that Ray reported, and to remove the ended RayJob."""
     passes: list[int] = []
@@ -114,7 +87,7 @@ def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before
 
 
 def test_pods_that_have_joined_ray_are_enough_and_others_that_ray_remembers_do_not_count(
-    world: World, reconcile: Callable[..., Outcome]
+    world: World, reconcile: Reconcile
 ) -> None:
     """The operator's probe calls a pod ready 10 s after its start or later."""
     world.conditions = []
@@ -127,7 +100,7 @@ def test_pods_that_have_joined_ray_are_enough_and_others_that_ray_remembers_do_n
 
 
 def test_no_attempt_begins_on_a_node_whose_hardware_has_failed(
-    world: World, reconcile: Callable[..., Outcome], clock: Clock
+    world: World, reconcile: Reconcile, clock: Clock
 ) -> None:
     """The driver's 75 names the fault, and the node's agent says so; a quarter of an hour later it is repaired."""
     fault = {"type": "AcceleratedHardwareReady", "status": "False"}
@@ -150,7 +123,7 @@ def test_no_attempt_begins_on_a_node_whose_hardware_has_failed(
 
 
 def test_a_rayjob_that_was_given_up_is_waited_for_until_it_is_gone(
-    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    world: World, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has said that its driver ended, so the operator might submit it again."""
     there: list[list[str]] = []
@@ -177,7 +150,7 @@ def test_a_rayjob_that_was_given_up_is_waited_for_until_it_is_gone(
 @pytest.mark.parametrize(("state", "seconds"), [(LOST, LOST_LOG_SECONDS), (ended(75), LOG_SECONDS)])
 def test_a_lost_driver_s_log_is_not_waited_for(
     world: World,
-    reconcile: Callable[..., Outcome],
+    reconcile: Reconcile,
     monkeypatch: pytest.MonkeyPatch,
     state: DriverState,
     seconds: float,
@@ -190,22 +163,7 @@ def test_a_lost_driver_s_log_is_not_waited_for(
     assert closed == [seconds, LOG_SECONDS]
 
 
-def test_four_disturbances_without_a_checkpoint_end_it(
-    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
-) -> None:
-    def attempt(number: int) -> DriverState:
-        if number == 2:
-            commit(tmp_path, 100)
-        return LOST
-
-    world.attempt = attempt
-    assert reconcile(retries=3).exit_code == 75
-    assert len(world.record.attempts) == 5
-
-
-def test_another_stage_s_retries_count_attempts(
-    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
-) -> None:
+def test_another_stage_s_retries_count_attempts(world: World, reconcile: Reconcile, tmp_path: Path) -> None:
     """A stage without checkpoints does not count those of a trainer with the same recipe as its progress."""
 
     def attempt(number: int) -> DriverState:
@@ -217,7 +175,7 @@ def test_another_stage_s_retries_count_attempts(
     assert len(world.record.attempts) == 3
 
 
-def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Callable[..., Outcome]) -> None:
+def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:
     """The Job's limit is lowered to its failures so far; before that its pod is replaced however often it fails."""
     limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
     assert limit >= 1_000
@@ -227,7 +185,7 @@ def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Cal
     assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
 
 
-def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reconcile: Callable[..., Outcome]) -> None:
+def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reconcile: Reconcile) -> None:
     """KubeRay counts the old one for as long as it is Terminating, which on a dead node is for ever."""
 
     def attempt(number: int) -> DriverState:
@@ -242,21 +200,21 @@ def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reco
     assert reconcile(drain_seconds=60).exit_code == 0
     assert len(world.record.attempts) == 2
     assert GRACE_SECONDS < world.clock.now - began < GRACE_SECONDS + 120
-    assert is_down(world)
+    assert world.is_down
 
 
-def test_teardown_ends_although_a_node_is_dead(world: World, reconcile: Callable[..., Outcome]) -> None:
+def test_teardown_ends_although_a_node_is_dead(world: World, reconcile: Reconcile) -> None:
     def attempt(number: int) -> DriverState:
         world.set_node("n1", *DARK)
         return ended(0)
 
     world.attempt = attempt
     assert reconcile(drain_seconds=60).exit_code == 0
-    assert is_down(world)
+    assert world.is_down
 
 
 def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
-    world: World, reconcile: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
+    world: World, reconcile: Reconcile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Attempt 1 loses a node, attempt 2 runs on the other, and when that attempt is lost the node is back."""
     ran: list[tuple[str, str, list[str]]] = []
@@ -283,7 +241,7 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
 
 
 def test_without_the_recipe_s_word_it_waits_for_all_nodes_and_holds_the_others(
-    world: World, reconcile: Callable[..., Outcome], clock: Clock
+    world: World, reconcile: Reconcile, clock: Clock
 ) -> None:
     lost_at: list[float] = []
     held: list[float] = []
@@ -299,7 +257,7 @@ def test_without_the_recipe_s_word_it_waits_for_all_nodes_and_holds_the_others(
     assert outcome.exit_code == 75
     assert "not up after 1500 s: 1 of 2 trainer pods are ready" in outcome.message
     assert held[-1] - lost_at[0] > 1_500
-    assert is_down(world)
+    assert world.is_down
 
 
 @pytest.mark.parametrize(
@@ -312,7 +270,7 @@ def test_without_the_recipe_s_word_it_waits_for_all_nodes_and_holds_the_others(
 )
 def test_what_never_begins_has_a_deadline(
     world: World,
-    reconcile: Callable[..., Outcome],
+    reconcile: Reconcile,
     state: DriverState | None,
     is_head_there: bool,
     seconds: float,
@@ -331,12 +289,10 @@ def test_what_never_begins_has_a_deadline(
     assert said in outcome.message
     assert seconds < world.clock.now - began < seconds + 120
     assert world.api.names("RayJob") == [], "it could still begin"
-    assert is_down(world)
+    assert world.is_down
 
 
-def test_a_head_that_is_lost_while_the_driver_is_told_to_stop_is_no_bug(
-    world: World, reconcile: Callable[..., Outcome]
-) -> None:
+def test_a_head_that_is_lost_while_the_driver_is_told_to_stop_is_no_bug(world: World, reconcile: Reconcile) -> None:
     world.is_head_lost_before_stop = True
     world.attempt = lambda number: DriverState(JobStatus.PENDING, None, "", 1)
 
@@ -345,10 +301,10 @@ def test_a_head_that_is_lost_while_the_driver_is_told_to_stop_is_no_bug(
     assert outcome.exit_code == 75
     assert "no live Ray node has stage_trainer" in outcome.message
     assert not world.is_head_lost_before_stop
-    assert is_down(world)
+    assert world.is_down
 
 
-def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile: Callable[..., Outcome]) -> None:
+def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile: Reconcile) -> None:
     world.attempt = lambda number: LOST if number == 1 else ended(0)
     reconcile()
     assert world.api.names("RayJob") == ["trainer-abc123-2"]
@@ -358,40 +314,16 @@ def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile
 
 
 def test_an_ended_rayjob_that_the_operator_does_not_see_is_deleted(
-    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    world: World, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world.api, "merge", _but_for(world.api.merge, lambda kind, patch: kind == "RayJob"))
     reconcile()
     assert world.api.names("RayJob") == []
-    assert is_down(world)
+    assert world.is_down
 
 
 def _but_for(merge: Callable[..., Thing], is_ignored: Callable[[str, Thing], bool]) -> Callable[..., Thing]:
     return lambda kind, name, patch: {} if is_ignored(kind, patch) else merge(kind, name, patch)
-
-
-def reap(world: World, seconds: float) -> None:
-    reaper = StageReaper(world.api, "trainer")  # type: ignore[arg-type]
-    until = world.clock.now + seconds
-    while reaper.advance() and world.clock.now < until:
-        world.pass_time()
-
-
-def orphan(world: World, **changes: Any) -> None:
-    """A stage that stands, whose Job is deleted with --cascade=orphan, and whose pod is lost."""
-
-    class Gone(Exception):
-        pass
-
-    def leave() -> None:
-        if len(world.bound()) == 2 and world.drivers:
-            raise Gone
-
-    world.watch = leave
-    world.attempt = lambda number: DriverState(JobStatus.RUNNING, None, "", 1)
-    with pytest.raises(Gone):
-        Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
-    world.watch = lambda: None
 
 
 @pytest.mark.usefixtures("reconcile")
@@ -403,7 +335,7 @@ def test_a_stage_that_nobody_holds_is_taken_down(world: World, capsys: pytest.Ca
     reap(world, ORPHAN_SECONDS - 10)
     assert world.bound() == ["n0", "n1"], "somebody may be about to deploy it"
     reap(world, 2 * ORPHAN_SECONDS)
-    assert is_down(world)
+    assert world.is_down
     assert world.api.names("RayJob") == []
     said = capsys.readouterr().out
     assert "reaper: trainer: no deploy Job holds 2 pods, 1 RayJobs that run, its PodGroup" in said
@@ -421,17 +353,16 @@ def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_job_there", [True, False])
-def test_pods_that_were_to_stay_stay(world: World, reconcile: Callable[..., Outcome], is_job_there: bool) -> None:
+def test_pods_that_were_to_stay_stay(world: World, reconcile: Reconcile, is_job_there: bool) -> None:
     reconcile(keep=True)
-    condition = {"type": "Complete", "status": "True"}
-    world.api.merge("Job", "deploy-trainer", {"status": {"conditions": [condition]}})
+    complete_job(world)
     if not is_job_there:
         world.api.delete("Job", "deploy-trainer")
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.bound() == ["n0", "n1"]
 
 
-def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile: Callable[..., Outcome]) -> None:
+def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile: Reconcile) -> None:
     """The attempt that was given fewer nodes has them after a restart of the deploy Job's pod, too."""
     deployment = world.deploy(nodes=2, fewer_nodes=(1,))
     worker_group = read_worker_group(world.api, "trainer")  # type: ignore[arg-type]
@@ -449,7 +380,7 @@ def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile
 
 
 def test_an_image_that_ended_well_is_known_to_the_next_cluster(
-    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+    world: World, reconcile: Reconcile, tmp_path: Path
 ) -> None:
     """Clients read it from the RayCluster; the root keeps it where the RayCluster does not."""
     annotation = "millrace.dev/trainer-good-images"
@@ -462,7 +393,7 @@ def test_an_image_that_ended_well_is_known_to_the_next_cluster(
 
 
 def test_a_root_that_keeps_no_history_fails_no_stage(
-    world: World, reconcile: Callable[..., Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, reconcile: Reconcile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "deploy").touch()
     assert reconcile(image="a@sha256:1").exit_code == 0

@@ -9,8 +9,8 @@ import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from deploy.stage_contract import Resources, StageContract, find_contract, make_command
+from images.registry import repository_of
 from infra.shapes import find_shape
-from k8s.client.stage_image import repository_of
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, worker_group_of
 from services.common.artifacts.attempt import Attempt
 from services.common.recipe.schema import STAGES, Stage

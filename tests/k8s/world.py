@@ -10,18 +10,23 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from ray.job_submission import JobStatus
 
 from k8s.controller.ray_jobs import DriverState, RayUnreachable
+from k8s.controller.reaper import StageReaper
+from k8s.controller.reconciler import Reconciler
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
+from k8s.objects.node_shares import read_share_book
 from k8s.objects.placement import pods_of
-from k8s.objects.record import Record, read_record
+from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock, deployment_of, node
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 
+Reconcile = Callable[..., Outcome]
 POLL_SECONDS = 5.0
 LONGEST_SECONDS = 10_000.0
 DARK = ([{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}], [{"type": "Ready", "status": "Unknown"}])
@@ -30,8 +35,8 @@ DARK = ([{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}], [{"t
 class World:
     """A trainer's worker group, some nodes with room for one pod each, and a Ray head."""
 
-    def __init__(self, cluster: Thing, clock: Clock, nodes: int) -> None:
-        self.clock = clock
+    def __init__(self, cluster: Thing, clock: Clock, nodes: int, pool: str = "") -> None:
+        self.clock, self.pool = clock, pool
         self.api = MemoryApi(copy.deepcopy(cluster))
         self.is_head_there = True
         self.is_head_lost_before_stop = False
@@ -59,6 +64,7 @@ class World:
 
     def deploy(self, **changes: Any) -> Deployment:
         settings: dict[str, Any] = {"arguments": (), "recipe": "small", "start_timeout_seconds": 1_800}
+        settings["node_pool"] = self.pool
         deployment = deployment_of(**settings | changes)
         if self.api.find("Job", "deploy-trainer"):
             self.api.delete("Job", "deploy-trainer")
@@ -71,6 +77,20 @@ class World:
         record = read_record(self.api, "trainer")  # type: ignore[arg-type]
         assert record
         return record
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Number of nodes that each stage or one-off holds of the pool."""
+        shares = read_share_book(self.api).pools.get(self.pool)  # type: ignore[arg-type]
+        return shares.nodes if shares else {}
+
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing of the stage is left, and its worker group, if the RayCluster is there, has 0 replicas."""
+        cluster = self.api.find("RayCluster", "millrace")
+        left = [*self.held, *(name for kind in ("Pod", "PodGroup") for name in self.api.names(kind))]
+        left += ["its lease"] if self.api.find("Lease", "stage-trainer") else []
+        return not left and not (cluster and cluster_group(cluster)["replicas"])
 
     def bound(self) -> list[str]:
         return sorted(each["spec"]["nodeName"] for each in self._pods() if each["spec"].get("nodeName"))
@@ -182,3 +202,35 @@ def ended(exit_code: int, message: str = "millrace: done") -> DriverState:
 
 
 LOST = DriverState(JobStatus.FAILED, None, "the driver's node died", 1)
+RUNNING = DriverState(JobStatus.RUNNING, None, "", 1)
+
+
+class Gone(Exception):
+    """Ends a deploy Job's process, which then does nothing more."""
+
+
+def orphan(world: World) -> None:
+    """Let the process of a deploy Job end while its stage runs, and nobody start it again."""
+    watch = world.watch
+
+    def leave() -> None:
+        watch()
+        if len(world.bound()) == 2 and world.drivers:
+            raise Gone
+
+    world.watch = leave
+    world.attempt = lambda number: RUNNING
+    with pytest.raises(Gone):
+        Reconciler(world.api, world.deploy(), "pod").run()  # type: ignore[arg-type]
+    world.watch = watch
+
+
+def reap(world: World, seconds: float) -> None:
+    reaper = StageReaper(world.api, "trainer")  # type: ignore[arg-type]
+    until = world.clock.now + seconds
+    while reaper.advance() and world.clock.now < until:
+        world.pass_time()
+
+
+def complete_job(world: World, name: str = "deploy-trainer") -> None:
+    world.api.merge("Job", name, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}})

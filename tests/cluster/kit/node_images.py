@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from images.docker import inspect_image
-from k8s.client.stage_image import full_name, repository_of
+from images.registry import repository_of
+from k8s.client.stage_image import full_name
 from services.common.errors import DeviceError
 from tests.cluster.kit.processes import HOME, SOCKET, run
 

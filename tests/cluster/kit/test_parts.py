@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY
-from k8s.client.stage_image import full_name, repository_of
+from images.registry import repository_of
+from k8s.client.stage_image import full_name
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.stop_signals import name_signal
 from tests.cluster.kit import __main__ as command

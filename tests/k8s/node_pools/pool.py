@@ -1,20 +1,13 @@
-"""Steps that the tests of node pools share: hold nodes, give them back, look who holds them."""
+"""Steps that the tests of node pools share: hold nodes, give them back, kill who does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ray.job_submission import JobStatus
-
 from k8s.controller.node_pool import NodeRelease, open_node_pool
-from k8s.controller.ray_jobs import DriverState
-from k8s.controller.reaper import StageReaper
-from k8s.objects.node_shares import read_share_book
 from tests.k8s.cloud import POOL
 from tests.k8s.world import World
-
-RUNNING = DriverState(JobStatus.RUNNING, None, "", 1)
 
 
 class Killed(BaseException):
@@ -40,24 +33,6 @@ class Mortal:
             return done
 
         return write
-
-
-def held(world: World) -> dict[str, int]:
-    """Nodes of the pool, by the stage that holds them."""
-    shares = read_share_book(world.api).pools.get(POOL)  # type: ignore[arg-type]
-    return shares.nodes if shares else {}
-
-
-def is_down(world: World) -> bool:
-    has_lease = world.api.find("Lease", "stage-trainer") is not None
-    return not (held(world) or world.api.names("Pod") or world.api.names("PodGroup") or has_lease)
-
-
-def reap(world: World, seconds: float) -> None:
-    stage_reaper = StageReaper(world.api, "trainer")  # type: ignore[arg-type]
-    until = world.clock.now + seconds
-    while stage_reaper.advance() and world.clock.now < until:
-        world.pass_time()
 
 
 def hold(world: World, stage: str, nodes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -16,12 +15,12 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
 from k8s.objects import eks
-from k8s.objects.record import Outcome, ask_to_stop
+from k8s.objects.record import ask_to_stop
 from services.common.errors import DeviceError
 from tests.k8s.cloud import POOL, Cloud, Refusal
-from tests.k8s.node_pools.pool import RUNNING, Killed, Mortal, held, is_down, reap
+from tests.k8s.node_pools.pool import Killed, Mortal
 from tests.k8s.rendered import Thing, of_kind
-from tests.k8s.world import LOST, NoLog, World, ended
+from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, orphan, reap
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ from tests.k8s.world import LOST, NoLog, World, ended
     [([ended(0)], 0), ([ended(3, "millrace: no corpus")], 3), ([LOST, ended(0)], 0), ([LOST, LOST, LOST, LOST], 75)],
 )
 def test_nodes_come_for_a_deployment_and_go_after_it(
-    world: World, cloud: Cloud, reconcile: Callable[..., Outcome], states: list[DriverState], exit_code: int
+    world: World, cloud: Cloud, reconcile: Reconcile, states: list[DriverState], exit_code: int
 ) -> None:
     bound: list[list[str]] = []
 
@@ -42,12 +41,12 @@ def test_nodes_come_for_a_deployment_and_go_after_it(
     assert reconcile(retries=3).exit_code == exit_code
     assert bound == [["ip-0", "ip-1"]] * len(states)
     assert cloud.sizes == [0, 2, 0], "once up and once down, whatever happened between"
-    assert is_down(world)
+    assert world.is_down
     assert world.api.names("Node") == []
 
 
 def test_the_group_is_lowered_to_what_it_was_and_not_before_the_pods_are_gone(
-    world: World, cloud: Cloud, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    world: World, cloud: Cloud, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud.resize(1)
     pods: list[int] = []
@@ -63,22 +62,19 @@ def test_the_group_is_lowered_to_what_it_was_and_not_before_the_pods_are_gone(
     assert pods == [0, 0]
 
 
-def test_nodes_that_are_simply_there_are_left_alone(
-    world: World, cloud: Cloud, reconcile: Callable[..., Outcome]
-) -> None:
+def test_nodes_that_are_simply_there_are_left_alone(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     """A worker group without a pool makes no call to EKS."""
     cloud.resize(2)
     world.pass_time()
     refusals = [Refusal(each, 403, "AccessDeniedException") for each in ("DescribeNodegroup", "UpdateNodegroupConfig")]
-    outcome = Reconciler(world.api, world.deploy(), "pod").run()  # type: ignore[arg-type]
-    assert outcome is not None
+    outcome = reconcile(node_pool="")
     assert outcome.exit_code == 0
     assert cloud.sizes == [0, 2]
     for refusal in refusals:
         refusal.end()
 
 
-def test_a_stop_gives_the_nodes_back(world: World, cloud: Cloud, reconcile: Callable[..., Outcome]) -> None:
+def test_a_stop_gives_the_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     def stop() -> None:
         cloud.serve(world)
         if world.drivers and not world.record.stop:
@@ -89,12 +85,10 @@ def test_a_stop_gives_the_nodes_back(world: World, cloud: Cloud, reconcile: Call
     outcome = reconcile()
     assert (outcome.exit_code, "ann" in outcome.message) == (75, True)
     assert cloud.sizes == [0, 2, 0]
-    assert is_down(world)
+    assert world.is_down
 
 
-def test_a_job_that_somebody_deletes_gives_the_nodes_back(
-    world: World, cloud: Cloud, reconcile: Callable[..., Outcome]
-) -> None:
+def test_a_job_that_somebody_deletes_gives_the_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     def delete() -> None:
         cloud.serve(world)
         if world.drivers:
@@ -104,7 +98,7 @@ def test_a_job_that_somebody_deletes_gives_the_nodes_back(
     world.attempt = lambda number: RUNNING
     assert "its Job was deleted" in reconcile().message
     assert cloud.sizes == [0, 2, 0]
-    assert is_down(world)
+    assert world.is_down
 
 
 def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
@@ -121,7 +115,7 @@ def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
         worlds.append(world)
         cloud.sizes = [0]
         world.watch = lambda world=world: cloud.serve(world)  # type: ignore[misc]
-        deployment = world.deploy(node_pool=POOL)
+        deployment = world.deploy()
         api = Mortal(world.api, writes)
         monkeypatch.setattr(node_pool, "resize_node_group", api.counted(resize))
         try:
@@ -132,25 +126,8 @@ def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
             break
         world.pass_time()
         assert outcome, f"killed after write {writes}"
-        assert (cloud.sizes, held(world), world.bound()) == ([0, 2, 0], {}, []), f"killed after write {writes}"
+        assert (cloud.sizes, world.held, world.bound()) == ([0, 2, 0], {}, []), f"killed after write {writes}"
     assert writes > 15
-
-
-def orphan(world: World, **changes: Any) -> None:
-    """A stage that stands, whose pod is lost, and whose Job is deleted with --cascade=orphan."""
-    watch = world.watch
-
-    def leave() -> None:
-        watch()
-        if len(world.bound()) == 2 and world.drivers:
-            raise Killed
-
-    world.watch = leave
-    world.attempt = lambda number: RUNNING
-    with pytest.raises(Killed):
-        Reconciler(world.api, world.deploy(node_pool=POOL, **changes), "pod").run()  # type: ignore[arg-type]
-    world.watch = watch
-    world.api.delete("Job", "deploy-trainer")
 
 
 @pytest.mark.usefixtures("reconcile")
@@ -158,12 +135,13 @@ def test_the_nodes_of_a_stage_that_nobody_holds_are_given_back(
     world: World, cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
     orphan(world)
+    world.api.delete("Job", "deploy-trainer")
     reap(world, ORPHAN_SECONDS - 10)
     assert (cloud.size, len(world.bound())) == (2, 2), "somebody may be about to deploy it"
     reap(world, 3 * ORPHAN_SECONDS)
     world.pass_time()
     assert cloud.sizes == [0, 2, 0]
-    assert is_down(world)
+    assert world.is_down
     said = capsys.readouterr().out
     assert "no deploy Job holds 2 pods, 1 RayJobs that run, its PodGroup, 2 nodes of its pool" in said
     assert f"node group {POOL}: 2 -> 0 nodes" in said
@@ -173,20 +151,21 @@ def test_the_nodes_of_a_stage_that_nobody_holds_are_given_back(
 def test_nodes_are_given_back_although_somebody_deleted_the_raycluster(world: World, cloud: Cloud) -> None:
     """The pods go with the RayCluster; RayJobs and PodGroup are left."""
     orphan(world)
+    world.api.delete("Job", "deploy-trainer")
     world.api.delete("RayCluster", "millrace")
     for name in world.api.names("Pod"):
         world.api.delete("Pod", name, grace_seconds=0)
     reap(world, 3 * ORPHAN_SECONDS)
     world.pass_time()
     assert cloud.sizes == [0, 2, 0]
-    assert is_down(world)
+    assert world.is_down
 
 
 def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     overlays: dict[str, list[Thing]],
     world: World,
     cloud: Cloud,
-    reconcile: Callable[..., Outcome],
+    reconcile: Reconcile,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -194,9 +173,9 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     monkeypatch.setattr("time.sleep", lambda seconds: world.pass_time())
     world.api.create(of_kind(overlays["eks"], "CronJob")["reaper"])
     reconcile(keep=True)
-    world.api.merge("Job", "deploy-trainer", {"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
+    complete_job(world)
     reap(world, 3 * ORPHAN_SECONDS)
-    assert (world.bound(), held(world)) == (["ip-0", "ip-1"], {"trainer": 2})
+    assert (world.bound(), world.held) == (["ip-0", "ip-1"], {"trainer": 2})
     with pytest.raises(DeviceError, match=rf"{POOL} \(trainer holds 2\): make stop-stage STAGE=trainer"):
         require_nodes_given_back(world.api)  # type: ignore[arg-type]
     print_left_nodes(world.api)  # type: ignore[arg-type]
@@ -210,29 +189,27 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     reap(world, 3 * ORPHAN_SECONDS)
     world.pass_time()
     assert cloud.sizes == [0, 2, 0]
-    assert is_down(world)
+    assert world.is_down
     require_nodes_given_back(world.api)  # type: ignore[arg-type]
 
 
 def test_a_deployment_takes_over_the_nodes_that_the_one_before_kept(
-    world: World, cloud: Cloud, reconcile: Callable[..., Outcome]
+    world: World, cloud: Cloud, reconcile: Reconcile
 ) -> None:
     reconcile(keep=True)
     reconcile(id="def456", image="another", nodes=3)
     assert cloud.sizes == [0, 2, 3, 0]
-    assert is_down(world)
+    assert world.is_down
 
 
-def test_after_a_reservation_no_node_is_asked_for(
-    world: World, cloud: Cloud, reconcile: Callable[..., Outcome]
-) -> None:
+def test_after_a_reservation_no_node_is_asked_for(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     outcome = reconcile(capacity_ends_at="2026-01-31T12:00:00Z")
     assert outcome.exit_code == 75
     assert "AWS removes its nodes from 2026-01-31T11:20Z on" in outcome.message
     assert cloud.sizes == [0]
 
 
-def test_a_status_tells_who_holds_which_nodes(world: World, cloud: Cloud, reconcile: Callable[..., Outcome]) -> None:
+def test_a_status_tells_who_holds_which_nodes(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     statuses: list[str] = []
 
     def attempt(number: int) -> DriverState:

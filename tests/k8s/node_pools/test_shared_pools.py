@@ -17,7 +17,7 @@ from k8s.objects.api import Conflict
 from k8s.objects.node_shares import read_share_book
 from services.common.errors import DeviceError
 from tests.k8s.cloud import POOL, Cloud
-from tests.k8s.node_pools.pool import give_back, held, hold
+from tests.k8s.node_pools.pool import give_back, hold
 from tests.k8s.world import World
 
 
@@ -27,12 +27,12 @@ def test_of_two_stages_the_last_one_lowers_the_group(world: World, cloud: Cloud)
     hold(world, "compiler", 2)
     assert cloud.size == 3
     give_back(world, "compiler")
-    assert (cloud.size, held(world)) == (3, {"tokenizer": 1})
+    assert (cloud.size, world.held) == (3, {"tokenizer": 1})
     hold(world, "compiler", 2)
     assert cloud.size == 3, "its nodes are still there"
     give_back(world, "tokenizer")
     give_back(world, "compiler")
-    assert (cloud.size, held(world)) == (0, {})
+    assert (cloud.size, world.held) == (0, {})
 
 
 def test_a_stage_that_the_group_has_no_room_for_waits(world: World, cloud: Cloud) -> None:
@@ -44,7 +44,7 @@ def test_a_stage_that_the_group_has_no_room_for_waits(world: World, cloud: Cloud
     assert open_node_pool(world.api, "tokenizer", POOL).look(3).is_raised, "its retry does not wait for the other"  # type: ignore[arg-type]
     give_back(world, "tokenizer")
     hold(world, "compiler", 2)
-    assert (held(world), cloud.size) == ({"compiler": 2}, 2)
+    assert (world.held, cloud.size) == ({"compiler": 2}, 2)
 
 
 def test_a_stage_that_comes_while_another_leaves_has_its_nodes(make_world: Callable[[], World], cloud: Cloud) -> None:
@@ -62,7 +62,7 @@ def test_a_stage_that_comes_while_another_leaves_has_its_nodes(make_world: Calla
         give_back(world, "tokenizer")
         while not pool.look(2).is_raised:
             pool.hold(2)
-        assert (held(world), cloud.size >= 2) == ({"compiler": 2}, True), released
+        assert (world.held, cloud.size >= 2) == ({"compiler": 2}, True), released
         give_back(world, "compiler")
         assert cloud.size == 0
 
@@ -103,9 +103,9 @@ def test_two_stages_that_write_at_once_lose_no_share(
     monkeypatch.setattr(node_pool, "read_share_book", interrupted)
     with pytest.raises(Conflict):
         late.hold(2)
-    assert held(world) == {"tokenizer": 1}
+    assert world.held == {"tokenizer": 1}
     hold(world, "compiler", 2)
-    assert held(world) == {"tokenizer": 1, "compiler": 2}
+    assert world.held == {"tokenizer": 1, "compiler": 2}
 
 
 def test_a_process_that_slept_before_it_raised_the_group_lowers_it_again(
@@ -122,7 +122,7 @@ def test_a_process_that_slept_before_it_raised_the_group_lowers_it_again(
 
     monkeypatch.setattr(node_pool, "resize_node_group", asleep)
     pool.hold(2)
-    assert (cloud.size, held(world)) == (0, {})
+    assert (cloud.size, world.held) == (0, {})
 
 
 @pytest.mark.parametrize(

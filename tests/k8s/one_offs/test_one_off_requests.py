@@ -16,8 +16,9 @@ from k8s.objects.names import good_images_annotation
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError, LimitError, MillraceError, RecipeError
+from services.common.errors import DeviceError, LimitError, RecipeError
 from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.process.subcommands import LABEL
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.k8s.builders import deployment_of
@@ -93,27 +94,11 @@ def test_what_holds_the_node_has_the_deployer_s_account_and_no_shared_file_syste
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/scratch"]
 
 
-@pytest.mark.parametrize(
-    ("words", "changes", "error", "said"),
-    [
-        (("exprt",), {}, RecipeError, "Do you mean export"),
-        (("train",), {}, RecipeError, "make deploy-stage STAGE=trainer"),
-        (("plan",), {}, RecipeError, "'plan' is no subcommand of the trainer, which has summary"),
-        (("summary",), {"memory_gib": 500}, LimitError, "MEMORY=500"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_created(
-    api: Cluster, ask: Ask, words: tuple[str, ...], changes: Thing, error: type[MillraceError], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        run(api, ask(*words, **changes))
-    assert api.sent == []
-
-
-def test_an_image_that_is_older_than_one_offs_is_named(api: Cluster, ask: Ask, labels: dict[str, str]) -> None:
-    labels.clear()
-    labels["millrace.python"] = "3.12.11"
-    with pytest.raises(DeviceError, match=f"{IMAGE} .*stage-run"):
+def test_what_cannot_be_is_refused_before_anything_is_created(api: Cluster, ask: Ask, labels: dict[str, str]) -> None:
+    with pytest.raises(LimitError, match="MEMORY=500"):
+        run(api, ask(memory_gib=500))
+    labels[LABEL] = "evaluate"
+    with pytest.raises(RecipeError, match="'summary' is no subcommand of the trainer, which has evaluate"):
         run(api, ask())
     assert api.sent == []
 
