@@ -59,12 +59,18 @@ class StopConditions:
         if threading.current_thread() is threading.main_thread():  # Ray runs a worker in another thread
             signal.signal(signal.SIGTERM, self._terminate)
 
-    def check(self, step: int) -> StopReason:
-        """Return the strongest reason that this worker sees. All workers call this after every step."""
+    def check(self, number: int) -> StopReason:
+        """Return the strongest reason that this worker sees.
+
+        All workers call this after every step and every round of an evaluation, with its number.
+        """
         reasons = [StopReason.NONE]
         if self._is_terminated:
             reasons.append(StopReason.SIGTERM)
-        if step % PREEMPTION_INTERVAL_STEPS == 0 and choose_launcher(self._environment.launch).is_preemption_noticed():
+        if (
+            number % PREEMPTION_INTERVAL_STEPS == 0
+            and choose_launcher(self._environment.launch).is_preemption_noticed()
+        ):
             reasons.append(StopReason.PREEMPTION)
         if self._environment.rank == 0:
             reasons += [_read_request(self._file), self._read_clock()]

@@ -70,7 +70,7 @@ class TokenStream:
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return samples as int64 [len(indices), L + 1]; columns [:-1] are the inputs and [1:] the targets.
 
-        What a padded sample lacks is the id 0. Raises `ArtifactError` for an id outside the vocabulary, with which a
+        A padded sample ends with the id 0. Raises `ArtifactError` for an id outside the vocabulary, with which a
         compiled graph would read foreign memory.
         """
         wanted = np.asarray(indices, dtype=np.int64).tolist()

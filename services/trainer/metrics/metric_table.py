@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 PREFIX = "millrace_"
 _EQUAL = "equal on all"
 _RANK_0 = "rank 0's"
-_CLUSTERED = "of documents"
+_CLUSTERED = "clustered by document"
 
 METRICS = (
     Metric("step", "steps", _EQUAL, "optimizer steps done; a rollback lowers this"),
@@ -65,9 +65,15 @@ METRICS = (
     Metric("loss_max", "nats per token", "max over micro-batches", "loss of the worst micro-batch; not on `xla`"),
     Metric("validation_loss", "nats per token", "mean over the targets", "cross-entropy of the newest evaluation"),
     Metric("validation_loss_standard_error", "nats per token", _CLUSTERED, "standard error of `validation_loss`"),
-    Metric("validation_loss_by_source", "nats per token", "mean over the targets", "the same of each source", "source"),
+    Metric(
+        "validation_loss_by_source",
+        "nats per token",
+        "mean over the targets",
+        "loss of each source of the newest evaluation",
+        "source",
+    ),
     Metric("validation_perplexity", "1", "exp of the mean", "perplexity of the newest evaluation"),
-    Metric("validation_bits_per_byte", "bits/byte", "sum over the sum", "loss of the text's tokens per UTF-8 byte"),
+    Metric("validation_bits_per_byte", "bits/byte", "sum / sum", "bits of the text's tokens over its UTF-8 bytes"),
     Metric("validation_tokens", "tokens", "sum", "targets of the newest evaluation"),
     Metric("evaluation_seconds", "s", _RANK_0, "seconds for which the newest evaluation stopped training"),
     Metric("gradient_norm", "1", "norm over all parameters", "gradient norm before clipping"),

@@ -19,7 +19,7 @@ from services.common.artifacts.corpus import SourceCounts, SourceSplitCounts
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.evaluation.losses import estimate_standard_error
-from services.trainer.evaluation.records import read_evaluations
+from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -183,6 +183,18 @@ def test_a_split_without_documents_has_nothing_to_evaluate(tmp_path: Path) -> No
     assert Validation(recipe, make_corpus(tmp_path, recipe), 0).is_empty
     other = make_recipe(tmp_path, corpus__validation_fraction="0.2")
     assert Validation(other, make_corpus(tmp_path, other, rows=0, tail_tokens=0), None).is_empty
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b"[]", b"\xff", b'{"step": 0}', b'{"step": -1', b'{"step": 0, "loss": "low", "sources": []}']
+)
+def test_a_bad_record_is_passed_over_and_counted(trained: Job, tmp_path: Path, line: bytes) -> None:
+    content = (trained.run_folder / EVALUATIONS_FILE).read_bytes()
+    (tmp_path / EVALUATIONS_FILE).write_bytes(content + line + b"\n" + content)
+
+    found = read_evaluations(tmp_path)
+    assert [record["step"] for record in found.lines] == [0, 3]
+    assert found.unreadable == 1
 
 
 def test_records_are_json_that_another_program_reads(trained: Job) -> None:

@@ -15,6 +15,7 @@ import safetensors.torch
 from services.common.testing.strange_files import STRANGE_FILES, replace_by
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.evaluation.records import EVALUATIONS_FILE
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, read_events, record_event
@@ -114,7 +115,7 @@ def test_an_import_source_that_is_no_folder_is_named(
 
 
 @pytest.mark.parametrize("kind", STRANGE_FILES)
-@pytest.mark.parametrize("file", [RUN_FILE, METRICS_FILE, ATTEMPTS_FILE])
+@pytest.mark.parametrize("file", [RUN_FILE, METRICS_FILE, ATTEMPTS_FILE, EVALUATIONS_FILE])
 def test_a_report_ends_at_what_is_no_file_of_its_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], run_of_one_step: Job, file: str, kind: str
 ) -> None:
