@@ -103,7 +103,7 @@ class TokenStream:
     def document_begins(self) -> npt.NDArray[np.int64]:
         """Return the positions in the split at which its documents begin, in ascending order: 8 bytes a document.
 
-        Raises `ArtifactError` where the files have others.
+        Raises `ArtifactError` where the positions in the files do not rise from 0 to the end of the split.
         """
         begins, first_token = [], 0
         for file in (*self._shards, self._tail):

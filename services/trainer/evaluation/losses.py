@@ -1,4 +1,4 @@
-"""Adds up the losses of a validation split's targets by document, and makes the numbers of an evaluation of them.
+"""Adds up the losses of a validation split's targets by document, and computes the numbers of an evaluation.
 
 All sums are float64 and follow the targets' positions in the split, so they do not depend on micro-batches and workers.
 """
@@ -18,7 +18,7 @@ from services.common.artifacts.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """Mean loss of targets, and what follows from it."""
+    """Mean loss of some targets, with its standard error, bits per byte and perplexity."""
 
     loss: float
     """Mean over all targets, BOS and EOS included, in nats; NaN where there is no target."""
@@ -39,7 +39,7 @@ class MeanLoss:
 
 @dataclass(frozen=True)
 class Evaluation(MeanLoss):
-    """Numbers of one evaluation of a state."""
+    """Numbers of one evaluation."""
 
     sources: dict[str, MeanLoss]
     """Numbers of each source that has targets, by the label of the source."""
@@ -51,7 +51,7 @@ class LossTotals:
     """Sums of the losses of each document's targets. It has 48 bytes for each document of the split."""
 
     def __init__(self, stream: TokenStream, corpus: CorpusPayload) -> None:
-        """`stream` is the validation split of the corpus. Raises `ArtifactError` for documents that do not rise."""
+        """`stream` is the validation split of the corpus. Raises `ArtifactError` as `document_begins` does."""
         self._corpus, self._length, self._num_tokens = corpus, stream.sequence_length, stream.num_tokens
         self._begins_D = stream.document_begins()
         self._lasts_D = np.append(self._begins_D[1:], stream.num_tokens) - 1
