@@ -16,12 +16,13 @@ from torch import Tensor
 
 from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import STORAGE_ERRNOS, ArtifactError, RecipeError, explain_storage_error
-from services.common.input.files import InputFileError, read_file
+from services.common.input.files import InputFileError
 from services.common.program.llama import parameter_shapes
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.conversion.hugging_face import CONFIG, hugging_face_config, write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.conversion.tokenizer_export import write_tokenizer
 from services.trainer.run import Run, vocabulary_file
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,11 @@ ALLOW_NON_FINITE_WEIGHTS = "--allow-non-finite-weights"
 
 
 def export(run: Run, output: Path, nxd: NxdLayout | None = None, *, allow_non_finite: bool = False) -> Path:
-    """Make the folder `output` with config.json, float32 weights and the vocabulary's file; it is complete or absent.
+    """Make the folder `output` with config.json, float32 weights and the tokenizer; it is complete or absent.
 
-    `AutoModelForCausalLM.from_pretrained` opens the folder. With a layout the weights are those of an NxD checkpoint,
-    and `output` is its tag's folder.
-
-    Encode text with the library of the vocabulary's file. AutoTokenizer in transformers 5 rebuilds the merges of a
-    SentencePiece model by id instead of by score, and gives other ids for runs of spaces.
+    `AutoModelForCausalLM` and `AutoTokenizer` of transformers open the folder; see `write_tokenizer` for vocabularies
+    that transformers cannot encode with. With a layout the weights are those of an NxD checkpoint, and `output` is its
+    tag's folder.
 
     Raises `ArtifactError` for weights that are not finite, unless they are allowed; then it logs a warning.
     """
@@ -70,7 +69,7 @@ def _write(run: Run, folder: Path, nxd: NxdLayout | None, allow_non_finite: bool
     vocabulary = run.corpus.manifest.corpus.vocabulary
     shapes = parameter_shapes(run.recipe.model)
     write_durably(folder / CONFIG, json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
-    write_durably(folder / Path(vocabulary.path).name, read_file(vocabulary_file(run)))
+    write_tokenizer(folder, run.corpus, vocabulary_file(run))
     reader = ShardReader(run.checkpoint, shapes)
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
