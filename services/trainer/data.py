@@ -28,7 +28,7 @@ def micro_batches(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh) 
     batch = recipe.batch
     share = mesh.share(batch.global_batch_size)
     first = number * batch.global_batch_size + share.start
-    samples = sample_indices(stream.num_samples, recipe.train.seed, first, len(share))
+    samples = sample_indices(stream.num_samples, recipe.train.data_seed, first, len(share))
     for start in range(0, len(share), batch.micro_batch_size):
         yield read_micro_batch(stream, samples[start : start + batch.micro_batch_size], recipe)
 

@@ -15,16 +15,28 @@ from torch import Tensor
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import Bucket
 from services.common.program.state import StateKind
-from services.common.recipe.schema import Optimizer
+from services.common.recipe.schema import Optimizer, Schedule
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Return the learning rate of step number `step` (from 0): linear warm-up, then cosine decay."""
-    if step < optimizer.warmup_steps:
-        return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
-    progress = min(1.0, (step - optimizer.warmup_steps) / (optimizer.decay_steps - optimizer.warmup_steps))
+    """Return the learning rate of step number `step` (from 0): a linear warm-up, then `optimizer.schedule`."""
+    warm = optimizer.warmup_begin_step + optimizer.warmup_steps
+    if step < warm:
+        return optimizer.learning_rate * (step - optimizer.warmup_begin_step + 1) / optimizer.warmup_steps
+    if optimizer.decay_steps is None:
+        return optimizer.learning_rate
+    begin = warm if optimizer.cooldown_steps is None else optimizer.decay_steps - optimizer.cooldown_steps
+    progress = min(1.0, max(0.0, (step - begin) / (optimizer.decay_steps - begin)))
     span = optimizer.learning_rate - optimizer.min_learning_rate
-    return optimizer.min_learning_rate + span * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optimizer.min_learning_rate + span * _SHAPES[optimizer.schedule](progress)
+
+
+_SHAPES: dict[Schedule, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "wsd": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""Share of the fall that is still ahead at each share of its steps, from 1 at 0 to 0 at 1."""
 
 
 def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Tensor:

@@ -39,6 +39,8 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),
         "evaluation": _describe_evaluation(recipe, corpus),
     }
+    if mismatch := explain_schedule_end(recipe):
+        rows["warning, schedule"] = mismatch
     if corpus is None:
         return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
     counts = corpus.splits["train"]
@@ -70,6 +72,19 @@ def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
     if corpus:
         sizes.append(max(0, corpus.splits["validation"].tokens - 1))
     return f"{min(sizes):,} tokens {every}, {evaluation_share(recipe, min(sizes)):.1%} of all operations"
+
+
+def explain_schedule_end(recipe: Recipe) -> str:
+    """Return what follows where `train.max_steps` is not the end of the learning rate's schedule; empty otherwise."""
+    optimizer, last = recipe.optimizer, recipe.train.max_steps
+    end = optimizer.decay_steps
+    if end is None or end == last:
+        return ""
+    ends = f"train.max_steps is {last:,} and optimizer.decay_steps {end:,}: "
+    if last > end:
+        rest = f"has the rate {optimizer.min_learning_rate:g}" if optimizer.min_learning_rate else "changes no weight"
+        return f"{ends}the last {last - end:,} steps take data at the end of the schedule, which {rest}"
+    return f"{ends}the run ends {end - last:,} steps before its rate reaches {optimizer.min_learning_rate:g}"
 
 
 def _graphs(recipe: Recipe) -> str:

@@ -24,6 +24,7 @@ Kind = Literal["corpus", "compile_cache", "checkpoint"]
 Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
 
@@ -312,13 +313,27 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """AdamW (arXiv 1711.05101), linear warm-up, then cosine decay to `min_learning_rate`."""
+    """AdamW (arXiv 1711.05101) and a learning rate that is a function of the step alone."""
 
+    schedule: Annotated[Schedule, TRAINED] = "cosine"
+    """Course of the learning rate after a linear warm-up. `cosine` and `linear` fall to `min_learning_rate`, which they
+    reach at `decay_steps`; AWS's tutorials of neuronx-distributed have `linear`. `wsd` (warm-up, stable, decay;
+    MiniCPM, arXiv 2404.06395) is constant, and in the last `cooldown_steps` before `decay_steps` falls as 1 - sqrt,
+    which gave lower losses than a linear fall (arXiv 2405.18392). `constant` never falls."""
     learning_rate: Annotated[float, Field(gt=0), TRAINED]
-    min_learning_rate: Annotated[float, Field(ge=0), TRAINED]
+    """Largest rate, which the warm-up reaches."""
+    min_learning_rate: Annotated[float, Field(ge=0), TRAINED] = 0.0
+    """Rate from `decay_steps` on."""
     warmup_steps: Annotated[int, Field(ge=0), TRAINED]
-    decay_steps: Annotated[Positive, TRAINED]
-    """Step at which the rate reaches its minimum. It is independent of train.max_steps, so a run can be made longer."""
+    """Steps in which the rate rises linearly from 0."""
+    warmup_begin_step: Annotated[int, Field(ge=0), TRAINED] = 0
+    """Step at which the warm-up begins. Only a branch, which begins at a later step, can have another one than 0: at
+    `train.branch.step` its rate rises once more, for continued pre-training (arXiv 2403.08763)."""
+    decay_steps: Annotated[Positive | None, TRAINED] = None
+    """Step at which the rate reaches its minimum; every schedule except `constant` has one. It is independent of
+    train.max_steps, so a run can be made longer."""
+    cooldown_steps: Annotated[Positive | None, TRAINED] = None
+    """Steps before `decay_steps` in which the rate of `wsd` falls; only `wsd` has them."""
     beta1: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.95
     epsilon: Annotated[float, Field(gt=0), TRACED] = 1e-8
@@ -327,11 +342,35 @@ class Optimizer(Section):
     max_grad_norm: Annotated[float, Field(gt=0), TRACED] = 1.0
 
     @model_validator(mode="after")
+    def _has_what_its_schedule_needs(self) -> Self:
+        taken = {"decay_steps": self.schedule != "constant", "cooldown_steps": self.schedule == "wsd"}
+        for name, is_taken in taken.items():
+            value = getattr(self, name)
+            if is_taken and value is None:
+                raise ValueError(f"schedule {self.schedule!r} needs {name}")
+            if value is not None and not is_taken:
+                raise ValueError(f"schedule {self.schedule!r} has no {name}, got {value}: leave it out")
+        if self.schedule == "constant" and self.min_learning_rate:
+            raise ValueError(
+                f"schedule 'constant' has no min_learning_rate, got {self.min_learning_rate}: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rates_and_steps_rise(self) -> Self:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate {self.min_learning_rate} exceeds learning_rate {self.learning_rate}")
-        if self.warmup_steps >= self.decay_steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
+        if self.decay_steps is None:
+            return self
+        begin = f"warmup_begin_step {self.warmup_begin_step} + " if self.warmup_begin_step else ""
+        warm = self.warmup_begin_step + self.warmup_steps
+        if warm >= self.decay_steps:
+            raise ValueError(f"{begin}warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
+        if self.cooldown_steps is not None and warm > self.decay_steps - self.cooldown_steps:
+            raise ValueError(
+                f"{begin}warmup_steps {self.warmup_steps} and cooldown_steps {self.cooldown_steps} overlap before "
+                f"decay_steps {self.decay_steps}"
+            )
         return self
 
 
@@ -359,6 +398,9 @@ class Compile(Section):
 class Train(Section):
     max_steps: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
+    """Seed of the initial weights, and of the order of the samples unless `data_seed` is given."""
+    data_seed: Annotated[int, Field(ge=0, lt=2**63, default_factory=lambda known: known["seed"]), TRAINED]
+    """Seed of the order of the samples. Default: the value of `seed`."""
     initial_weights: Annotated[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, TRAINED] = None
     """Digest of the imported weights that the run begins with, as `import` prints it; without it, they are random."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"

@@ -141,6 +141,13 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
         ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
         ({"optimizer.min_learning_rate": "1"}, "optimizer: min_learning_rate 1.0 .* learning_rate 0.01"),
         ({"optimizer.warmup_steps": "20"}, "optimizer: warmup_steps 20 .* decay_steps 20"),
+        ({"optimizer.schedule": "wsd"}, "optimizer: schedule 'wsd' needs cooldown_steps"),
+        ({"optimizer.cooldown_steps": "5"}, "optimizer: schedule 'cosine' has no cooldown_steps, got 5"),
+        ({"optimizer.schedule": "constant"}, "optimizer: schedule 'constant' has no decay_steps, got 20"),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": "19"},
+            "optimizer: warmup_steps 2 and cooldown_steps 19 overlap before decay_steps 20",
+        ),
         ({"tokenizer.model": "a.model"}, "give exactly one of tokenizer.model"),
         ({"model.num_attention_heads": "3"}, "hidden_size 16 must be an even multiple of num_attention_heads 3"),
         ({"model.num_attention_heads": "16"}, "hidden_size 16 must be an even multiple of num_attention_heads 16"),

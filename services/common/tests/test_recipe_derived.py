@@ -32,6 +32,24 @@ def test_a_dry_run_shows_the_share_of_evaluations(tmp_path: Path, evaluation_tok
     assert derive(make_recipe(tmp_path, **changed), None)["evaluation"] == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        ({}, ()),
+        ({"train.max_steps": "30"}, ("30", "20", "last 10 steps", "0.001")),
+        ({"train.max_steps": "30", "optimizer.min_learning_rate": "0"}, ("last 10 steps", "changes no weight")),
+        ({"train.max_steps": "15"}, ("15", "20", "5 steps before", "0.001")),
+    ],
+)
+def test_a_run_that_does_not_end_with_its_schedule_is_warned_of(
+    tmp_path: Path, overrides: dict[str, str], numbers: tuple[str, ...]
+) -> None:
+    warning = derive(load_small(tmp_path, overrides), None).get("warning, schedule", "")
+
+    assert bool(warning) == bool(numbers)
+    assert all(number in warning for number in numbers)
+
+
 @pytest.mark.parametrize(("workers_per_node", "nodes"), [("1", 4), ("2", 2), ("4", 1)])
 def test_the_trainers_nodes_follow_from_its_workers(tmp_path: Path, workers_per_node: str, nodes: int) -> None:
     workers = {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": workers_per_node}

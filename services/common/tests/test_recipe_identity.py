@@ -57,6 +57,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "optimizer.min_learning_rate": ("0", "checkpoint"),
     "optimizer.warmup_steps": ("3", "checkpoint"),
     "optimizer.decay_steps": ("30", "checkpoint"),
+    "optimizer.schedule": ("linear", "checkpoint"),
     "optimizer.beta1": ("0.8", "compile_cache checkpoint"),
     "optimizer.beta2": ("0.99", "compile_cache checkpoint"),
     "optimizer.epsilon": ("1e-6", "compile_cache checkpoint"),
@@ -73,6 +74,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "compile.task_attempts": ("7", ""),
     "train.max_steps": ("21", ""),
     "train.seed": ("1", "checkpoint"),
+    "train.data_seed": ("1", "checkpoint"),
     "train.dtype": ("bfloat16", "compile_cache checkpoint"),
     "train.attention_mask": ("block_causal", "compile_cache checkpoint"),
     "train.z_loss": ("1e-4", "compile_cache checkpoint"),
@@ -106,6 +108,8 @@ NOT_ALONE = {
     "tokenizer.train",
     "tokenizer.train.vocab_size",
     "model.vocab_size",
+    "optimizer.cooldown_steps",
+    "optimizer.warmup_begin_step",
 }
 
 
@@ -153,6 +157,23 @@ def test_the_type_of_weights_and_of_sums_decides_the_program_and_the_run(tmp_pat
     changed = [kind for kind in KINDS if identity(before, kind) != identity(after, kind)]
 
     assert changed == ["compile_cache", "checkpoint"]
+
+
+def test_the_length_of_a_cool_down_decides_the_run_alone(tmp_path: Path) -> None:
+    wsd = {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": "5"}
+    before, after = load_small(tmp_path, wsd), load_small(tmp_path, {**wsd, "optimizer.cooldown_steps": "6"})
+
+    assert [kind for kind in KINDS if identity(before, kind) != identity(after, kind)] == ["checkpoint"]
+
+
+def test_the_seed_of_the_data_is_that_of_the_weights_unless_it_is_given(tmp_path: Path) -> None:
+    both, named = (
+        load_small(tmp_path, {"train.seed": "3"}),
+        load_small(tmp_path, {"train.seed": "3", "train.data_seed": "3"}),
+    )
+
+    assert both == named
+    assert load_small(tmp_path, {"train.seed": "3", "train.data_seed": "0"}).train.data_seed == 0
 
 
 def test_other_nodes_leave_all_ids_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -182,3 +183,24 @@ def test_learning_rate_warms_up_then_decays_to_its_minimum_and_stays() -> None:
     assert rates[:4] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2])
     assert all(earlier >= later for earlier, later in itertools.pairwise(rates[4:]))
     assert rates[20:] == pytest.approx([1e-3] * 10)
+
+
+def _rates(**settings: Any) -> list[float]:
+    return [learning_rate(Optimizer(learning_rate=1.0, warmup_steps=4, **settings), step) for step in range(14)]
+
+
+def test_each_schedule_warms_up_and_takes_its_own_course() -> None:
+    warm = [0.25, 0.5, 0.75, 1.0]
+    assert _rates(schedule="constant") == [*warm, *[1.0] * 10]
+    assert _rates(schedule="linear", decay_steps=12) == [*warm, *(1 - step / 8 for step in range(8)), 0, 0]
+    cool = [1 - math.sqrt(step / 4) for step in range(4)]
+    assert _rates(schedule="wsd", decay_steps=12, cooldown_steps=4) == [*warm, *[1.0] * 4, *cool, 0, 0]
+    halfway = _rates(schedule="linear", decay_steps=12, min_learning_rate=0.5)[8]
+    assert halfway == pytest.approx(0.75)
+
+
+def test_a_warm_up_that_begins_later_is_the_first_one_moved() -> None:
+    first, later = (
+        Optimizer(learning_rate=1.0, warmup_steps=4, warmup_begin_step=begin, decay_steps=begin + 9) for begin in (0, 7)
+    )
+    assert [learning_rate(later, 7 + step) for step in range(9)] == [learning_rate(first, step) for step in range(9)]
