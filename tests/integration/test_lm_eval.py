@@ -42,7 +42,7 @@ def lm_eval() -> Any:
     if folder is None:
         pytest.skip("lm_eval is not installed: run make test-lm-eval")
     sys.path.append(str(Path(folder).absolute()))
-    import lm_eval  # noqa: PLC0415
+    import lm_eval  # type: ignore[import-not-found] # noqa: PLC0415
 
     return lm_eval
 
@@ -113,7 +113,7 @@ def test_the_harness_gets_the_bits_per_byte_of_the_run(
 
 
 def score(evaluate: Callable[..., Any], model: Path, task: Path) -> float:
-    from lm_eval.tasks import TaskManager  # noqa: PLC0415
+    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found] # noqa: PLC0415
 
     results = evaluate(
         model="hf",
