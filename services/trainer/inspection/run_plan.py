@@ -110,7 +110,7 @@ def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Ass
         _table("recipe", derive(recipe, corpus)),
         _table("topology", _topology(recipe, device)),
         _memory_table(recipe, device),
-        _table("time and cost", _time_and_cost(recipe, corpus, device, assumptions)),
+        _table("time and cost", _time_and_cost(recipe, device, assumptions)),
         _table(
             f"checkpoints, every {recipe.checkpoint.interval_steps:,} steps", _checkpoints(recipe, device, assumptions)
         ),
@@ -213,26 +213,9 @@ def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
     return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
 
 
-def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
-    """Describe the tokens of an evaluation, and the share that evaluations have of the run's time."""
-    train = recipe.train
-    if train.evaluation_tokens == 0:
-        return "none: train.evaluation_tokens = 0"
-    whole = max(0, corpus.splits["validation"].tokens - 1) if corpus else None
-    every = f"every {train.evaluation_interval_steps:,} steps"
-    if train.evaluation_tokens is None and whole is None:
-        return f"the whole validation split {every}: tokens and time are known once the corpus is published"
-    tokens = min(size for size in (train.evaluation_tokens, whole) if size is not None)
-    # An evaluation has the forward pass alone, which is a third of a training step's operations.
-    evaluated, trained = tokens / 3, train.evaluation_interval_steps * tokens_per_step(recipe)
-    return f"{tokens:,} tokens {every}: {evaluated / (evaluated + trained):.1%} of the time"
-
-
-def _time_and_cost(
-    recipe: Recipe, corpus: CorpusPayload | None, device: InstanceType | None, assumptions: Assumptions
-) -> dict[str, str]:
+def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
     operations = flops_per_token(recipe) * tokens_per_step(recipe)
-    rows = {"operations": f"{operations:.2e} FLOP in a step", "evaluation": _describe_evaluation(recipe, corpus)}
+    rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if device is None:
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
     mfu, source_of_mfu = _mfu(recipe, device, assumptions)

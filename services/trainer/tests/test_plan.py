@@ -260,18 +260,6 @@ def test_a_model_without_a_published_run_and_trn2_have_a_share_too(capsys: pytes
     assert "at 21% of the peak" in capsys.readouterr().out
 
 
-def test_the_share_of_time_of_evaluations_is_a_third_of_their_share_of_tokens(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    step = load_recipe(LLAMA_2_7B).batch.global_batch_size * 4096
-    options = ("--train.evaluation_interval_steps=10", f"--train.evaluation_tokens={6 * step}")
-    assert plan(LLAMA_2_7B, "--no-dry-run", *options) == 0
-    assert re.search(rf"evaluation +{6 * step:,} tokens every 10 steps: 16.7% of the time", capsys.readouterr().out)
-
-    assert plan(LLAMA_2_7B, "--no-dry-run", "--train.evaluation_tokens=0") == 0
-    assert re.search("evaluation +none", capsys.readouterr().out)
-
-
 def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
     cost, mtbf = 60.0, 24 * 3600.0
     best = optimal_interval_seconds(cost, mtbf)
