@@ -18,8 +18,8 @@ images = ./bootstrap python -m images
 	deploy-stage pipeline stage-status stage-logs stop-stage rollback-stage stage-run infra-environment \
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
-	test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-cuda test-batch check-infra \
-	test-infra benchmark-tokenizer benchmark-trainer docs \
+	test-torch29 test-nxd-parity test-lm-eval test-images test-cluster test-cluster-smoke test-cuda \
+	test-batch check-infra test-infra benchmark-tokenizer benchmark-trainer docs \
 	docs-environment picture
 
 ##@ On this machine
@@ -62,7 +62,7 @@ load-images: setup ## Copy this checkout's images to the node of the local clust
 	@$(python) -m tests.cluster.kit load $$($(images) names)
 
 clean: ## Remove virtual environments and caches; keep artifacts and images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-docs .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
 	find $(wildcard services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ##@ Deploy on KubeRay or AWS Batch
@@ -243,6 +243,10 @@ test-nxd-parity: ## Compare our layers with those of neuronx-distributed.
 	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-nxd-parity
 	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-nxd-parity/bin/python --require-hashes lockfiles/nxd-parity.txt
 	NXD_SOURCE="$(abspath $(NXD_SOURCE))" PJRT_DEVICE=CPU .venv-nxd-parity/bin/python -m pytest -rs services/common/program/tests/test_nxd_parity.py
+
+test-lm-eval: setup ## Score an exported model with lm-evaluation-harness.
+	./bootstrap uv pip install --quiet --target .lm-eval --python .venv/bin/python --no-deps --require-hashes -r lockfiles/lm-eval.txt
+	LM_EVAL=.lm-eval .venv/bin/python -m pytest -rs tests/integration/test_lm_eval.py
 
 test-images: setup ## Run the tests of the images; needs Docker, root and debootstrap.
 	$(python) -m pytest -m images tests/images

@@ -21,6 +21,7 @@ NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
 # The cuda variant installs the same wheel of torch as the cpu variant.
 UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
+LM_EVAL = REPOSITORY / "requirements-lm-eval.txt"
 # Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
 # so that none of them waits for torch, `make check-infra`, and `make docs`.
 TOOLS = {
@@ -47,6 +48,7 @@ def lock(upgrade: bool) -> None:
             resolved.add(UNION[variant])
         _lock_images(variant, constraints)
     lock_nxd_parity(newest)
+    lock_lm_eval(newest)
     for name, packages in TOOLS.items():
         constraints = [] if name in UNCONSTRAINED_TOOLS else ["--constraints", _relative(UNION["cpu"])]
         _compile([], LOCKS / f"{name}.txt", options=[*constraints, *newest], typed="\n".join(packages))
@@ -58,6 +60,16 @@ def lock_nxd_parity(options: list[str]) -> None:
     needed = [services / "common/requirements.txt", services / "common/program/requirements.txt", NXD_PARITY]
     pins = ["--constraints", _relative(REPOSITORY / "dist/pins-neuron.txt"), "--constraints", _relative(NEURON_BASE)]
     _compile(needed, LOCKS / "nxd-parity.txt", options=[*pins, *options])
+
+
+def lock_lm_eval(options: list[str]) -> None:
+    """Write the lock of `make test-lm-eval`: the packages that the environment of the union lacks."""
+    union = UNION["cpu"]
+    only_on_windows = re.findall(r"^([A-Za-z0-9._-]+)==.*win32", union.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    there = sorted(pins_of(union).keys() - set(only_on_windows))
+    constraints = ["--constraints", _relative(REPOSITORY / "dist/pins-cpu.txt"), "--constraints", _relative(union)]
+    without = [f"--no-emit-package={package}" for package in there]
+    _compile([LM_EVAL], LOCKS / "lm-eval.txt", options=[*constraints, *without, *options])
 
 
 def pins_of(lock: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from services.common.launch.brought_files import offer_file
 from services.common.process.command_line import RecipeParser, StageParser
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.derived import describe, explain_schedule_end
+from services.common.recipe.derived import describe, explain_repetition, explain_schedule_end
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.branch import describe_parent, find_lineage, name_run, open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import (
@@ -119,8 +119,9 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 report_training(job, arguments.recipe)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
-        if mismatch := explain_schedule_end(recipe):
-            logger.warning("%s", mismatch)
+        for problem in (explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.manifest.corpus)):
+            if problem:
+                logger.warning("%s", problem)
         prepare_node(job)
         with (
             serve_metrics(job.run_folder, job.run, arguments.metrics_host, arguments.metrics_port),

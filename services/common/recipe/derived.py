@@ -10,6 +10,9 @@ from services.common.hardware.image_platform import BACKENDS
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 
+MOST_EPOCHS = 4
+"""Epochs up to which repeated text teaches almost as much as new text (arXiv 2305.16264)."""
+
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
     """Return the resolved recipe as JSON, and a table of the rows in `known` and of the derived numbers.
@@ -42,7 +45,10 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     if mismatch := explain_schedule_end(recipe):
         rows["warning, schedule"] = mismatch
     if corpus is None:
-        return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
+        unknown = "known once the tokenizer stage has published the corpus"
+        return rows | {"steps per epoch": unknown, "epochs in max_steps": unknown}
+    if repetition := explain_repetition(recipe, corpus):
+        rows["warning, epochs"] = repetition
     counts = corpus.splits["train"]
     steps = corpus.num_samples("train") / batch.global_batch_size
     return rows | {
@@ -72,6 +78,19 @@ def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
     if corpus:
         sizes.append(max(0, corpus.splits["validation"].tokens - 1))
     return f"{min(sizes):,} tokens {every}, {evaluation_share(recipe, min(sizes)):.1%} of all operations"
+
+
+def explain_repetition(recipe: Recipe, corpus: CorpusPayload) -> str:
+    """Return what follows where `train.max_steps` repeats the corpus more than MOST_EPOCHS times; empty otherwise."""
+    samples = corpus.num_samples("train")
+    epochs = recipe.train.max_steps * recipe.batch.global_batch_size / samples if samples else 0
+    if epochs <= MOST_EPOCHS:
+        return ""
+    most = MOST_EPOCHS * samples // recipe.batch.global_batch_size
+    return (
+        f"train.max_steps is {recipe.train.max_steps:,}, which trains on the corpus {epochs:,.1f} times: beyond "
+        f"{MOST_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): take {most:,} steps or more text"
+    )
 
 
 def explain_schedule_end(recipe: Recipe) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import tokenizers
 
@@ -22,3 +23,9 @@ def take_text_as_text(content: bytes) -> bytes:
     for token in fields.get("added_tokens") or []:
         token["special"] = True
     return json.dumps(fields).encode()
+
+
+def read_rules(content: bytes) -> dict[str, Any]:
+    """Return the fields of a tokenizer.json that decide the ids of a text, without those that put ids around it."""
+    fields: dict[str, Any] = json.loads(load_tokenizer(content).to_str())
+    return {name: value for name, value in fields.items() if name != "post_processor"}

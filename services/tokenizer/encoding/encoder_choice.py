@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.input.files import read_file
-from services.common.vocabularies.sentencepiece_model import load_model
+from services.common.vocabularies.fuzz import read_pieces
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
 from services.tokenizer.encoding.encoder import Encoder
 from services.tokenizer.encoding.self_check import CheckedEncoder
@@ -28,7 +27,7 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> C
     reference = _reference(content, vocabulary)
     fast = _try_fast(content, vocabulary) if choice == "auto" else None
     encoder = reference if fast is None or isinstance(fast, str) else fast
-    return CheckedEncoder(encoder, reference, _pieces(content, vocabulary))
+    return CheckedEncoder(encoder, reference, read_pieces(content, vocabulary))
 
 
 def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:
@@ -85,13 +84,3 @@ def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:
             from services.tokenizer.encoding.byte_level import TiktokenEncoder  # noqa: PLC0415
 
             return TiktokenEncoder(content, bos_id, eos_id, vocab_size)
-
-
-def _pieces(content: bytes, vocabulary: Vocabulary) -> list[str]:
-    """Return the vocabulary's pieces, from which `fuzz_documents` makes text."""
-    if vocabulary.kind == "sentencepiece":
-        processor = load_model(content)
-        return [str(processor.id_to_piece(index)) for index in range(vocabulary.vocab_size)]
-    fields: dict[str, Any] = json.loads(content) if vocabulary.kind == "tokenizer_json" else {}
-    vocab = fields.get("model", {}).get("vocab", {})
-    return list(vocab) if isinstance(vocab, dict) else []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import numpy as np
 
 from services.common.errors import DeviceError
+from services.common.vocabularies.fuzz import fuzz_documents
 from services.tokenizer.encoding.encoder import Encoder, Offsets, TokenIds
 from services.tokenizer.text_batch import TextBatch
 
@@ -19,16 +19,6 @@ SAMPLED_BYTES_OF_A_DOCUMENT = 2**16
 """Bytes of one document that are compared. SentencePiece takes 40 times a document's size in memory."""
 
 _SHOWN_IDS = 60
-_CONTROL_TEXT = ("<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "[INST]", "<|begin_of_text|>", "<|end_of_text|>")
-_SPACES = (" ", "  ", "   ", " " * 15, " " * 16, " " * 33)
-_WHITESPACE = (*_SPACES, "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2581", "\u2581\u2581")
-# Ranges of code points: Latin with accents, Greek, Cyrillic, Hebrew, Arabic, Devanagari, Thai, kana, Han, Hangul,
-# symbols, emoji, supplementary planes, combining marks, control characters, private use and noncharacters.
-_SCRIPTS = (
-    *((0x20, 0x7F), (0xC0, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939)),
-    *((0xE01, 0xE3A), (0x3041, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x2000, 0x2BFF), (0x1F300, 0x1FAFF)),
-    *((0x10000, 0x1FFFF), (0x300, 0x36F), (0x0, 0x1F), (0xE000, 0xFFFD), (0xFDD0, 0xFDEF), (0x10FFF0, 0x10FFFF)),
-)
 
 
 class CheckedEncoder:
@@ -80,36 +70,6 @@ def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> b
         if not np.array_equal(found, expected_ids[expected_offsets[index] : expected_offsets[index + 1]]):
             return bytes(document)
     return None
-
-
-def fuzz_documents(pieces: Sequence[str], count: int, seed: int = 0) -> list[bytes]:
-    """Make documents of text on which tokenizers have bugs: random sequences of pieces, characters of all scripts,
-    unknown characters, long repetitions, and the text of special tokens. Equal arguments give equal documents.
-    """
-    chosen = random.Random(seed)
-    return [_fuzz(pieces, chosen).encode() for _ in range(count)]
-
-
-def _fuzz(pieces: Sequence[str], chosen: random.Random) -> str:
-    parts: list[str] = []
-    script = chosen.choice(_SCRIPTS)
-    for _ in range(chosen.choice((0, 1, 2, 5, 10, 30))):
-        match chosen.randrange(8):
-            case 0 | 1 | 2 if pieces:
-                part = chosen.choice(pieces).replace("\u2581", chosen.choice((" ", "", "\u2581")))
-            case 3:
-                part = chosen.choice(_CONTROL_TEXT)
-            case 4:
-                part = chosen.choice(_WHITESPACE)
-            case 5:
-                script = chosen.choice(_SCRIPTS)
-                part = chr(chosen.randint(*script))
-            case 6:
-                part = str(chosen.randrange(10 ** chosen.randint(1, 12)))
-            case _:
-                part = "".join(chr(chosen.randint(*script)) for _ in range(chosen.randint(1, 6)))
-        parts.append(part * chosen.choice((1, 1, 1, 1, 1, 2, 3, 40)))
-    return "".join(parts)
 
 
 def _explain(encoder: Encoder, reference: Encoder, document: bytes) -> str:

@@ -24,6 +24,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from services.common.errors import DeviceError
 from services.common.testing.seeds import draw_seed
+from services.common.vocabularies.fuzz import fuzz_documents
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding import chunk_encoder
 from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES
@@ -41,7 +42,7 @@ from services.tokenizer.encoding.chunk_kernel import (
 from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
 from services.tokenizer.encoding.compiled_kernels import compile_once
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
-from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference, fuzz_documents
+from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (

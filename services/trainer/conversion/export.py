@@ -19,13 +19,14 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.artifacts.store import Artifact
 from services.common.errors import STORAGE_ERRNOS, ArtifactError, RecipeError, explain_storage_error
-from services.common.input.files import InputFileError, read_file
+from services.common.input.files import InputFileError
 from services.common.program.llama import parameter_shapes
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.conversion.averaging import open_last, read_means
 from services.trainer.conversion.hugging_face import CONFIG, hugging_face_config, write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.conversion.tokenizer_export import write_tokenizer
 from services.trainer.run import Run, vocabulary_file
 
 logger = logging.getLogger(__name__)
@@ -43,14 +44,11 @@ def export(
     allow_non_finite: bool = False,
     average_last: int = 1,
 ) -> Path:
-    """Make the folder `output` with config.json, float32 weights and the vocabulary's file; it is complete or absent.
+    """Make the folder `output` with config.json, float32 weights and the tokenizer; it is complete or absent.
 
-    `AutoModelForCausalLM.from_pretrained` opens the folder. With a layout the weights are those of an NxD checkpoint,
-    and `output` is its tag's folder. The weights are means over the last `average_last` checkpoints, which
-    provenance.json names.
-
-    Encode text with the library of the vocabulary's file. AutoTokenizer in transformers 5 rebuilds the merges of a
-    SentencePiece model by id instead of by score, and gives other ids for runs of spaces.
+    `AutoModelForCausalLM` and `AutoTokenizer` of transformers open the folder; see `write_tokenizer` for vocabularies
+    that transformers cannot encode with. With a layout the weights are those of an NxD checkpoint, and `output` is its
+    tag's folder. The weights are means over the last `average_last` checkpoints, which provenance.json names.
 
     Raises `ArtifactError` for weights that are not finite, unless they are allowed; then it logs a warning. Raises it
     also where the run has fewer checkpoints than are to be averaged.
@@ -92,7 +90,7 @@ def _write(
     vocabulary = run.corpus.manifest.corpus.vocabulary
     shapes = parameter_shapes(run.recipe.model)
     write_durably(folder / CONFIG, json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
-    write_durably(folder / Path(vocabulary.path).name, read_file(vocabulary_file(run)))
+    write_tokenizer(folder, run.corpus, vocabulary_file(run))
     readers = [ShardReader(checkpoint, shapes) for checkpoint in checkpoints]
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:

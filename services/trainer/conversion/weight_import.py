@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, ShardOrigin, shard_name
+from services.common.artifacts.files import listed_file
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit
@@ -20,10 +21,12 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import read_file, reading_inputs
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
+from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.lookup import checkpoint_steps
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.conversion.hugging_face import CONFIG, group_parameters, open_weights, require_same_model
 from services.trainer.conversion.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
+from services.trainer.conversion.tokenizer_export import VOCABULARY_FOLDER
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -115,16 +118,31 @@ def _require_named(folder: Path, digest: str, named: str | None) -> None:
 
 
 def _require_same_vocabulary(folder: Path, job: Job) -> None:
-    vocabulary = job.corpus.manifest.corpus.vocabulary
-    path = folder / Path(vocabulary.path).name
-    if not os.path.lexists(path):  # the folder may have its vocabulary in another form
-        return
-    found = hashlib.sha256(read_file(path, folder)).hexdigest()
-    if found != vocabulary.sha256:
+    manifest = job.corpus.manifest
+    vocabulary = manifest.corpus.vocabulary
+    name = Path(vocabulary.path).name
+    for path in (folder / name, folder / VOCABULARY_FOLDER / name):
+        if not os.path.lexists(path):  # the folder may have its vocabulary in another form
+            continue
+        content = read_file(path, folder)
+        found = hashlib.sha256(content).hexdigest()
+        if found == vocabulary.sha256:
+            continue
+        ours = listed_file(job.corpus.path, manifest, vocabulary.path)
+        if vocabulary.kind == "tokenizer_json" and _have_same_rules(path, content, read_file(ours)):
+            continue
         raise RecipeError(
             f"{path}: is another vocabulary ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
             f'the corpus mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
         )
+
+
+def _have_same_rules(path: Path, content: bytes, ours: bytes) -> bool:
+    """Return whether two files tokenizer.json give the same ids; `export` changes what is around a text's ids."""
+    try:
+        return read_rules(content) == read_rules(ours)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{path}: cannot be read as a tokenizer.json: {error}.") from error
 
 
 def _write_shards(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.errors import RecipeError
-from services.common.hardware.instance_types import GIB, MIB, Accelerators, InstanceType
+from services.common.hardware.instance_types import GIB, MIB, InstanceType
 from services.common.hardware.lustre import default_lustre_size
 from services.common.process.termination_notice import (
     CHECKPOINTS_PER_NOTICE,
@@ -32,16 +32,18 @@ from services.trainer.checkpoints.retention import most_checkpoints
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.step_trace import StepTrace
 
-NEURON_MFU = 0.29
-"""Share of its peak that a NeuronCore is assumed to reach: that of Llama 2 13B with 84.0 sequences of 4,096 tokens a
-second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), by `flops_per_token`. Llama 2 7B reaches 0.37
-on 16 nodes, Llama 3.1 8B 0.21 on 32. No training benchmark is published for trn2.
+NEURON_MFU_OF_PRESETS = {"llama2-7b": 0.37, "llama2-13b": 0.29, "llama3-8b": 0.21, "llama3.1-8b": 0.21}
+"""Share of its peak that a NeuronCore is assumed to reach, by preset: that of AWS Neuron's training benchmarks on
+trn1.32xlarge, by `flops_per_token`: Llama 2 7B with 101.3 sequences of 4,096 tokens a second on 16 nodes and Llama 2
+13B with 84.0 on 32 (SDK 2.20), and Llama 3.1 8B with 47.95 of 8,192 tokens on 32 (SDK 2.24). No training benchmark is
+published for trn2, so a preset has the same share there.
 """
+NEURON_MFU = 0.29
+"""Share for a model without a published benchmark: that between the others."""
 GPU_MFU = 0.45
 """Share of its dense bfloat16 peak that a GPU is assumed to reach: the goal of this trainer for a compiled Llama of a
 billion parameters on one H100 or H200.
 """
-MFU_OF_ACCELERATORS: dict[Accelerators, float] = {"NeuronCores": NEURON_MFU, "GPUs": GPU_MFU}
 CRAMPED = 0.9
 """Share of a device's memory above which a plan warns, because the runtime and the collectives need memory too."""
 
@@ -51,8 +53,8 @@ class Assumptions:
     """Numbers that are not in the recipe, which a user can override."""
 
     mfu: float | None
-    """Model FLOPs utilization: the share of the peak that the model's own operations reach. None stands for the
-    accelerator's share in MFU_OF_ACCELERATORS.
+    """Model FLOPs utilization: the share of the peak that the model's own operations reach, where attention counts its
+    causal half. None stands for `assumed_mfu`.
     """
     storage_gb_per_second: float | None
     """Speed at which all workers together write a checkpoint, in 10^9 bytes a second. None stands for the speed of
@@ -65,8 +67,12 @@ class Assumptions:
 
 
 def add_assumptions(parser: ArgumentParser) -> None:
-    defaults = ", ".join(f"{share} of {accelerators}" for accelerators, share in MFU_OF_ACCELERATORS.items())
-    parser.add_argument("--mfu", type=float, help=f"share of the peak FLOP/s that a step reaches (default: {defaults})")
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        help=f"share of the peak FLOP/s that a step reaches (default: {GPU_MFU} of GPUs; of NeuronCores what AWS "
+        f"published for the preset, else {NEURON_MFU})",
+    )
     parser.add_argument(
         "--storage-gb-per-second",
         type=float,
@@ -188,8 +194,18 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.2f} MiB"
 
 
-def _mfu(device: InstanceType, assumptions: Assumptions) -> float:
-    return MFU_OF_ACCELERATORS[device.accelerators] if assumptions.mfu is None else assumptions.mfu
+def assumed_mfu(recipe: Recipe, device: InstanceType) -> tuple[float, str]:
+    """Return the share of the peak that a step of the recipe is assumed to reach, and where that share comes from."""
+    if device.accelerators == "GPUs":
+        return GPU_MFU, "this trainer's goal for one GPU"
+    preset = recipe.model.preset
+    if preset in NEURON_MFU_OF_PRESETS:
+        return NEURON_MFU_OF_PRESETS[preset], "AWS's benchmark of this size on trn1"
+    return NEURON_MFU, "AWS's benchmark of Llama 2 13B on trn1; none is known for this size"
+
+
+def _mfu(recipe: Recipe, device: InstanceType, assumptions: Assumptions) -> tuple[float, str]:
+    return assumed_mfu(recipe, device) if assumptions.mfu is None else (assumptions.mfu, "--mfu")
 
 
 def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
@@ -203,7 +219,7 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if device is None:
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
-    mfu = _mfu(device, assumptions)
+    mfu, source_of_mfu = _mfu(recipe, device, assumptions)
     seconds = _step_seconds(recipe, device, mfu)
     hours = seconds * steps_of_run(recipe) / SECONDS_PER_HOUR
     node_hours = hours * stage_nodes(recipe, "trainer")
@@ -211,7 +227,7 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     price, source = _price(device, assumptions)
     return rows | {
         "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {mfu:.0%} of the "
-        f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node (--mfu)",
+        f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node ({source_of_mfu})",
         "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
         "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})",
     }
@@ -237,7 +253,8 @@ def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assum
     }
     if device is None:
         return rows
-    step, interval = _step_seconds(recipe, device, _mfu(device, assumptions)), recipe.checkpoint.interval_steps
+    mfu, _ = _mfu(recipe, device, assumptions)
+    step, interval = _step_seconds(recipe, device, mfu), recipe.checkpoint.interval_steps
     optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
     price, _ = _price(device, assumptions)
     # Until the next checkpoint is committed, a failure loses the steps since the one before.

@@ -199,6 +199,8 @@ def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vo
                 model_type="bpe",
                 vocab_size=vocab_size,
                 byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
                 num_threads=1,
                 minloglevel=2,
             )

@@ -17,6 +17,7 @@ from services.common.errors import ArtifactError, RecipeError, StorageError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
 from services.common.testing.disks import mounted
+from services.common.vocabularies.codec import load_codec
 from services.trainer.checkpoints.lookup import open_checkpoint
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.conversion.export import PROVENANCE, export
@@ -45,6 +46,8 @@ def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
     tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(theirs(tokens_BS).logits, load_model(run).logits(tokens_BS))
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
+    ids = load_codec(vocabulary_file(run), run.corpus.manifest.corpus.vocabulary).encode("sentence 1 </s>")
+    assert transformers.AutoTokenizer.from_pretrained(folder)("sentence 1 </s>").input_ids == [1, *ids]
 
 
 def test_a_large_model_is_exported_in_several_files_and_an_index(

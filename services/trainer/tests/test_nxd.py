@@ -312,7 +312,7 @@ def test_a_run_continues_what_was_exported_for_nxd(capfd: pytest.CaptureFixture[
     of_nxd = ("--format=nxd", "--tensor-parallel-size=2", "--kv-size-multiplier=2", "--qkv-linear", "--fuse-qkv")
     code, printed = call_trainer(capfd, recipe, root, *of_nxd, f"--output={tag}", command="export")
     assert code == 0, printed
-    made = "checkpoint config.json done model tokenizer.model"
+    made = "checkpoint config.json done model tokenizer.json tokenizer.model tokenizer_config.json"
     assert sorted(path.name for path in tag.iterdir()) == made.split()
 
     run = open_run(root, next(root.glob("checkpoint/*")).name)

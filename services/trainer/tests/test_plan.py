@@ -19,7 +19,7 @@ from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, write_recipe
 from services.trainer.__main__ import main
 from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_seconds, optimal_interval_steps
-from services.trainer.inspection.run_plan import GPU_MFU, NEURON_MFU
+from services.trainer.inspection.run_plan import GPU_MFU, NEURON_MFU_OF_PRESETS
 from services.trainer.inspection.step_trace import trace_step
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
@@ -27,7 +27,7 @@ SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if not path.stem.startsw
 TOO_LARGE_FOR_THE_DEFAULT_FILE_SYSTEM = "llama2-13b-trn1"  # and its recipe says so
 LLAMA_2_7B = next(path for path in RECIPES if path.stem == "llama2-7b-trn1")
 LLAMA_3_8B = next(path for path in RECIPES if path.stem == "llama3-8b-trn1")
-LLAMA_31_8B = next(path for path in RECIPES if path.stem == "llama3.1-8b-trn2")
+LLAMA_3_8B_TRN2 = next(path for path in RECIPES if path.stem == "llama3-8b-trn2")
 
 
 def plan(path: Path, *options: str) -> int:
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_written_as_fast_as_the_stacks_file_system_unless_anothe
     slow = capsys.readouterr().out
     assert re.search(r"write +276\.0 s .* at 0\.293 GB/s \(--storage-gb-per-second\)", slow)
     assert re.search(r"warning, notice +3 checkpoints take 828 s, .* of 0\.9 GB/s .* DRAIN=828", slow)
-    assert re.search(r"warning, interval +.* 254\.9 s", slow)
+    assert re.search(r"warning, interval +.* 199\.8 s", slow)
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_run_that_no_change_makes_fit_is_told_so(capsys: pytest.CaptureFixture
 def test_the_cores_of_a_trn2_are_as_small_as_its_workers_need(
     workers: int, exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(LLAMA_31_8B, "--no-dry-run", f"--cluster.trainer_workers_per_node={workers}") == exit_code
+    assert plan(LLAMA_3_8B_TRN2, "--no-dry-run", f"--cluster.trainer_workers_per_node={workers}") == exit_code
 
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
@@ -178,7 +178,7 @@ def test_what_nothing_can_be_planned_by_ends_with_2(
 
 def test_cost_follows_from_the_utilization_and_the_price(capsys: pytest.CaptureFixture[str]) -> None:
     costs = []
-    for options in ((), ("--mfu=0.58",), ("--mfu=0.58", "--dollars-per-node-hour=43")):
+    for options in ((), ("--mfu=0.74",), ("--mfu=0.74", "--dollars-per-node-hour=43")):
         assert plan(LLAMA_2_7B, "--no-dry-run", *options) == 0
         found = re.search(r"cost +\$([\d,]+) at", capsys.readouterr().out)
         assert found
@@ -232,11 +232,32 @@ def test_a_run_that_a_gpu_cannot_hold_is_told_what_to_change(capsys: pytest.Capt
     assert "Change next: --train.activation_checkpointing=full" in said
 
 
-def test_the_utilization_is_that_of_the_published_run(tmp_path: Path) -> None:
-    recipe = load_recipe(LLAMA_2_7B, {"model.preset": "llama2-13b"})
-    peak = 32 * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
+@pytest.mark.parametrize(
+    ("path", "preset", "sequences_per_second", "nodes"),
+    [
+        (LLAMA_2_7B, "llama2-7b", 101.3, 16),
+        (LLAMA_2_7B, "llama2-13b", 84.0, 32),
+        (LLAMA_3_8B, "llama3.1-8b", 47.95, 32),
+    ],
+)
+def test_the_utilization_is_that_of_the_published_run(
+    path: Path, preset: str, sequences_per_second: float, nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(path, {"model.preset": preset})
+    tokens_per_second = sequences_per_second * recipe.corpus.sequence_length
+    peak = nodes * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
+    share = NEURON_MFU_OF_PRESETS[preset]
 
-    assert pytest.approx(flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == NEURON_MFU
+    assert flops_per_token(recipe) * tokens_per_second / peak == pytest.approx(share, abs=0.005)
+    assert plan(path, "--no-dry-run", f"--model.preset={preset}") in (0, 2)
+    assert f"at {share:.0%} of the peak" in capsys.readouterr().out
+
+
+def test_a_model_without_a_published_run_and_trn2_have_a_share_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(LLAMA_2_7B, "--no-dry-run", "--model.preset=tinyllama-1.1b", "--parallel.tensor_parallel_size=4") == 0
+    assert re.search(r"at 29% of the peak .*Llama 2 13B", capsys.readouterr().out)
+    assert plan(LLAMA_3_8B_TRN2, "--no-dry-run") == 0
+    assert "at 21% of the peak" in capsys.readouterr().out
 
 
 def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:

@@ -107,3 +107,19 @@ def test_without_a_corpus_the_run_has_no_name_yet(tmp_path: Path, capsys: pytest
 
     assert "tokenizer" in shown["run"]
     assert "begins at step" not in shown
+
+
+@pytest.mark.parametrize(("steps", "is_warned"), [(40, False), (41, True)])
+def test_more_than_4_epochs_are_warned_of_in_the_plan_and_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, is_warned: bool
+) -> None:
+    """The corpus has 80 samples, and a step takes 8."""
+    make_corpus(tmp_path / "fsx", make_recipe(tmp_path))
+    write_recipe(tmp_path)
+    longer = (f"--train.max_steps={steps}", f"--optimizer.decay_steps={steps}", "--train.evaluation_tokens=0")
+
+    rows = dry_run(tmp_path, capsys, *longer)
+    assert rows["epochs in max_steps"] == f"{steps / 10:.2f}"
+    assert ("40 steps" in rows.get("warning, epochs", "")) == is_warned
+    assert train(tmp_path, *longer) == 0
+    assert ("arXiv 2305.16264" in capsys.readouterr().err) == is_warned
