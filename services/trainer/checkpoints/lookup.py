@@ -15,7 +15,7 @@ from services.common.artifacts.store import Artifact, identity_key, open_artifac
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
 from services.common.input.problem_list import list_names, list_problems, shorten
 from services.common.program.llama import parameter_shapes
-from services.common.recipe.derived import tokens_per_step
+from services.common.recipe.derived import trained_tokens
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.shards import ShardReader
 
@@ -73,7 +73,7 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
             [link.content_digest for link in manifest.inputs],
             [corpus.manifest.content_digest],
         ),
-        "tokens": (state.tokens, state.step * tokens_per_step(recipe)),
+        "tokens": (state.tokens, trained_tokens(recipe, state.step, state.skipped_steps)),
         "whether it has loss_spikes": (
             state.loss_spikes is not None,
             recipe.train.loss_spike_sigma > 0 and state.step > 0,

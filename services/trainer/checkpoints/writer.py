@@ -27,6 +27,7 @@ from services.common.process.termination_notice import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
+from services.common.recipe.derived import trained_tokens
 from services.common.recipe.schema import Checkpoint, Recipe
 from services.trainer.checkpoints.lookup import Verify, checkpoint_steps, is_intact, verify_state
 from services.trainer.checkpoints.shards import write_shard
@@ -99,7 +100,7 @@ class CheckpointWriter:
         self._started = started
         self._payload = CheckpointPayload(
             step=step,
-            tokens=step * recipe.batch.global_batch_size * recipe.corpus.sequence_length,
+            tokens=trained_tokens(recipe, step, skipped_steps),
             skipped_steps=skipped_steps,
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,

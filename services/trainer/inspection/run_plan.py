@@ -19,7 +19,7 @@ from services.common.process.termination_notice import (
     needed_notice_seconds,
 )
 from services.common.program.mesh import make_mesh
-from services.common.recipe.derived import derive, flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, derive, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import (
@@ -33,8 +33,8 @@ from services.trainer.inspection.step_trace import StepTrace
 
 NEURON_MFU = 0.29
 """Share of its peak that a NeuronCore is assumed to reach: that of Llama 2 13B with 84.0 sequences of 4,096 tokens a
-second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), by `flops_per_token`. Llama 2 7B reaches 0.37
-on 16 nodes, Llama 3.1 8B 0.21 on 32. No training benchmark is published for trn2.
+second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), by `causal_flops_per_token`. Llama 2 7B reaches
+0.37 on 16 nodes, Llama 3.1 8B 0.21 on 32. No training benchmark is published for trn2.
 """
 GPU_MFU = 0.45
 """Share of its dense bfloat16 peak that a GPU is assumed to reach: the goal of this trainer for a compiled Llama of a
@@ -194,11 +194,11 @@ def _mfu(device: InstanceType, assumptions: Assumptions) -> float:
 def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
     """Return the seconds of an optimizer step at the share `mfu` of all workers' peak, without idle cores."""
     peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
-    return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
+    return causal_flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
 
 
 def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
-    operations = flops_per_token(recipe) * tokens_per_step(recipe)
+    operations = causal_flops_per_token(recipe) * tokens_per_step(recipe)
     rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if device is None:
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}

@@ -12,7 +12,7 @@ from services.common.hardware.instance_types import read_instance_types
 from services.common.hardware.lustre import default_lustre_size
 from services.common.process.entry_point import exit_code_of
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
-from services.common.recipe.derived import flops_per_token
+from services.common.recipe.derived import causal_flops_per_token
 from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import FLOAT32_BYTES, memory_of_worker
 from services.common.recipe.schema import Recipe
@@ -236,7 +236,7 @@ def test_the_utilization_is_that_of_the_published_run(tmp_path: Path) -> None:
     recipe = load_recipe(LLAMA_2_7B, {"model.preset": "llama2-13b"})
     peak = 32 * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
 
-    assert pytest.approx(flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == NEURON_MFU
+    assert pytest.approx(causal_flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == NEURON_MFU
 
 
 def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
