@@ -46,7 +46,10 @@ _PANELS = (
     _Panel("MFU, share of the peak", {"mfu": "MFU (PaLM)", "mfu_causal": "MFU (causal attention once)"}, _SHARES),
     _Panel("share of the time", {"goodput": "goodput", "data_share": "data wait, of a step"}, _SHARES),
     _Panel("gradient norm before clipping", {"gradient_norm": "gradient", "gradient_norm_by_group": "gradient"}),
-    _Panel("update over weights, norms", {"update_ratio_by_group": "update"}),
+    _Panel("norm of the update over the weights'", {"update_ratio_by_group": "update"}),
+    _Panel("share of clipped steps", {"clipped_share": "clipped steps"}, _SHARES),
+    _Panel("largest logit", {"largest_logit": "largest logit"}),
+    _Panel("activations after the last layer, RMS", {"activation_rms": "activations"}, {"rangemode": "tozero"}),
 )
 _COLUMNS = 3
 

@@ -109,6 +109,9 @@ class _StepLine(Line):
     mfu_causal: FiniteNumber = 0.0
     gradient_norm_by_group: LabelledNumbers = {}
     update_ratio_by_group: LabelledNumbers = {}
+    clipped_share: FiniteNumber = 0.0
+    largest_logit: Number = 0.0
+    activation_rms: Number = 0.0
     productive_seconds: Seconds = 0.0
     run_started_at: Timestamp = 0.0
 

@@ -120,6 +120,7 @@ def give_sources(evaluations: Path) -> None:
 def job(new_shared_job: Callable[..., Job]) -> Job:
     """Train a run that was killed after a checkpoint's steps were done again, and that skipped steps."""
     options = {"checkpoint__interval_steps": "25", "parallel__data_parallel_size": "1", "optimizer__decay_steps": "200"}
+    options |= {"train__health_interval_steps": "50", "optimizer__max_grad_norm": "0.68"}
     with pytest.MonkeyPatch.context() as patch:
         work.poison(patch, *POISONED)
         first = new_shared_job(train__max_steps="61", **options)
@@ -214,13 +215,19 @@ def test_the_curves_of_the_report_are_the_raw_records_over_steps_and_tokens(raw:
         "goodput": "goodput",
         "data wait, of a step": "data_share",
         "gradient": "gradient_norm",
+        "clipped steps": "clipped_share",
+        "largest logit": "largest_logit",
+        "activations": "activation_rms",
     }
     evaluated = {
         "validation loss": [each["loss"] for each in raw.evaluations],
         **{f"validation: {name}": [each["sources"][name]["loss"] for each in raw.evaluations] for name in SOURCES},
         "bits per byte": [each["bits_per_byte"] for each in raw.evaluations],
     }
-    assert {curve["name"] for curve in data} == {*metrics, *evaluated}
+    labelled = {"gradient: ": "gradient_norm_by_group", "update: ": "update_ratio_by_group"}
+    groups = ("embedding", "layers 0-0", "layers 1-1", "head", "norms")
+    of_groups = {prefix + group: (metric, group) for prefix, metric in labelled.items() for group in groups}
+    assert {curve["name"] for curve in data} == {*metrics, *evaluated, *of_groups}
     tokens = {0: 0, **{record["step"]: record["tokens"] for record in raw.steps}}
     for number, curve in enumerate(data):
         if curve["name"] in evaluated:
@@ -231,8 +238,12 @@ def test_the_curves_of_the_report_are_the_raw_records_over_steps_and_tokens(raw:
             if curve["name"] == "validation loss":
                 assert curve["error_y"]["array"] == [each["standard_error"] for each in raw.evaluations]
             continue
-        metric = metrics[curve["name"]]
-        records = [record for record in raw.steps if metric in record]
+        if curve["name"] in of_groups:
+            metric, group = of_groups[curve["name"]]
+            records = [{**record, metric: record[metric][group]} for record in raw.steps if metric in record]
+        else:
+            metric = metrics[curve["name"]]
+            records = [record for record in raw.steps if metric in record]
         assert records
         assert curve["x"] == axes["step"][number] == [record["step"] for record in records]
         assert axes["tokens"][number] == [record["tokens"] for record in records]
@@ -253,3 +264,21 @@ def test_both_utilizations_are_of_the_same_speed(raw: RawRun) -> None:
     assert known
     for record in known:
         assert record["mfu"] / record["mfu_causal"] == pytest.approx(palm / causal, rel=1e-12)
+
+
+def test_health_is_measured_at_the_interval_and_clipped_steps_are_those_above_the_limit(raw: RawRun) -> None:
+    """The last step updated nothing, so it has no update and no gradient of groups."""
+    measured = {record["step"]: record for record in raw.steps if "largest_logit" in record}
+    assert list(measured) == [50, 100, STEPS]
+    assert ["update_ratio_by_group" in record for record in measured.values()] == [True, True, False]
+    limit = raw.recipe["optimizer"]["max_grad_norm"]
+    # The second process began after step REPEATED_FROM, so its first share does not count the first process's steps.
+    for first, last in ((51, 100), (101, STEPS)):
+        norms = [record["gradient_norm"] for record in raw.steps[first - 1 : last]]
+        applied = [norm for norm in norms if math.isfinite(norm)]
+        share = sum(norm > limit for norm in applied) / len(applied)
+        assert raw.steps[last - 1]["clipped_share"] == pytest.approx(share, rel=1e-12)
+        assert 0 < share < 1
+    for step in (50, 100):
+        whole = math.hypot(*measured[step]["gradient_norm_by_group"].values())
+        assert whole == pytest.approx(measured[step]["gradient_norm"], rel=1e-6)
