@@ -97,6 +97,7 @@ def measure_activations(
     square_1 = residual_BSD.float().square().mean().reshape(1)
     square_1 = collectives.all_reduce(square_1, "tensor") / tensor_parallel_size
     hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
-    largest_C = torch.stack([F.linear(each_TD, lm_head_VD).amax() for each_TD in hidden_TD.split(chunk_tokens)])
-    largest_1 = largest_C.amax(0, keepdim=True).float()
+    # `amax` without dimensions reduces nothing in torch_xla 2.9.
+    largest = [F.linear(each_TD, lm_head_VD).max().float() for each_TD in hidden_TD.split(chunk_tokens)]
+    largest_1 = torch.stack(largest).amax(0, keepdim=True)
     return torch.stack([square_1, collectives.all_reduce(largest_1, "tensor", "max")], dim=1)

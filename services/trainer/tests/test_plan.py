@@ -91,7 +91,7 @@ def test_on_a_gpu_the_update_is_no_graph(capsys: pytest.CaptureFixture[str]) -> 
     path = next(path for path in RECIPES if path.stem == "tiny-cuda")
 
     assert plan(path, "--no-dry-run") == 0
-    assert re.search(r"graphs to compile +3 \(forward, backward, evaluate\)", capsys.readouterr().out)
+    assert re.search(r"graphs to compile +4 \(forward, backward, evaluate, activations\)", capsys.readouterr().out)
 
 
 def test_the_small_recipe_is_planned_with_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
