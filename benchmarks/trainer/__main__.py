@@ -7,8 +7,8 @@
 The model is a Llama of 24.4 million parameters in bfloat16 autocast, in one process with --threads threads. Every row
 runs in a process of its own, and the rows of a round run in turn, so that other load on the machine meets all of them.
 The first 3 steps of a row are not measured. Tokens/s are those of the median step of all rounds, and of the fastest
-step. FLOPs are counted equally for all rows (`flops_per_token`), and compared with the fastest matrix product of the
-same process, before and after. A row whose peak changed by more than 5 % is marked: the machine had other load. The
+step. FLOPs are counted equally for all rows (`causal_flops_per_token`), and compared with the fastest matrix product of
+the same process, before and after. A row whose peak changed by more than 5 % is marked: the machine had other load. The
 first three losses of all trainers must agree to 1e-3. Raw samples go to .benchmarks/.
 
 The second table, of `benchmarks.trainer.start_rows`, has the times of a start, of a restart and of checkpoints.
@@ -41,7 +41,7 @@ from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, meas
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
 from benchmarks.trainer.workbench import Workbench
-from services.common.recipe.derived import flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, tokens_per_step
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / ".benchmarks"
@@ -101,7 +101,7 @@ def measure_speed(arguments: argparse.Namespace) -> bool:
 def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
     """Format tokens/s, shares of the peak, and ratios to Hugging Face's loop and to the fastest similar peer."""
     recipe = bench.recipe()
-    tokens, flops = tokens_per_step(recipe), flops_per_token(recipe)
+    tokens, flops = tokens_per_step(recipe), causal_flops_per_token(recipe)
     rates = {row: tokens / statistics.median(_seconds(all_)) for row, all_ in measured.items()}
     heads = ("tokens/s", "fastest", "of peak", "x HF loop", "x best peer", "first step", "peak MB")
     lines = [f"{'':<24}" + "".join(f"{head:>12}" for head in heads)]

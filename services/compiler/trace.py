@@ -29,7 +29,10 @@ from services.common.recipe.schema import Recipe
 MAX_MICRO_BATCHES = 2
 """Maximum number of micro-batches in a traced step: the third and later ones have the graphs of the second."""
 FOR_PLAN = "--for-plan"
-PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
+PHASES = (
+    *("first step", "second step", "third step", "save and resume", "step after resume", "evaluation"),
+    "health measurement",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -87,6 +90,9 @@ def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) ->
     tell(PHASES[4])
     program.evaluate(batches[0])
     tell(PHASES[5])
+    program.measure_activations(batches[0])
+    program.measure_squares(3, skipped_steps=0)
+    tell(PHASES[6])
 
 
 def _end_with_parent() -> None:

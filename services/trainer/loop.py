@@ -16,6 +16,7 @@ from services.common.process.telemetry import configure_logging
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import make_mesh
+from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import learning_rate
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
@@ -27,8 +28,9 @@ from services.trainer.evaluation.records import has_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
 from services.trainer.health.loss_spikes import SpikeDetector, Verdict, record_changed_settings, record_rollback
+from services.trainer.health.measurement import HealthMeasurement
 from services.trainer.health.straggler import Stragglers
-from services.trainer.health.watchdog import EVALUATION, Watchdog
+from services.trainer.health.watchdog import EVALUATION, HEALTH, Watchdog
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
 from services.trainer.metrics.metric_table import WorkerNumbers
@@ -60,6 +62,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                     continue
                 with recorder.step(step.record, step.workers, step.straggler):
                     training.save(step)
+                    training.measure_health(step)
                     training.evaluate(step)
                     training.commit()
             training.finish()
@@ -77,6 +80,8 @@ class StepOutcome(NamedTuple):
     """Metrics of the newest comparison of the workers; see `Stragglers`."""
     batch: int
     """Number of the batch that the step took."""
+    micro_batches: list[MicroBatch]
+    """This worker's micro-batches of the batch."""
     is_applied: bool
     """Whether the step updated the weights."""
     verdict: Verdict
@@ -111,7 +116,7 @@ class Training:
         self._tokens = TokenStream(corpus.path, corpus.manifest.corpus, "train")
         self._validation = Validation(recipe, corpus, recipe.train.evaluation_tokens)
         self._stop_conditions = StopConditions(job, environment)
-        self._stragglers = Stragglers()
+        self._stragglers, self._health = Stragglers(), HealthMeasurement(recipe)
         self._writer = CheckpointWriter(job, self._backend.mesh, group)
         self._stop_reason = StopReason.NONE
         self._divergence: StepRecord | None = None
@@ -169,7 +174,8 @@ class Training:
             is_first_of_process=is_first,
         )
         measured = [worker.numbers for worker in workers]
-        return StepOutcome(record, measured, self._stragglers.metrics, batch, is_applied, verdict)
+        self._health.count(record, is_applied)
+        return StepOutcome(record, measured, self._stragglers.metrics, batch, batches, is_applied, verdict)
 
     def must_go_back(self, step: StepOutcome) -> bool:
         """Return whether a loss spike is confirmed after which the run goes back, and record what the loss does."""
@@ -219,8 +225,15 @@ class Training:
                 self.recorder.add(checkpoint_stall_seconds=time.perf_counter() - stalled_since)
                 self._schedule.saved()
                 self._saved_step = self._done
-                if self._is_evaluation_due:
+                if self._is_evaluation_due or self._health.is_due(self._done):
                     self.recorder.hold()
+
+    def measure_health(self, step: StepOutcome) -> None:
+        """Record the run's health if a measurement is due; see `HealthMeasurement`."""
+        if self._health.is_due(self._done) and not self._fault and not self._divergence:
+            with self.watchdog.phase(HEALTH, self._done):
+                found = self._health.measure(self._program, step.record, step.is_applied, step.micro_batches)
+            self.recorder.add(**found)
 
     def evaluate_start(self) -> None:
         """Evaluate the state that training starts from, if that is due and the run has no record of it.

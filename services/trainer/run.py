@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,8 @@ from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint
 from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
 from services.trainer.job import RUN_FILE, Job, run_folder, run_name
 from services.trainer.metrics.events import count_events
-from services.trainer.metrics.records import (
-    ATTEMPTS_FILE,
-    METRICS_FILE,
-    mean_tokens_per_second,
-    read_attempts,
-    read_metrics,
-)
+from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts, read_metrics
+from services.trainer.metrics.run_numbers import compute_run_numbers
 from services.trainer.run_tree import branches_of, read_runs
 
 SCHEMA = "run/1"
@@ -58,6 +54,16 @@ class Run:
     def state(self) -> str:
         """Identifier of the newest state, made of its step and its content digest."""
         return describe_state(self.checkpoint)
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """Numbers of the training by name, which summary and report show; see `compute_run_numbers`.
+
+        `tokens`, `step` and `skipped_steps` are those of the newest checkpoint.
+        """
+        state = self.checkpoint.manifest.checkpoint
+        found = compute_run_numbers(self.metrics, self.attempts, self.corpus.manifest.corpus.splits["train"])
+        return {"step": state.step, "tokens": state.tokens, "skipped_steps": state.skipped_steps, **found}
 
     def phases(self) -> dict[str, list[Phase]]:
         """Return the timed phases of each stage, in the order in which the stages ran."""
@@ -165,14 +171,14 @@ def summarize(run: Run) -> str:
     """
     made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
     rows = [_stage_row(stage, artifact, run.phases()[stage]) for stage, artifact in made.items() if artifact]
-    trained = run.checkpoint.manifest.checkpoint
+    numbers = run.numbers
     lines = [
         *rows,
         *_describe_relatives(run),
-        f"loss          {_describe_loss(run.metrics)}",
+        f"loss          {_describe_loss(numbers)}",
         *([f"validation    {_describe_evaluations(run)}"] if run.evaluations else []),
-        f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
-        *_describe_efficiency(run.metrics),
+        f"trained on    {numbers['tokens']:,} tokens, {numbers.get('tokens_per_second', 0.0):,.0f} tokens/s",
+        *([f"efficiency    {_describe_efficiency(numbers)}"] if "tokens_per_second" in numbers else []),
         f"skipped       {describe_skips(run)}",
         *([f"events        {events}"] if (events := describe_events(run)) else []),
         f"checkpoints   {describe_checkpoints(run)}",
@@ -191,11 +197,20 @@ def _describe_relatives(run: Run) -> Iterator[str]:
         yield f"branches      {list_names(f'{each.run} after step {each.begin_step:,}' for each in children)}"
 
 
-def _describe_loss(metrics: list[dict[str, Any]]) -> str:
-    if not metrics:
+def _describe_loss(numbers: Mapping[str, float]) -> str:
+    if "first_loss" not in numbers:
         return "unknown: the run's metrics are lost"
-    first, last = metrics[0], metrics[-1]
-    return f"{first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
+    first = f"{numbers['first_loss']:.3f} at step {numbers['first_step']:,} -> "
+    if "loss" not in numbers:
+        return f"{first}unknown: no recorded step updated the weights"
+    error = f" +- {numbers['loss_standard_error']:.3f}" if "loss_standard_error" in numbers else ""
+    others = [f"perplexity {numbers['perplexity']:,.2f}"]
+    if "bits_per_byte" in numbers:
+        others.append(f"{numbers['bits_per_byte']:.3f} bits per byte")
+    return (
+        f"{first}{numbers['loss']:.3f}{error} nats per token, the mean of steps {numbers['loss_first_step']:,} to "
+        f"{numbers['loss_last_step']:,} ({', '.join(others)})"
+    )
 
 
 def _describe_evaluations(run: Run) -> str:
@@ -207,20 +222,15 @@ def _describe_evaluations(run: Run) -> str:
     return f"{first['loss']:.2f} at step {first['step']} -> {describe_mean(last)} at step {last['step']}{share}"
 
 
-def _describe_efficiency(metrics: list[dict[str, Any]]) -> list[str]:
-    """Return one line, or none if only first steps were recorded."""
-    counted = [record for record in metrics if not record["is_first_of_process"]]
-    if not counted:
-        return []
-    seconds = sum(record["step_seconds"] for record in counted)
-    waited = sum(record["data_seconds"] for record in counted) / seconds
-    rates = [record["mfu"] for record in counted if "mfu" in record]
-    used = f"{sum(rates) / len(rates):.1%} of the peak (MFU), " if rates else ""
-    last = counted[-1]
-    return [
-        f"efficiency    {used}goodput {last['goodput']:.1%}, {waited:.2%} of the time waiting for data, "
-        f"{last['restarts']} restarts"
+def _describe_efficiency(numbers: Mapping[str, float]) -> str:
+    parts = [
+        *([f"MFU {numbers['mfu']:.1%} by PaLM's convention"] if "mfu" in numbers else []),
+        *([f"{numbers['mfu_causal']:.1%} with causal attention counted once"] if "mfu_causal" in numbers else []),
+        f"goodput {numbers['goodput']:.1%}",
+        f"{numbers['data_share']:.2%} of the time waiting for data",
+        f"{numbers['restarts']} restarts",
     ]
+    return ", ".join(parts)
 
 
 def describe_skips(run: Run) -> str:
@@ -238,13 +248,13 @@ def describe_events(run: Run) -> str:
 def describe_checkpoints(run: Run) -> str:
     """Describe the interval between checkpoints, and Young's optimum for the cost that this run measured."""
     every = f"every {run.recipe.checkpoint.interval_steps:,} steps"
-    stalls = [record["checkpoint_stall_seconds"] for record in run.metrics if "checkpoint_stall_seconds" in record]
-    speed = mean_tokens_per_second(run.metrics)
-    if not stalls or not speed:
+    numbers = run.numbers
+    if "checkpoint_stall_seconds" not in numbers or "tokens_per_second" not in numbers:
         return f"{every}; their cost is unknown: the run's metrics are lost"
-    stall, nodes = sum(stalls) / len(stalls), stage_nodes(run.recipe, "trainer")
-    optimum = optimal_interval_steps(stall, tokens_per_step(run.recipe) / speed, nodes, NODE_MTBF_HOURS)
-    slowest = max((attempt.get("slowest_checkpoint_seconds", 0.0) for attempt in run.attempts), default=0.0)
+    stall, nodes = numbers["checkpoint_stall_seconds"], stage_nodes(run.recipe, "trainer")
+    step_seconds = tokens_per_step(run.recipe) / numbers["tokens_per_second"]
+    optimum = optimal_interval_steps(stall, step_seconds, nodes, NODE_MTBF_HOURS)
+    slowest = numbers.get("slowest_checkpoint_seconds", 0.0)
     return (
         f"{every}; each stopped training for {stall:.2f} s, and the slowest took {slowest:.2f} s; Young's optimum is "
         f"every {optimum:,} steps, if one of {nodes} nodes fails in {NODE_MTBF_HOURS / nodes:,.0f} hours"
@@ -257,8 +267,8 @@ def describe_misses(run: Run) -> str:
         return "none possible: compile.enabled = false"
     if not run.attempts:
         return "not measured: every attempt of this run was killed"
-    graphs = sum(attempt["graphs_compiled"] for attempt in run.attempts)
-    files = sum(attempt["new_cache_files"] for attempt in run.attempts)
+    numbers = run.numbers
+    graphs, files = numbers["graphs_compiled"], numbers["new_cache_files"]
     return f"{graphs} graphs compiled and {files} files added to the compile cache while training"
 
 

@@ -128,7 +128,7 @@ class CheckpointPayload(ManifestModel):
     step: Count
     """Optimizer steps done."""
     tokens: Count
-    """Tokens that all workers together have trained on."""
+    """Tokens that all workers together have trained on, without those of skipped steps."""
     skipped_steps: Count
     """Steps whose update was not applied because a gradient was not finite."""
     data_parallel_size: Count

@@ -32,9 +32,11 @@ class BackendEntry:
     """Names of the graphs that the backend compiles for a recipe."""
 
 
-NATIVE = BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate"))
-CUDA = replace(NATIVE, graphs=("forward", "backward", "evaluate"))  # torch has a kernel for the update
-XLA = BackendEntry("neuron_xla", "NeuronXla", ("micro-batch", "update", "check", "load", "evaluate"))
+NATIVE = BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate", "activations"))
+CUDA = replace(NATIVE, graphs=("forward", "backward", "evaluate", "activations"))  # torch has a kernel for the update
+XLA = BackendEntry(
+    "neuron_xla", "NeuronXla", ("micro-batch", "update", "check", "load", "evaluate", "activations", "norms")
+)
 BACKENDS = {"cpu": NATIVE, "cuda": CUDA, "neuron": NATIVE, "xla": XLA}
 """Backends by `parallel.device` of a recipe."""
 NEURON_DEVICES = Path("/dev")

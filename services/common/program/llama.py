@@ -66,6 +66,11 @@ class Llama(nn.Module):
         hidden_BSD: Tensor = self.model(tokens_BS, positions_BS)
         return hidden_BSD
 
+    def residual_and_hidden(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the activations after the last layer, [B, S / t, D], and with them the result of `forward`."""
+        residual_BSD = self.model.run_layers(tokens_BS, positions_BS)
+        return residual_BSD, self.model.norm(residual_BSD)
+
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         """Return the logits [B, S, V] of the token that follows each position, for a model on one rank."""
         assert self.collectives.mesh.tensor_parallel_size == 1
@@ -133,6 +138,11 @@ class _Decoder(nn.Module):
         self.register_buffer("indices_S", indices_S, persistent=False)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
+        normed_BSD: Tensor = self.norm(self.run_layers(tokens_BS, positions_BS))
+        return normed_BSD
+
+    def run_layers(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
+        """Return the activations after the last layer, which the final norm has not seen."""
         length, mode = tokens_BS.shape[1], self._activation_checkpointing
         rows_BSD = self.embed_tokens(tokens_BS)
         # One rank has a token's row and the others have zeros, so the sum is exact in the rows' own dtype.
@@ -144,8 +154,7 @@ class _Decoder(nn.Module):
             mask_B1SS = block_causal_mask(positions_BS, self.indices_S[:length])[:, None]  # type: ignore[index]
         for layer in self.layers:
             hidden_BSD = self._collectives.run_checkpointed(layer, mode, hidden_BSD, cos, sin, mask_B1SS)
-        normed_BSD: Tensor = self.norm(hidden_BSD)
-        return normed_BSD
+        return hidden_BSD
 
 
 class _Layer(nn.Module):

@@ -7,7 +7,7 @@ U elements of a unit that is updated at once, 1 and 4 numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,8 @@ class AdamW:
         copies = [backend.mesh.size(bucket.sum_axis) if bucket.sum_axis else 1 for bucket in buckets]
         self._counted_K = backend.place(torch.tensor([1.0 / each for each in copies]))
         """Factor of a bucket's squares in the norm: 1 / c where c ranks hold copies, so that these count once."""
+        self._gradient_squares_K: Tensor | None = None
+        """Sums of squares of the last step's gradients, which the ranks of the tensor axis have still to add."""
         self._is_decayed_1 = [backend.place(torch.full((1,), float(bucket.is_decayed))) for bucket in buckets]
         self._is_fused = backend.has_fused_adamw(is_compiled)
         is_update_compiled = is_compiled and not self._is_fused
@@ -97,7 +99,8 @@ class AdamW:
         )
         if self.is_sharded:
             squares_NK = self._backend.all_gather(squares_NK, "data")
-        squares_1 = (squares_NK.sum(0) * self._counted_K).sum(0, keepdim=True)
+        self._gradient_squares_K = squares_NK.sum(0) * self._counted_K
+        squares_1 = self._gradient_squares_K.sum(0, keepdim=True)
         norm_1 = self._backend.all_reduce(squares_1, "tensor").sqrt() / divisor
         is_finite_1 = torch.isfinite(norm_1)
         scale_1 = torch.clamp(self._settings.max_grad_norm / (norm_1 + 1e-6), max=1.0) / divisor
@@ -116,6 +119,44 @@ class AdamW:
                 self._update_unit(*unit_U, scale_1, is_finite_1, scalars_4, self._is_decayed_1[number])
         self.update_weights()
         return norm_1, is_finite_1
+
+    @torch.no_grad()
+    def measure_squares(self, scalars_4: Tensor) -> Tensor:
+        """Return sums of squares for each bucket, [3, K]: of the last step's gradient times its divisor, of its update,
+        and of the weights before the update. It changes nothing.
+
+        `scalars_4` are those of the last step, which has to be applied. The update follows from the moments and the
+        weights after it. Copies of a parameter count once. The sums have the same bits on all ranks, and for every
+        number of ranks of the data axis: these exchange 2 numbers for each block of each bucket, and the ranks of the
+        tensor axis 3 for each bucket.
+        """
+        assert self._gradient_squares_K is not None
+        updates_N, weights_N = zip(*self._measure_shards(scalars_4), strict=True)
+        squares_NK = torch.stack([*updates_N, *weights_N], dim=1)
+        if self.is_sharded:
+            squares_NK = self._backend.all_gather(squares_NK, "data")
+        updates_K, weights_K = squares_NK.sum(0).chunk(2)
+        counted_K = self._counted_K
+        squares_3K = torch.stack([self._gradient_squares_K, updates_K * counted_K, weights_K * counted_K])
+        return self._backend.all_reduce(squares_3K, "tensor")
+
+    def _measure_shards(self, scalars_4: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the sums of squares of each block [N] of this rank's shard of each bucket: of the last update, and of
+        the weights before it.
+        """
+        settings = self._settings
+        rate, correction1, correction2, _ = scalars_4.unbind()
+        for number, bucket in enumerate(self._buckets):
+            tensors_S = self._weights_S[number], self.exp_avg_S[number], self.exp_avg_sq_S[number]
+            decay = rate * settings.weight_decay if bucket.is_decayed else 0.0 * rate
+            parts: list[tuple[Tensor, Tensor]] = []
+            for weights_U, exp_avg_U, exp_avg_sq_U in zip(*map(bucket.update_units, tensors_S), strict=True):
+                moved_U = rate * (exp_avg_U / correction1) / ((exp_avg_sq_U / correction2).sqrt() + settings.epsilon)
+                before_U = (weights_U + moved_U) / (1.0 - decay)
+                update_U = moved_U + decay * before_U
+                parts.append((bucket.sums_of_squares(update_U), bucket.sums_of_squares(before_U)))
+            updates, weights = zip(*parts, strict=True)
+            yield torch.cat(updates), torch.cat(weights)
 
     def state(self) -> dict[StateKind, list[Tensor]]:
         """Return this rank's shard [S] of each bucket by kind: the whole bucket where nothing is sharded."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
+from services.common.program.health import Health, measure_activations, name_groups
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
@@ -70,6 +71,7 @@ class Program:
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._run_losses = backend.compile(self._micro_losses) if is_compiled else self._micro_losses
+        self._run_health = backend.compile(self._micro_health) if is_compiled else self._micro_health
         self._own_gradients: tuple[Tensor, ...] = ()
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
@@ -136,6 +138,43 @@ class Program:
         self.backend.end_graph()  # nothing else of the pass is alive, which a lazy device would return, too
         return gathered
 
+    def measure_health(
+        self, step: int, skipped_steps: int, is_applied: bool, micro_batches: Iterable[MicroBatch]
+    ) -> Health:
+        """Wait for the health of the model after step number `step`, which was the last one, and change nothing.
+
+        The arguments are those of its `train_step` and its outcome. Activations are those of the micro-batches by the
+        weights after the step. It costs a forward pass over the micro-batches, and a pass over weights and moments. All
+        workers call this together. Raises `WorkersLost`.
+        """
+        to_host = self.backend.to_host
+        squares_3K = to_host(self.measure_squares(step, skipped_steps)) if is_applied else None
+        numbers_R2 = [to_host(self.measure_activations(each)) for each in micro_batches]
+        groups = name_groups(self.buckets, self.recipe.model.num_hidden_layers)
+        return Health.of(squares_3K, groups, self.recipe.batch.num_micro_batches, numbers_R2)
+
+    @naming_workers_lost_in_graphs()
+    @torch.no_grad()
+    def measure_activations(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the mean square of the activations after the last layer, and the largest logit, for the micro-batch of
+        each rank of the data axis: [ranks, 2] on the device, the same on all workers.
+
+        It costs one forward pass. All workers call this equally often. Raises `WorkersLost`.
+        """
+        gathered = self.backend.all_gather(self._run(self._run_health, micro_batch), "data")
+        self.backend.end_graph()
+        return gathered
+
+    @naming_workers_lost_in_graphs()
+    def measure_squares(self, step: int, skipped_steps: int) -> Tensor:
+        """Return `AdamW.measure_squares` of step number `step`, which was the last one and was applied: [3, K] on the
+        device. The arguments are those of its `train_step`. All workers call this. Raises `WorkersLost`.
+        """
+        scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
+        squares_3K = self.optimizer.measure_squares(scalars_4)
+        self.backend.end_graph()
+        return squares_3K
+
     def _cast_buckets(self) -> None:
         """Store the model's weights in the types that it computes with.
 
@@ -181,6 +220,11 @@ class Program:
         lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
         chunk_tokens = self.recipe.batch.loss_chunk_tokens
         return next_token_losses(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, backend, self._reduce_dtype)
+
+    def _micro_health(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        residual_BSD, hidden_BSD = self.model.residual_and_hidden(tokens_BS[:, :-1], positions_BS)
+        chunk_tokens, lm_head_VD = self.recipe.batch.loss_chunk_tokens, self.model.lm_head.weight
+        return measure_activations(residual_BSD, hidden_BSD, lm_head_VD, chunk_tokens, self.backend, self._reduce_dtype)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -34,7 +34,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "tokens per step": f"{tokens_per_step(recipe):,}",
         "micro-batches per step": f"{batch.num_micro_batches} ({micro_batches_per_model(recipe)} per worker)",
         "tokens in max_steps": f"{total_tokens:,}",
-        "floating-point operations": f"{total_tokens * flops_per_token(recipe):.2e}",
+        "floating-point operations": f"{total_tokens * causal_flops_per_token(recipe):.2e}",
         "memory per worker, about": f"{memory_of_worker(recipe).peak_bytes / 2**20:,.0f} MiB",
         "checkpoint size": f"{checkpoint_bytes(recipe) / 2**20:,.0f} MiB",
         "graphs to compile": _graphs(recipe),
@@ -120,11 +120,33 @@ def _nodes(recipe: Recipe, stage: Stage) -> str:
     return f"{stage} {stage_nodes(recipe, stage)}"
 
 
-def flops_per_token(recipe: Recipe) -> float:
-    """Return the FLOP of forward and backward pass for a token, attention included (PaLM, arXiv 2204.02311, app. B)."""
+def palm_flops_per_token(recipe: Recipe) -> float:
+    """Return the FLOP of forward and backward pass for a token by the published convention of MFU.
+
+    It is 6 N + 12 L H Q T (PaLM, arXiv 2204.02311, appendix B) for N parameters, L layers, H heads of dimension Q and
+    sequences of T tokens: all T x T scores of attention count, also those that a causal mask leaves out. An embedding
+    that is only looked up multiplies nothing and does not count in N; PaLM's is also the head, and so counts once.
+    """
+    return 6.0 * _multiplied_parameters(recipe) + 2.0 * _causal_attention_flops_per_token(recipe)
+
+
+def causal_flops_per_token(recipe: Recipe) -> float:
+    """Return the FLOP of forward and backward pass for a token, where attention counts the scores below the diagonal.
+
+    It is 6 N + 6 L H Q T, in the terms of `palm_flops_per_token`: a causal mask leaves half of the scores.
+    """
+    return 6.0 * _multiplied_parameters(recipe) + _causal_attention_flops_per_token(recipe)
+
+
+def _multiplied_parameters(recipe: Recipe) -> int:
     model = recipe.model
-    multiplying = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
-    return 6.0 * multiplying + 6.0 * model.num_hidden_layers * model.hidden_size * recipe.corpus.sequence_length
+    return model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
+
+
+def _causal_attention_flops_per_token(recipe: Recipe) -> float:
+    model = recipe.model
+    width = model.num_attention_heads * model.head_dim
+    return 6.0 * model.num_hidden_layers * width * recipe.corpus.sequence_length
 
 
 def steps_of_run(recipe: Recipe) -> int:

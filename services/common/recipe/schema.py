@@ -448,6 +448,9 @@ class Train(Section):
     """Targets of the validation split in an evaluation, rounded up to whole rows; without it, all of them. One fixed
     permutation of the rows chooses the same ones in each evaluation of each run. 0 switches evaluation off. A target
     costs a third of a trained token."""
+    health_interval_steps: Annotated[int, Field(ge=0)] = 100
+    """Steps between two measurements of the run's health: norms of layer groups, the largest logit and the size of
+    activations. 0 switches them off. A measurement takes a third of a step, as long as a forward pass."""
     time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which a training command stops with a committed checkpoint and exit code 75."""
     max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10

@@ -105,7 +105,10 @@ def test_every_rank_traces_the_same_graphs(split: Recipe) -> None:
     ids=["plain", "recomputed", "in documents"],
 )
 def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Path, changed: dict[str, str]) -> None:
-    """Graphs hold no step number and no learning rate; evaluation, finiteness check and loading have one graph each."""
+    """Graphs hold no step number and no learning rate; evaluation, finiteness check and loading have one graph each.
+
+    A health measurement has one for micro-batches and one for norms.
+    """
     met, graphs = trace_as(make_recipe(tmp_path, **{**SPLIT, **changed}), rank=0)
 
     micro_batch, again, update = met[PHASES[0]]
@@ -114,7 +117,8 @@ def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Pat
         assert met[step] == [micro_batch, micro_batch, update]
     check, load = met["save and resume"]
     (evaluation,) = met["evaluation"]
-    assert list(graphs) == [micro_batch, update, check, load, evaluation]
+    activations, norms = met["health measurement"]
+    assert list(graphs) == [micro_batch, update, check, load, evaluation, activations, norms]
 
 
 @pytest.mark.timeout(900)  # a process of its own compiles three graphs: 10 s of a core
@@ -134,7 +138,7 @@ def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
     """The trace has all layers and workers, takes no memory for weights, and no collective exceeds the limit."""
     met, graphs = trace_as(load_with(path), rank=0)
 
-    assert len(graphs) == 5
+    assert len(graphs) == 7
     assert met["step after resume"] == met["first step"]
     assert max(map(len, graphs.values())) > 500_000
     for graph in graphs.values():
@@ -178,7 +182,7 @@ def test_a_plan_needs_neither_a_device_nor_neuronx_cc(
     assert main(["plan", "--recipe", str(write_recipe(tmp_path)), "--root", str(tmp_path / "fsx"), *options]) == 0
 
     said = capsys.readouterr().out
-    assert "5 of 5 graphs" in said
+    assert "7 of 7 graphs" in said
     nodes = {
         "device": "120 CPUs and 440 GiB (trn1n.32xlarge), with 5",
         "cpu": "30 CPUs and 112 GiB (m7i.8xlarge), with 3",
@@ -200,11 +204,11 @@ def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
 
     every_graph: dict[str, Any] = {"MODULE": "broken"}
     neuronx_cc.behave(compiler, **every_graph)
-    with pytest.raises(DeviceError, match="5 of 5 graphs"):
+    with pytest.raises(DeviceError, match="7 of 7 graphs"):
         main(command)
     neuronx_cc.behave(compiler)
     assert main(command) == 0
-    assert "5 graphs" in capsys.readouterr().out
+    assert "7 graphs" in capsys.readouterr().out
     (cache,) = (tmp_path / "fsx" / "compile_cache" / "small").glob("*/graphs/neuronxcc-*")
     assert {path.name for path in cache.glob("MODULE_*/*")} == {GRAPH, FLAGS, NEFF, DONE}
 

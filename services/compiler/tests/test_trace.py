@@ -35,7 +35,7 @@ def test_one_process_traces_every_graph_of_split_models_for_any_number_of_them(g
     missed = [json.loads((gang.folder / f"missed-{rank}.json").read_text()) for rank in range(4)]
     assert missed == [{"begun": 0, "resumed": 0}] * 2 + [{"begun": 0}] * 2
     traced = json.loads(gang.traced.read_text())
-    assert len(traced) >= 4  # forward and backward of a step, evaluation, update
+    assert len(traced) >= 5  # forward and backward of a step, evaluation, update, activations of a health measurement
     assert list_files(gang.cache) == traced
 
 

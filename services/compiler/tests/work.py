@@ -106,11 +106,12 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
 
 
 def begin(gang: Gang, environment: WorkerEnvironment) -> int:
-    """Take a step and an evaluation; returns the number of graphs that the cache lacked."""
+    """Take a step, an evaluation and a health measurement; returns the number of graphs that the cache lacked."""
     group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     program, share = make_program(gang, gang.recipe, environment.rank)
     program.train_step(0, share)
     program.evaluate(share[0])
+    program.measure_health(0, 0, True, share)
     group.barrier()
     group.leave()
     return program.backend.cache_report().graphs_compiled
@@ -128,6 +129,7 @@ def resume(gang: Gang, environment: WorkerEnvironment) -> int:
         for tensor in held.values():
             tensor.copy_(torch.zeros_like(tensor))
     program.train_step(7, share)
+    program.measure_health(7, 0, True, share)
     group.barrier()
     missed = program.backend.cache_report().graphs_compiled
     if rank == 0:

@@ -45,6 +45,7 @@ STEPS_IN_MEDIAN = 50
 STDERR = 2
 FIRST_STEP = "first step"
 EVALUATION = "evaluation"
+HEALTH = "health measurement"
 BETWEEN_PHASES = "between phases"
 _HEARTBEAT_BYTES = 512
 _MAX_HEARTBEAT_BYTES = 2**16
@@ -117,8 +118,8 @@ class Watchdog:
     @contextmanager
     def _doing(self, activity: _Activity) -> Iterator[None]:
         timeout = self._longest_timeout
-        # A first step and the first evaluation compile, on one worker for longer than on another.
-        if self._limit_seconds and activity.phase not in (FIRST_STEP, EVALUATION):
+        # A first step, evaluation or measurement compiles, on one worker for longer than on another.
+        if self._limit_seconds and activity.phase not in (FIRST_STEP, EVALUATION, HEALTH):
             timeout = timedelta(seconds=2 * self._limit_seconds + END_SECONDS)
         self._limit_collectives(timeout)
         self._activity = activity

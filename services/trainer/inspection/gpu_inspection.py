@@ -12,7 +12,7 @@ from services.common.errors import DeviceError
 from services.common.hardware.gpu_peaks import PEAK_TFLOPS, find_peak
 from services.common.hardware.instance_types import TERA
 from services.common.hardware.nvidia_smi import VISIBLE_VARIABLE, Gpu, list_visible_gpus
-from services.common.recipe.derived import flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, tokens_per_step
 from services.common.recipe.memory_estimate import memory_of_worker
 from services.common.recipe.schema import Recipe
 from services.trainer.inspection.findings import Finding, ok, problem, show_size, warning
@@ -61,7 +61,7 @@ def look_at_products(recipe: Recipe, workers: int, speeds: list[float]) -> Itera
     speeds.append(count * slowest)
     peak = find_peak(torch.cuda.get_device_name(each.index(slowest)))
     share = f", {slowest / peak:.0%} of its published peak" if peak and dtype == "bfloat16" else ""
-    seconds = flops_per_token(recipe) * tokens_per_step(recipe) / (recipe.parallel.num_workers * slowest)
+    seconds = causal_flops_per_token(recipe) * tokens_per_step(recipe) / (recipe.parallel.num_workers * slowest)
     which = f"of GPU {each.index(slowest)}, the slowest of {count}" if count > 1 else "of the GPU"
     yield ok(check, f"{slowest / TERA:,.0f} TFLOP/s in {dtype} {which}{share}, at which a step takes {seconds:,.3f} s")
 

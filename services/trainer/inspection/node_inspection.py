@@ -18,7 +18,7 @@ from services.common.hardware.instance_types import MIB
 from services.common.process.limits import SPARE_MAPS, maps_to_allow, max_maps
 from services.common.process.private_folder import private_base
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.derived import flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.retention import most_checkpoints
@@ -272,7 +272,7 @@ def _look_at_gemm(question: NodeQuestion, speeds: list[float]) -> Iterator[Findi
     dtype, threads = recipe.train.dtype, max(1, min(question.threads, int(num_cores())))
     speed = measure_gemm_peak(dtype, threads)
     speeds.append(speed)
-    seconds = flops_per_token(recipe) * tokens_per_step(recipe) / _nodes_of_a_step(question) / speed
+    seconds = causal_flops_per_token(recipe) * tokens_per_step(recipe) / _nodes_of_a_step(question) / speed
     yield ok(
         check, f"{speed / 1e9:,.0f} GFLOP/s in {dtype} with {threads} threads, at which a step takes {seconds:,.2f} s"
     )

@@ -19,7 +19,7 @@ from services.common.process.termination_notice import (
     needed_notice_seconds,
 )
 from services.common.program.mesh import make_mesh
-from services.common.recipe.derived import derive, flops_per_token, steps_of_run, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, derive, steps_of_run, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import (
@@ -34,9 +34,9 @@ from services.trainer.inspection.step_trace import StepTrace
 
 NEURON_MFU_OF_PRESETS = {"llama2-7b": 0.37, "llama2-13b": 0.29, "llama3-8b": 0.21, "llama3.1-8b": 0.21}
 """Share of its peak that a NeuronCore is assumed to reach, by preset: that of AWS Neuron's training benchmarks on
-trn1.32xlarge, by `flops_per_token`: Llama 2 7B with 101.3 sequences of 4,096 tokens a second on 16 nodes and Llama 2
-13B with 84.0 on 32 (SDK 2.20), and Llama 3.1 8B with 47.95 of 8,192 tokens on 32 (SDK 2.24). No training benchmark is
-published for trn2, so a preset has the same share there.
+trn1.32xlarge, by `causal_flops_per_token`: Llama 2 7B with 101.3 sequences of 4,096 tokens a second on 16 nodes and
+Llama 2 13B with 84.0 on 32 (SDK 2.20), and Llama 3.1 8B with 47.95 of 8,192 tokens on 32 (SDK 2.24). No training
+benchmark is published for trn2, so a preset has the same share there.
 """
 NEURON_MFU = 0.29
 """Share for a model without a published benchmark: that between the others."""
@@ -211,11 +211,11 @@ def _mfu(recipe: Recipe, device: InstanceType, assumptions: Assumptions) -> tupl
 def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
     """Return the seconds of an optimizer step at the share `mfu` of all workers' peak, without idle cores."""
     peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
-    return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
+    return causal_flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
 
 
 def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
-    operations = flops_per_token(recipe) * tokens_per_step(recipe)
+    operations = causal_flops_per_token(recipe) * tokens_per_step(recipe)
     rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if device is None:
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}

@@ -77,17 +77,19 @@ METRICS = (
     Metric("validation_tokens", "tokens", "sum", "targets of the newest evaluation"),
     Metric("evaluation_seconds", "s", _RANK_0, "seconds for which the newest evaluation stopped training"),
     Metric("gradient_norm", "1", "norm over all parameters", "gradient norm before clipping"),
+    Metric("clipped_share", "share", _EQUAL, "steps with a clipped gradient, since the last `clipped_share`"),
+    Metric("gradient_norm_by_group", "1", "norm over the group", "gradient norm before clipping", "group"),
     Metric(
-        "gradient_norm_by_group", "1", "norm over the group", "gradient norm of layer groups, before clipping", "group"
+        "update_ratio_by_group", "ratio", "ratio of norms", "norm of the update over the weights' before it", "group"
     ),
-    Metric(
-        "update_ratio_by_group", "ratio", "ratio of norms", "norm of the update over the norm of the weights", "group"
-    ),
+    Metric("largest_logit", "1", "max over the global batch", "largest logit of the model after the step"),
+    Metric("activation_rms", "1", "rms over the global batch", "activations after the last layer, before its norm"),
     Metric("learning_rate", "1", _EQUAL, "learning rate of this step"),
-    Metric("tokens", "tokens", "sum", "tokens trained on since the run began"),
+    Metric("tokens", "tokens", "sum", "tokens trained on since the run began, without skipped steps"),
     Metric("tokens_per_second", "tokens/s", "sum", "tokens of this step over its seconds"),
     Metric("mean_tokens_per_second", "tokens/s", "sum", "mean of this process without its first step"),
-    Metric("mfu", "share", "sum over the sum of peaks", "model FLOP/s over the peak; from a process's second step on"),
+    Metric("mfu", "share", "sum over the sum of peaks", "model FLOP/s over the peak, by PaLM's convention"),
+    Metric("mfu_causal", "share", "sum over the sum of peaks", "as `mfu`, without the scores that causality masks"),
     Metric("step_seconds", "s", "max", "seconds from the first read of data to the update"),
     Metric("gradient_seconds_spread", "s", "max - min", "spread of the seconds until a worker has its own gradient"),
     Metric("slowest_rank", "rank", "argmax", "worker with the most such seconds in 10 steps; with several workers"),

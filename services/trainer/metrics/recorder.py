@@ -20,7 +20,7 @@ from services.common.hardware.gpu_peaks import sum_peaks
 from services.common.program.backends.protocol import Backend
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.recipe.derived import flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, palm_flops_per_token, tokens_per_step
 from services.common.recipe.schema import Recipe
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.evaluation.records import metrics_of, write_evaluation
@@ -46,7 +46,8 @@ class MetricsRecorder:
         self._run_folder, self._corpus = job.run_folder, job.corpus.manifest.id
         self._parent = job.lineage.parent
         self._step_tokens = tokens_per_step(job.recipe)
-        self._step_flops = flops_per_token(job.recipe) * self._step_tokens
+        per_token = {"mfu": palm_flops_per_token(job.recipe), "mfu_causal": causal_flops_per_token(job.recipe)}
+        self._step_flops = {name: flops * self._step_tokens for name, flops in per_token.items()}
         workers = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
         self._workers_of_host = [worker["host"] for worker in workers].count(socket.gethostname())
         self._published_peak = published_peak(job.recipe, [worker["gpu"] for worker in workers])
@@ -109,7 +110,7 @@ class MetricsRecorder:
             self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
             peak = self._published_peak or reduced.gemm_flops_per_second
             if not math.isnan(peak):
-                self.add(mfu=self._step_flops / seconds / peak)
+                self.add(**{name: flops / seconds / peak for name, flops in self._step_flops.items()})
 
     def add(self, **values: float | dict[str, float]) -> None:
         """Add to the step's record."""

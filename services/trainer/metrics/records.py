@@ -106,8 +106,12 @@ class _StepLine(Line):
     peak_device_bytes: Number = 0.0
     checkpoint_stall_seconds: Seconds = 0.0
     mfu: FiniteNumber = 0.0
+    mfu_causal: FiniteNumber = 0.0
     gradient_norm_by_group: LabelledNumbers = {}
     update_ratio_by_group: LabelledNumbers = {}
+    clipped_share: FiniteNumber = 0.0
+    largest_logit: Number = 0.0
+    activation_rms: Number = 0.0
     productive_seconds: Seconds = 0.0
     run_started_at: Timestamp = 0.0
 
@@ -262,13 +266,6 @@ class MetricsTail:
 def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of METRICS that a record has, by `Sample.name` and in the order of METRICS."""
     return {sample.name: sample.value for sample in find_samples(record)}
-
-
-def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
-    """Return the mean over all steps except the first of each process, which loads the compiled graphs."""
-    counted = [record for record in records if not record["is_first_of_process"]]
-    seconds = sum(record["step_seconds"] for record in counted)
-    return sum(record["step_tokens"] for record in counted) / seconds if seconds else 0.0
 
 
 def read_lines(path: Path, kind: type[Line]) -> ParsedLines:

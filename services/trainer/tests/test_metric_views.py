@@ -160,6 +160,7 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
         parallel__data_parallel_size="1",
         train__max_steps="100000",
         train__evaluation_interval_steps="2",
+        train__health_interval_steps="2",
         checkpoint__interval_steps="2",
     )
     with serve_metrics(job.run_folder, job.run, "127.0.0.1", 0):
@@ -184,7 +185,6 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
     unknown = {name.removeprefix(PREFIX) for name, values in found.items() if all(map(math.isnan, values.values()))}
     assert unknown == {
         *("slowest_rank", "straggler_score", "peak_device_bytes"),  # of one worker, on a CPU
-        *("gradient_norm_by_group", "update_ratio_by_group"),
         "validation_loss_by_source",  # the corpus has none
     }
 

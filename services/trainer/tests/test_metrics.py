@@ -42,6 +42,7 @@ from services.trainer.supervise import supervise
 from services.trainer.tests.builders import make_program
 from services.trainer.tests.metric_lines import ATTEMPT, STEP, append
 
+HEALTH = ("clipped_share", "gradient_norm_by_group", "update_ratio_by_group", "largest_logit", "activation_rms")
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
 BAD_LABELLED: list[Any] = [
@@ -255,14 +256,18 @@ def test_a_record_is_held_whatever_lies_at_its_draft(tmp_path: Path, kind: str) 
 
 
 def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Callable[..., Job]) -> None:
-    alone = new_job("alone", parallel__data_parallel_size="1", train__max_steps="3")
-    shared = new_job("shared", parallel__data_parallel_size="4", train__max_steps="3")
+    options = {"train__max_steps": "3", "train__health_interval_steps": "2"}
+    alone = new_job("alone", parallel__data_parallel_size="1", **options)
+    shared = new_job("shared", parallel__data_parallel_size="4", **options)
     train(alone, ALONE)
     inline.run_workers(train, shared, WorkerGroupSpec(4, 1, 4, shared.run_folder))
 
     one, four = (read_metrics(job.run_folder).lines for job in (alone, shared))
     for name in ("loss", "loss_max", "gradient_norm", "learning_rate", "tokens", "skipped_steps", "restarts"):
         assert [record[name] for record in one] == [record[name] for record in four], name
+    for name in HEALTH:
+        assert [record.get(name) for record in one] == [record.get(name) for record in four], name
+        assert [name in record for record in one] == [False, True, True], name
     for record in one + four:
         assert record["loss"] < record["loss_max"] < 1.5 * record["loss"]
         assert 0 < record["data_seconds"] < record["step_seconds"]

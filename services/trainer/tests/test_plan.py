@@ -12,7 +12,7 @@ from services.common.hardware.instance_types import read_instance_types
 from services.common.hardware.lustre import default_lustre_size
 from services.common.process.entry_point import exit_code_of
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
-from services.common.recipe.derived import flops_per_token
+from services.common.recipe.derived import causal_flops_per_token
 from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import FLOAT32_BYTES, memory_of_worker
 from services.common.recipe.schema import Recipe
@@ -91,7 +91,7 @@ def test_on_a_gpu_the_update_is_no_graph(capsys: pytest.CaptureFixture[str]) -> 
     path = next(path for path in RECIPES if path.stem == "tiny-cuda")
 
     assert plan(path, "--no-dry-run") == 0
-    assert re.search(r"graphs to compile +3 \(forward, backward, evaluate\)", capsys.readouterr().out)
+    assert re.search(r"graphs to compile +4 \(forward, backward, evaluate, activations\)", capsys.readouterr().out)
 
 
 def test_the_small_recipe_is_planned_with_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +248,7 @@ def test_the_utilization_is_that_of_the_published_run(
     peak = nodes * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
     share = NEURON_MFU_OF_PRESETS[preset]
 
-    assert flops_per_token(recipe) * tokens_per_second / peak == pytest.approx(share, abs=0.005)
+    assert causal_flops_per_token(recipe) * tokens_per_second / peak == pytest.approx(share, abs=0.005)
     assert plan(path, "--no-dry-run", f"--model.preset={preset}") in (0, 2)
     assert f"at {share:.0%} of the peak" in capsys.readouterr().out
 

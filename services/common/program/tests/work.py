@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends import torch_native
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.layers import gather_sequence, reduce_scatter_sequence
-from services.common.program.mesh import AXES, Mesh, make_mesh
+from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.optimizer import step_scalars
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
@@ -246,4 +248,97 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
             results[f"data {size}"] = train_on(Mesh(rank, size), own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
             group.barrier()
             group.leave()
+    torch.save(results, folder / f"{rank}.pt")
+
+
+HEALTH_STEPS = 3
+_SMALL = {"compile__enabled": "false", "optimizer__max_grad_norm": "0.5", "optimizer__weight_decay": "0.1"}
+HEALTH_MODELS = {
+    "plain": {**_SMALL, "model__num_key_value_heads": "2"},
+    "one key-value head": {**_SMALL, "model__num_key_value_heads": "1"},
+    "bfloat16": {**_SMALL, "model__num_key_value_heads": "2", **WITH_ROUNDED_WEIGHTS},
+}
+HEALTH_LAYOUTS = {
+    "data 2": {"parallel__data_parallel_size": "2", "parallel__zero_stage": "0"},
+    "data 2, ZeRO-1": {"parallel__data_parallel_size": "2", "parallel__zero_stage": "1"},
+    "tensor 2": {"parallel__tensor_parallel_size": "2"},
+}
+HEALTH_NAMES = ("gradient_norms", "update_ratios", "largest_logit", "activation_rms")
+
+
+class HealthNumbers(TypedDict):
+    """Health of the small recipe's model after HEALTH_STEPS steps."""
+
+    gradient_norms: dict[str, float]
+    update_ratios: dict[str, float]
+    largest_logit: float
+    activation_rms: float
+    sent: list[tuple[str, str, int]]
+    """Collectives of the measurement: the kind, the axis, and the number of elements that this worker gives."""
+    weights_digest: int
+    """Digest after one more step than was measured."""
+    unmeasured_weights_digest: int
+    """Digest after the same steps without a measurement."""
+
+
+class CountingBackend(TorchNative):
+    """Lists the collectives that the program calls."""
+
+    sent: list[tuple[str, str, int]]
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> torch.Tensor:
+        return self._count("reduce", x, axis, lambda: super(CountingBackend, self).all_reduce(x, axis, op))
+
+    def all_gather(self, x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+        return self._count("gather", x, axis, lambda: super(CountingBackend, self).all_gather(x, axis, dim))
+
+    def _count(self, kind: str, x: torch.Tensor, axis: Axis, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        before = list(getattr(self, "sent", ()))
+        result = run()  # an exact sum calls other collectives
+        self.sent = [*before, (kind, axis, x.numel())] if self.mesh.size(axis) > 1 else before
+        return result
+
+
+def learning_rate_of(recipe: Recipe, step: int) -> float:
+    return float(step_scalars(recipe.optimizer, step)[0])
+
+
+def measure_health_on(mesh: Mesh, folder: Path, **overrides: str) -> HealthNumbers:
+    """Train HEALTH_STEPS steps, measure, and train one step more."""
+    recipe = make_recipe(folder, **overrides)
+    backend = CountingBackend(mesh, 1, recipe.train.reduction)
+
+    def digest(measure: Callable[[Program, list[MicroBatch]], None]) -> int:
+        program = Program(recipe, backend)
+        for step in range(HEALTH_STEPS + 1):
+            batches = micro_batches_of(recipe, step)
+            own = [batches[n] for n in mesh.share(len(batches))]
+            program.train_step(step, own)
+            if step == HEALTH_STEPS - 1:
+                measure(program, own)
+        return program.state.digests()["weights"]
+
+    found: dict[str, Any] = {}
+
+    def measure(program: Program, batches: list[MicroBatch]) -> None:
+        backend.sent = []
+        found.update(program.measure_health(HEALTH_STEPS - 1, 0, True, batches)._asdict(), sent=backend.sent)
+
+    measured = digest(measure)
+    unmeasured = digest(lambda program, batches: None)
+    return cast("HealthNumbers", {**found, "weights_digest": measured, "unmeasured_weights_digest": unmeasured})
+
+
+def measure_health_on_all(folder: Path, environment: WorkerEnvironment) -> None:
+    """Run `measure_health_on` with each of HEALTH_MODELS on each of HEALTH_LAYOUTS, and write the results."""
+    rank, results = environment.rank, dict[str, HealthNumbers]()
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
+    own = folder / str(rank)
+    own.mkdir()
+    for model, overrides in HEALTH_MODELS.items():
+        for layout, changes in HEALTH_LAYOUTS.items():
+            mesh = make_mesh(make_recipe(own, **overrides, **changes), rank, environment.world_size)
+            results[f"{model}, {layout}"] = measure_health_on(mesh, own, **overrides, **changes)
+    group.barrier()
+    group.leave()
     torch.save(results, folder / f"{rank}.pt")

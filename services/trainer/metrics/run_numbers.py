@@ -1,0 +1,127 @@
+"""Computes the numbers of a run that the summary and the report show, from the run's records."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from services.common.artifacts.corpus import SplitCounts
+
+Record = Mapping[str, Any]
+
+MEAN_STEPS = 100
+"""Steps whose mean loss is the training loss of a run."""
+NUM_BATCHES = 10
+"""Batches of consecutive steps into which these steps are divided to estimate the error of their mean."""
+
+
+class MeanLoss(NamedTuple):
+    """Mean training loss of the last steps that updated the weights, in nats per token."""
+
+    loss: float
+    standard_error: float | None
+    """Error of `loss` by the method of batch means; see `mean_of_batches`. None for a single step."""
+    first_step: int
+    last_step: int
+    num_steps: int
+
+
+def mean_training_loss(records: Sequence[Record]) -> MeanLoss | None:
+    """Return the mean loss of the last MEAN_STEPS steps that updated the weights; None if there is no such step.
+
+    Steps that were skipped do not count. Where the run has fewer steps these are all, but for the first ones that fill
+    no batch of `mean_of_batches`.
+    """
+    applied = [each for each in records if math.isfinite(each["gradient_norm"]) and math.isfinite(each["loss"])]
+    last = applied[-MEAN_STEPS:]
+    if not last:
+        return None
+    num_batches = min(NUM_BATCHES, len(last))
+    counted = last[len(last) % num_batches :]
+    loss, error = mean_of_batches([record["loss"] for record in counted], num_batches)
+    return MeanLoss(loss, error, counted[0]["step"], counted[-1]["step"], len(counted))
+
+
+def mean_of_batches(values: Sequence[float], num_batches: int) -> tuple[float, float | None]:
+    """Return the mean of a series and its standard error by the method of batch means.
+
+    The series is divided into batches of consecutive values, as many in each. The error is the standard deviation of
+    the batches' means over the square root of their number (Law, Simulation Modeling and Analysis, section 9.5). Losses
+    of neighbouring steps are correlated, because they are measured with almost the same weights; the error is right
+    where the correlation is shorter than a batch, and also contains a trend of the series. One batch has no error.
+    """
+    size = len(values) // num_batches
+    means = [math.fsum(values[first : first + size]) / size for first in range(0, num_batches * size, size)]
+    error = statistics.stdev(means) / math.sqrt(num_batches) if num_batches > 1 else None
+    return math.fsum(means) / num_batches, error
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss) of a loss in nats per token; infinite where that exceeds a float."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+
+
+def bits_per_byte(loss: float, split: SplitCounts) -> float | None:
+    """Return the bits for each UTF-8 byte of a split's text; None for a split without text.
+
+    `loss` is the mean over all tokens of the split's documents in nats, BOS and EOS included.
+    """
+    return loss / math.log(2) * split.tokens / split.text_bytes if split.text_bytes else None
+
+
+def compute_run_numbers(
+    records: Sequence[Record], attempts: Sequence[Record], train_split: SplitCounts
+) -> dict[str, float]:
+    """Return by name the numbers of a run's training; a number that is unknown is left out.
+
+    - `loss`, `loss_standard_error`, `loss_first_step`, `loss_last_step`, `loss_steps`: see `mean_training_loss`;
+      `perplexity` and `bits_per_byte` follow from `loss`. `first_loss` is the loss of the first recorded step.
+    - `tokens_per_second`, `mfu`, `mfu_causal` and `data_share`: over all seconds of steps except the first of each
+      process, which loads or compiles the graphs.
+    - `goodput`, `restarts`: of the last step.
+    - `checkpoint_stall_seconds`: the mean; `slowest_checkpoint_seconds`: the largest.
+    - `graphs_compiled`, `new_cache_files`: sums over the starts of the workers that were not killed.
+    """
+    found: dict[str, float | None] = {}
+    if records:
+        found |= {"first_step": records[0]["step"], "first_loss": records[0]["loss"]}
+        found |= {name: records[-1][name] for name in ("goodput", "restarts")}
+    if mean := mean_training_loss(records):
+        found |= {
+            "loss": mean.loss,
+            "loss_standard_error": mean.standard_error,
+            "loss_first_step": mean.first_step,
+            "loss_last_step": mean.last_step,
+            "loss_steps": mean.num_steps,
+            "perplexity": perplexity(mean.loss),
+            "bits_per_byte": bits_per_byte(mean.loss, train_split),
+        }
+    found |= compute_efficiency(records)
+    stalls = [record["checkpoint_stall_seconds"] for record in records if "checkpoint_stall_seconds" in record]
+    if stalls:
+        found["checkpoint_stall_seconds"] = math.fsum(stalls) / len(stalls)
+    if attempts:
+        found["slowest_checkpoint_seconds"] = max(each.get("slowest_checkpoint_seconds", 0.0) for each in attempts)
+        found |= {name: sum(each[name] for each in attempts) for name in ("graphs_compiled", "new_cache_files")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def compute_efficiency(records: Iterable[Record]) -> dict[str, float]:
+    """Return the numbers of `compute_run_numbers` about speed; empty if only first steps of processes are recorded."""
+    counted = [record for record in records if not record["is_first_of_process"]]
+    if not counted:
+        return {}
+    seconds = math.fsum(record["step_seconds"] for record in counted)
+    found = {
+        "tokens_per_second": sum(record["step_tokens"] for record in counted) / seconds,
+        "data_share": math.fsum(record["data_seconds"] for record in counted) / seconds,
+    }
+    for name in ("mfu", "mfu_causal"):  # unknown where a device's peak is unknown
+        known = [record for record in counted if name in record]
+        if known:
+            worked = math.fsum(record[name] * record["step_seconds"] for record in known)
+            found[name] = worked / math.fsum(record["step_seconds"] for record in known)
+    return found
