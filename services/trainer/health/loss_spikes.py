@@ -35,8 +35,8 @@ from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
 
 LEAST_LOSS_RISE = 0.1
-"""Nats per token above the trend below which no loss deviates, however little the losses scatter: a large batch's
-scatter by a hundredth, and wander by more."""
+"""Nats per token above the trend below which no loss deviates. The losses of large batches scatter by a hundredth of a
+nat, and drift by more."""
 LEAST_NORM_FACTOR = 3.0
 """Multiple of the trend below which no gradient norm deviates."""
 LEAST_NORM = 1e-30
@@ -46,15 +46,17 @@ UNTRAINED_MARGIN = 0.5
 STANDARD_DEVIATIONS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 SETTINGS = tuple(name for name in Train.model_fields if name.startswith("loss_spike_"))
+"""Keys of `[train]` that the detector reads."""
 
 
 class Deviation(IntEnum):
-    """What of a step is above its limit. The largest of all workers' values counts for all."""
+    """Number of a step that is above its limit. The largest of all workers' deviations counts for all."""
 
     NONE = 0
     GRADIENT_NORM = 1
     """The gradient norm alone."""
     LOSS = 2
+    """The loss, whatever the gradient norm."""
 
 
 class Verdict(Enum):
@@ -214,7 +216,9 @@ def untrained_loss(model: Model) -> float:
 
 
 def record_rollback(job: Job, step: int, wanted_step: int, to_step: int, skipped: BatchRange) -> None:
-    """Record that the run went back from `step` to `to_step`, where `wanted_step` would be late enough."""
+    """Record that the run went back from `step` to `to_step`; `wanted_step` is the step from which it skips batches, if
+    it has a checkpoint of that step or an earlier one.
+    """
     record_event(
         job,
         "rollback",
