@@ -238,7 +238,7 @@ class Training:
     def evaluate_start(self) -> None:
         """Evaluate the state that training starts from, if that is due and the run has no record of it.
 
-        It is due at step 0, and after a step whose evaluation a stop or a kill ended.
+        It is due at step 0, where a branch begins, and after a step whose evaluation a stop or a kill ended.
         """
         if not self._is_evaluation_due:
             return
@@ -328,7 +328,8 @@ class Training:
     @property
     def _is_evaluation_due(self) -> bool:
         train = self._job.recipe.train
-        is_step_due = self._done == train.max_steps or self._done % train.evaluation_interval_steps == 0
+        is_end = self._done in (train.first_step, train.max_steps)
+        is_step_due = is_end or self._done % train.evaluation_interval_steps == 0
         return is_step_due and not self._validation.is_empty
 
     def _is_finite(self) -> bool:

@@ -18,6 +18,7 @@ from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.trainer.branch import require_same_vocabulary
 from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
 from services.trainer.data import sample_indices
+from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
@@ -91,6 +92,7 @@ def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_paren
     train(branch, ALONE)
 
     assert numbers(branch, "loss") == numbers(parent, "loss", after=5)
+    assert [each["step"] for each in read_evaluations(branch.run_folder).lines] == [5, 7, 14, 20]
     assert state_hash(branch.checkpoint_address(20).path) == state_hash(parent.checkpoint_address(20).path)
 
 
