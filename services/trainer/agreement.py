@@ -25,7 +25,7 @@ class WorkerStep(NamedTuple):
 
     stop_reason: StopReason
     deviation: Deviation
-    """What of the step is above the limit of the worker's spike detector."""
+    """Whether the step's loss or gradient norm is above the limit of the worker's spike detector."""
     is_applied: bool
     """Whether the step updated the weights."""
     numbers: WorkerNumbers

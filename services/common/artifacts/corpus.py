@@ -92,7 +92,7 @@ class SourceCounts(ManifestModel):
     twice. Of a validation split of more than 262,144 tokens, about so many 13-grams are counted, chosen by hash.
     """
     validation_ngrams_in_train: Count
-    """Those of `validation_ngrams` that are in a training document of any source."""
+    """Number of `validation_ngrams` that a training document of any source has, too."""
 
     @model_validator(mode="after")
     def _has_both_splits(self) -> Self:
@@ -149,7 +149,7 @@ class CorpusPayload(ManifestModel):
 
     @property
     def validation_ngrams_in_train(self) -> int:
-        """Those of `validation_ngrams` that are in a training document."""
+        """Number of `validation_ngrams` that a training document has, too."""
         return sum(source.validation_ngrams_in_train for source in self.sources)
 
     @property

@@ -137,7 +137,7 @@ def test_a_sampled_source_has_validation_documents_too(tmp_path: Path, mixer: Mi
 
 
 def test_mixtures_of_other_weights_have_the_same_validation_split(tmp_path: Path, mixer: Mixer) -> None:
-    """Their losses can be compared only on the same documents; token for token, with a given vocabulary."""
+    """Losses of mixtures can be compared only on the same documents, token for token with a given vocabulary."""
     texts = [make_short(300, seed=1), make_documents(40, seed=2), make_documents(30, seed=3)]
     paths = [write_lines(tmp_path / f"{number}.jsonl", documents) for number, documents in enumerate(texts)]
     made = [

@@ -60,7 +60,7 @@ class Deviation(IntEnum):
 
 
 class Verdict(Enum):
-    """What a step's loss means for the run."""
+    """Meaning of a step's loss for the run."""
 
     NORMAL = auto()
     DEVIATING = auto()

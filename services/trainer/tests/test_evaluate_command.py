@@ -68,7 +68,7 @@ def content(folder: Path) -> dict[str, tuple[int, int]]:
 def test_every_layout_of_workers_gives_the_loss_of_transformers(
     capfd: pytest.CaptureFixture[str], trained: Job, expected: npt.NDArray[np.float64]
 ) -> None:
-    """By any number of workers with the same bits, which are those of the run's own last evaluation."""
+    """Any number of workers gives the same bits, which are those of the run's own last evaluation."""
     before = content(trained.root)
     one, two, four = (
         evaluate(capfd, trained, f"--parallel.data_parallel_size={workers}")["loss"] for workers in (1, 2, 4)

@@ -83,7 +83,7 @@ def test_attention_stays_within_documents_where_the_recipe_says_so(trained: Job,
 
 
 def test_bits_per_byte_are_those_of_the_text_s_tokens(trained: Job, expected: npt.NDArray[np.float64]) -> None:
-    """Without BOS, the first token of a document, and EOS, its last one, as lm-evaluation-harness counts."""
+    """BOS, the first token of a document, and EOS, its last one, do not count, as in lm-evaluation-harness."""
     _, begins = read_split(trained.corpus.path)
     text = [position - 1 for document in documents_of(begins, TOKENS) for position in document[1:-1]]
     counts = trained.corpus.manifest.corpus.splits["validation"]
