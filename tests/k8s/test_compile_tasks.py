@@ -69,7 +69,7 @@ def test_there_are_as_many_pods_as_the_recipe_s_tasks_fill(compiler: WorkerGroup
 
 @pytest.mark.parametrize(
     ("nodes", "arguments"),
-    [(2, ("--compile.num_workers=8",)), (4, ()), (None, ("--cluster.compiler_nodes=3",))],
+    [(2, ("--compile.num_workers=8",)), (4, ()), (None, ("--cluster.compiler_nodes=2",))],
 )
 def test_nodes_decide_how_many_tasks_there_are(
     compiler: WorkerGroup, nodes: int | None, arguments: tuple[str, ...]
@@ -77,7 +77,7 @@ def test_nodes_decide_how_many_tasks_there_are(
     """No node is paid for that has no task, and no task is said to run that waits for a node."""
     found = resolved(compiler, *arguments, nodes=nodes)
 
-    assert found.deployment.nodes == (nodes or 3)
+    assert found.deployment.nodes == (nodes or 2)
     assert found.deployment.arguments == (*arguments, ON_CPU, f"--compile.num_workers={3 * found.deployment.nodes}")
     again = resolved(compiler, *found.deployment.arguments, nodes=found.deployment.nodes)
     assert again.deployment.arguments == found.deployment.arguments
@@ -116,13 +116,13 @@ def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(compiler: Wo
 
 
 def test_what_a_person_is_shown(compiler: WorkerGroup, compiler_on_trainium: WorkerGroup) -> None:
-    found = resolved(compiler, nodes=3)
+    found = resolved(compiler, nodes=2)
     said = describe_plan(compiler, found.deployment, found.outline)
 
-    assert "tasks       9 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
+    assert "tasks       6 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
     assert "traces      without a device\n" in said
-    assert "arguments   --compile.trace_on=cpu --compile.num_workers=9" in said
-    assert "holds       3 x m7i.8xlarge" in said
+    assert "arguments   --compile.trace_on=cpu --compile.num_workers=6" in said
+    assert "holds       2 x m7i.8xlarge" in said
 
     found = resolved(compiler_on_trainium)
     said = describe_plan(compiler_on_trainium, found.deployment, found.outline)

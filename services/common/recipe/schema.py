@@ -383,7 +383,7 @@ class Compile(Section):
     """Machine on which Neuron graphs are traced: a node with the device, or any CPU, if both give the same graphs."""
     flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), COMPILED] = ()
     """Flags of neuronx-cc in their order, such as "--model-type=transformer"; the stage sets its target."""
-    num_workers: Positive = 5
+    num_workers: Positive = 7
     """Number of Neuron graphs that are compiled at the same time, one a task. The default is the number of graphs of a
     run, because all nodes are paid for until the last graph is compiled."""
     task_cpus: Annotated[int, Field(ge=1, le=1024)] = 8

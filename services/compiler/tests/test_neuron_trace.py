@@ -184,7 +184,7 @@ def test_a_plan_needs_neither_a_device_nor_neuronx_cc(
     said = capsys.readouterr().out
     assert "7 of 7 graphs" in said
     nodes = {
-        "device": "120 CPUs and 440 GiB (trn1n.32xlarge), with 5",
+        "device": "120 CPUs and 440 GiB (trn1n.32xlarge), with 7",
         "cpu": "30 CPUs and 112 GiB (m7i.8xlarge), with 3",
     }
     assert f"1 node of {nodes[trace_on]} concurrent tasks" in said
