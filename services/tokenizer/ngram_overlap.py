@@ -35,7 +35,7 @@ from services.tokenizer.ngram_set import LARGEST_HASH, Hashes, NgramHasher, Ngra
 MAX_NGRAMS = 2**18
 """Most n-grams of the validation split that are looked up, which bounds their set to 14 MiB. A larger split is sampled
 by the n-grams' hashes, and so is the training split, so that most of its n-grams are hashed and not looked up. With so
-many n-grams a share of 13 % has a standard error of 0.07 %."""
+many n-grams that occur once, a share of 13 % has a standard error of 0.07 %; frequent n-grams make it larger."""
 TOKENS_PER_WORKER = 2**26
 """Training tokens for which a worker is started; one looks up so many in about the time that another takes to start."""
 _BLOCK_TOKENS = 2**15

@@ -51,13 +51,16 @@ def find_lineage(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -
     branch = recipe.train.branch
     if branch is None:
         return NO_LINEAGE
+    own = list(_find_own(root, recipe, corpus))
     try:
         parent = open_parent(root, branch)
     except ArtifactError:
-        own = next(_find_own(root, recipe, corpus), None)
-        if own is None:
+        if not own:
             raise
-        return own
+        return own[-1]
+    begun = [each for each in own if each.parent and each.parent.content_digest != parent.manifest.content_digest]
+    if begun and len(begun) == len(own):
+        return begun[-1]  # the parent has written the step again since the branch began
     return _descend(parent, recipe, corpus)
 
 
@@ -113,13 +116,19 @@ def require_same_vocabulary(
 
 
 def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, lineage: Lineage) -> LossSpikes | None:
-    """Return the parent's state of the loss-spike detector where its batches have the same numbers in the branch."""
+    """Return the parent's state of the loss-spike detector where its batches have the same numbers in the branch.
+
+    A branch with changed settings, such as a rescue, may go back as often as a new run.
+    """
     theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
     is_same_batch = (
         recipe.batch.global_batch_size == theirs.batch.global_batch_size
         and lineage.data_offset_samples == state.data_offset_samples
     )
-    return state.loss_spikes if is_same_batch else None
+    if not is_same_batch:
+        return None
+    changed = [each for each in changed_fields(parent.manifest.recipe, recipe, "checkpoint") if not _is_of_branch(each)]
+    return state.loss_spikes.model_copy(update={"rollbacks": 0}) if changed else state.loss_spikes
 
 
 def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lineage: Lineage) -> str:
@@ -130,13 +139,17 @@ def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]
     changed = [
         change
         for change in changed_fields(open_parent(root, recipe.train.branch).manifest.recipe, recipe, "checkpoint")
-        if not change.startswith("train.branch")
+        if not _is_of_branch(change)
     ]
     first = _first_sample(lineage.ancestors, recipe, corpus)
     return (
         f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]}) and takes sample {first:,} of "
         f"{corpus.manifest.name} next; {', '.join(list_problems(changed, 'fields that differ')) or 'no field differs'}"
     )
+
+
+def _is_of_branch(change: str) -> bool:
+    return change.startswith("train.branch")
 
 
 def _find_own(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Iterator[Lineage]:

@@ -24,7 +24,7 @@ from services.trainer.agreement import WorkerStep, require_same_outcome, require
 from services.trainer.checkpoints.loader import ResumePoint, resume, roll_back
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import micro_batches
-from services.trainer.evaluation.records import has_evaluation
+from services.trainer.evaluation.records import drop_evaluations_after, has_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
 from services.trainer.health.loss_spikes import SpikeDetector, Verdict, record_changed_settings, record_rollback
@@ -280,6 +280,8 @@ class Training:
         """Wait for the last checkpoint, and record how this start of the workers ended."""
         with self.watchdog.phase("checkpoint", self._done):
             self._writer.wait()
+        if self._group.rank == 0 and self._done >= self._job.recipe.train.max_steps:
+            self._spikes.record_end(self._job, self._done)
         self.recorder.write_attempt(
             {
                 "started_at": self._job.workers_started_at.timestamp(),
@@ -313,6 +315,8 @@ class Training:
         self._skipped = SkippedSteps(self._job, point.skipped_steps)
         self._schedule, self._saved_step = CheckpointSchedule(self._job.recipe), point.step
         self._spikes.go_back(point.loss_spikes)
+        if self._group.rank == 0:
+            drop_evaluations_after(self._job.run_folder, point.step)
 
     def _renew_program(self) -> None:
         """Initialize the weights again, where no checkpoint has them."""

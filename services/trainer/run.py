@@ -62,7 +62,7 @@ class Run:
         `tokens`, `step` and `skipped_steps` are those of the newest checkpoint.
         """
         state = self.checkpoint.manifest.checkpoint
-        found = compute_run_numbers(self.metrics, self.attempts, self.corpus.manifest.corpus.splits["train"])
+        found = compute_run_numbers(self.metrics, self.attempts)
         return {"step": state.step, "tokens": state.tokens, "skipped_steps": state.skipped_steps, **found}
 
     def phases(self) -> dict[str, list[Phase]]:
@@ -204,12 +204,9 @@ def _describe_loss(numbers: Mapping[str, float]) -> str:
     if "loss" not in numbers:
         return f"{first}unknown: no recorded step updated the weights"
     error = f" +- {numbers['loss_standard_error']:.3f}" if "loss_standard_error" in numbers else ""
-    others = [f"perplexity {numbers['perplexity']:,.2f}"]
-    if "bits_per_byte" in numbers:
-        others.append(f"{numbers['bits_per_byte']:.3f} bits per byte")
     return (
         f"{first}{numbers['loss']:.3f}{error} nats per token, the mean of steps {numbers['loss_first_step']:,} to "
-        f"{numbers['loss_last_step']:,} ({', '.join(others)})"
+        f"{numbers['loss_last_step']:,} (perplexity {numbers['perplexity']:,.2f})"
     )
 
 

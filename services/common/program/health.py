@@ -50,8 +50,9 @@ class Health(NamedTuple):
             gradients[group] = math.sqrt(gradient) / divisor
             if weight:
                 ratios[group] = math.sqrt(update / weight)
-        squares, logits = torch.cat(list(numbers_R2)).T.tolist()
-        return cls(gradients, ratios, max(logits), math.sqrt(math.fsum(squares) / len(squares)))
+        all_numbers = torch.cat(list(numbers_R2))
+        squares, largest = all_numbers[:, 0].tolist(), float(all_numbers[:, 1].max())  # NaN where a logit is NaN
+        return cls(gradients, ratios, largest, math.sqrt(math.fsum(squares) / len(squares)))
 
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

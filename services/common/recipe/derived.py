@@ -83,13 +83,13 @@ def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
 def explain_repetition(recipe: Recipe, corpus: CorpusPayload) -> str:
     """Return what follows where `train.max_steps` repeats the corpus more than MOST_EPOCHS times; empty otherwise."""
     samples = corpus.num_samples("train")
-    epochs = recipe.train.max_steps * recipe.batch.global_batch_size / samples if samples else 0
+    epochs = steps_of_run(recipe) * recipe.batch.global_batch_size / samples if samples else 0
     if epochs <= MOST_EPOCHS:
         return ""
-    most = MOST_EPOCHS * samples // recipe.batch.global_batch_size
+    most = recipe.train.first_step + MOST_EPOCHS * samples // recipe.batch.global_batch_size
     return (
         f"train.max_steps is {recipe.train.max_steps:,}, which trains on the corpus {epochs:,.1f} times: beyond "
-        f"{MOST_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): take {most:,} steps or more text"
+        f"{MOST_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): end at step {most:,}, or take more text"
     )
 
 

@@ -407,9 +407,9 @@ class Branch(Section):
     step: Annotated[int, Field(ge=0)]
     """Step after which the parent has a checkpoint. The branch counts its steps from there on."""
     data: Literal["continue", "restart"] = "continue"
-    """First sample of the branch. `continue` goes on after the last sample that the parent or its ancestors took of the
-    corpus, or begins a corpus that none of them has seen. `restart` begins the corpus again, so that its samples are
-    seen twice."""
+    """First sample of the branch. `continue` goes on after the last sample that the nearest ancestor with this
+    corpus took, or begins a corpus that none of them has seen. `restart` begins the corpus again, so that its samples
+    are seen twice."""
 
 
 class Train(Section):

@@ -95,7 +95,16 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
     damages: list[str] = []
     for step in candidates:
         if step is None:
-            return _branch_off(job, program, group) if job.recipe.train.branch else ResumePoint()
+            if not job.recipe.train.branch:
+                return ResumePoint()
+            try:
+                return _branch_off(job, program, group)
+            except ArtifactError as error:  # on all workers: they have exchanged their problems
+                if candidates[-1] is None:
+                    raise
+                logger.warning("the parent's checkpoint cannot be loaded: %s", error)
+                damages.append(str(error))
+                continue
         with program.state.writing() as held:
             found = group.wait_for_work(partial(load_part, job, held, step))
         problems = _problems_of_all(found, group)

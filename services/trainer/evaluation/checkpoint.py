@@ -135,6 +135,13 @@ def require_same_model(checkpoint: Artifact[CheckpointManifest], recipe: Recipe)
             + "\n  ".join(list_problems(changed, "fields of the model"))
             + "\nPass the recipe of the checkpoint's run."
         )
+    trained_with = stored["train"]
+    for name in ("attention_mask", "dtype", "param_dtype"):
+        if trained_with.get(name) != (ours := getattr(recipe.train, name)):
+            logger.warning(
+                "%s was trained with train.%s = %s, and is evaluated with %s: the loss is not that of its run",
+                checkpoint.path, name, trained_with.get(name), ours,
+            )  # fmt: skip
 
 
 def require_same_vocabulary(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from services.common.artifacts.manifest import write_durably
 from services.common.process.telemetry import JsonLines
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.job import Job
@@ -69,6 +71,17 @@ def read_evaluations(run_folder: Path) -> ParsedLines:
     found = read_lines(run_folder / EVALUATIONS_FILE, _EvaluationLine)
     by_step = {record["step"]: record for record in found.lines}
     return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
+
+
+def drop_evaluations_after(run_folder: Path, step: int) -> None:
+    """Remove the records of later steps, which a run does again when it continues from `step`.
+
+    A run that went back before a loss spike has other weights when it reaches those steps again.
+    """
+    found = read_evaluations(run_folder).lines
+    kept = [record for record in found if record["step"] <= step]
+    if len(kept) < len(found):
+        write_durably(run_folder / EVALUATIONS_FILE, "".join(json.dumps(each) + "\n" for each in kept).encode())
 
 
 def describe_mean(record: Mapping[str, Any]) -> str:

@@ -179,6 +179,11 @@ class SpikeDetector:
             if not self.has_rollback_left:
                 record_event(job, "rollbacks_exhausted", step=step, rollbacks=rollbacks)
 
+    def record_end(self, job: Job, step: int) -> None:
+        """Record an event if the run ends while its loss deviates, before a spike could be confirmed."""
+        if self._deviating_losses:
+            record_event(job, "loss_deviates_at_end", step=step, first_step=self.first_step)
+
     @property
     def state(self) -> LossSpikes:
         """State for a checkpoint."""
@@ -195,7 +200,7 @@ class SpikeDetector:
 def robust_limit(values: Sequence[float], sigma: float, least_rise: float, half_width: int) -> float:
     """Return the largest value that does not deviate from the trend of `values`, which are in the order of steps.
 
-    The trend is a running median of `2 * half_width + 1` values, and the limit is its newest median plus `sigma`
+    The trend is a running median of `2 * half_width + 1` values, and the limit is its smallest median plus `sigma`
     standard deviations, by the median absolute deviation of the values from the trend. A mean and a standard deviation
     would count a falling trend as scatter: in the first descent of a loss they allow more than that of an untrained
     model. In 100 simulated curves of 2,700 heavy-tailed losses at most 2 in a row were above the limit of 6 standard
@@ -204,7 +209,7 @@ def robust_limit(values: Sequence[float], sigma: float, least_rise: float, half_
     array = np.asarray(values)
     trend = np.median(np.lib.stride_tricks.sliding_window_view(array, 2 * half_width + 1), axis=1)
     scatter = np.median(np.abs(array[half_width : len(array) - half_width] - trend))
-    return float(trend[-1] + max(sigma * STANDARD_DEVIATIONS_PER_MAD * scatter, least_rise))
+    return float(trend.min() + max(sigma * STANDARD_DEVIATIONS_PER_MAD * scatter, least_rise))
 
 
 def untrained_loss(model: Model) -> float:

@@ -149,6 +149,8 @@ def _find_curves(records: Sequence[dict[str, Any]], metric: str, name: str) -> I
 def _records_of_evaluations(run: Run) -> Iterator[dict[str, Any]]:
     """Yield each evaluation in the form of a step's record, with the tokens that the run had trained on."""
     tokens = {record["step"]: record.get("tokens", 0) for record in run.metrics}
+    if parent := run.checkpoint.manifest.checkpoint.parent:
+        tokens.setdefault(parent.step, parent.tokens)
     for evaluation in run.evaluations:
         known = {
             _VALIDATION_LOSS: evaluation["loss"],

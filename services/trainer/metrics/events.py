@@ -32,6 +32,7 @@ Kind = Literal[
     "nan",
     "loss_healed",
     "loss_spike",
+    "loss_deviates_at_end",
     "rollback",
     "rollbacks_exhausted",
     "setting",
@@ -130,8 +131,16 @@ def _describe_exhausted(event: dict[str, Any]) -> str:
     )
 
 
+def _describe_deviation(event: dict[str, Any]) -> str:
+    return (
+        f"the run ends while its loss deviates, since step {event.get('first_step')}, which may be the begin of a "
+        f"spike. Raise train.max_steps to let it heal or go back, or export an earlier checkpoint"
+    )
+
+
 _WARNINGS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fallback": _describe_fallback,
+    "loss_deviates_at_end": _describe_deviation,
     "rollback": _describe_rollback,
     "rollbacks_exhausted": _describe_exhausted,
     "short_notice": lambda event: str(event.get("message")),

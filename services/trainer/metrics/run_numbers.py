@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from services.common.artifacts.corpus import SplitCounts
-
 Record = Mapping[str, Any]
 
 MEAN_STEPS = 100
@@ -64,21 +62,12 @@ def perplexity(loss: float) -> float:
     return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
-def bits_per_byte(loss: float, split: SplitCounts) -> float | None:
-    """Return the bits for each UTF-8 byte of a split's text; None for a split without text.
-
-    `loss` is the mean over all tokens of the split's documents in nats, BOS and EOS included.
-    """
-    return loss / math.log(2) * split.tokens / split.text_bytes if split.text_bytes else None
-
-
-def compute_run_numbers(
-    records: Sequence[Record], attempts: Sequence[Record], train_split: SplitCounts
-) -> dict[str, float]:
+def compute_run_numbers(records: Sequence[Record], attempts: Sequence[Record]) -> dict[str, float]:
     """Return by name the numbers of a run's training; a number that is unknown is left out.
 
     - `loss`, `loss_standard_error`, `loss_first_step`, `loss_last_step`, `loss_steps`: see `mean_training_loss`;
-      `perplexity` and `bits_per_byte` follow from `loss`. `first_loss` is the loss of the first recorded step.
+      `perplexity` is exp(`loss`). `first_loss` is the loss of the first recorded step. Bits per byte have evaluations
+      alone: they leave BOS and EOS out, which a training loss includes.
     - `tokens_per_second`, `mfu`, `mfu_causal` and `data_share`: over all seconds of steps except the first of each
       process, which loads or compiles the graphs.
     - `goodput`, `restarts`: of the last step.
@@ -97,7 +86,6 @@ def compute_run_numbers(
             "loss_last_step": mean.last_step,
             "loss_steps": mean.num_steps,
             "perplexity": perplexity(mean.loss),
-            "bits_per_byte": bits_per_byte(mean.loss, train_split),
         }
     found |= compute_efficiency(records)
     stalls = [record["checkpoint_stall_seconds"] for record in records if "checkpoint_stall_seconds" in record]

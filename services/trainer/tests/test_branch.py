@@ -15,18 +15,27 @@ from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.errors import ArtifactError, RecipeError, WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.program.step import Program
 from services.trainer.branch import require_same_vocabulary
 from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
 from services.trainer.data import sample_indices
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job
 from services.trainer.loop import train
+from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.tests import work
 from services.trainer.tests.runs import flip_a_bit, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 KEEPING = {"checkpoint__keep_latest": "10"}
+SPIKY = {
+    "train__loss_spike_sigma": "6",
+    "train__loss_spike_window": "16",
+    "train__loss_spike_patience_steps": "3",
+    "train__loss_spike_rollback_steps": "4",
+    "checkpoint__interval_steps": "2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +168,7 @@ def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_o
 def test_batches_that_the_parent_left_out_stay_out(
     new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
 ) -> None:
-    spikes = {
-        "optimizer__weight_decay": "0.2",  # a run of its own
-        "train__loss_spike_sigma": "6",
-        "train__loss_spike_window": "16",
-        "train__loss_spike_patience_steps": "3",
-        "train__loss_spike_rollback_steps": "4",
-        "checkpoint__interval_steps": "2",
-    }
+    spikes = {**SPIKY, "optimizer__weight_decay": "0.2"}  # a run of its own
     parent = new_shared_job(**KEEPING, **spikes)
     work.train_with_a_ruinous_batch(parent, ALONE)
     same, larger = branch_off(parent, 10, **spikes), branch_off(parent, 10, **spikes, batch__global_batch_size="16")
@@ -177,6 +179,43 @@ def test_batches_that_the_parent_left_out_stay_out(
     assert left
     assert left.next_sample == 8 * 17  # ten batches and the seven that were left out
     assert larger.lineage.data_offset_samples + 10 * 16 == left.next_sample
+
+
+def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(
+    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = new_shared_job(**KEEPING, **SPIKY, optimizer__weight_decay="0.3")
+    train(parent, ALONE)
+    branch = branch_off(parent, 10, **SPIKY, optimizer__weight_decay="0.3", train__max_steps="24")
+    train_step = Program.train_step
+
+    def remove_and_step(program: Program, step: int, *arguments: Any) -> Any:
+        if step == 13:
+            shutil.rmtree(parent.checkpoint_address(10).path, ignore_errors=True)
+        return train_step(program, step, *arguments)
+
+    monkeypatch.setattr(Program, "train_step", remove_and_step)
+    work.train_with_a_ruinous_batch(branch, ALONE)
+
+    rollback, *_ = [event for event in read_events(branch.run_folder) if event["event"] == "rollback"]
+    assert (rollback["wanted_step"], rollback["to_step"]) == (10 - 2, 12)
+    assert checkpoint_steps(branch.checkpoint_collection)[-1] == 24
+
+
+def test_a_branch_goes_on_where_its_parent_has_written_the_step_again(
+    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
+) -> None:
+    parent = new_shared_job(**KEEPING, optimizer__weight_decay="0.4", train__max_steps="10")
+    train(parent, ALONE)
+    same = {"optimizer__weight_decay": "0.4", "train__max_steps": "20"}
+    branch = branch_off(parent, 5, **same)
+    train(branch, ALONE)
+    shutil.rmtree(parent.checkpoint_collection)
+    with pytest.MonkeyPatch.context() as patch:
+        work.ruin_weights(patch, 2)
+        train(parent, ALONE)
+
+    assert branch_off(parent, 5, **same).run == branch.run
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.step import Program
-from services.trainer.evaluation.records import lacks_last_evaluation, read_evaluations
+from services.trainer.evaluation.records import drop_evaluations_after, lacks_last_evaluation, read_evaluations
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
@@ -59,6 +59,14 @@ def end_in_evaluation(patch: pytest.MonkeyPatch, number: int, end: Callable[[], 
 
     patch.setattr(Program, "train_step", begin)
     patch.setattr(Program, "evaluate", interrupted)
+
+
+def test_a_rollback_drops_the_evaluations_of_the_steps_that_it_abandons(new_job: Callable[..., Job]) -> None:
+    job = new_job(**RECIPE)
+    train(job, ALONE)
+    drop_evaluations_after(job.run_folder, 4)
+
+    assert list(evaluations(job)) == [0, 4]
 
 
 def assert_equal_runs(job: Job, straight: Job) -> None:

@@ -102,7 +102,7 @@ def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back
     stopped = [new_job("stopped", **SPIKY, train__max_steps=steps) for steps in ("7", "14", "20")]
     for job in stopped:
         work.train_with_a_ruinous_batch(job, ALONE)
-    assert kinds(stopped[0]) == ["loss_spike", "rollback"]
+    assert kinds(stopped[0]) == ["loss_deviates_at_end", "loss_spike", "rollback"]
     killed = new_job("killed", **SPIKY)
     for kill in (kill_in_the_removal, kill_after_the_rollback):
         with monkeypatch.context() as patch:
@@ -247,6 +247,18 @@ def test_a_hundred_curves_without_spikes_trigger_none_and_each_planted_spike_is_
         losses[60:70] += generator.uniform(0.5, 3)  # a transient that is shorter than the patience
         losses[140:] += generator.uniform(1.5, 3)
         assert first_spike(SpikeDetector(recipe), losses, norms) == 140 + recipe.train.loss_spike_patience_steps, seed
+
+
+def test_a_slow_divergence_is_found_near_its_begin(new_job: Callable[..., Job]) -> None:
+    """A limit that followed the rising losses would find it late, and leave out the wrong batches."""
+    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=128)
+    for rise in (0.01, 0.02):
+        losses = 3 + 0.03 * np.random.default_rng(0).standard_normal(600)
+        losses[400:] += rise * np.arange(200)
+        detector = SpikeDetector(recipe)
+        confirmed = first_spike(detector, losses, np.ones(600))
+        assert confirmed is not None
+        assert 400 < detector.first_step < confirmed < 450
 
 
 def loss_curve(

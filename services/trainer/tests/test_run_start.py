@@ -120,6 +120,6 @@ def test_more_than_4_epochs_are_warned_of_in_the_plan_and_at_the_start(
 
     rows = dry_run(tmp_path, capsys, *longer)
     assert rows["epochs in max_steps"] == f"{steps / 10:.2f}"
-    assert ("40 steps" in rows.get("warning, epochs", "")) == is_warned
+    assert ("step 40" in rows.get("warning, epochs", "")) == is_warned
     assert train(tmp_path, *longer) == 0
     assert ("arXiv 2305.16264" in capsys.readouterr().err) == is_warned
