@@ -224,8 +224,8 @@ format: setup ## Fix the format and the lint errors that ruff can fix.
 	$(python) -m ruff check --fix-only .
 	$(python) -m ruff format .
 
-test: setup ## Run the quick tests, three files at a time: some of them mostly wait.
-	$(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: setup ## Run the quick tests, two files at a time.
+	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow

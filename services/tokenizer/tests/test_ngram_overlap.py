@@ -143,7 +143,7 @@ def test_the_manifest_has_the_counts_of_the_stored_corpus(
     monkeypatch.setattr(ngram_overlap, "TOKENS_PER_WORKER", 1)
     made = []
     text = write_text(tmp_path / "text")
-    for workers, split_bytes in ((1, 10**9), (2, 2_000)):
+    for workers, split_bytes in ((1, 10**9), (2, 40_000)):
         recipe = write_recipe(
             tmp_path,
             text,
