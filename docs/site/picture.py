@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("page", type=Path, metavar="PAGE", help="HTML file, or a folder of runs: the newest report")
     parser.add_argument("picture", type=Path, metavar="PICTURE", help="PNG file to write")
     parser.add_argument("--width", type=int, default=1000, help="width in pixels (default: %(default)s)")
-    parser.add_argument("--height", type=int, default=1370, help="height in pixels (default: %(default)s)")
+    parser.add_argument("--height", type=int, default=1110, help="height in pixels (default: %(default)s)")
     arguments = parser.parse_args(argv)
     page = find_page(arguments.page)
     arguments.picture.write_bytes(take_picture(page, arguments.width, arguments.height))
