@@ -13,12 +13,12 @@ from pathlib import Path
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, LossSpikes, checkpoint_id
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
-from services.common.artifacts.store import Address, Artifact, open_artifact
+from services.common.artifacts.store import Address, Artifact
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Branch, Recipe
-from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
+from services.trainer.checkpoints.lookup import checkpoint_steps, find_trained_corpus, open_checkpoint
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, run_name
 
@@ -42,8 +42,8 @@ def name_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> st
 def find_lineage(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Lineage:
     """Return the ancestors of the recipe's run and its position in the data.
 
-    They follow from the parent's checkpoint or, where the parent's run has removed it, from the branch's own
-    checkpoints. The search for these reads one manifest of each run of the recipe's name.
+    They follow from the parent's checkpoint or, where the parent's run has removed it or written it again, from the
+    branch's own checkpoints. The search for these reads one manifest of each run of the recipe's name.
 
     Raises `ArtifactError` where both are gone, and `RecipeError` where the parent has another model than the recipe, or
     the branch would see data again that it does not ask for.
@@ -51,17 +51,17 @@ def find_lineage(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -
     branch = recipe.train.branch
     if branch is None:
         return NO_LINEAGE
-    own = list(_find_own(root, recipe, corpus))
     try:
         parent = open_parent(root, branch)
     except ArtifactError:
-        if not own:
-            raise
-        return own[-1]
-    begun = [each for each in own if each.parent and each.parent.content_digest != parent.manifest.content_digest]
-    if begun and len(begun) == len(own):
-        return begun[-1]  # the parent has written the step again since the branch began
-    return _descend(parent, recipe, corpus)
+        if begun := list(_find_own(root, recipe, corpus)):
+            return begun[-1]
+        raise
+    lineage = _descend(parent, recipe, corpus)
+    if checkpoint_steps(Address(root, "checkpoint", run_name(recipe, corpus, lineage.parent), "").collection):
+        return lineage
+    begun = list(_find_own(root, recipe, corpus))  # before the parent wrote the step again
+    return begun[-1] if begun else lineage
 
 
 def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
@@ -94,25 +94,14 @@ def require_same_vocabulary(
     [link] = parent.manifest.inputs
     if link.content_digest == corpus.manifest.content_digest:
         return
-    theirs = Recipe.model_validate(parent.manifest.recipe)
-    for place in (Address(root, "corpus", theirs.corpus.name, link.id).path, Path(link.path)):
-        try:
-            found = open_artifact(place, CorpusManifest)
-        except ArtifactError:
-            continue
-        if found.manifest.content_digest == link.content_digest:
-            before, now = (each.manifest.corpus.vocabulary.sha256 for each in (found, corpus))
-            if before != now:
-                raise RecipeError(
-                    f"{parent.path}: was trained with the vocabulary {before[:12]} of {place}, but {corpus.path} has "
-                    f"{now[:12]}: its ids mean other text to these weights. Tokenize the new text with "
-                    f'`[tokenizer] model = "{place / found.manifest.corpus.vocabulary.path}"`.'
-                )
-            return
-    raise ArtifactError(
-        f"{parent.path}: was trained on the corpus {theirs.corpus.name}/{link.id}, which is gone, so its vocabulary "
-        f"cannot be compared with that of {corpus.path}. Restore that corpus below {root / 'corpus'}."
-    )
+    found = find_trained_corpus(parent, root)
+    before, now = (each.manifest.corpus.vocabulary for each in (found, corpus))
+    if before.sha256 != now.sha256:
+        raise RecipeError(
+            f"{parent.path}: was trained with the vocabulary {before.sha256[:12]} of {found.path}, but {corpus.path} "
+            f"has {now.sha256[:12]}: its ids mean other text to these weights. Tokenize the new text with "
+            f'`[tokenizer] model = "{found.path / before.path}"`.'
+        )
 
 
 def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, lineage: Lineage) -> LossSpikes | None:
@@ -127,8 +116,7 @@ def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, li
     )
     if not is_same_batch:
         return None
-    changed = [each for each in changed_fields(parent.manifest.recipe, recipe, "checkpoint") if not _is_of_branch(each)]
-    return state.loss_spikes.model_copy(update={"rollbacks": 0}) if changed else state.loss_spikes
+    return state.loss_spikes.model_copy(update={"rollbacks": 0}) if _changes(parent, recipe) else state.loss_spikes
 
 
 def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lineage: Lineage) -> str:
@@ -136,20 +124,18 @@ def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]
     parent = lineage.parent
     assert parent
     assert recipe.train.branch
-    changed = [
-        change
-        for change in changed_fields(open_parent(root, recipe.train.branch).manifest.recipe, recipe, "checkpoint")
-        if not _is_of_branch(change)
-    ]
+    changes = list_problems(_changes(open_parent(root, recipe.train.branch), recipe), "fields that differ")
     first = _first_sample(lineage.ancestors, recipe, corpus)
     return (
         f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]}) and takes sample {first:,} of "
-        f"{corpus.manifest.name} next; {', '.join(list_problems(changed, 'fields that differ')) or 'no field differs'}"
+        f"{corpus.manifest.name} next; {', '.join(changes) or 'no field differs'}"
     )
 
 
-def _is_of_branch(change: str) -> bool:
-    return change.startswith("train.branch")
+def _changes(parent: Artifact[CheckpointManifest], recipe: Recipe) -> list[str]:
+    """Describe the fields in which a branch differs from its parent, besides `train.branch` itself."""
+    changed = changed_fields(parent.manifest.recipe, recipe, "checkpoint")
+    return [change for change in changed if not change.startswith("train.branch")]
 
 
 def _find_own(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Iterator[Lineage]:

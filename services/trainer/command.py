@@ -23,7 +23,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.brought_files import offer_file
-from services.common.process.command_line import RecipeParser, StageParser
+from services.common.process.command_line import RecipeParser
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe, explain_repetition, explain_schedule_end
@@ -36,7 +36,18 @@ from services.trainer.checkpoints.lookup import (
     verify_sizes,
     verify_state,
 )
-from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS, export
+from services.trainer.command_options import (
+    evaluate_parser,
+    export_parser,
+    import_parser,
+    inspect_parser,
+    plan_parser,
+    report_parser,
+    sample_parser,
+    summary_parser,
+    train_parser,
+)
+from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
@@ -45,11 +56,10 @@ from services.trainer.inspection.checkpoint_content import inspect
 from services.trainer.inspection.doctor import doctor, doctor_parser
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.report import read_state, write_report
-from services.trainer.inspection.run_plan import add_assumptions, describe_plan, describe_trace, read_assumptions
+from services.trainer.inspection.run_plan import describe_plan, describe_trace, read_assumptions
 from services.trainer.inspection.sample import TextGenerator, require_drawable
 from services.trainer.inspection.step_trace import trace_step
 from services.trainer.job import (
-    ALLOW_CHANGED_PROGRAM,
     ALLOW_COLD_COMPILE,
     Job,
     completed_step,
@@ -58,7 +68,7 @@ from services.trainer.job import (
     run_name,
 )
 from services.trainer.metrics.prometheus import serve_metrics
-from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
+from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.run_start import describe_start, explain_new_run
@@ -312,133 +322,6 @@ def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
     return None
 
 
-def _parser(command: str, description: str) -> RecipeParser:
-    parser = RecipeParser(f"trainer {command}", description)
-    parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
-    return parser
-
-
-def _train_parser() -> RecipeParser:
-    parser = StageParser("trainer", "Train the recipe's model to train.max_steps, from the newest checkpoint on.")
-    others = ", ".join([*(name for name in COMMANDS if name != "train"), RUNS])
-    parser.epilog = f"{parser.epilog}. Other commands, each with its own --help: {others}"
-    parser.add_launch()
-    parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
-    _add_cache(parser)
-    parser.add_argument(
-        ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
-    )
-    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve metrics for Prometheus; 0: any port")
-    parser.add_argument(
-        "--metrics-host", default="127.0.0.1", metavar="HOST", help="address of --metrics-port (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tracker",
-        action="append",
-        default=[],
-        choices=tuple(TRACKERS),
-        help="send metrics to an experiment tracker; may be repeated",
-    )
-    return parser
-
-
-def _plan_parser() -> RecipeParser:
-    parser = _parser("plan", "Estimate memory, time, cost and checkpoints of a run before it starts.")
-    parser.add_argument(
-        "--no-dry-run",
-        dest="dry_run",
-        action="store_false",
-        help="skip the step on tensors without memory, which takes half a minute for a large model",
-    )
-    add_assumptions(parser)
-    return parser
-
-
-def _summary_parser() -> RecipeParser:
-    return _parser("summary", "Print what the three stages made, and a sample of the model's writing.")
-
-
-def _report_parser() -> RecipeParser:
-    parser = _parser("report", "Write report.html with the run's curves into the run's folder.")
-    parser.add_argument("--sample", action="store_true", help="load the model and add a sample of its writing")
-    return parser
-
-
-def _sample_parser() -> RecipeParser:
-    parser = _parser("sample", "Let the newest checkpoint continue a prompt.")
-    parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
-    parser.add_argument("--tokens", type=int, default=200, help="most tokens to write (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
-    return parser
-
-
-def _evaluate_parser() -> RecipeParser:
-    parser = RecipeParser(
-        "trainer evaluate",
-        "Evaluate a checkpoint on a corpus's validation split. It writes nothing into a run, and may run beside one.",
-    )
-    parser.add_launch()
-    parser.add_argument(
-        "--corpus", type=Path, help="corpus to evaluate, of the same vocabulary (default: the newest of this recipe)"
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="step of the checkpoint (default: the newest of the recipe's run)")
-    which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint of any run of the recipe's model")
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="evaluate N targets of a fixed permutation (default: the whole split)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    _add_cache(parser)
-    return parser
-
-
-def _add_cache(parser: RecipeParser) -> None:
-    parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
-    parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile at the start if there is no cache")
-
-
-def _export_parser() -> RecipeParser:
-    parser = _parser("export", "Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
-    parser.add_argument(
-        "--average-last",
-        type=int,
-        default=1,
-        metavar="K",
-        help="write the mean of the weights of the last K checkpoints (default: %(default)s, the newest alone)",
-    )
-    parser.add_argument(ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export NaN and infinite weights as well")
-    formats = ("hugging-face", "nxd")
-    parser.add_argument("--format", choices=formats, default=formats[0], help="(default: %(default)s)")
-    nxd = parser.add_argument_group("options of --format nxd, equal to those of the run that loads the checkpoint")
-    nxd.add_argument("--tensor-parallel-size", type=int, metavar="N", help="number of ranks, one file for each")
-    nxd.add_argument("--kv-size-multiplier", type=int, metavar="N", help="copies of key-value heads (default: 1)")
-    nxd.add_argument("--qkv-linear", action="store_true", help="attention has a GQAQKVColumnParallelLinear")
-    nxd.add_argument("--fuse-qkv", action="store_true", help="attention has one matrix for queries, keys and values")
-    return parser
-
-
-def _import_parser() -> RecipeParser:
-    parser = _parser("import", "Begin a run with the weights of a Hugging Face folder or of an NxD checkpoint.")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        required=True,
-        help="Hugging Face folder of a Llama, or the folder of an NxD checkpoint's tag",
-    )
-    return parser
-
-
-def _inspect_parser() -> RecipeParser:
-    parser = _parser("inspect-checkpoint", "Print the metadata and the tensors of a checkpoint.")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
-    return parser
-
-
 @dataclass(frozen=True)
 class Command:
     """A command of the trainer, with its own options."""
@@ -447,15 +330,15 @@ class Command:
     make_parser: Callable[[], RecipeParser]
 
 
-COMMANDS = {
-    "train": Command(train, _train_parser),
-    "plan": Command(plan, _plan_parser),
+COMMANDS: dict[str, Command] = {
+    "train": Command(train, lambda: train_parser([*(name for name in COMMANDS if name != "train"), RUNS])),
+    "plan": Command(plan, plan_parser),
     "doctor": Command(doctor, doctor_parser),
-    "summary": Command(summary, _summary_parser),
-    "report": Command(report, _report_parser),
-    "sample": Command(print_sample, _sample_parser),
-    "evaluate": Command(evaluate, _evaluate_parser),
-    "export": Command(export_model, _export_parser),
-    "import": Command(import_model, _import_parser),
-    "inspect-checkpoint": Command(inspect_checkpoint, _inspect_parser),
+    "summary": Command(summary, summary_parser),
+    "report": Command(report, report_parser),
+    "sample": Command(print_sample, sample_parser),
+    "evaluate": Command(evaluate, evaluate_parser),
+    "export": Command(export_model, export_parser),
+    "import": Command(import_model, import_parser),
+    "inspect-checkpoint": Command(inspect_checkpoint, inspect_parser),
 }

@@ -11,7 +11,14 @@ from pydantic import ValidationError
 from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id, step_of
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, verify_files
-from services.common.artifacts.store import Artifact, identity_key, open_artifact, published_ids, require_in_place
+from services.common.artifacts.store import (
+    Address,
+    Artifact,
+    identity_key,
+    open_artifact,
+    published_ids,
+    require_in_place,
+)
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
 from services.common.input.problem_list import list_names, list_problems, shorten
 from services.common.program.llama import parameter_shapes
@@ -173,3 +180,23 @@ def choose_checkpoint(
 def newest_step(collection: Path) -> int | None:
     """Return the newest committed step without verifying its checkpoint; None if there is none."""
     return max(checkpoint_steps(collection), default=None)
+
+
+def find_trained_corpus(checkpoint: Artifact[CheckpointManifest], root: Path) -> Artifact[CorpusManifest]:
+    """Open the manifest of the corpus that a checkpoint was trained on: below `root`, or where it was then.
+
+    Raises `ArtifactError` where that corpus is gone or another one is in its place.
+    """
+    [link] = checkpoint.manifest.inputs
+    name = Recipe.model_validate(checkpoint.manifest.recipe).corpus.name
+    for place in (Address(root, "corpus", name, link.id).path, Path(link.path)):
+        try:
+            found = open_artifact(place, CorpusManifest)
+        except ArtifactError:
+            continue
+        if found.manifest.content_digest == link.content_digest:
+            return found
+    raise ArtifactError(
+        f"{checkpoint.path}: was trained on the corpus {name}/{link.id} ({link.path}), which is gone, so its "
+        f"vocabulary cannot be compared. Restore that corpus below {root / 'corpus'}; its manifest is enough."
+    )

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.corpus import CorpusManifest, Split
-from services.common.artifacts.store import Artifact, open_artifact
+from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.input.problem_list import list_problems
@@ -29,6 +29,7 @@ from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.trainer.agreement import require_same_program
 from services.trainer.checkpoints.loader import load_weights
+from services.trainer.checkpoints.lookup import find_trained_corpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
@@ -151,19 +152,13 @@ def require_same_vocabulary(
     [link] = checkpoint.manifest.inputs
     if link.content_digest == corpus.manifest.content_digest:
         return
-    places = [Path(link.path), root.joinpath(*Path(link.path).parts[-3:])]  # a root may have been moved
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        raise ArtifactError(
-            f"{checkpoint.path}: was trained on the corpus {link.path}, which is not there, so its vocabulary cannot "
-            f"be compared with that of {corpus.path}. Restore that corpus's folder; its manifest is enough."
-        )
-    theirs, ours = open_artifact(found, CorpusManifest).manifest.corpus.vocabulary, corpus.manifest.corpus.vocabulary
+    found = find_trained_corpus(checkpoint, root)
+    theirs, ours = (each.manifest.corpus.vocabulary for each in (found, corpus))
     if theirs.sha256 != ours.sha256:
         raise ArtifactError(
             f"{corpus.path}: its vocabulary has the sha256 {ours.sha256[:12]}, but {checkpoint.path} was trained with "
-            f"{theirs.sha256[:12]}, of {found}. Tokenize the text with that vocabulary (tokenizer.model = "
-            f'"{found / theirs.path}"), and pass the new corpus with --corpus.'
+            f"{theirs.sha256[:12]}, of {found.path}. Tokenize the text with that vocabulary (tokenizer.model = "
+            f'"{found.path / theirs.path}"), and pass the new corpus with --corpus.'
         )
 
 

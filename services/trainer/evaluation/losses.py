@@ -13,7 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.artifacts.corpus import CorpusPayload
-from services.common.artifacts.token_stream import TokenStream
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss) of a loss in nats per token; infinite where that exceeds a float."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,7 @@ class MeanLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that exceeds a float."""
-        return math.inf if self.loss > math.log(sys.float_info.max) else math.exp(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,11 @@ class Evaluation(MeanLoss):
 class LossTotals:
     """Sums of the losses of each document's targets. It has 48 bytes for each document of the split."""
 
-    def __init__(self, stream: TokenStream, corpus: CorpusPayload) -> None:
-        """`stream` is the validation split of the corpus. Raises `ArtifactError` as `document_begins` does."""
-        self._corpus, self._length, self._num_tokens = corpus, stream.sequence_length, stream.num_tokens
-        self._begins_D = stream.document_begins()
-        self._lasts_D = np.append(self._begins_D[1:], stream.num_tokens) - 1
+    def __init__(self, corpus: CorpusPayload, begins_D: npt.NDArray[np.int64]) -> None:
+        """`begins_D` are the positions in the validation split at which its documents begin."""
+        self._corpus, self._length = corpus, corpus.sequence_length
+        self._num_tokens, self._begins_D = corpus.splits["validation"].tokens, begins_D
+        self._lasts_D = np.append(begins_D[1:], self._num_tokens) - 1
         self._nats_D, self._text_nats_D = np.zeros(len(self._begins_D)), np.zeros(len(self._begins_D))
         self._targets_D, self._text_targets_D = (np.zeros(len(self._begins_D), dtype=np.int64) for _ in range(2))
 

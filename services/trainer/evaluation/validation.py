@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +43,18 @@ class Validation:
         """Whether there is nothing to evaluate: the split has no target, or 0 targets were asked for."""
         return len(self._samples) == 0
 
+    @cached_property
+    def _document_begins(self) -> npt.NDArray[np.int64]:
+        """See `TokenStream.document_begins`; they are read once, and not by a program that never evaluates."""
+        return self._stream.document_begins()
+
     def evaluate(self, program: Program, goes_on: Callable[[int], bool] = lambda num_rounds: True) -> Evaluation | None:
         """Evaluate the program's state. All workers call this together, and get the same numbers.
 
         `goes_on` is called after each round with the number of rounds so far. The evaluation ends without a result,
         None, where it returns False, which it does on all workers or on none. Raises `WorkersLost`.
         """
-        started, totals = time.perf_counter(), LossTotals(self._stream, self._corpus)
+        started, totals = time.perf_counter(), LossTotals(self._corpus, self._document_begins)
         waiting: tuple[npt.NDArray[np.int64], Tensor] | None = None
         for number, round_ in enumerate(self._rounds(program), 1):
             if waiting:  # while the device computes the next round

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from services.trainer.evaluation.losses import perplexity
 
 Record = Mapping[str, Any]
 
@@ -16,7 +17,7 @@ NUM_BATCHES = 10
 """Batches of consecutive steps into which these steps are divided to estimate the error of their mean."""
 
 
-class MeanLoss(NamedTuple):
+class MeanTrainingLoss(NamedTuple):
     """Mean training loss of the last steps that updated the weights, in nats per token."""
 
     loss: float
@@ -27,7 +28,7 @@ class MeanLoss(NamedTuple):
     num_steps: int
 
 
-def mean_training_loss(records: Sequence[Record]) -> MeanLoss | None:
+def mean_training_loss(records: Sequence[Record]) -> MeanTrainingLoss | None:
     """Return the mean loss of the last MEAN_STEPS steps that updated the weights; None if there is no such step.
 
     Steps that were skipped do not count. Where the run has fewer steps these are all, but for the first ones that fill
@@ -40,7 +41,7 @@ def mean_training_loss(records: Sequence[Record]) -> MeanLoss | None:
     num_batches = min(NUM_BATCHES, len(last))
     counted = last[len(last) % num_batches :]
     loss, error = mean_of_batches([record["loss"] for record in counted], num_batches)
-    return MeanLoss(loss, error, counted[0]["step"], counted[-1]["step"], len(counted))
+    return MeanTrainingLoss(loss, error, counted[0]["step"], counted[-1]["step"], len(counted))
 
 
 def mean_of_batches(values: Sequence[float], num_batches: int) -> tuple[float, float | None]:
@@ -55,11 +56,6 @@ def mean_of_batches(values: Sequence[float], num_batches: int) -> tuple[float, f
     means = [math.fsum(values[first : first + size]) / size for first in range(0, num_batches * size, size)]
     error = statistics.stdev(means) / math.sqrt(num_batches) if num_batches > 1 else None
     return math.fsum(means) / num_batches, error
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss) of a loss in nats per token; infinite where that exceeds a float."""
-    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 def compute_run_numbers(records: Sequence[Record], attempts: Sequence[Record]) -> dict[str, float]:

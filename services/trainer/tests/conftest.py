@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from services.common.artifacts.lease import Lease, hold_lease
+from services.common.launch.launcher import WorkerEnvironment
 from services.common.testing import fork_server
 from services.trainer.job import Job
+from services.trainer.loop import train
 from services.trainer.tests.builders import building_jobs
+from services.trainer.tests.evaluated import target_losses
 
 fork_server.preload("services.trainer.supervise", "services.trainer.tests.work")
 
@@ -43,6 +48,20 @@ def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
     folder = tmp_path_factory.mktemp("shared")
     with hold_lease(folder / "run.lock") as held, building_jobs(folder, held.lease) as build:
         yield build
+
+
+@pytest.fixture(scope="module")
+def evaluated_run(new_shared_job: Callable[..., Job]) -> Job:
+    """A run of three steps by one worker, which evaluates the whole split at the begin and at the end."""
+    job = new_shared_job(train__max_steps="3", train__evaluation_tokens="1000000")
+    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    return job
+
+
+@pytest.fixture(scope="module")
+def transformers_losses(evaluated_run: Job, tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
+    """Losses of all targets of `evaluated_run`'s validation split, by transformers."""
+    return target_losses(evaluated_run, tmp_path_factory.mktemp("exported") / "model")
 
 
 @pytest.fixture

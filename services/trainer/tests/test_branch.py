@@ -29,13 +29,6 @@ from services.trainer.tests.runs import flip_a_bit, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 KEEPING = {"checkpoint__keep_latest": "10"}
-SPIKY = {
-    "train__loss_spike_sigma": "6",
-    "train__loss_spike_window": "16",
-    "train__loss_spike_patience_steps": "3",
-    "train__loss_spike_rollback_steps": "4",
-    "checkpoint__interval_steps": "2",
-}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +161,7 @@ def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_o
 def test_batches_that_the_parent_left_out_stay_out(
     new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
 ) -> None:
-    spikes = {**SPIKY, "optimizer__weight_decay": "0.2"}  # a run of its own
+    spikes = {**work.SPIKY, "optimizer__weight_decay": "0.2"}  # a run of its own
     parent = new_shared_job(**KEEPING, **spikes)
     work.train_with_a_ruinous_batch(parent, ALONE)
     same, larger = branch_off(parent, 10, **spikes), branch_off(parent, 10, **spikes, batch__global_batch_size="16")
@@ -184,9 +177,9 @@ def test_batches_that_the_parent_left_out_stay_out(
 def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(
     new_shared_job: Callable[..., Job], branch_off: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent = new_shared_job(**KEEPING, **SPIKY, optimizer__weight_decay="0.3")
+    parent = new_shared_job(**KEEPING, **work.SPIKY, optimizer__weight_decay="0.3")
     train(parent, ALONE)
-    branch = branch_off(parent, 10, **SPIKY, optimizer__weight_decay="0.3", train__max_steps="24")
+    branch = branch_off(parent, 10, **work.SPIKY, optimizer__weight_decay="0.3", train__max_steps="24")
     train_step = Program.train_step
 
     def remove_and_step(program: Program, step: int, *arguments: Any) -> Any:

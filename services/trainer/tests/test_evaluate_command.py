@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.conversion.export import export
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.run import open_run
 from services.trainer.tests.builders import make_corpus, make_recipe
-from services.trainer.tests.evaluated import target_losses
 from services.trainer.tests.runs import call_trainer, checkpoints, flip_a_bit
 
 pytest.importorskip("transformers")  # in no image, so Pants leaves these tests out
@@ -29,20 +26,6 @@ pytest.importorskip("transformers")  # in no image, so Pants leaves these tests 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 WHOLE = ("--train.max_steps=3", "--train.evaluation_tokens=1000000")
 ONE = "--parallel.data_parallel_size=1"
-
-
-@pytest.fixture(scope="module")
-def trained(new_shared_job: Callable[..., Job]) -> Job:
-    """A run of three steps by one worker."""
-    job = new_shared_job(train__max_steps="3", train__evaluation_tokens="1000000")
-    train(job, ALONE)
-    return job
-
-
-@pytest.fixture(scope="module")
-def expected(trained: Job, tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
-    """Losses of all targets by transformers."""
-    return target_losses(trained, tmp_path_factory.mktemp("exported") / "model")
 
 
 def call(
@@ -66,72 +49,74 @@ def content(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_every_layout_of_workers_gives_the_loss_of_transformers(
-    capfd: pytest.CaptureFixture[str], trained: Job, expected: npt.NDArray[np.float64]
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:
     """Any number of workers gives the same bits, which are those of the run's own last evaluation."""
-    before = content(trained.root)
+    before = content(evaluated_run.root)
     one, two, four = (
-        evaluate(capfd, trained, f"--parallel.data_parallel_size={workers}")["loss"] for workers in (1, 2, 4)
+        evaluate(capfd, evaluated_run, f"--parallel.data_parallel_size={workers}")["loss"] for workers in (1, 2, 4)
     )
-    split = evaluate(capfd, trained, ONE, "--parallel.tensor_parallel_size=2")
+    split = evaluate(capfd, evaluated_run, ONE, "--parallel.tensor_parallel_size=2")
 
-    assert one == two == four == read_evaluations(trained.run_folder).lines[-1]["loss"]
-    assert one == pytest.approx(expected.mean(), abs=1e-5)
-    assert split["loss"] == pytest.approx(expected.mean(), abs=1e-5)
-    assert split["tokens"] == len(expected)
-    assert (split["run"], split["step"]) == (trained.run, 3)
-    assert content(trained.root) == before
+    assert one == two == four == read_evaluations(evaluated_run.run_folder).lines[-1]["loss"]
+    assert one == pytest.approx(transformers_losses.mean(), abs=1e-5)
+    assert split["loss"] == pytest.approx(transformers_losses.mean(), abs=1e-5)
+    assert split["tokens"] == len(transformers_losses)
+    assert (split["run"], split["step"]) == (evaluated_run.run, 3)
+    assert content(evaluated_run.root) == before
 
 
 def test_a_part_is_the_one_that_a_run_with_so_many_tokens_evaluates(
-    capfd: pytest.CaptureFixture[str], trained: Job
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job
 ) -> None:
-    record = evaluate(capfd, trained, ONE, "--tokens=160", "--step=3")
+    record = evaluate(capfd, evaluated_run, ONE, "--tokens=160", "--step=3")
     assert record["tokens"] == 160
-    assert record["loss"] != evaluate(capfd, trained, ONE)["loss"]
+    assert record["loss"] != evaluate(capfd, evaluated_run, ONE)["loss"]
 
 
 def test_another_text_is_evaluated_with_the_same_vocabulary_alone(
-    capfd: pytest.CaptureFixture[str], trained: Job, tmp_path: Path
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, tmp_path: Path
 ) -> None:
     recipe = make_recipe(tmp_path)
     same = make_corpus(tmp_path / "same", recipe, rows=10)
     other = make_corpus(tmp_path / "other", recipe, kind="tokenizer_json")
 
-    record = evaluate(capfd, trained, ONE, f"--corpus={same.path}")
+    record = evaluate(capfd, evaluated_run, ONE, f"--corpus={same.path}")
     assert record["corpus_path"] == str(same.path)
     assert record["tokens"] == 10 * 16 + 4
-    exit_code, output = call(capfd, trained, ONE, f"--corpus={other.path}")
+    exit_code, output = call(capfd, evaluated_run, ONE, f"--corpus={other.path}")
     assert exit_code == 3
-    for corpus in (trained.corpus, other):
+    for corpus in (evaluated_run.corpus, other):
         assert corpus.manifest.corpus.vocabulary.sha256[:12] in output
 
 
 def test_imported_weights_are_evaluated_before_a_step_by_the_command_and_by_the_run(
-    capfd: pytest.CaptureFixture[str], trained: Job, tmp_path: Path
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, tmp_path: Path
 ) -> None:
-    folder, root = export(open_run(trained.root, trained.run), tmp_path / "model"), tmp_path / "fsx"
-    shutil.copytree(trained.root / "corpus", root / "corpus")
-    _, printed = call(capfd, trained, f"--from={folder}", root=root, command="import")
+    folder, root = export(open_run(evaluated_run.root, evaluated_run.run), tmp_path / "model"), tmp_path / "fsx"
+    shutil.copytree(evaluated_run.root / "corpus", root / "corpus")
+    _, printed = call(capfd, evaluated_run, f"--from={folder}", root=root, command="import")
     found = re.search(r'initial_weights = "([0-9a-f]{64})"', printed)
     assert found, printed
     named = f"--train.initial_weights={found[1]}"
-    assert call(capfd, trained, f"--from={folder}", named, root=root, command="import")[0] == 0
+    assert call(capfd, evaluated_run, f"--from={folder}", named, root=root, command="import")[0] == 0
 
-    loss = evaluate(capfd, trained, ONE, named, root=root)["loss"]
-    assert loss == read_evaluations(trained.run_folder).lines[-1]["loss"]
-    assert call(capfd, trained, ONE, named, root=root, command="train")[0] == 0
+    loss = evaluate(capfd, evaluated_run, ONE, named, root=root)["loss"]
+    assert loss == read_evaluations(evaluated_run.run_folder).lines[-1]["loss"]
+    assert call(capfd, evaluated_run, ONE, named, root=root, command="train")[0] == 0
     (run_folder,) = root.glob("run/*/")
     first = read_evaluations(run_folder).lines[0]
     assert (first["step"], first["loss"]) == (0, loss)
 
 
-def test_a_damaged_checkpoint_is_not_evaluated(capfd: pytest.CaptureFixture[str], trained: Job, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_evaluated(
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, tmp_path: Path
+) -> None:
     copy = tmp_path / "step-00000003"
-    shutil.copytree(checkpoints(trained.root)["step-00000003"], copy)
+    shutil.copytree(checkpoints(evaluated_run.root)["step-00000003"], copy)
     flip_a_bit(copy / shard_name(0))
 
-    exit_code, output = call(capfd, trained, ONE, f"--checkpoint={copy}")
+    exit_code, output = call(capfd, evaluated_run, ONE, f"--checkpoint={copy}")
     assert exit_code == 3
     assert str(copy) in output
     assert shard_name(0) in output
@@ -148,16 +133,16 @@ def test_a_damaged_checkpoint_is_not_evaluated(capfd: pytest.CaptureFixture[str]
     ],
 )
 def test_a_wrong_request_is_refused(
-    capfd: pytest.CaptureFixture[str], trained: Job, options: tuple[str, ...], code: int, named: str
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, options: tuple[str, ...], code: int, named: str
 ) -> None:
-    checkpoint = checkpoints(trained.root)["step-00000003"]
-    exit_code, output = call(capfd, trained, *(option.format(checkpoint=checkpoint) for option in options))
+    checkpoint = checkpoints(evaluated_run.root)["step-00000003"]
+    exit_code, output = call(capfd, evaluated_run, *(option.format(checkpoint=checkpoint) for option in options))
     assert (exit_code, named in output) == (code, True), output
 
 
-def test_a_person_gets_a_table(capfd: pytest.CaptureFixture[str], trained: Job) -> None:
-    exit_code, output = call(capfd, trained, ONE)
+def test_a_person_gets_a_table(capfd: pytest.CaptureFixture[str], evaluated_run: Job) -> None:
+    exit_code, output = call(capfd, evaluated_run, ONE)
     assert exit_code == 0
-    last = read_evaluations(trained.run_folder).lines[-1]
+    last = read_evaluations(evaluated_run.run_folder).lines[-1]
     for name in ("loss", "standard_error", "bits_per_byte"):
         assert f"{last[name]:.4f}" in output

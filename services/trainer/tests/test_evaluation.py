@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from services.trainer.evaluation.losses import estimate_standard_error
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.tests.builders import make_corpus, make_program, make_recipe
 from services.trainer.tests.evaluated import documents_of, evaluate_here, read_split, target_losses
 
@@ -33,74 +31,68 @@ TOKENS = 80 * 16 + 5
 """Tokens of the validation split, the last 5 of them in its tail."""
 
 
-@pytest.fixture(scope="module")
-def trained(new_shared_job: Callable[..., Job]) -> Job:
-    """A run of three steps that evaluates the whole split at the begin and at the end."""
-    job = new_shared_job(train__max_steps="3", train__evaluation_tokens="1000000")
-    train(job, ALONE)
-    return job
-
-
-@pytest.fixture(scope="module")
-def expected(trained: Job, tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
-    """Losses of all targets by transformers."""
-    return target_losses(trained, tmp_path_factory.mktemp("exported") / "model")
-
-
 def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_step(
-    trained: Job, expected: npt.NDArray[np.float64]
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:
-    first, last = read_evaluations(trained.run_folder).lines
+    first, last = read_evaluations(evaluated_run.run_folder).lines
 
     assert (first["step"], last["step"]) == (0, 3)
-    assert last["tokens"] == len(expected) == TOKENS - 1
-    assert last["loss"] == pytest.approx(expected.mean(), abs=1e-5)
-    assert last["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-5)
-    assert last["corpus"] == trained.corpus.manifest.id
-    untrained = Validation(trained.recipe, trained.corpus, None).evaluate(make_program(trained.recipe))
+    assert last["tokens"] == len(transformers_losses) == TOKENS - 1
+    assert last["loss"] == pytest.approx(transformers_losses.mean(), abs=1e-5)
+    assert last["perplexity"] == pytest.approx(math.exp(transformers_losses.mean()), rel=1e-5)
+    assert last["corpus"] == evaluated_run.corpus.manifest.id
+    untrained = Validation(evaluated_run.recipe, evaluated_run.corpus, None).evaluate(
+        make_program(evaluated_run.recipe)
+    )
     assert untrained
     assert first["loss"] == untrained.loss > last["loss"] + 0.01
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 16])
 def test_the_loss_does_not_depend_on_the_micro_batch(
-    trained: Job, expected: npt.NDArray[np.float64], micro_batch_size: int
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64], micro_batch_size: int
 ) -> None:
     global_batch_size = str(2 * micro_batch_size)
     found = evaluate_here(
-        trained, batch__micro_batch_size=str(micro_batch_size), batch__global_batch_size=global_batch_size
+        evaluated_run, batch__micro_batch_size=str(micro_batch_size), batch__global_batch_size=global_batch_size
     )
 
-    assert found.loss == pytest.approx(expected.mean(), abs=1e-5)
+    assert found.loss == pytest.approx(transformers_losses.mean(), abs=1e-5)
     assert found.tokens == TOKENS - 1
 
 
-def test_attention_stays_within_documents_where_the_recipe_says_so(trained: Job, tmp_path: Path) -> None:
-    expected = target_losses(trained, tmp_path / "model", within_documents=True)
-    found = evaluate_here(trained, train__attention_mask="block_causal")
+def test_attention_stays_within_documents_where_the_recipe_says_so(evaluated_run: Job, tmp_path: Path) -> None:
+    expected = target_losses(evaluated_run, tmp_path / "model", within_documents=True)
+    found = evaluate_here(evaluated_run, train__attention_mask="block_causal")
 
     assert found.loss == pytest.approx(expected.mean(), abs=1e-5)
 
 
-def test_bits_per_byte_are_those_of_the_text_s_tokens(trained: Job, expected: npt.NDArray[np.float64]) -> None:
+def test_bits_per_byte_are_those_of_the_text_s_tokens(
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
+) -> None:
     """BOS, the first token of a document, and EOS, its last one, do not count, as in lm-evaluation-harness."""
-    _, begins = read_split(trained.corpus.path)
+    _, begins = read_split(evaluated_run.corpus.path)
     text = [position - 1 for document in documents_of(begins, TOKENS) for position in document[1:-1]]
-    counts = trained.corpus.manifest.corpus.splits["validation"]
+    counts = evaluated_run.corpus.manifest.corpus.splits["validation"]
 
     assert len(text) == counts.document_tokens
-    bits = expected[text].sum() / math.log(2)
-    assert evaluate_here(trained).bits_per_byte == pytest.approx(bits / counts.text_bytes, rel=1e-6)
+    bits = transformers_losses[text].sum() / math.log(2)
+    assert evaluate_here(evaluated_run).bits_per_byte == pytest.approx(bits / counts.text_bytes, rel=1e-6)
 
 
-def test_the_standard_error_takes_documents_as_clusters(trained: Job, expected: npt.NDArray[np.float64]) -> None:
-    _, begins = read_split(trained.corpus.path)
-    losses = [expected[[position - 1 for position in each if position]] for each in documents_of(begins, TOKENS)]
+def test_the_standard_error_takes_documents_as_clusters(
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
+) -> None:
+    _, begins = read_split(evaluated_run.corpus.path)
+    losses = [
+        transformers_losses[[position - 1 for position in each if position]] for each in documents_of(begins, TOKENS)
+    ]
     nats, targets = np.array([each.sum() for each in losses]), np.array([len(each) for each in losses])
 
-    residuals = nats - expected.mean() * targets
+    residuals = nats - transformers_losses.mean() * targets
     error = math.sqrt(len(nats) / (len(nats) - 1) * (residuals**2).sum()) / targets.sum()
-    found = evaluate_here(trained)
+    found = evaluate_here(evaluated_run)
     assert found.standard_error == pytest.approx(error, rel=1e-5)
     assert found.documents == len(nats)
 
@@ -112,10 +104,12 @@ def test_documents_of_one_size_give_the_standard_error_of_their_means() -> None:
     assert estimate_standard_error(nats_D[:1], sizes_D[:1]) is None
 
 
-def test_a_source_has_the_mean_of_its_own_documents(trained: Job, expected: npt.NDArray[np.float64]) -> None:
+def test_a_source_has_the_mean_of_its_own_documents(
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
+) -> None:
     """Three sources, two of them with one uri, and the last one without validation documents."""
-    _, begins = read_split(trained.corpus.path)
-    payload, border = trained.corpus.manifest.corpus, begins[20]
+    _, begins = read_split(evaluated_run.corpus.path)
+    payload, border = evaluated_run.corpus.manifest.corpus, begins[20]
     sources = tuple(
         SourceCounts(
             uri=uri,
@@ -133,25 +127,25 @@ def test_a_source_has_the_mean_of_its_own_documents(trained: Job, expected: npt.
         )
     )
     changed = payload.model_copy(update={"sources": sources})
-    manifest = trained.corpus.manifest.model_copy(update={"corpus": changed})
-    found = evaluate_here(trained, replace(trained.corpus, manifest=manifest)).sources
+    manifest = evaluated_run.corpus.manifest.model_copy(update={"corpus": changed})
+    found = evaluate_here(evaluated_run, replace(evaluated_run.corpus, manifest=manifest)).sources
 
     assert list(found) == ["a (1)", "b"]
     assert (found["a (1)"].tokens, found["b"].tokens) == (border - 1, TOKENS - border)
-    assert found["a (1)"].loss == pytest.approx(expected[: border - 1].mean(), abs=1e-5)
-    assert found["b"].loss == pytest.approx(expected[border - 1 :].mean(), abs=1e-5)
+    assert found["a (1)"].loss == pytest.approx(transformers_losses[: border - 1].mean(), abs=1e-5)
+    assert found["b"].loss == pytest.approx(transformers_losses[border - 1 :].mean(), abs=1e-5)
 
 
 def test_a_bounded_evaluation_takes_the_same_rows_from_all_of_the_split(
-    trained: Job, expected: npt.NDArray[np.float64]
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:
-    payload = trained.corpus.manifest.corpus
-    stream = TokenStream(trained.corpus.path, payload, "validation")
+    payload = evaluated_run.corpus.manifest.corpus
+    stream = TokenStream(evaluated_run.corpus.path, payload, "validation")
     samples = choose_samples(stream, 10 * 16 - 3)  # rounded up to 10 rows of 16 targets
-    rows = np.concatenate([expected[sample * 16 : sample * 16 + 16] for sample in samples])
+    rows = np.concatenate([transformers_losses[sample * 16 : sample * 16 + 16] for sample in samples])
 
     found = [
-        evaluate_here(trained, tokens=10 * 16 - 3, batch__micro_batch_size=size, batch__global_batch_size="8")
+        evaluate_here(evaluated_run, tokens=10 * 16 - 3, batch__micro_batch_size=size, batch__global_batch_size="8")
         for size in ("2", "4")
     ]
     assert samples[0] < 20 < 60 < samples[-1]
@@ -188,8 +182,8 @@ def test_a_split_without_documents_has_nothing_to_evaluate(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "line", [b"{}", b"[]", b"\xff", b'{"step": 0}', b'{"step": -1', b'{"step": 0, "loss": "low", "sources": []}']
 )
-def test_a_bad_record_is_passed_over_and_counted(trained: Job, tmp_path: Path, line: bytes) -> None:
-    content = (trained.run_folder / EVALUATIONS_FILE).read_bytes()
+def test_a_bad_record_is_passed_over_and_counted(evaluated_run: Job, tmp_path: Path, line: bytes) -> None:
+    content = (evaluated_run.run_folder / EVALUATIONS_FILE).read_bytes()
     (tmp_path / EVALUATIONS_FILE).write_bytes(content + line + b"\n" + content)
 
     found = read_evaluations(tmp_path)
@@ -197,10 +191,10 @@ def test_a_bad_record_is_passed_over_and_counted(trained: Job, tmp_path: Path, l
     assert found.unreadable == 1
 
 
-def test_records_are_json_that_another_program_reads(trained: Job) -> None:
-    lines = [json.loads(line) for line in (trained.run_folder / "evaluations.jsonl").read_text().splitlines()]
+def test_records_are_json_that_another_program_reads(evaluated_run: Job) -> None:
+    lines = [json.loads(line) for line in (evaluated_run.run_folder / "evaluations.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 3]
-    metrics = [json.loads(line) for line in (trained.run_folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (evaluated_run.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [("validation_loss" in each, each["step"]) for each in metrics] == [(False, 1), (False, 2), (True, 3)]
     assert metrics[-1]["validation_loss"] == lines[-1]["loss"]
     assert metrics[-1]["validation_tokens"] == TOKENS - 1

@@ -29,13 +29,6 @@ from services.trainer.tests.runs import checkpoints, state_hash
 
 Numbers = npt.NDArray[np.float64]
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
-SPIKY = {
-    "train__loss_spike_sigma": "6",
-    "train__loss_spike_window": "16",
-    "train__loss_spike_patience_steps": "3",
-    "train__loss_spike_rollback_steps": "4",
-    "checkpoint__interval_steps": "2",
-}
 # The weights are ruined after step 12, so that the losses of steps 13 to 15 are high: see `work.RUINOUS_BATCH`.
 FIRST_STEP, LAST_STEP, BEGIN = 13, 15, 8
 SKIPPED = BatchRange(first=8, last=14)
@@ -71,7 +64,7 @@ def newest(job: Job) -> LossSpikes:
 def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_without_them(
     new_job: Callable[..., Job], spared: Job
 ) -> None:
-    job = new_job(**SPIKY)
+    job = new_job(**work.SPIKY)
     work.train_with_a_ruinous_batch(job, ALONE)
 
     spike, rollback = read_events(job.run_folder)
@@ -94,16 +87,16 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
 def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back(
     new_job: Callable[..., Job], spared: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = new_job("two", **SPIKY, parallel__data_parallel_size="2")
+    two = new_job("two", **work.SPIKY, parallel__data_parallel_size="2")
     inline.run_workers(work.train_with_a_ruinous_batch, two, WorkerGroupSpec(2, 1, 2, two.run_folder))
-    rare = new_job("rare", **SPIKY | {"checkpoint__interval_steps": "20"})
+    rare = new_job("rare", **work.SPIKY | {"checkpoint__interval_steps": "20"})
     work.train_with_a_ruinous_batch(rare, ALONE)
     assert read_events(rare.run_folder)[1]["to_step"] == 0  # the initial weights
-    stopped = [new_job("stopped", **SPIKY, train__max_steps=steps) for steps in ("7", "14", "20")]
+    stopped = [new_job("stopped", **work.SPIKY, train__max_steps=steps) for steps in ("7", "14", "20")]
     for job in stopped:
         work.train_with_a_ruinous_batch(job, ALONE)
     assert kinds(stopped[0]) == ["loss_deviates_at_end", "loss_spike", "rollback"]
-    killed = new_job("killed", **SPIKY)
+    killed = new_job("killed", **work.SPIKY)
     for kill in (kill_in_the_removal, kill_after_the_rollback):
         with monkeypatch.context() as patch:
             kill(patch)
@@ -144,7 +137,7 @@ def kill_after_the_rollback(patch: pytest.MonkeyPatch) -> None:
 def test_a_transient_that_heals_is_left_alone(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, spared: Job
 ) -> None:
-    job, plain = new_job("transient", **SPIKY), new_job("plain")
+    job, plain = new_job("transient", **work.SPIKY), new_job("plain")
     work.raise_losses(monkeypatch, 11, 12)
     for each in (job, plain):
         train(each, ALONE)
@@ -158,7 +151,7 @@ def test_a_transient_that_heals_is_left_alone(
 def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = new_job(**SPIKY, train__loss_spike_max_rollbacks="1")
+    job = new_job(**work.SPIKY, train__loss_spike_max_rollbacks="1")
     work.ruin_weights(monkeypatch, work.RUINOUS_BATCH, 15)
     train(job, ALONE)
 
@@ -173,7 +166,7 @@ def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"train__loss_spike_patience_steps": "5", "train__max_consecutive_skipped_steps": "2"}
-    job, rewind = new_job(**SPIKY | settings), Training.rewind
+    job, rewind = new_job(**work.SPIKY | settings), Training.rewind
 
     def end_of_poison(training: Training, spike: Any) -> None:
         monkeypatch.undo()
@@ -191,7 +184,7 @@ def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
 def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: Callable[..., Job]) -> None:
     job = new_job(train__max_steps="6")
     train(job, ALONE)
-    watched = new_job(**SPIKY)
+    watched = new_job(**work.SPIKY)
     assert watched.run == job.run
     work.train_with_a_ruinous_batch(watched, ALONE)
 
@@ -207,9 +200,9 @@ def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: Callab
 
 
 def test_a_rollback_without_an_old_checkpoint_goes_to_the_oldest_and_skips_less(new_job: Callable[..., Job]) -> None:
-    job = new_job(**SPIKY | {"train__loss_spike_rollback_steps": "1"}, train__max_steps="14")
+    job = new_job(**work.SPIKY | {"train__loss_spike_rollback_steps": "1"}, train__max_steps="14")
     work.train_with_a_ruinous_batch(job, ALONE)
-    work.train_with_a_ruinous_batch(new_job(**SPIKY | {"train__loss_spike_rollback_steps": "7"}), ALONE)
+    work.train_with_a_ruinous_batch(new_job(**work.SPIKY | {"train__loss_spike_rollback_steps": "7"}), ALONE)
 
     rollback = read_events(job.run_folder)[-1]
     assert (rollback["event"], rollback["to_step"], rollback["wanted_step"]) == ("rollback", 6, 5)
@@ -217,7 +210,7 @@ def test_a_rollback_without_an_old_checkpoint_goes_to_the_oldest_and_skips_less(
 
 
 def test_batches_after_skipped_ranges_move(new_job: Callable[..., Job]) -> None:
-    detector = SpikeDetector(new_job(**SPIKY).recipe)
+    detector = SpikeDetector(new_job(**work.SPIKY).recipe)
     skipped = (BatchRange(first=2, last=3), BatchRange(first=5, last=5))
     detector.go_back(LossSpikes(skipped_batches=skipped))
     assert [detector.batch_of(step) for step in range(5)] == [0, 1, 4, 6, 7]
@@ -227,7 +220,7 @@ def test_batches_after_skipped_ranges_move(new_job: Callable[..., Job]) -> None:
 
 
 def test_the_checkpoints_of_a_rollback_are_few_and_always_there(new_job: Callable[..., Job]) -> None:
-    recipe, kept = new_job(**SPIKY | {"checkpoint__interval_steps": "1"}).recipe, set[int]()
+    recipe, kept = new_job(**work.SPIKY | {"checkpoint__interval_steps": "1"}).recipe, set[int]()
     train_settings = recipe.train
     for step in range(1, 500):
         kept = retention.rollback_checkpoints([*kept, step], train_settings) | {step}

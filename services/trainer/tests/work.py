@@ -186,6 +186,14 @@ class _ListeningStream:
         return self._stream.read(samples)
 
 
+SPIKY = {
+    "train__loss_spike_sigma": "6",
+    "train__loss_spike_window": "16",
+    "train__loss_spike_patience_steps": "3",
+    "train__loss_spike_rollback_steps": "4",
+    "checkpoint__interval_steps": "2",
+}
+"""Overrides with which a run of 20 steps finds a loss spike and goes back."""
 RUINOUS_BATCH = 11
 
 

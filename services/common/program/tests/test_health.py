@@ -102,7 +102,7 @@ def measure_in_plain_torch(recipe: Recipe) -> dict[str, float | dict[str, float]
 def test_the_numbers_are_those_of_a_whole_model_in_plain_torch(
     folder: Path, alone: dict[str, HealthNumbers], together: list[dict[str, HealthNumbers]], model: str
 ) -> None:
-    """With one key-value head, two tensor-parallel workers hold copies of it, which count once."""
+    """Two tensor-parallel workers of a model with one key-value head both hold its weights, which count once."""
     expected = measure_in_plain_torch(make_recipe(folder, **work.HEALTH_MODELS[model]))
     layouts = [alone[model], *(results[f"{model}, {layout}"] for results in together for layout in work.HEALTH_LAYOUTS)]
     for found in layouts:
