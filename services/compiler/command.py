@@ -11,6 +11,7 @@ from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import publish_once
 from services.common.hardware.image_platform import require_backend
 from services.common.process.command_line import StageParser
+from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
@@ -23,6 +24,12 @@ def main(argv: list[str]) -> int:
     configure_logging("compiler")
     if argv[:1] == ["plan"]:
         return plan(argv[1:])
+    return make_cache(argv)
+
+
+@reporting_progress("compiler")
+def make_cache(argv: list[str]) -> int:
+    """Run the stage: make the recipe's compile cache, or find it published."""
     parser = StageParser("compiler", "Compile all graphs of a recipe's program, and publish them as a compile cache.")
     parser.add_launch()
     parser.epilog = f"{parser.epilog}. `{parser.prog} plan --help` shows how to estimate the time and price on Neuron."
@@ -43,6 +50,7 @@ def main(argv: list[str]) -> int:
         recipe,
         lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch),
     )
+    report_published(cache.path, is_new)
     payload = cache.manifest.compile_cache
     print(f"{'published' if is_new else 'already published'}: {cache.path}")
     print(

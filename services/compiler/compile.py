@@ -26,7 +26,7 @@ from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.launch.launcher import choose_launcher
 from services.common.process.private_folder import new_name, private_folder
-from services.common.process.telemetry import show_progress
+from services.common.process.progress import show_progress
 from services.common.program.backends.choice import choose_backend
 from services.common.recipe.schema import Recipe, fingerprint
 from services.compiler import neuron_cache

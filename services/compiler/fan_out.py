@@ -12,7 +12,7 @@ from pathlib import Path
 from services.common.errors import DeviceError, WorkersLost
 from services.common.hardware.instance_types import GIB
 from services.common.launch.launcher import Launcher, LostTask, TaskDemand
-from services.common.process.telemetry import show_progress
+from services.common.process.progress import show_progress
 from services.common.recipe.schema import Compile
 from services.compiler.modules import Module
 from services.compiler.neuronx_cc import CompiledModule, CompileResult, CompileTask, compile_module, find_compiled

@@ -15,7 +15,7 @@ from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.launch.launcher import Launcher
 from services.common.process.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
-from services.common.process.telemetry import show_progress
+from services.common.process.progress import show_progress
 from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask, encode_partition

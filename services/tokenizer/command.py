@@ -18,6 +18,7 @@ from services.common.artifacts.store import Address, Artifact, publish_once
 from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
 from services.common.process.command_line import StageParser
+from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.derived import describe
 from services.tokenizer.build import build_corpus
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
     return make_corpus(argv)
 
 
+@reporting_progress("tokenizer")
 def make_corpus(argv: list[str]) -> int:
     """Run the stage: make the recipe's corpus, or find it published."""
     start = time.perf_counter()
@@ -63,6 +65,7 @@ def make_corpus(argv: list[str]) -> int:
         recipe,
         lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer),
     )
+    report_published(corpus.path, is_new)
     print(summarize(corpus, is_new, time.perf_counter() - start))
     return 0
 

@@ -26,7 +26,7 @@ from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
 from services.common.input.files import read_file
 from services.common.launch.launcher import Launcher
-from services.common.process.telemetry import show_progress
+from services.common.process.progress import show_progress
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask
 from services.tokenizer.encoding.encoder import token_dtype

@@ -24,6 +24,7 @@ from services.common.errors import ArtifactError, MillraceError, RecipeError, na
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.brought_files import offer_file
 from services.common.process.command_line import RecipeParser
+from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe, explain_repetition, explain_schedule_end
@@ -91,6 +92,7 @@ def main(argv: list[str], recipe: Recipe | None = None) -> int:
     return command.run(arguments, recipe)
 
 
+@reporting_progress("trainer")
 def train(arguments: Namespace, recipe: Recipe) -> int:
     """Train to the recipe's max_steps, continuing from the newest checkpoint."""
     if arguments.dry_run:
@@ -127,6 +129,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             # They differ if the command was killed between the last commit and the report.
             if read_state(job.run_folder) != describe_state(checkpoint):
                 report_training(job, arguments.recipe)
+            report_published(job.checkpoint_collection, is_new=False)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
         for problem in (explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.manifest.corpus)):
@@ -140,6 +143,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         ):
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
+    report_published(job.checkpoint_collection, is_new=True)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
     return 0
 

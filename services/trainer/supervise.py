@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.process.progress import Progress, show_progress
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
-from services.common.process.telemetry import Progress, show_progress
 from services.trainer.checkpoints.lookup import newest_step
 from services.trainer.job import Job
 from services.trainer.loop import train

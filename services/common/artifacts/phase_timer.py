@@ -1,4 +1,4 @@
-"""Times the phases of a stage for its manifest."""
+"""Times the phases of a stage for its manifest, and reports them as its progress."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from services.common.artifacts.manifest import Phase
+from services.common.process.progress_record import report_phase
 
 
 class PhaseTimer:
@@ -19,5 +20,6 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started_at, start = datetime.now(UTC), time.perf_counter()
-        yield
+        with report_phase(name):
+            yield
         self.phases.append(Phase(name=name, started_at=started_at, seconds=round(time.perf_counter() - start, 3)))

@@ -29,7 +29,7 @@ from services.common.errors import ArtifactError, DeviceError, StorageError, Try
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import LostTask, choose_launcher
 from services.common.process.command_line import RecipeParser
-from services.common.process.telemetry import show_progress
+from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.branch import find_lineage, open_parent, require_same_vocabulary

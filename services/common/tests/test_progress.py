@@ -1,0 +1,227 @@
+"""Programs show and report their progress: lines, bars, hangs, and records for other programs."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.process import progress as progress_display
+from services.common.process.progress import show_progress
+from services.common.process.progress_record import (
+    ALREADY_PUBLISHED,
+    PROGRESS_FILE_VARIABLE,
+    STARTING,
+    ProgressRecord,
+    current_progress,
+    read_progress,
+    report_published,
+    reporting_progress,
+)
+
+
+def test_without_a_terminal_progress_is_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_display, "PLAIN_PROGRESS_SECONDS", 0.0)
+    with show_progress("encode", 2_000, "bytes") as progress:
+        progress.advance_to(500)
+        progress.advance_to(1_000, "half")
+        progress.advance_to(2_000)
+
+    assert (
+        capsys.readouterr().err
+        == "encode: 500/2,000 bytes\nencode: 1,000/2,000 bytes, half, 0 s left\nencode: 2,000/2,000 bytes\n"
+    )
+
+
+def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate excludes the two minutes of a restart, and the steps that are done twice."""
+    now = 0.0
+    monkeypatch.setattr(progress_display, "PLAIN_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 1_000, "steps") as progress:
+        progress.advance_to(500)
+        now = 5.0
+        progress.advance_to(510)
+        progress.start_again()
+        now = 10.0
+        progress.advance_to(510)  # the last step of the lost attempt is seen until the new one has taken its first
+        now = 125.0
+        progress.advance_to(501)
+        now = 130.0
+        progress.advance_to(511)
+        progress.start_again()
+        progress.advance_to(511)
+        now = 250.0
+        progress.advance_to(512)  # none was lost: it goes on where it stopped
+        now = 255.0
+        progress.advance_to(522)
+
+    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
+    none = "training: {}/1,000 steps".format
+    assert said == [
+        none(500),
+        "245 s left",
+        none(510),
+        none(501),
+        "244 s left",
+        none(511),
+        none(512),
+        "239 s left",
+    ]
+
+
+def test_a_hang_is_said_as_such_and_is_no_part_of_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of a second each, a hang of an hour, and the same steps again."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 1_000, "steps") as progress:
+        for _ in range(50):
+            progress.wait()
+            now += 1.0
+        for second in range(100):
+            progress.advance_to(second + 1)
+            now += 1.0
+        for _ in range(3_600):
+            progress.advance_to(100)  # the last record that the run's metrics have
+            now += 1.0
+        for second in range(60):
+            progress.advance_to(second + 101)
+            now += 1.0
+
+    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
+    left = [int(text.removesuffix(" s left").replace(",", "")) for text in said if text.endswith(" s left")]
+    assert left == sorted(left, reverse=True)
+    assert (max(left), min(left)) == (989, 840)
+    hung = [text for text in said if text.startswith("no steps for ")]
+    assert (hung[0], hung[-1], len(hung)) == ("no steps for 61 s", "no steps for 3,541 s", 59)
+
+
+def test_a_terminal_s_bar_says_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=200)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    monkeypatch.setattr(progress_display, "NO_PROGRESS_SECONDS", 0.0)
+    with show_progress("training", 100, "steps") as progress:
+        progress.advance_to(1)
+
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"1/100 steps.* no steps for 0 s", console.file.getvalue())
+
+
+def test_slow_pieces_are_no_hang_before_several_of_them_would_have_been_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 100, "steps") as progress:
+        for second in range(3_000):
+            progress.advance_to(second // 100)
+            now += 1.0
+        for _ in range(600):
+            progress.advance_to(29)
+            now += 1.0
+
+    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
+    hung = [text for text in said if text.startswith("no steps for ")]
+    assert hung[:2] == ["no steps for 60 s", "no steps for 500 s"]  # of the first one nobody knows how long it takes
+    assert "7,100 s left" in said
+
+
+def test_a_start_that_hangs_is_said_before_its_first_piece(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 100, "steps") as progress:
+        for _ in range(125):
+            progress.wait()
+            now += 1.0
+
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "training: 0/100 steps, no steps for 60 s",
+        "training: 0/100 steps, no steps for 120 s",
+    ]
+
+
+def test_frequent_progress_is_one_line_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_display, "PLAIN_PROGRESS_SECONDS", 1e9)
+    with show_progress("encode", 100, "bytes") as progress:
+        for done in range(101):
+            progress.advance_to(done)
+
+    assert capsys.readouterr().err == "encode: 100/100 bytes\n"
+
+
+def test_another_program_reads_a_stage_s_progress_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = tmp_path / "progress.json", 0.0
+    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(path))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def read() -> ProgressRecord:
+        record = read_progress(path)
+        assert record
+        assert record.stage == "tokenizer"
+        assert record.time > 1e9
+        return record
+
+    assert read_progress(path) is None
+    with reporting_progress("tokenizer"):
+        assert read().phase == STARTING
+        with PhaseTimer().phase("encode"):
+            assert read().phase == "encode"
+            with show_progress("encode documents", 1_000, "bytes") as progress:
+                progress.advance_to(200)
+                now = 10.0
+                progress.advance_to(400, "2 files")
+                measured = read()
+        assert read().phase == STARTING
+        report_published(tmp_path / "corpus", is_new=False)
+    assert (measured.phase, measured.done, measured.total, measured.unit) == ("encode documents", 400, 1_000, "bytes")
+    assert (measured.per_second, measured.seconds_left, measured.note) == (20, 30, "2 files")
+    assert (read().phase, read().note) == (ALREADY_PUBLISHED, str(tmp_path / "corpus"))
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+
+
+def test_a_progress_file_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, now = tmp_path / "progress.json", 0.0
+    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(path))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    versions = set()
+    with reporting_progress("trainer"), show_progress("training", 1_000, "steps") as progress:
+        for step in range(1_000):
+            now += 0.01
+            progress.advance_to(step)
+            versions.add(path.stat().st_ino)
+            current = current_progress()
+            assert current
+            assert current.done == step
+    assert 2 <= len(versions) <= 11
+    assert current_progress() is None
+
+
+def test_a_progress_file_that_cannot_be_written_harms_no_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(tmp_path / "absent" / "progress.json"))
+    with reporting_progress("trainer"), show_progress("training", 10, "steps") as progress:
+        progress.advance_to(1)
+    assert [record.message.count("absent/progress.json") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"stage": "trainer"}', '{"stage": 1, "phase": "train"}', "\0"])
+def test_a_damaged_progress_file_has_no_record(tmp_path: Path, content: str) -> None:
+    (tmp_path / "progress.json").write_text(content)
+    assert read_progress(tmp_path / "progress.json") is None
