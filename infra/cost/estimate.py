@@ -155,8 +155,10 @@ def describe_cost(sizes: Sizes, hours: float, recipe: Recipe, today: date) -> st
         text.append(describe_checkpoints(sizes.fsx, recipe))
     text.append(
         f"Not included: traffic through the NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
-        f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs, the nodes' own disks, and CloudWatch "
-        f"Container Insights, billed by metric and mostly while nodes are up (idle_alarm = null turns it off)."
+        f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs ({_money(dollars('log_gb'), 3)} a GB "
+        f"written, {_money(dollars('log_gb_month'), 3)}/GB and month while it is kept), the nodes' own disks, "
+        f"and CloudWatch Container Insights, billed by metric and mostly while nodes are up (idle_alarm = null and "
+        f"enable_pod_logs = false turn it off)."
     )
     text += ["Sources of the prices:", *(f"  {line.what}: {line.source}" for line in [*standing, *running])]
     return "\n".join(text)

@@ -280,7 +280,7 @@ variable "enable_interface_endpoints" {
 }
 
 variable "enable_dra" {
-  description = "Whether a data repository association copies checkpoints from the file system to the bucket."
+  description = "Whether data repository associations copy checkpoints, and every hour the records of runs, from the file system to the bucket."
   type        = bool
   default     = true
 }

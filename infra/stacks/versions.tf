@@ -42,6 +42,7 @@ provider "aws" {
       kms         = endpoints.value
       logs        = endpoints.value
       s3          = endpoints.value
+      scheduler   = endpoints.value
       sns         = endpoints.value
       sts         = endpoints.value
     }

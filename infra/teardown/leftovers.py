@@ -32,6 +32,7 @@ IN_ARN = {
     "FSx": "file-system/",
     "ECR": "repository/",
     "log group": "log-group:",
+    "schedule": "schedule/default/",
     "bucket": "",
     "IAM role": "role/",
     "IAM policy": "policy/",
@@ -57,7 +58,7 @@ def find_leftovers(account: Account, stack: str) -> list[Leftover]:
     found: list[Leftover] = []
     for find in (
         *(_clusters, _queues, _environments, _definitions, _instances, _volumes, _interfaces, _load_balancers),
-        *(_gateways, _file_systems, _repositories, _log_groups, _buckets, _roles, _policies, _budgets),
+        *(_gateways, _file_systems, _repositories, _log_groups, _schedules, _buckets, _roles, _policies, _budgets),
     ):
         with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
             found += find(account, stack)
@@ -214,6 +215,12 @@ def _log_groups(account: Account, stack: str) -> Iterator[Leftover]:
             gigabytes = each.get("storedBytes", 0) / 1e9
             price = gigabytes * dollars("log_gb_month")
             yield Leftover("log group", each["logGroupName"], f"{gigabytes:.1f} GB", price)
+
+
+def _schedules(account: Account, stack: str) -> Iterator[Leftover]:
+    """Schedules by name, because they have no tags."""
+    for each in account.pages("scheduler", "list_schedules", "Schedules", NamePrefix=f"{stack}-export-"):
+        yield Leftover("schedule", each["Name"], each["State"].lower(), 0.0)
 
 
 def _buckets(account: Account, stack: str) -> Iterator[Leftover]:

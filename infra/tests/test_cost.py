@@ -55,6 +55,7 @@ def test_a_run_costs_what_its_parts_cost(run_infra: RunInfra, monkeypatch: pytes
     assert f"a run of 10 hours: ${(STANDING + 86) * 10:,.2f}" in done.stdout
     [excluded] = [line for line in done.stdout.splitlines() if line.startswith("Not included")]
     assert "Container Insights" in excluded
+    assert "logs ($0.500 a GB written, $0.030/GB and month" in excluded
     assert "WARNING" not in done.stdout  # nobody has chosen a region
 
 

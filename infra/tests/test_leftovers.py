@@ -11,6 +11,7 @@ import pytest
 from infra.account.session import STACK_TAG
 from infra.tests.conftest import Aws, RunInfra, tagged
 
+ROLE = "arn:aws:iam::123456789012:role/millrace-us-west-2-export"
 TAG = {"Key": STACK_TAG, "Value": "millrace"}
 DENIAL = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Action": "ec2:*", "Resource": "*"}]}
 OTHER = {"Key": STACK_TAG, "Value": "other"}
@@ -47,6 +48,13 @@ def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws:
     aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=of_cluster["Tags"])
     for name in ("/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/eks/other/cluster"):
         aws.client("logs").create_log_group(logGroupName=name)
+    for name in ("millrace-export-run", "other-export-run"):
+        aws.client("scheduler").create_schedule(
+            Name=name,
+            ScheduleExpression="rate(1 hours)",
+            FlexibleTimeWindow={"Mode": "OFF"},
+            Target={"Arn": "arn:aws:scheduler:::aws-sdk:fsx:createDataRepositoryTask", "RoleArn": ROLE},
+        )
     aws.client("ecr").create_repository(repositoryName="millrace/head", tags=[TAG])
     aws.client("ecr").create_repository(repositoryName="other/head", tags=[OTHER])
     s3 = aws.client("s3")
@@ -67,7 +75,7 @@ def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws:
     done = run_infra("leftovers")
 
     lines = {line.split("  ")[1].strip() + " " + line[17:].split()[0]: line for line in done.stdout.splitlines()[1:-1]}
-    assert re.match(r"14 .* millrace in us-west-2; .* us-east-1, not this region's", done.stdout)
+    assert re.match(r"15 .* millrace in us-west-2; .* us-east-1, not this region's", done.stdout)
     assert "$73.00/month" in lines["EKS cluster millrace"]
     assert "$15,695.00/month  trn1.32xlarge, running" in lines[f"instance {instance}"]
     assert "$8.00/month  100 GiB, available" in lines[f"volume {volume}"]
@@ -79,11 +87,12 @@ def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws:
     assert "by use  objects  data" in lines["bucket artifacts"]
     assert "0.0 GB" in lines["log group /aws/eks/millrace/cluster"]
     assert "0.0 GB" in lines["log group /aws/containerinsights/millrace/performance"]
+    assert "$0.00/month  enabled" in lines["schedule millrace-export-run"]
     assert f"ec2 vpc/{vpc}" in lines
     assert "$1.00/month" in lines[f"kms key/{key}"]
     assert "$0.00/month  AWS deletes it within 30 days" in lines[f"kms key/{going}"]
     assert "other" not in done.stdout
-    assert len(lines) == 14, "something is named twice"
+    assert len(lines) == 15, "something is named twice"
     assert "$16,081.92/month" in done.stdout.splitlines()[-1]
 
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import hcl2
 import yaml
 
+from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
 from infra.apply.inputs import plain
 from infra.preflight import kubernetes_versions
@@ -239,8 +240,12 @@ def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
         gib = int(volume["spec"]["capacity"]["storage"].removesuffix("Gi"))
         yield Agreement(f"GiB of volume {name}", made_gib, gib)
     text = (root / "infra/modules/storage/main.tf").read_text(encoding="utf-8")
-    exported = set(re.findall(r'toset\(\["(\w+)"\]\)', text))
-    yield Agreement("folders that are copied to the bucket", exported, exported & set(get_args(Kind)))
+    [folders] = re.findall(r"exported_folders = { (.+) }", text)
+    exported = set(re.findall(r"(\w+) =", folders))
+    # Read and not imported, because the module needs torch.
+    job = (REPOSITORY / "services/trainer/job.py").read_text(encoding="utf-8")
+    made = {*get_args(Kind), *re.findall(r'return root / "(\w+)" / run$', job, re.MULTILINE)}
+    yield Agreement("folders that are copied to the bucket", exported, exported & made)
 
 
 def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:

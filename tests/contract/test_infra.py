@@ -71,7 +71,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("GiB of volume millrace-fsx", '"gib": 1200', '"gib": 2400'),
     ],
     "infra/modules/storage/main.tf": [
-        ("folders that are copied to the bucket", 'toset(["checkpoint"])', 'toset(["checkpoints"])'),
+        ("folders that are copied to the bucket", 'checkpoint = "at once"', 'checkpoints = "at once"'),
+        ("folders that are copied to the bucket", 'run = "hourly"', 'runs = "hourly"'),
     ],
     RELEASES: [
         ("extended resources", "chart: aws-efa-k8s-device-plugin", "chart: efa"),

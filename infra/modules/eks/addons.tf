@@ -26,8 +26,15 @@ locals {
     var.enable_container_insights ? {
       amazon-cloudwatch-observability = {
         # Set explicitly, because only enhanced observability has the idle alarm's metric.
-        agent         = { config = { logs = { metrics_collected = { kubernetes = { enhanced_container_insights = true } } } } }
-        containerLogs = { enabled = false } # only metrics, because logs are billed by volume
+        agent = { config = { logs = { metrics_collected = { kubernetes = { enhanced_container_insights = true } } } } }
+        containerLogs = merge({ enabled = length(var.pod_logs) > 0 }, length(var.pod_logs) > 0 ? {
+          # The add-on's own files would send the logs of all pods and of the nodes' services.
+          fluentBit = { config = { extraFiles = {
+            "application-log.conf" = templatefile("${path.module}/fluent-bit.conf.tftpl", { pod_logs = var.pod_logs })
+            "dataplane-log.conf"   = "# left out"
+            "host-log.conf"        = "# left out"
+          } } }
+        } : {})
       }
     } : {},
   )
@@ -37,7 +44,7 @@ locals {
     vpc-cni = { role = "cni", service_account = "aws-node", managed_policy = "AmazonEKS_CNI_Policy" }
     # The volume is static, so the driver reads its description and mounts it, but makes nothing.
     aws-fsx-csi-driver              = { role = "fsx-csi", service_account = "fsx-csi-controller-sa", managed_policy = null }
-    amazon-cloudwatch-observability = { role = "cloudwatch", service_account = "cloudwatch-agent", managed_policy = "CloudWatchAgentServerPolicy" }
+    amazon-cloudwatch-observability = { role = "cloudwatch", service_account = "cloudwatch-agent", managed_policy = null }
   }
   used_identities = {
     for name, identity in local.addon_identities : name => identity
@@ -83,7 +90,7 @@ resource "aws_eks_addon" "after_nodes" {
   }
 
   # Add-ons become active once a node runs them, and some only with their rights.
-  depends_on = [aws_eks_node_group.pool, aws_iam_role_policy_attachment.addon, aws_iam_role_policy.fsx_csi]
+  depends_on = [aws_eks_node_group.pool, aws_iam_role_policy_attachment.addon, aws_iam_role_policy.fsx_csi, aws_iam_role_policy.cloudwatch]
 }
 
 resource "aws_iam_role" "addon" {
@@ -107,5 +114,34 @@ resource "aws_iam_role_policy" "fsx_csi" {
   policy = jsonencode({
     Version   = "2012-10-17"
     Statement = [{ Effect = "Allow", Action = ["fsx:DescribeFileSystems"], Resource = ["*"] }]
+  })
+}
+
+# Agent and Fluent Bit have one service account. CloudWatchAgentServerPolicy would let it make and write every log group of the
+# account, and read parameters.
+resource "aws_iam_role_policy" "cloudwatch" {
+  count = contains(keys(local.used_identities), "amazon-cloudwatch-observability") ? 1 : 0
+  name  = "write"
+  role  = aws_iam_role.addon["amazon-cloudwatch-observability"].id
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [
+      {
+        Effect   = "Allow"
+        Action   = ["logs:CreateLogStream", "logs:DescribeLogStreams", "logs:PutLogEvents"]
+        Resource = [for arn in concat([var.metrics_log_group_arn], [for each in var.pod_logs : each.log_group_arn]) : "${arn}:*"]
+      },
+      {
+        Effect    = "Allow"
+        Action    = ["cloudwatch:PutMetricData"]
+        Resource  = ["*"]
+        Condition = { StringEquals = { "cloudwatch:namespace" = "ContainerInsights" } }
+      },
+      {
+        Effect   = "Allow"
+        Action   = ["ec2:DescribeTags", "ec2:DescribeVolumes", "logs:DescribeLogGroups"]
+        Resource = ["*"]
+      },
+    ]
   })
 }

@@ -126,8 +126,24 @@ variable "enable_addons" {
 }
 
 variable "enable_container_insights" {
-  description = "Whether the add-on is installed that sends NeuronCore utilisation to CloudWatch."
+  description = "Whether the add-on is installed that sends NeuronCore utilisation and the logs of pod_logs to CloudWatch."
   type        = bool
+}
+
+variable "metrics_log_group_arn" {
+  description = "ARN of the log group of Container Insights' metrics; null without the add-on."
+  type        = string
+  default     = null
+}
+
+variable "pod_logs" {
+  description = "Log groups of pods' logs by key, with patterns of the files below /var/log/containers on the nodes, whose names are POD_NAMESPACE_CONTAINER-ID.log; empty if no logs are sent."
+  type = map(object({
+    log_group      = string
+    log_group_arn  = string
+    files          = list(string)
+    excluded_files = list(string)
+  }))
 }
 
 variable "enable_pod_identity" {

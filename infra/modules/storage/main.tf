@@ -1,5 +1,7 @@
 locals {
   bucket = "${var.name}-${var.account_id}-${var.region}" # unique among all accounts
+  # Folders of the file system that the bucket has as well, and when their files are copied.
+  exported_folders = { checkpoint = "at once", run = "hourly" }
 }
 
 # One key for the bucket, the file system, node volumes, images, Kubernetes' Secrets and logs. Stages may use it only through S3
@@ -164,22 +166,89 @@ resource "aws_fsx_lustre_file_system" "this" {
   tags = { Name = var.name }
 }
 
-# Copies checkpoints, with their manifests, to the bucket, and restores them into a new file system. Not the whole root: corpora
-# and compile caches can be made again from a recipe, and heartbeats and metrics in run/ change every few seconds, which would
-# be an upload each time.
+# Copies folders of the file system to the bucket, and restores them into a new file system. Not the whole root, because corpora
+# and compile caches can be made again from a recipe.
+#
+# A checkpoint's files never change, so each is uploaded once, at once. The files of a run change every second (a heartbeat of
+# each rank, a record of each step), and each change would be an upload: 11 million a day for 128 ranks, and for each a version
+# of the whole file, kept for a week. So the schedule below copies them.
 resource "aws_fsx_data_repository_association" "this" {
-  for_each                         = var.fsx != null && var.enable_data_repository ? toset(["checkpoint"]) : toset([])
+  for_each                         = var.fsx != null && var.enable_data_repository ? local.exported_folders : {}
   file_system_id                   = aws_fsx_lustre_file_system.this[0].id
-  file_system_path                 = "/${each.value}"
-  data_repository_path             = "s3://${aws_s3_bucket.this.id}/${each.value}"
+  file_system_path                 = "/${each.key}"
+  data_repository_path             = "s3://${aws_s3_bucket.this.id}/${each.key}"
   batch_import_meta_data_on_create = true
   delete_data_in_filesystem        = false
-  s3 {
-    auto_export_policy {
-      events = ["NEW", "CHANGED", "DELETED"]
+
+  dynamic "s3" {
+    for_each = each.value == "at once" ? [each.value] : []
+    content {
+      auto_export_policy {
+        events = ["NEW", "CHANGED", "DELETED"]
+      }
     }
   }
   depends_on = [aws_s3_bucket_server_side_encryption_configuration.this]
+}
+
+# A task uploads all files that changed since the previous task, and costs its S3 requests alone. Of metrics.jsonl, which grows
+# by every step, an hour's interval leaves 168 versions in the bucket's week.
+resource "aws_scheduler_schedule" "export" {
+  for_each            = { for folder, association in aws_fsx_data_repository_association.this : folder => association if local.exported_folders[folder] == "hourly" }
+  name                = "${var.name}-export-${each.key}"
+  description         = "Copies the folder ${each.key} of the file system to the bucket"
+  schedule_expression = "rate(1 hours)"
+
+  flexible_time_window {
+    mode = "OFF"
+  }
+
+  target {
+    arn      = "arn:${var.partition}:scheduler:::aws-sdk:fsx:createDataRepositoryTask"
+    role_arn = aws_iam_role.export[0].arn
+    input = jsonencode({
+      Type         = "EXPORT_TO_REPOSITORY"
+      FileSystemId = aws_fsx_lustre_file_system.this[0].id
+      Paths        = [each.key]
+      Report       = { Enabled = false }
+    })
+    retry_policy {
+      maximum_retry_attempts = 0 # the next hour's task copies everything that this one left
+    }
+  }
+}
+
+resource "aws_iam_role" "export" {
+  count                = length(aws_fsx_data_repository_association.this) > 0 ? 1 : 0
+  name                 = "${var.name}-${var.region}-export"
+  description          = "Starts exports of the file system to the bucket"
+  permissions_boundary = var.permissions_boundary
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = "sts:AssumeRole"
+      Principal = { Service = "scheduler.amazonaws.com" }
+      Condition = { StringEquals = { "aws:SourceAccount" = var.account_id } }
+    }]
+  })
+}
+
+resource "aws_iam_role_policy" "export" {
+  count = length(aws_iam_role.export)
+  name  = "export"
+  role  = aws_iam_role.export[0].id
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect = "Allow"
+      Action = ["fsx:CreateDataRepositoryTask"]
+      Resource = [
+        aws_fsx_lustre_file_system.this[0].arn,
+        "arn:${var.partition}:fsx:${var.region}:${var.account_id}:task/*",
+      ]
+    }]
+  })
 }
 
 resource "aws_cloudwatch_log_group" "this" {

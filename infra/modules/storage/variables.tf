@@ -40,6 +40,11 @@ variable "fsx" {
 }
 
 variable "enable_data_repository" {
-  description = "Whether checkpoints are copied from the file system to the bucket."
+  description = "Whether checkpoints and the records of runs are copied from the file system to the bucket."
   type        = bool
+}
+
+variable "permissions_boundary" {
+  description = "ARN of the permissions boundary of every role; null for none."
+  type        = string
 }

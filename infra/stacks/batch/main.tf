@@ -201,6 +201,7 @@ module "storage" {
   log_retention_days     = var.log_retention_days
   log_groups             = { for stage in local.stages : stage => "/${var.name}/${stage}" }
   enable_data_repository = var.enable_dra
+  permissions_boundary   = var.permissions_boundary
   fsx = local.makes_file_system ? {
     gib               = local.fsx.gib
     throughput        = local.fsx.throughput

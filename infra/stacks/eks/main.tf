@@ -32,13 +32,43 @@ locals {
   pod_addresses = { least = 12, spare = 4 }
   own_addresses = 1 + local.pod_addresses.least + local.pod_addresses.spare
 
-  # The add-on that sends the idle alarm's metric.
-  has_container_insights = var.enable_addons && var.idle_alarm != null
+  # The add-on that sends pods' logs and the idle alarm's metric. Its Fluent Bit does not run without its agent.
+  has_pod_logs           = var.enable_addons && var.enable_pod_logs
+  has_container_insights = var.enable_addons && (var.idle_alarm != null || var.enable_pod_logs)
+
+  # Files of pods' logs on the nodes, by log group. A stage has the name of its group on AWS Batch; it has the pods of its gang,
+  # its deploy Job, whose log is the driver's, and its subcommands. All other pods of the namespace belong to the head.
+  stages = [for image in local.images : image if image != "head"]
+  stage_files = {
+    for stage in local.stages : stage => [
+      "/var/log/containers/*_${local.namespace}_${stage}-*.log",
+      "/var/log/containers/deploy-${stage}-*_${local.namespace}_*.log",
+      "/var/log/containers/one-off-${stage}-*_${local.namespace}_*.log",
+    ]
+  }
+  operator_namespaces = ["kuberay-system", "volcano-system"]
+  pod_files = merge(
+    { for stage, files in local.stage_files : stage => { files = files, excluded_files = [] } },
+    {
+      head = {
+        files          = ["/var/log/containers/*_${local.namespace}_*.log"]
+        excluded_files = flatten(values(local.stage_files))
+      }
+      operators = {
+        files = concat(
+          [for namespace in local.operator_namespaces : "/var/log/containers/*_${namespace}_*.log"],
+          ["/var/log/containers/fsx-csi-*_kube-system_*.log"],
+        )
+        excluded_files = []
+      }
+    },
+  )
 
   # AWS would make each of these log groups without an end to its logs.
   log_groups = merge(
     { control_plane = "/aws/eks/${var.name}/cluster" },
     local.has_container_insights ? { container_insights = "/aws/containerinsights/${var.name}/performance" } : {},
+    local.has_pod_logs ? { for name in keys(local.pod_files) : name => "/${var.name}/${name}" } : {},
   )
 }
 
@@ -69,6 +99,7 @@ module "storage" {
   keep_data              = var.keep_data
   log_retention_days     = var.log_retention_days
   enable_data_repository = var.enable_dra
+  permissions_boundary   = var.permissions_boundary
   log_groups             = local.log_groups
   fsx = var.enable_fsx ? {
     gib               = local.fsx.gib
@@ -112,8 +143,15 @@ module "eks" {
   addon_versions            = merge(local.addon_versions, var.addon_versions)
   enable_addons             = var.enable_addons
   enable_container_insights = local.has_container_insights
-  enable_pod_identity       = var.enable_pod_identity
-  enable_access_entries     = var.enable_access_entries
+  metrics_log_group_arn     = local.has_container_insights ? module.storage.log_group_arns["container_insights"] : null
+  pod_logs = local.has_pod_logs ? {
+    for name, each in local.pod_files : name => merge(each, {
+      log_group     = module.storage.log_groups[name]
+      log_group_arn = module.storage.log_group_arns[name]
+    })
+  } : {}
+  enable_pod_identity   = var.enable_pod_identity
+  enable_access_entries = var.enable_access_entries
   network = {
     control_plane_subnet_ids = module.network.control_plane_subnet_ids
     nodes_subnet_id          = module.network.nodes_subnet_id
@@ -176,5 +214,5 @@ module "guardrails" {
   trainium_max_nodes         = var.trainium.max_nodes
   zero_schedule              = var.zero_schedule
   denied_actions             = ["eks:UpdateNodegroupConfig", "eks:CreateNodegroup", "autoscaling:SetDesiredCapacity", "autoscaling:UpdateAutoScalingGroup"]
-  idle_alarm                 = local.has_container_insights ? var.idle_alarm : null
+  idle_alarm                 = var.enable_addons ? var.idle_alarm : null
 }

@@ -117,6 +117,12 @@ variable "idle_alarm" {
   default     = {}
 }
 
+variable "enable_pod_logs" {
+  description = "Whether CloudWatch keeps the logs of the stages', the head's, the operators' and the CSI driver's pods for log_retention_days. It bills them by volume; the add-on that sends them also sends the metrics of Container Insights."
+  type        = bool
+  default     = true
+}
+
 # Each switch below leaves out a part that an account already has, or that a test cannot have.
 
 variable "enable_fsx" {

@@ -136,6 +136,7 @@ run "storage" {
     keep_data              = true
     log_retention_days     = 90
     enable_data_repository = true
+    permissions_boundary   = "arn:aws:iam::111122223333:policy/boundary"
     log_groups             = { control_plane = "/aws/eks/millrace/cluster" }
     fsx                    = { gib = 2400, throughput = 250, subnet_id = "subnet-0", security_group_id = "sg-fsx" }
   }
@@ -146,8 +147,25 @@ run "storage" {
   }
 
   assert {
-    condition     = [for each in aws_fsx_data_repository_association.this : each.file_system_path] == ["/checkpoint"]
-    error_message = "only checkpoints are copied to the bucket"
+    condition     = [for each in aws_fsx_data_repository_association.this : each.file_system_path] == ["/checkpoint", "/run"]
+    error_message = "checkpoints and the records of runs, and nothing else, are copied to the bucket"
+  }
+
+  assert {
+    condition     = keys(aws_scheduler_schedule.export) == ["run"] && [for folder, each in aws_fsx_data_repository_association.this : folder if try(length(each.s3[0].auto_export_policy[0].events), 0) > 0] == ["checkpoint"]
+    error_message = "files of a run, which change every second, are copied by the hour, and checkpoints at once"
+  }
+
+  assert {
+    condition = jsondecode(aws_scheduler_schedule.export["run"].target[0].input) == {
+      Type = "EXPORT_TO_REPOSITORY", FileSystemId = aws_fsx_lustre_file_system.this[0].id, Paths = ["run"], Report = { Enabled = false }
+    }
+    error_message = "task: ${aws_scheduler_schedule.export["run"].target[0].input}"
+  }
+
+  assert {
+    condition     = jsondecode(aws_iam_role_policy.export[0].policy).Statement[*].Action == [["fsx:CreateDataRepositoryTask"]] && aws_iam_role.export[0].permissions_boundary == "arn:aws:iam::111122223333:policy/boundary"
+    error_message = "the schedule starts exports, and does nothing else: ${aws_iam_role_policy.export[0].policy}"
   }
 
   assert {
@@ -212,9 +230,14 @@ run "eks" {
     addon_versions            = { vpc-cni = "v1.20.0-eksbuild.1" }
     enable_addons             = true
     enable_container_insights = true
-    enable_pod_identity       = true
-    enable_access_entries     = true
-    network                   = { control_plane_subnet_ids = ["subnet-0", "subnet-1"], nodes_subnet_id = "subnet-0", fsx_security_group_id = "sg-fsx", routes = {} }
+    metrics_log_group_arn     = "arn:aws:logs:us-west-2:111122223333:log-group:metrics"
+    pod_logs = {
+      trainer   = { log_group = "/millrace/trainer", log_group_arn = "arn:aws:logs:us-west-2:111122223333:log-group:trainer", files = ["/a", "/b"], excluded_files = [] }
+      operators = { log_group = "/millrace/operators", log_group_arn = "arn:aws:logs:us-west-2:111122223333:log-group:operators", files = ["/c"], excluded_files = ["/d"] }
+    }
+    enable_pod_identity   = true
+    enable_access_entries = true
+    network               = { control_plane_subnet_ids = ["subnet-0", "subnet-1"], nodes_subnet_id = "subnet-0", fsx_security_group_id = "sg-fsx", routes = {} }
     pools = {
       core = { shape = "m7i.2xlarge", nodes = 2, min_nodes = 1, max_nodes = 3, volume_gib = 100, labels = { "millrace.dev/pool" = "core" } }
     }
@@ -286,6 +309,27 @@ run "eks" {
   assert {
     condition     = jsondecode(aws_eks_addon.before_nodes["vpc-cni"].configuration_values).enableNetworkPolicy == "true"
     error_message = "network policies are enforced"
+  }
+
+  assert {
+    condition = jsonencode([
+      for found in regexall("(?m)^ +(?:Path|Exclude_Path|log_group_name|auto_create_group) +(.+)$", jsondecode(aws_eks_addon.after_nodes["amazon-cloudwatch-observability"].configuration_values).containerLogs.fluentBit.config.extraFiles["application-log.conf"]) :
+      found[0]
+    ]) == jsonencode(["/c", "/d", "/millrace/operators", "false", "/a,/b", "/millrace/trainer", "false"])
+    error_message = "files and their log groups: ${aws_eks_addon.after_nodes["amazon-cloudwatch-observability"].configuration_values}"
+  }
+
+  assert {
+    condition = alltrue([
+      for name in ["dataplane-log.conf", "host-log.conf"] :
+      !strcontains(jsondecode(aws_eks_addon.after_nodes["amazon-cloudwatch-observability"].configuration_values).containerLogs.fluentBit.config.extraFiles[name], "[")
+    ])
+    error_message = "the nodes' services send no logs"
+  }
+
+  assert {
+    condition     = toset(jsondecode(aws_iam_role_policy.cloudwatch[0].policy).Statement[0].Resource) == toset([for name in ["metrics", "trainer", "operators"] : "arn:aws:logs:us-west-2:111122223333:log-group:${name}:*"]) && !strcontains(aws_iam_role_policy.cloudwatch[0].policy, "CreateLogGroup")
+    error_message = "the add-on writes to these log groups alone: ${aws_iam_role_policy.cloudwatch[0].policy}"
   }
 
   assert {

@@ -109,7 +109,7 @@ run "what_two_lines_of_tfvars_give" {
   }
 
   assert {
-    condition     = toset(values(module.storage.log_groups)) == toset(["/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/fsx/millrace", "/millrace/flow"])
+    condition     = toset(values(module.storage.log_groups)) == toset(concat(["/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/fsx/millrace"], [for name in ["flow", "head", "tokenizer", "compiler", "trainer", "operators"] : "/millrace/${name}"]))
     error_message = "log groups that would be kept for ever: ${jsonencode(module.storage.log_groups)}"
   }
 
@@ -277,6 +277,30 @@ run "with_everything_optional" {
   assert {
     condition     = module.trainium.autoscaling_group == "eks-trainium-mock"
     error_message = "group: ${module.trainium.autoscaling_group}"
+  }
+}
+
+run "logs_without_the_idle_alarm" {
+  command = plan
+  variables {
+    idle_alarm = null
+  }
+
+  assert {
+    condition     = contains(keys(module.storage.log_groups), "trainer") && contains(keys(module.eks.addon_versions), "amazon-cloudwatch-observability")
+    error_message = "one add-on sends both: ${jsonencode(module.storage.log_groups)}"
+  }
+}
+
+run "the_idle_alarm_without_logs" {
+  command = plan
+  variables {
+    enable_pod_logs = false
+  }
+
+  assert {
+    condition     = !contains(keys(module.storage.log_groups), "trainer") && contains(keys(module.eks.addon_versions), "amazon-cloudwatch-observability")
+    error_message = "one add-on sends both: ${jsonencode(module.storage.log_groups)}"
   }
 }
 

@@ -1,0 +1,82 @@
+"""The patterns in infra/ by which a pod's log reaches CloudWatch fit the pods that k8s/ and the add-ons make."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+
+import pytest
+import yaml
+
+from images.platforms import REPOSITORY
+from k8s.objects.names import NAMESPACE, job_name, one_off_nodes_name
+from services.common.recipe.schema import STAGES
+from tests.contract.agreements import STACK, read_locals
+from tests.k8s.rendered import Thing
+
+ID = "0" * 64
+OPERATORS = {"kuberay": "kuberay-operator-7d9c", "volcano": "volcano-scheduler-7d9c"}
+
+
+def list_patterns() -> dict[str, tuple[list[str], list[str]]]:
+    """Reads the patterns of files, and of excluded files, by log group."""
+    text = (REPOSITORY / STACK / "main.tf").read_text(encoding="utf-8")
+    own = read_locals(REPOSITORY)
+    files = re.findall(r'"/var/log/containers/([^"]+)"', text)
+    assert len(files) == 6, f"this test knows 6 patterns of {STACK}/main.tf, which has {files}"
+    *of_stage, of_namespace, of_operators, of_driver = [
+        each.replace("${local.namespace}", own["namespace"]) for each in files
+    ]
+    found: dict[str, tuple[list[str], list[str]]] = {
+        stage: ([each.replace("${stage}", stage) for each in of_stage], [])
+        for stage in own["images"]
+        if stage != "head"
+    }
+    of_stages = [pattern for patterns, _ in found.values() for pattern in patterns]
+    operators = [of_operators.replace("${namespace}", namespace) for namespace in own["operator_namespaces"]]
+    return {**found, "head": ([of_namespace], of_stages), "operators": ([*operators, of_driver], [])}
+
+
+def log_groups_of(pod: str, namespace: str, container: str) -> list[str]:
+    """Names the log groups to which the file of a container's log goes; kubelet names the file."""
+    file = f"{pod}_{namespace}_{container}-{ID}.log"
+    return [
+        group
+        for group, (files, excluded) in list_patterns().items()
+        if any(fnmatch.fnmatchcase(file, each) for each in files)
+        and not any(fnmatch.fnmatchcase(file, each) for each in excluded)
+    ]
+
+
+def test_every_pod_of_a_stage_logs_to_the_group_of_its_stage(eks: Thing) -> None:
+    for group in eks["spec"]["workerGroupSpecs"]:
+        stage = group["groupName"]
+        [container] = group["template"]["spec"]["containers"]
+        assert log_groups_of(f"millrace-{stage}-worker-x7k2p", NAMESPACE, container["name"]) == [stage]
+    for stage in STAGES:
+        assert log_groups_of(f"{job_name(stage)}-x7k2p", NAMESPACE, "deploy") == [stage]
+        assert log_groups_of(f"one-off-{stage}-0a1b2c3d-x7k2p", NAMESPACE, "one-off") == [stage]
+
+
+@pytest.mark.parametrize(
+    ("pod", "container"),
+    [
+        ("millrace-head-x7k2p", "ray-head"),
+        ("reaper-29400000-x7k2p", "reaper"),
+        ("preflight-trainer-0a1b2c-x7k2p", "look"),
+        (f"{one_off_nodes_name('one-off-trainer-0a1b2c3d')}-x7k2p", "one-off-nodes"),
+    ],
+)
+def test_every_other_pod_of_the_namespace_logs_to_the_heads_group(pod: str, container: str) -> None:
+    assert log_groups_of(pod, NAMESPACE, container) == ["head"]
+
+
+def test_the_operators_and_the_csi_driver_log_to_one_group_and_other_namespaces_to_none() -> None:
+    releases = yaml.safe_load((REPOSITORY / "infra/addons/addons.yaml").read_text(encoding="utf-8"))["releases"]
+    namespaces = {each["name"]: each["namespace"] for each in releases}
+    for name, pod in OPERATORS.items():
+        assert log_groups_of(pod, namespaces[name], name) == ["operators"]
+    for pod, container in (("fsx-csi-controller-5f6d", "fsx-plugin"), ("fsx-csi-node-x7k2p", "fsx-plugin")):
+        assert log_groups_of(pod, "kube-system", container) == ["operators"]
+    assert log_groups_of("coredns-5f6d", "kube-system", "coredns") == []
+    assert log_groups_of("trainer-5f6d", "other", "trainer") == []
