@@ -68,6 +68,7 @@ from services.trainer.job import (
     open_cache,
     run_name,
 )
+from services.trainer.metrics.commands import recording_command
 from services.trainer.metrics.prometheus import serve_metrics
 from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
@@ -104,7 +105,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     require_trackers(arguments.tracker)
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
-    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):
+    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, recording_command(job), using_node(job):
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
         if completed_step(checkpoint) >= recipe.train.max_steps:
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))

@@ -27,6 +27,8 @@ class InstanceType:
     """Kind of accelerator on which the node's workers compute."""
     workers: int
     """Number of logical NeuronCores or GPUs of a node, and of its workers."""
+    chips: int
+    """Number of Neuron devices or GPUs of a node."""
     worker_memory_bytes: int
     peak_flops_per_second: float
     """Peak FLOP/s of a node, in dense bfloat16."""
@@ -88,11 +90,13 @@ def _read_shapes() -> dict[str, Any]:
 def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:
     price, core_size = facts["price"], facts["logical_core_size"]
     workers = facts["gpus"] or facts["neuron_cores"] // (core_size or 1)
+    chips = facts["gpus"] or facts["neuron_devices"]
     return InstanceType(
         name=name,
         accelerators="GPUs" if facts["gpus"] else "NeuronCores",
         workers=workers,
-        worker_memory_bytes=(facts["gpus"] or facts["neuron_devices"]) * facts["device_memory_gib"] * GIB // workers,
+        chips=chips,
+        worker_memory_bytes=chips * facts["device_memory_gib"] * GIB // workers,
         peak_flops_per_second=float(facts["peak_bf16_tflops"] * TERA),
         dollars_per_hour=price["dollars_per_hour"],
         price_source=f"{price['region']}, {price['source']}",

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from services.common.errors import (
+    EXIT_BUG,
     EXIT_INTERRUPTED,
     STORAGE_ERRNOS,
     TRANSIENT_ERRNOS,
@@ -107,6 +108,20 @@ def exit_code_of(work: Callable[[], int]) -> int:
         if explained is None:
             raise
         return _report(explained)
+
+
+def exit_code_for(error: BaseException) -> int:
+    """Return the exit code with which `run_program` ends after an error."""
+    if isinstance(error, MillraceError | Stopped):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    explained = (
+        explain_os_error(error) or explain_hardware_fault(error)
+        if isinstance(error, OSError | MemoryError | RuntimeError)
+        else None
+    )
+    return explained.exit_code if explained else EXIT_BUG
 
 
 def explain_os_error(error: Exception) -> MillraceError | None:

@@ -13,7 +13,16 @@ from services.common.artifacts.manifest import write_durably
 from services.common.process.telemetry import JsonLines
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.job import Job
-from services.trainer.metrics.records import Count, Line, Number, ParsedLines, Seconds, Timestamp, read_lines
+from services.trainer.metrics.records import (
+    Count,
+    Line,
+    Number,
+    ParsedLines,
+    Seconds,
+    Timestamp,
+    read_last_line,
+    read_lines,
+)
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 
@@ -71,6 +80,11 @@ def read_evaluations(run_folder: Path) -> ParsedLines:
     found = read_lines(run_folder / EVALUATIONS_FILE, _EvaluationLine)
     by_step = {record["step"]: record for record in found.lines}
     return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
+
+
+def read_last_evaluation(run_folder: Path) -> dict[str, Any] | None:
+    """Return the newest record without reading the others; None if there is none or it cannot be read."""
+    return read_last_line(run_folder / EVALUATIONS_FILE, _EvaluationLine)
 
 
 def drop_evaluations_after(run_folder: Path, step: int) -> None:

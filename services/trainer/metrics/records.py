@@ -210,8 +210,7 @@ def read_attempts(run_folder: Path) -> ParsedLines:
 
 def read_last_step(run_folder: Path) -> dict[str, Any] | None:
     """Return the newest record of a run; None if there is none or it cannot be read."""
-    record = read_last_json_line(run_folder / METRICS_FILE)
-    return record if record and _is_readable(record, _StepLine) else None
+    return read_last_line(run_folder / METRICS_FILE, _StepLine)
 
 
 def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
@@ -281,6 +280,12 @@ def read_lines(path: Path, kind: type[Line]) -> ParsedLines:
         ) from error
     readable = [line for line in lines if line is not None and _is_readable(line, kind)]
     return ParsedLines(readable, len(lines) - len(readable))
+
+
+def read_last_line(path: Path, kind: type[Line]) -> dict[str, Any] | None:
+    """Return the newest line of one kind without reading the others; None if there is none or it cannot be read."""
+    record = read_last_json_line(path)
+    return record if record and _is_readable(record, kind) else None
 
 
 def _parse_step(line: bytes) -> dict[str, Any] | None:

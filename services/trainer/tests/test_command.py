@@ -24,6 +24,7 @@ from services.common.testing.disks import mounted, remount
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
 from services.trainer.inspection.report import read_state
+from services.trainer.run_status import RunStatus, read_status
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
     call_trainer,
@@ -61,6 +62,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]
     return outcome(folder / "fsx")
 
 
+def status_of(root: Path) -> RunStatus:
+    [folder] = root.glob("run/*/")
+    return read_status(root, folder.name)
+
+
 def outcome(root: Path) -> tuple[str, list[float], list[float]]:
     run = read_run(root)
     return state_hash(checkpoints(root)["step-00000020"]), run.losses, run.validation_losses
@@ -76,13 +82,16 @@ def test_resume_after_kill_gives_identical_losses_and_weights(
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
     wait_until(lambda: "step-00000007" in checkpoints(root), 120, process=process)
+    assert status_of(root).state == "running"
     kill_session(process)
     assert "step-00000020" not in checkpoints(root)
+    assert (status_of(root).state, status_of(root).exit_code) == ("lost", None)
 
     exit_code, output = call_trainer(capfd, recipe, root, "--launch=inline", *SLOW)
 
     assert exit_code == 0, output
     assert outcome(root) == straight
+    assert (status_of(root).state, status_of(root).exit_code, status_of(root).step) == ("done", 0, 20)
 
 
 def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
@@ -136,6 +145,7 @@ def stop(process: subprocess.Popen[str], root: Path, number: signal.Signals, exi
     output, _ = process.communicate(timeout=120)
     assert process.returncode == exit_code, output
     assert "Traceback" not in output
+    assert (status_of(root).state, status_of(root).exit_code) == ("stopped", exit_code)
     last_step = read_run(root).records[-1]["step"]
     assert list(checkpoints(root))[-1] == f"step-{last_step:08d}"
     return output
@@ -409,6 +419,7 @@ def test_a_full_disk_keeps_the_committed_checkpoints_and_the_run_goes_on_after_r
     exit_code, output = train_alone(capfd, recipe, small_disk, *options, "--checkpoint.keep_latest=10")
     assert exit_code == 5, output
     assert "bytes free" in output
+    assert (status_of(small_disk).state, status_of(small_disk).exit_code) == ("failed", 5)
     committed = checkpoints(small_disk)
     assert committed
     assert [json.loads((path / "manifest.json").read_text())["id"] for path in committed.values()] == list(committed)

@@ -1,0 +1,208 @@
+"""Records when the trainer's commands began, lived and ended, and what their nodes cost, in `commands.jsonl`.
+
+Each command that trains a run has one line, which it keeps up to date in place: `seen_at` while it lives, and
+`ended_at` and `exit_code` at its end. All lines have LINE_BYTES bytes, so a full disk does not keep a command from
+recording its end. A command that was killed leaves the time at which it was last seen. The state and the cost of a run
+are computed from these lines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.common.artifacts.process import ProcessName, is_running, this_process
+from services.common.hardware.instance_types import read_instance_types
+from services.common.input.credentials import mask
+from services.common.input.files import open_regular_file, read_file
+from services.common.process.entry_point import exit_code_for
+from services.common.process.telemetry import parse_json_line
+from services.common.recipe.schema import Recipe, stage_nodes
+from services.trainer.job import Job
+
+logger = logging.getLogger(__name__)
+
+COMMANDS_FILE = "commands.jsonl"
+LINE_BYTES = 1_024
+SEEN_SECONDS = 10.0
+"""Seconds between two updates of `seen_at`."""
+LOST_SECONDS = 180.0
+"""Seconds without an update after which a command on another node counts as lost. Its clock may differ by as much."""
+_ERROR_CHARACTERS = 240
+
+
+class CommandRecord(BaseModel):
+    """A command that trained a run: its life, and the nodes that it held."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    attempt: str
+    """Unique name of the command: `Job.attempt`."""
+    node: str
+    pid: int
+    process_started: str | None
+    """Moment at which the process started; see `ProcessName`."""
+    began_at: float
+    """Time at which the command began, in seconds since 1970, as are the other times."""
+    seen_at: float
+    """Newest time at which the command lived."""
+    ended_at: float | None = None
+    """Time of the command's end; None while it runs, and for a command that was killed."""
+    exit_code: int | None = None
+    error: str | None = None
+    """Begin of the message of the error that ended the command."""
+    nodes: int
+    workers: int
+    instance_type: str | None
+    chips_per_node: int | None
+    """Accelerators of a node; None if the command computes on CPUs."""
+    dollars_per_node_hour: float | None
+    """Approximate on-demand price of a node when the command began; None without an instance type."""
+    price_source: str | None
+
+    @property
+    def held_seconds(self) -> float:
+        """Seconds for which the command held its nodes: until its end, or until it was last seen."""
+        return max(0.0, (self.ended_at or self.seen_at) - self.began_at)
+
+    @property
+    def node_hours(self) -> float:
+        return self.nodes * self.held_seconds / 3_600
+
+    def lives(self, now: float) -> bool:
+        """Tell whether the command runs at the time `now`.
+
+        A process of this node is looked up. A process of another node lives if its line was updated within
+        LOST_SECONDS: only this view of a run depends on clocks, and no decision of a run does.
+        """
+        if self.ended_at is not None:
+            return False
+        is_alive = is_running(ProcessName(self.node, self.pid, self.process_started))
+        return now - self.seen_at < LOST_SECONDS if is_alive is None else is_alive
+
+
+@contextmanager
+def recording_command(job: Job) -> Iterator[None]:
+    """Record this command's life during the block, and the exit code of the error that ends it.
+
+    The caller holds the run's lease. A line that cannot be written is logged, and the run goes on.
+    """
+    line = _Line(job.run_folder / COMMANDS_FILE, _begin(job))
+    has_ended = threading.Event()
+    thread = threading.Thread(target=line.keep_seen, args=(has_ended,), name="command-record", daemon=True)
+    thread.start()
+    exit_code, error = 0, None
+    try:
+        yield
+    except BaseException as raised:
+        exit_code, error = exit_code_for(raised), mask(str(raised))[:_ERROR_CHARACTERS]
+        raise
+    finally:
+        has_ended.set()
+        thread.join()
+        now = time.time()
+        line.update(seen_at=now, ended_at=now, exit_code=exit_code, error=error)
+
+
+def read_commands(run_folder: Path) -> list[CommandRecord]:
+    """Return the records of the run's commands, oldest first, without lines that cannot be read."""
+    try:
+        content = read_file(run_folder / COMMANDS_FILE, run_folder)
+    except OSError:
+        return []
+    return [record for line in content.split(b"\n") if (record := _parse(line))]
+
+
+def sum_chip_hours(commands: Sequence[CommandRecord]) -> float | None:
+    """Return the hours for which the commands held accelerators, times their number; None if one held none."""
+    hours = [each.node_hours * each.chips_per_node for each in commands if each.chips_per_node is not None]
+    return math.fsum(hours) if hours and len(hours) == len(commands) else None
+
+
+def sum_cost(commands: Sequence[CommandRecord]) -> float | None:
+    """Return the price in dollars of the nodes that the commands held; None if the price of one is unknown."""
+    costs = [
+        each.node_hours * each.dollars_per_node_hour for each in commands if each.dollars_per_node_hour is not None
+    ]
+    return math.fsum(costs) if costs and len(costs) == len(commands) else None
+
+
+class _Line:
+    """The line of one command, which is overwritten in place."""
+
+    def __init__(self, path: Path, record: CommandRecord) -> None:
+        self._path, self._record, self._at = path, record, _end_of_lines(path)
+        self._write()
+
+    def update(self, **fields: float | str | None) -> None:
+        self._record = self._record.model_copy(update=fields)
+        self._write()
+
+    def keep_seen(self, has_ended: threading.Event) -> None:
+        while not has_ended.wait(SEEN_SECONDS):
+            self.update(seen_at=time.time())
+
+    def _write(self) -> None:
+        fields = self._record.model_dump()
+        line = json.dumps(fields).encode()
+        if len(line) >= LINE_BYTES and self._record.error:  # JSON escapes characters that are not ASCII
+            line = json.dumps(fields | {"error": ascii(self._record.error[: _ERROR_CHARACTERS // 8])}).encode()
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)  # a pipe would block
+            try:
+                os.pwrite(descriptor, line.ljust(LINE_BYTES - 1) + b"\n", self._at)
+            finally:
+                os.close(descriptor)  # a network file system shows it to others from here on
+        except OSError as error:
+            logger.warning("%s: the command's record could not be written: %s", self._path, error)
+
+
+def _begin(job: Job) -> CommandRecord:
+    process, recipe, now = this_process(), job.recipe, time.time()
+    name = recipe.cluster.trainer_instance_type
+    node = read_instance_types()[name] if name else None
+    return CommandRecord(
+        attempt=job.attempt,
+        node=process.node,
+        pid=process.pid,
+        process_started=process.started,
+        began_at=job.started_at.timestamp(),
+        seen_at=now,
+        nodes=stage_nodes(recipe, "trainer"),
+        workers=recipe.parallel.num_workers,
+        instance_type=name,
+        chips_per_node=node.chips if node else _chips_of(recipe),
+        dollars_per_node_hour=node.dollars_per_hour if node else None,
+        price_source=node.price_source if node else None,
+    )
+
+
+def _chips_of(recipe: Recipe) -> int | None:
+    """Return the GPUs of a node of unknown type, one for each worker; None for a recipe that computes on CPUs."""
+    return recipe.cluster.trainer_workers_per_node if recipe.parallel.device == "cuda" else None
+
+
+def _end_of_lines(path: Path) -> int:
+    """Return the end of the last whole line: a killed command may have left a part of a line."""
+    try:
+        with open_regular_file(path) as file:
+            return file.seek(0, os.SEEK_END) // LINE_BYTES * LINE_BYTES
+    except OSError:
+        return 0
+
+
+def _parse(line: bytes) -> CommandRecord | None:
+    found = parse_json_line(line.strip()) if line.strip() else None
+    try:
+        return CommandRecord.model_validate(found) if found else None
+    except ValidationError:
+        return None

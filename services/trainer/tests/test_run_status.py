@@ -1,0 +1,118 @@
+"""The state of a run, and the chip-hours and the cost of its commands, as a reader of its folder sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from services.common.errors import ArtifactError, TryAgain
+from services.common.hardware.instance_types import read_instance_types
+from services.common.recipe.schema import Recipe
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics.commands import COMMANDS_FILE, LINE_BYTES, LOST_SECONDS, read_commands, recording_command
+from services.trainer.run_status import RunStatus, read_status
+from services.trainer.tests.test_branch import ALONE
+
+JobBuilder = Callable[..., Job]
+
+
+def status_of(job: Job, now: float | None = None) -> RunStatus:
+    return read_status(job.root, job.run, now)
+
+
+def on_trainium(job: Job, started_at: datetime | None = None) -> Job:
+    """Return the job of a recipe for two nodes of trn1, whose command began at `started_at`."""
+    values = job.recipe.model_dump(mode="json")
+    values["cluster"] |= {"trainer_instance_type": "trn1.32xlarge", "trainer_workers_per_node": 1}
+    values["parallel"] |= {"data_parallel_size": 2}
+    recipe = Recipe.model_validate_json(json.dumps(values))
+    return replace(job, recipe=recipe, started_at=started_at or job.started_at)
+
+
+def test_a_run_that_nobody_has_trained_is_not_started(new_job: JobBuilder) -> None:
+    job = new_job()
+    assert status_of(job).state == "not started"
+    assert read_status(job.root, "no-such-run").state == "not started"
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "exit_code"),
+    [
+        (None, "done", 0),
+        (TryAgain("a node was lost"), "stopped", 75),
+        (KeyboardInterrupt(), "stopped", 130),
+        (ArtifactError("a corpus is damaged"), "failed", 3),
+        (ZeroDivisionError("a bug"), "failed", 1),
+    ],
+)
+def test_the_state_follows_the_exit_code_of_the_newest_command(
+    new_job: JobBuilder, error: BaseException | None, state: str, exit_code: int
+) -> None:
+    job = new_job()
+    with pytest.raises(type(error)) if error else nullcontext(), recording_command(job):
+        assert status_of(job).state == "running"
+        if error:
+            raise error
+
+    found = status_of(job)
+    assert (found.state, found.exit_code) == (state, exit_code)
+    assert found.error == (str(error) if error else None)
+
+
+def test_a_command_of_another_node_is_lost_once_its_record_stands_still(new_job: JobBuilder) -> None:
+    job = new_job()
+    with recording_command(job):
+        path = job.run_folder / COMMANDS_FILE
+        content = path.read_bytes()
+        record = json.loads(content)
+        # As the container of another machine wrote it, which cannot be asked whether the process runs.
+        path.write_bytes(json.dumps(record | {"node": "another"}).encode().ljust(LINE_BYTES - 1) + b"\n")
+        assert status_of(job, record["seen_at"] + LOST_SECONDS - 1).state == "running"
+        assert status_of(job, record["seen_at"] + LOST_SECONDS + 1).state == "lost"
+
+
+def test_a_torn_record_of_a_killed_command_harms_no_later_one(new_job: JobBuilder) -> None:
+    job = new_job()
+    with recording_command(job):
+        pass
+    path = job.run_folder / COMMANDS_FILE
+    path.write_bytes(path.read_bytes() + b'{"attempt": "torn')
+
+    with pytest.raises(TryAgain), recording_command(job):
+        raise TryAgain("é" * 10_000)  # its characters have several bytes in JSON
+
+    assert [record.exit_code for record in read_commands(job.run_folder)] == [0, 75]
+    assert path.stat().st_size == 2 * LINE_BYTES
+
+
+def test_chip_hours_and_cost_count_the_nodes_of_all_commands(new_job: JobBuilder) -> None:
+    job, price = new_job(), read_instance_types()["trn1.32xlarge"].dollars_per_hour
+    for hours in (3, 1):
+        with recording_command(on_trainium(job, datetime.now(UTC) - timedelta(hours=hours))):
+            pass
+
+    found = status_of(job)
+    assert found.chip_hours == pytest.approx(4 * 2 * 16, rel=0.01)
+    assert found.cost == pytest.approx(4 * 2 * price, rel=0.01)
+
+
+def test_a_run_on_cpus_has_no_cost_and_its_numbers_are_those_of_its_newest_step(new_job: JobBuilder) -> None:
+    job = new_job(train__max_steps="6", checkpoint__interval_steps="4")
+    with recording_command(job):
+        train(job, ALONE)
+
+    found = status_of(job)
+    assert (found.state, found.step, found.checkpoint_step, found.max_steps) == ("done", 6, 6, 6)
+    assert (found.cost, found.chip_hours) == (None, None)
+    assert found.tokens == found.total_tokens
+    assert found.seconds_left == 0
+    assert None not in (found.loss, found.validation_loss, found.tokens_per_second, found.stepped_at)
+    assert found.began_at
+    assert found.updated_at
+    assert found.began_at < found.updated_at
