@@ -19,7 +19,7 @@ images = ./bootstrap python -m images
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
 	test-torch29 test-nxd-parity test-lm-eval test-images test-cluster test-cluster-smoke test-cuda \
-	test-batch check-infra test-infra benchmark-tokenizer benchmark-trainer docs \
+	test-batch soak check-infra test-infra benchmark-tokenizer benchmark-trainer docs \
 	docs-environment picture
 
 ##@ On this machine
@@ -264,6 +264,13 @@ test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
 
 test-batch: setup ## Run the tests on simulated AWS Batch nodes; needs root, iproute2, tini.
 	$(python) -m pytest -m batch infra/tests/batchsim
+
+soak: setup ## Run pipelines under injected faults, and audit them; needs root.
+#? MINUTES=NUMBER  Minutes after which no further pipeline begins. Default: 30.
+#? SEED=NUMBER  Seed of a soak to repeat. Default: a new one, which is printed.
+#? CYCLE=NUMBER  Run this cycle of the seed alone.
+#? FOLDER=FOLDER  Folder for disks, logs and the undisturbed run. Default: /tmp/millrace-soak.
+	$(python) -m tests.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) $(if $(CYCLE),--cycle $(CYCLE)) --folder "$(or $(FOLDER),/tmp/millrace-soak)"
 
 check-infra: infra-environment ## Run Terraform's own tests, checkov, shellcheck and yamllint, offline.
 #? TF_PLUGIN_MIRROR

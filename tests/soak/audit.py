@@ -1,0 +1,191 @@
+"""Audits what a soak's pipeline has left: its steps, weights, artifacts, files, exit codes and memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+import xxhash
+
+from services.common.artifacts.__main__ import main as artifacts_main
+from services.common.artifacts.__main__ import read_manifest
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.manifest import MANIFEST
+from services.common.artifacts.store import CURRENT, open_artifact
+from services.common.process.entry_point import exit_code_of
+from services.common.process.telemetry import read_json_lines
+from services.common.program.llama import parameter_shapes
+from services.common.program.state import StateKind, StateSlice
+from services.common.recipe.schema import Recipe
+from services.trainer.checkpoints.shards import ShardReader
+
+_RUN_FILES = (
+    r"(run\.json|metrics\.jsonl|evaluations\.jsonl|attempts\.jsonl|events\.jsonl|report\.html"
+    r"|logs/rank-\d{5}\.log|heartbeats/rank-\d{5}\.json|tensorboard/events\.out\.tfevents\..+)"
+)
+"""Files that a run's folder has when the run is complete."""
+WARM_UP_SECONDS = 30.0
+LEAST_SECONDS = 60.0
+MOST_GROWTH_BYTES = 24 * 2**20
+"""Most growth of a driver's resident memory after its warm-up, by a straight line through the samples."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the audit found: what is wrong, the detail, and the place to look at."""
+
+    what: str
+    detail: str
+    place: Path
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}: {self.detail}"
+
+
+def audit_steps(metrics: Path, expected: Mapping[int, float], tokens_per_step: int) -> list[Finding]:
+    """Check that every step up to the last expected one was recorded, and had the batch of the undisturbed run.
+
+    A loss is a function of the weights and of the batch, so that the same bits of every loss mean the same samples in
+    the same order. Within one start of the workers each step follows the one before. A start may do steps again that a
+    lost start had done after its checkpoint, with the same losses, but leaves none out. `expected` has the losses of
+    the undisturbed run by step.
+    """
+    findings, before, furthest = [], 0, 0
+
+    def add(what: str, detail: str) -> None:
+        findings.append(Finding(what, detail, metrics))
+
+    for record in filter(None, read_json_lines(metrics)):
+        step, is_start = record["step"], record["is_first_of_process"]
+        allowed = furthest + 1 if is_start else before + 1
+        if step > allowed:
+            add("samples were lost", f"step {step} follows step {before}")
+        elif step < allowed and not is_start:
+            add("samples were repeated", f"step {step} follows step {before} in the same process")
+        if step in expected and record["loss"] != expected[step]:
+            add("another loss", f"step {step} has {record['loss']!r}, expected {expected[step]!r}")
+        if record["tokens"] != step * tokens_per_step:
+            add("another number of tokens", f"step {step} has {record['tokens']}, expected {step * tokens_per_step}")
+        before, furthest = step, max(furthest, step)
+    if before != (last := max(expected)):
+        add("samples were lost", f"the last step is {before}, expected {last}")
+    return findings
+
+
+def read_losses(metrics: Path) -> dict[int, float]:
+    """Return the last recorded loss of each step."""
+    return {record["step"]: record["loss"] for record in read_json_lines(metrics) if record}
+
+
+def audit_weights(checkpoint: Path, expected: Mapping[str, str]) -> list[Finding]:
+    """Check that weights and moments have the bits of the undisturbed run's; see `digest_state`."""
+    found = digest_state(checkpoint)
+    different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    return [Finding("other weights or moments", f"{', '.join(different)}", checkpoint)] if different else []
+
+
+def digest_state(checkpoint: Path) -> dict[str, str]:
+    """Return a digest of each tensor of a checkpoint's state, which is the same for any number of workers."""
+    opened = open_artifact(checkpoint, CheckpointManifest)
+    shapes = parameter_shapes(Recipe.model_validate_json(json.dumps(opened.manifest.recipe)).model)
+    state = {
+        StateSlice.whole(kind, name, shape): torch.empty(shape)
+        for kind in get_args(StateKind)
+        for name, shape in shapes.items()
+    }
+    ShardReader(opened, shapes).read(state)
+    return {piece.key: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes()) for piece, tensor in state.items()}
+
+
+def find_orphans(root: Path) -> list[Finding]:
+    """Return the files and folders of a root that belong to no published artifact and to no run."""
+    owned: set[Path] = set()
+    for manifest in root.glob(f"*/*/*/{MANIFEST}"):
+        owned |= {manifest, *(manifest.parent / entry.path for entry in read_manifest(manifest.parent).files)}
+    owned |= set(root.glob(f"*/*/{CURRENT}"))
+    orphans = []
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        for path in [here / name for name in files] + [
+            here / name for name in folders if not any((here / name).iterdir())
+        ]:
+            parts = path.relative_to(root).parts
+            is_of_run = parts[0] == "run" and re.fullmatch(_RUN_FILES, "/".join(parts[2:]))
+            if path not in owned and not is_of_run:
+                orphans.append(Finding("an orphan", "it belongs to no artifact and to no run", path))
+    return orphans
+
+
+def audit_artifacts(root: Path) -> list[Finding]:
+    """Check with the command of operators that every artifact verifies, and that nothing is left to be collected."""
+    findings = []
+    for command, expected in (("verify", "ok "), ("gc", "0 removed.")):
+        exit_code, output = call_artifacts(command, root)
+        if exit_code or expected not in output:
+            findings.append(Finding(f"`{command}` finds something", output.strip(), root))
+    return findings
+
+
+def call_artifacts(command: str, root: Path) -> tuple[int, str]:
+    """Call a command of `services.common.artifacts`; return its exit code and what it printed."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        exit_code = exit_code_of(lambda: artifacts_main([command, str(root)]))
+    return exit_code, output.getvalue()
+
+
+def explain_exit_code(exit_code: int, kinds: Collection[str], was_killed: bool) -> str | None:
+    """Return why a command with these faults should not have ended so; None for a documented end."""
+    allowed = {0}
+    if kinds:
+        allowed.add(75)
+    if any(kind.startswith("fill") for kind in kinds):
+        allowed.add(5)
+    if "SIGINT" in kinds:
+        allowed.add(130)
+    if was_killed:
+        allowed.add(-signal.SIGKILL)
+    if exit_code in allowed:
+        return None
+    faults = ", ".join(sorted(kinds)) or "no fault"
+    return f"{exit_code} after {faults}, expected {' or '.join(map(str, sorted(allowed)))}"
+
+
+def measure_growth(samples: Sequence[tuple[float, int]]) -> float | None:
+    """Return by how many bytes per minute memory grows after the warm-up; None for a command that ended too early.
+
+    `samples` has seconds since the start, and bytes. The growth is the slope of a straight line through them.
+    """
+    steady = [sample for sample in samples if sample[0] >= WARM_UP_SECONDS]
+    if not steady or steady[-1][0] - steady[0][0] < LEAST_SECONDS - WARM_UP_SECONDS:
+        return None
+    seconds, bytes_ = np.array(steady, dtype=np.float64).T
+    return float(np.polyfit(seconds / 60, bytes_, 1)[0])
+
+
+def audit_memory(samples: Sequence[tuple[float, int]], log: Path) -> list[Finding]:
+    """Check that a driver's memory stays flat after its warm-up."""
+    growth = measure_growth(samples)
+    if growth is None:
+        return []
+    total = growth * (samples[-1][0] - WARM_UP_SECONDS) / 60
+    if total <= MOST_GROWTH_BYTES:
+        return []
+    return [Finding("the driver's memory grows", f"{growth / 2**20:.1f} MiB a minute, {total / 2**20:.0f} in all", log)]
+
+
+def audit_output(log: Path) -> list[Finding]:
+    """Check that a command has printed no traceback: every end that a fault can cause has a message."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    at = text.find("Traceback (most recent call last)")
+    return [Finding("a traceback", text[max(0, at - 200) : at + 2_000].strip(), log)] if at >= 0 else []

@@ -1,0 +1,77 @@
+"""Flips a bit of an artifact in a copy of a root, and checks that the commands find it and name the place."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from tests.soak.audit import Finding, call_artifacts
+from tests.soak.plan import SHORT_STEPS, Copied, Cycle
+
+DAMAGED = 3
+FILES: dict[Copied, str] = {
+    "a corpus row": "corpus/*/*/train/shard-*.arrow",
+    "the vocabulary": "corpus/*/*/tokenizer/*",
+    "the compile cache": "compile_cache/*/*/graphs/**/*.so",
+    "a checkpoint": "checkpoint/*/*/*.safetensors",
+}
+READ_BY_TRAINER: tuple[Copied, ...] = ("a corpus row", "the compile cache")
+OTHER_SEED = 99
+"""Value of `train.seed` of a run that has no checkpoint yet, and so reads the corpus and the cache."""
+
+
+@dataclass(frozen=True)
+class CopyCheck:
+    """What commands said about a copy with a flipped bit."""
+
+    copied: Copied
+    outcome: str
+    findings: Sequence[Finding]
+
+
+def check_copy(root: Path, copy: Path, copied: Copied, cycle: Cycle, call: Callable[..., tuple[int, str]]) -> CopyCheck:
+    """Copy the root, flip a bit there, and run `verify`, and a training where that reads the file."""
+    shutil.copytree(root, copy)
+    try:
+        chance = random.Random(f"{cycle.number} {copied}")
+        path = chance.choice(sorted(copy.glob(FILES[copied])))
+        _flip(path, chance, within=_ids_of_first_row(path) if copied == "a corpus row" else None)
+        answers = {"verify": call_artifacts("verify", copy)}
+        if copied in READ_BY_TRAINER:
+            new_run = (
+                "--root",
+                str(copy),
+                f"--train.seed={OTHER_SEED}",
+                "--launch=inline",
+                f"--train.max_steps={SHORT_STEPS}",
+            )
+            answers["trainer"] = call("trainer", *new_run)
+        findings = [
+            Finding(
+                f"{command} does not name the damage", f"exit code {code}, expected 3 and {path.name}: {text}", path
+            )
+            for command, (code, text) in answers.items()
+            if code != DAMAGED or path.name not in text
+        ]
+        return CopyCheck(copied, f"exit code 3 of {' and '.join(answers)}, file named", findings)
+    finally:
+        shutil.rmtree(copy)
+
+
+def _ids_of_first_row(path: Path) -> tuple[int, int]:
+    """Return the first byte of the token ids of a shard's first row in its file, and their number of bytes."""
+    with pa.ipc.open_file(str(path)) as reader:
+        ids = reader.get_batch(0).column("input_ids")[0].values.to_numpy().tobytes()
+    return path.read_bytes().index(ids), len(ids)
+
+
+def _flip(path: Path, chance: random.Random, within: tuple[int, int] | None) -> None:
+    content = bytearray(path.read_bytes())
+    first, count = within or (0, len(content))
+    content[first + chance.randrange(count)] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
