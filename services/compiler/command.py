@@ -10,6 +10,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest, compil
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import publish_once
 from services.common.hardware.image_platform import require_backend
+from services.common.notices.stage_notices import notifying_stage
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
@@ -43,13 +44,14 @@ def make_cache(argv: list[str]) -> int:
         return 0
     facts = program_facts(recipe)
     address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
-    cache, is_new = publish_once(
-        address,
-        CompileCacheManifest,
-        "compiler",
-        recipe,
-        lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch),
-    )
+    with notifying_stage("compiler", recipe, arguments.recipe, address) as notices:
+        cache, is_new = publish_once(
+            address,
+            CompileCacheManifest,
+            "compiler",
+            recipe,
+            notices.around(lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch)),
+        )
     report_published(cache.path, is_new)
     payload = cache.manifest.compile_cache
     print(f"{'published' if is_new else 'already published'}: {cache.path}")

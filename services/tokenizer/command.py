@@ -17,6 +17,7 @@ from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Address, Artifact, publish_once
 from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
+from services.common.notices.stage_notices import notifying_stage
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
@@ -58,13 +59,17 @@ def make_corpus(argv: list[str]) -> int:
     phase_timer = PhaseTimer()
     with phase_timer.phase("plan"):
         plan = plan_corpus(recipe)
-    corpus, is_new = publish_once(
-        Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id),
-        CorpusManifest,
-        "tokenizer",
-        recipe,
-        lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer),
-    )
+    address = Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id)
+    with notifying_stage("tokenizer", recipe, arguments.recipe, address) as notices:
+        corpus, is_new = publish_once(
+            address,
+            CorpusManifest,
+            "tokenizer",
+            recipe,
+            notices.around(
+                lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer)
+            ),
+        )
     report_published(corpus.path, is_new)
     print(summarize(corpus, is_new, time.perf_counter() - start))
     return 0

@@ -72,6 +72,7 @@ from services.trainer.metrics.commands import recording_command
 from services.trainer.metrics.prometheus import serve_metrics
 from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
+from services.trainer.notices import notifying_run
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.run_start import describe_start, explain_new_run
 from services.trainer.run_tree import RUNS, list_runs
@@ -141,8 +142,9 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             serve_metrics(job.run_folder, job.run, arguments.metrics_host, arguments.metrics_port),
             tracking(job, arguments.tracker),
             naming_the_place(job.root),
+            notifying_run(job, arguments.recipe, step) as notices,
         ):
-            supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
+            supervise(replace(job, workers_started_at=datetime.now(UTC)), held, notices.observe)
     report_training(job, arguments.recipe)
     report_published(job.checkpoint_collection, is_new=True)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")

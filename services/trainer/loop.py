@@ -305,6 +305,8 @@ class Training:
         if self._fault:
             return self._fault
         if self._divergence:
+            if self._group.rank == 0:
+                record_event(self._job, "diverged", step=self._divergence.step, skipped=self._skipped.in_a_row)
             return diverged(self._job, self._divergence, self._skipped)
         if self._stop_reason and self._done < self._job.recipe.train.max_steps:
             return stopped(self._stop_reason, self._done, self._job.run_folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from services.common.process.stop_signals import Stopped, end_soon, name_signal,
 from services.trainer.checkpoints.lookup import newest_step
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics.events import NewWarnings, explain_loss, record_event
+from services.trainer.metrics.events import EventTail, explain_loss, record_event, warnings_of
 from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import working_on_node
 from services.trainer.stop import StopReason, forget_signals, request_stop
@@ -29,9 +29,12 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
 
+Observer = Callable[[list[dict[str, Any]]], None]
+"""Gets the events of the run that were recorded since the last call."""
 
-def supervise(job: Job, lease: HeldLease) -> None:
-    """Run the workers until the run is complete.
+
+def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: None) -> None:
+    """Run the workers until the run is complete, and pass new events of the run to `observe`, which must not wait.
 
     Each start of the workers has its own lease token, so a process of a lost start, disconnected or frozen, cannot
     commit anything later. Raises the workers' error, and `WorkersLost` when workers were lost more than
@@ -44,7 +47,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     restarts, committed = 0, newest_step(job.checkpoint_collection) or 0
     request = _StopRequest(job)
-    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job) as progress:
+    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe) as progress:
         while True:
             request.begin_attempt()
             try:
@@ -123,13 +126,14 @@ def _end_at_once(signum: int) -> NoReturn:
 
 
 @contextmanager
-def _progress_of(job: Job) -> Iterator[Progress]:
+def _progress_of(job: Job, observe: Observer) -> Iterator[Progress]:
     """Show the run's progress from its metrics file, which every launcher has."""
     stop = threading.Event()
     max_steps = job.recipe.train.max_steps
     with show_progress("training", max_steps, "steps") as progress:
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
-        follower = threading.Thread(target=_follow, args=(job, progress, stop, before), name="progress", daemon=True)
+        arguments = (job, progress, stop, before, observe)
+        follower = threading.Thread(target=_follow, args=arguments, name="progress", daemon=True)
         follower.start()
         try:
             yield progress
@@ -138,12 +142,16 @@ def _progress_of(job: Job) -> Iterator[Progress]:
             follower.join()
 
 
-def _follow(job: Job, progress: Progress, stop: threading.Event, before: dict[str, Any] | None) -> None:
-    is_over, warnings = False, NewWarnings(job)
+def _follow(
+    job: Job, progress: Progress, stop: threading.Event, before: dict[str, Any] | None, observe: Observer
+) -> None:
+    is_over, tail = False, EventTail(job)
     while not is_over:
         is_over = stop.wait(PROGRESS_SECONDS)
-        for warning in warnings.read():
+        events = tail.read()
+        for warning in warnings_of(events):
             logger.warning(warning)
+        observe(events)
         last = read_last_step(job.run_folder)
         if last and last != before:
             progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")

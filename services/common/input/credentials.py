@@ -45,6 +45,7 @@ _SECRET_WORDS = frozenset(
         "cookie",
         "login",
         "policy",
+        "webhook",
     }
 )
 _SECRET_PARTS = ("token", "secret", "passw", "credential", "signature", "apikey", "accesskey", "jwt")

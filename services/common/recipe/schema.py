@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -25,6 +26,18 @@ Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
+NoticeCondition = Literal[
+    "started",
+    "done",
+    "ended",
+    "stalled",
+    "no_capacity",
+    "checkpoint_failing",
+    "file_system_filling",
+    "loss_spiked",
+    "loss_diverged",
+    "node_set_aside",
+]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
 
@@ -69,6 +82,16 @@ def _require_compiler_flag(flag: str) -> str:
 
 
 CompilerFlag = Annotated[str, AfterValidator(_require_compiler_flag)]
+
+
+def _require_place_of_secret(place: str) -> str:
+    """Check that a text says where a secret is. The message does not show it: it may be the secret."""
+    if not re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*|file:/.+", place):
+        raise ValueError(
+            "expected env:NAME or file:/PATH, the place of the webhook's address. The address itself is a password, "
+            "and a recipe is stored and shown"
+        )
+    return place
 
 
 class Section(BaseModel):
@@ -562,6 +585,18 @@ class Cluster(Section):
         }[stage]
 
 
+class Notify(Section):
+    """Notices about a run, to a webhook and to an SNS topic of AWS. Nothing of this section is part of an identity."""
+
+    webhook: Annotated[str, AfterValidator(_require_place_of_secret)] | None = None
+    """Place of the webhook's URL: `env:NAME`, an environment variable, or `file:/PATH`, a file. The URL itself is a
+    password, and a recipe is stored and shown. Default: `env:MILLRACE_WEBHOOK`, where that variable is set."""
+    topic: Annotated[str | None, Field(pattern=r"^arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_-]+$")] = None
+    """ARN of an SNS topic. Default: the environment variable MILLRACE_NOTIFY_TOPIC, where it is set."""
+    conditions: Annotated[tuple[NoticeCondition, ...], Field(strict=False)] = get_args(NoticeCondition)
+    """Conditions of which notices are sent; all of them by default."""
+
+
 class Recipe(Section):
     name: Name
     corpus: Corpus
@@ -574,6 +609,7 @@ class Recipe(Section):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     cluster: Cluster = Cluster()
+    notify: Notify = Notify()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

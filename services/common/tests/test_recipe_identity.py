@@ -100,6 +100,9 @@ FIELDS: dict[str, tuple[str, str]] = {
     "cluster.tokenizer_nodes": ("7", ""),
     "cluster.compiler_nodes": ("7", ""),
     "cluster.min_nodes": ("7", ""),
+    "notify.webhook": ("file:/run/secrets/webhook", ""),
+    "notify.topic": ("arn:aws:sns:us-west-2:123456789012:alerts", ""),
+    "notify.conditions": ('["ended"]', ""),
     "cluster.trainer_instance_type": ("trn1.32xlarge", ""),
 }
 # Fields without another legal value of their own; those that change with another one have tests below.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from services.common.artifacts.checkpoint import (
 from services.common.artifacts.lease import naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit, partial_of
+from services.common.errors import StorageError
 from services.common.process.termination_notice import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
@@ -149,10 +151,18 @@ class CheckpointWriter:
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
-        with naming_a_lost_lease(self._lease):  # a newer attempt of this command may hold it
+        with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):  # a newer attempt may hold it
             folder = partial_of(self._job.checkpoint_address(payload.step), self._lease)
             file = shard_name(self._group.rank)
             return write_shard(folder, file, payload.shards[file], snapshot())
+
+    @contextmanager
+    def _recording_failure(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, StorageError) as error:
+            record_event(self._job, "checkpoint_failed", step=step, rank=self._group.rank, error=str(error))
+            raise
 
     def _commit(self) -> None:
         assert self._writing
@@ -165,7 +175,7 @@ class CheckpointWriter:
         job, payload = self._job, self._payload
         assert payload
         draft = Draft(payload, (job.corpus.manifest.link(job.corpus.path),), files)
-        with naming_a_lost_lease(self._lease):
+        with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):
             commit(job.checkpoint_address(payload.step), CheckpointManifest, "trainer", job.recipe, draft, self._lease)
         logger.info("committed checkpoint step=%d", payload.step)
         seconds = time.perf_counter() - self._started

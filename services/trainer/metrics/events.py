@@ -11,20 +11,22 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from services.common.errors import StorageError
 from services.common.input.credentials import mask_values
-from services.common.input.files import open_for_append
+from services.common.input.files import open_for_append, open_regular_file
 from services.common.input.problem_list import list_problems
-from services.common.process.telemetry import read_json_lines
+from services.common.process.telemetry import parse_json_line, read_json_lines
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
+_MAX_TAIL_BYTES = 2**20
+"""Most bytes that one look at the events reads."""
 
 Kind = Literal[
     "watchdog",
@@ -39,6 +41,8 @@ Kind = Literal[
     "straggler",
     "fallback",
     "short_notice",
+    "checkpoint_failed",
+    "diverged",
 ]
 
 
@@ -84,28 +88,29 @@ def find_watchdog_event(job: Job) -> dict[str, Any] | None:
     return None
 
 
-class NewWarnings:
-    """Reads new events that the command shows as warnings.
-
-    The file is read only after it has grown.
-    """
+class EventTail:
+    """Reads the events of one attempt at the command as they come: each call reads what was appended since the last."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._num_bytes, self._num_read = job, 0, 0
+        self._path, self._attempt, self._position = job.run_folder / EVENTS_FILE, job.attempt, 0
 
-    def read(self) -> list[str]:
-        """Return the warnings of events since the last call."""
+    def read(self) -> list[dict[str, Any]]:
+        """Return the attempt's events since the last call, without lines that cannot be read."""
         try:
-            num_bytes = (self._job.run_folder / EVENTS_FILE).stat().st_size
-        except OSError:  # no event yet
+            with open_regular_file(self._path) as file:
+                file.seek(self._position)
+                new = file.read(_MAX_TAIL_BYTES)
+        except OSError:  # no event yet, or a file system that is away for a moment
             return []
-        if num_bytes == self._num_bytes:
-            return []
-        self._num_bytes, attempt = num_bytes, self._job.attempt
-        events = read_events(self._job.run_folder)
-        found = [event for event in events if event["event"] in _WARNINGS and event.get("attempt") == attempt]
-        new, self._num_read = found[self._num_read :], len(found)
-        return [_WARNINGS[event["event"]](event) for event in new]
+        whole = new[: new.rfind(b"\n") + 1] if len(new) < _MAX_TAIL_BYTES else new
+        self._position += len(whole)
+        events = [line for line in map(parse_json_line, whole.splitlines()) if line is not None]
+        return [each for each in events if isinstance(each.get("event"), str) and each.get("attempt") == self._attempt]
+
+
+def warnings_of(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the sentences that the command shows as warnings; most events need none."""
+    return [_WARNINGS[event["event"]](event) for event in events if event["event"] in _WARNINGS]
 
 
 def _describe_fallback(event: dict[str, Any]) -> str:

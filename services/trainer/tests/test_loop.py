@@ -21,7 +21,7 @@ from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkp
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
-from services.trainer.metrics.events import NewWarnings, count_events
+from services.trainer.metrics.events import EventTail, count_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
     monkeypatch.setenv(NOTICE_VARIABLE, "0.000001")
     job = new_job(train__max_steps="4", checkpoint__interval_steps="2")
     train(job, ALONE)
-    assert len(NewWarnings(job).read()) == 1
+    assert len(warnings_of(EventTail(job).read())) == 1
     assert count_events(job.run_folder) == {"short_notice": 1}
 
 

@@ -21,7 +21,7 @@ from services.trainer.data import micro_batches
 from services.trainer.health.loss_spikes import SpikeDetector, Verdict, untrained_loss
 from services.trainer.job import Job
 from services.trainer.loop import Training, train
-from services.trainer.metrics.events import NewWarnings, read_events
+from services.trainer.metrics.events import EventTail, read_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run, summarize
 from services.trainer.tests import work
@@ -80,7 +80,7 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
     assert losses == [record["loss"] for record in read_metrics(spared.run_folder).lines]
     assert list(newest(job).recent_losses) == losses[-16:]
     assert "events        1 loss_spike, 1 rollback" in summarize(open_run(job.root, job.run))
-    [warning] = NewWarnings(job).read()
+    [warning] = warnings_of(EventTail(job).read())
     assert all(number in warning for number in ("step 15", "step 8", "batches 8 to 14"))
 
 
@@ -158,7 +158,7 @@ def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
     assert kinds(job) == ["loss_spike", "rollback", "loss_spike", "rollbacks_exhausted"]
     assert len(read_metrics(job.run_folder).lines) == 20
     assert newest(job).skipped_batches == (SKIPPED,)
-    _, warning = NewWarnings(job).read()
+    _, warning = warnings_of(EventTail(job).read())
     assert "train.loss_spike_max_rollbacks" in warning
 
 

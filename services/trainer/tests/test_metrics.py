@@ -23,7 +23,7 @@ from services.trainer.inspection.doctor import _look_at_run_folder as look_at_ru
 from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics.events import EVENTS_FILE, NewWarnings, explain_loss
+from services.trainer.metrics.events import EVENTS_FILE, EventTail, explain_loss, warnings_of
 from services.trainer.metrics.metric_table import METRICS, WorkerNumbers, reduce_over_ranks
 from services.trainer.metrics.prometheus import NewestMetrics
 from services.trainer.metrics.recorder import MetricsRecorder
@@ -37,6 +37,7 @@ from services.trainer.metrics.records import (
     read_metrics,
 )
 from services.trainer.metrics.tensorboard import TensorBoard
+from services.trainer.notices import NOTICED_EVENTS, notice_of
 from services.trainer.run import open_run, summarize
 from services.trainer.supervise import supervise
 from services.trainer.tests.builders import make_program
@@ -190,9 +191,9 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     for changed in [*([name] for name in attempt), list(attempt)]:
         append(folder / ATTEMPTS_FILE, json.dumps({**attempt, **dict.fromkeys(changed, value)}).encode())
     event = {"event": "fallback", "attempt": job.attempt, "to_step": 1, "damages": ["x"], "cause": "y", "message": "z"}
-    warnings = NewWarnings(job)
+    tail = EventTail(job)
     append(folder / EVENTS_FILE, json.dumps(event).encode())
-    for kind in ("fallback", "short_notice", "nan", "watchdog"):
+    for kind in (*NOTICED_EVENTS, "short_notice"):
         for name in event:
             append(folder / EVENTS_FILE, json.dumps({**event, "event": kind, name: value}).encode())
 
@@ -200,7 +201,9 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     assert summarize(run)
     assert write_report(run).exists()
     assert generate_latest(newest)
-    assert warnings.read()
+    events = tail.read()
+    assert warnings_of(events)
+    assert [notice_of(event) for event in events].count(None) < len(events)
     assert explain_loss(job, TryAgain("lost"))
     assert [finding.exit_code for finding in look_at_run_folder(job)] == [0]
     board = TensorBoard(tmp_path / "board")
