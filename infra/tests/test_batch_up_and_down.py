@@ -135,6 +135,7 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
     assert not site.config.exists()
 
 
+@pytest.mark.slow
 def test_what_others_have_in_the_network_is_named_before_the_data_goes(
     run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_there_is_no_cluster_to_keep(run_infra: RunInfra, site: Site, monkeypatc
     assert "KEEP_CLUSTER=true" in done.stderr
 
 
+@pytest.mark.slow
 def test_down_takes_down_nothing_while_a_job_has_not_ended(
     run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
     assert shared.addresses == addresses
 
 
+@pytest.mark.slow
 def test_an_addon_that_somebody_else_installed_stays(
     run_infra: RunInfra, cluster: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_an_addon_that_somebody_else_installed_stays(
     assert [line.split()[2] for line in changes(cluster)] == ["monitoring", "efa", "neuron", "volcano"]
 
 
+@pytest.mark.slow
 def test_a_volume_that_is_kept_on_purpose_is_not_waited_for(
     run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,7 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
         assert name in asked
 
 
+@pytest.mark.slow
 def test_a_node_that_karpenter_made_would_outlive_the_cluster(run_infra: RunInfra, cluster: Site, aws: Aws) -> None:
     ec2 = aws.client("ec2")
     [subnet] = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [network_of(aws)]}])["Subnets"]

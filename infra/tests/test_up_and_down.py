@@ -276,6 +276,7 @@ def test_an_operator_is_told_that_an_administrator_takes_clusters_down(
     assert "administrators" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
     run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +294,7 @@ def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
     assert pool_sizes(aws) == {"core": 2, "trainium": 2}
 
 
+@pytest.mark.slow
 def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +329,7 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     run_infra("down")
 
 
+@pytest.mark.slow
 def test_data_that_stands_on_what_goes_is_not_destroyed(
     run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,14 +71,15 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Run every stage to its end: the tokenizer and the trainer on Ray, the compiler after a killed attempt.
+    """Run every stage to its end, the compiler after a killed attempt.
 
-    The trainer's first attempt has one worker and is stopped; the second has two, which shard the optimizer's state.
+    The trainer's first attempt has one worker, inline, and is stopped; the second has two on Ray, which shard the
+    optimizer's state.
     """
-    done = {"tokenizer": run("tokenizer", *options, "--launch=ray")}
+    done = {"tokenizer": run("tokenizer", *options)}
     kill_while_compiling(options)
     done["compiler"] = run("compiler", *options)
-    done["stopped trainer"] = stop_while_training(options, "--launch=ray", "--parallel.data_parallel_size=1")
+    done["stopped trainer"] = stop_while_training(options, "--launch=inline", "--parallel.data_parallel_size=1")
     done["trainer"] = run("trainer", *options, "--launch=ray", "--parallel.zero_stage=1")
     return done
 
@@ -135,8 +136,8 @@ def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path, tem
     assert "validation_loss" in records[-1]
     assert list((run_folder / "tensorboard").iterdir())
     assert [attempt["workers"] for attempt in attempts] == [1, 2]
+    assert [attempt["launch"] for attempt in attempts] == ["inline", "ray"]
     for attempt in attempts:
-        assert attempt["launch"] == "ray"
         assert (attempt["graphs_compiled"], attempt["new_cache_files"]) == (0, 0)
     assert not list(temporary.rglob("*.gch"))  # precompiled C++ headers, which only a compilation needs
 

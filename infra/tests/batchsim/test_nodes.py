@@ -39,6 +39,7 @@ def wait_for_stage(job: Job, attempt: int = 1) -> None:
     assert node.poll() is None, job.logs
 
 
+@pytest.mark.batch
 def test_the_exit_code_of_the_stage_is_the_jobs_and_children_end_with_0(root: Path, submit: Submit) -> None:
     job = submit(define_script(write(root, "import os, sys; print(os.environ['RAY_ADDRESS']); sys.exit(3)"), root))
 

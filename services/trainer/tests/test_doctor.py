@@ -235,6 +235,7 @@ def test_a_node_whose_limit_on_maps_is_below_the_corpus_ends_with_4(
     assert "next: sysctl -w vm.max_map_count=16384" in printed
 
 
+@pytest.mark.slow
 def test_under_ray_a_task_of_each_node_looks_at_it(place: Path) -> None:
     options = ["--recipe", str(place / "small.toml"), "--root", str(place / "fsx"), *EAGER, "--launch=ray"]
     command = [sys.executable, "-m", "services.trainer", "doctor", *options]

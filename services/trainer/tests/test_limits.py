@@ -96,8 +96,13 @@ def trained(new_shared_job: Callable[..., Job]) -> list[str]:
     ("limit", "advice", "refused"),
     [
         ("RLIMIT_NOFILE", "ulimit -n", {"verify", "tokens", "shards", "hugging face", "nxd", "recipe"}),
-        ("RLIMIT_AS", "ulimit -v", {"tokens", "shards", "hugging face", "nxd"}),
-        ("vm.max_map_count", "sysctl -w vm.max_map_count=", {"tokens", "shards", "hugging face", "nxd"}),
+        pytest.param("RLIMIT_AS", "ulimit -v", {"tokens", "shards", "hugging face", "nxd"}, marks=pytest.mark.slow),
+        pytest.param(
+            "vm.max_map_count",
+            "sysctl -w vm.max_map_count=",
+            {"tokens", "shards", "hugging face", "nxd"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_limit_keeps_from_being_opened_is_not_called_damaged(

@@ -43,7 +43,7 @@ def test_the_loss_falls(new_job: Callable[..., Job]) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(
     new_job: Callable[..., Job], dtype: str
 ) -> None:
@@ -90,7 +90,13 @@ def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost
     assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program.state.read(), 10)
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "file removed", "manifest torn"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "flipped bit",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("truncated", "file removed", "manifest torn")),
+    ],
+)
 def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Callable[..., Job], damage: str) -> None:
     job = new_job(train__max_steps="10")
     train(job, ALONE)

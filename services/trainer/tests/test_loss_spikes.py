@@ -84,6 +84,7 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
     assert all(number in warning for number in ("step 15", "step 8", "batches 8 to 14"))
 
 
+@pytest.mark.slow
 def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back(
     new_job: Callable[..., Job], spared: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,11 +231,12 @@ def test_the_checkpoints_of_a_rollback_are_few_and_always_there(new_job: Callabl
         assert wanted < 1 or min(kept) <= wanted
 
 
-def test_a_hundred_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(
-    new_job: Callable[..., Job],
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 100), marks=pytest.mark.slow)], ids=str)
+def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(
+    new_job: Callable[..., Job], seeds: range
 ) -> None:
     recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=64)
-    for seed in range(100):
+    for seed in seeds:
         generator = np.random.default_rng(seed)
         losses, norms = loss_curve(generator, 160, recipe)
         losses[60:70] += generator.uniform(0.5, 3)  # a transient that is shorter than the patience

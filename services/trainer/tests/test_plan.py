@@ -303,23 +303,32 @@ def wide(folder: Path, **overrides: str) -> Recipe:
             "train__reduction": "fast",
             "train__activation_checkpointing": "full",
         },
-        {"parallel__tensor_parallel_size": "4", "train__activation_checkpointing": "selective"},
-        {
-            "parallel__device": "cuda",
-            "parallel__data_parallel_size": "1",
-            "train__dtype": "bfloat16",
-            "train__param_dtype": "bfloat16",
-            "train__reduction": "fast",
-            "train__activation_checkpointing": "none",
-        },
-        {
-            "parallel__tensor_parallel_size": "4",
-            "parallel__reduce_dtype": "float32",
-            "train__dtype": "bfloat16",
-            "train__param_dtype": "bfloat16",
-            "train__reduction": "fast",
-            "train__activation_checkpointing": "selective",
-        },
+        pytest.param(
+            {"parallel__tensor_parallel_size": "4", "train__activation_checkpointing": "selective"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {
+                "parallel__device": "cuda",
+                "parallel__data_parallel_size": "1",
+                "train__dtype": "bfloat16",
+                "train__param_dtype": "bfloat16",
+                "train__reduction": "fast",
+                "train__activation_checkpointing": "none",
+            },
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {
+                "parallel__tensor_parallel_size": "4",
+                "parallel__reduce_dtype": "float32",
+                "train__dtype": "bfloat16",
+                "train__param_dtype": "bfloat16",
+                "train__reduction": "fast",
+                "train__activation_checkpointing": "selective",
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["none", "full", "selective", "one GPU", "float32 sums"],
 )
@@ -331,7 +340,14 @@ def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
     assert memory_of_worker(recipe).peak_bytes == pytest.approx(trace_step(recipe).peak_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("path", [path for path in LARGE if path.stem.endswith("-trn1")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path != LLAMA_2_7B))
+        for path in LARGE
+        if path.stem.endswith("-trn1")
+    ],
+)
 def test_no_collective_of_a_shipped_recipe_on_xla_is_above_the_limit(path: Path) -> None:
     """Trace one layer with the tables, because the other layers are equal."""
     traffic = trace_step(load_with(path, model__num_hidden_layers="1")).traffic
@@ -350,6 +366,7 @@ def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
     assert traffic["tensor"].largest_bytes <= MAX_COLLECTIVE_BYTES
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_bytes_of_sums_in_their_type(tmp_path: Path) -> None:
     """A layer passes activations 8 times between workers; 4 of these are sums, twice as large in float32."""
     in_bfloat16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}

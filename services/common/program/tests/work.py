@@ -119,7 +119,7 @@ def sum_activations(folder: Path, environment: WorkerEnvironment) -> None:
     group.leave()
 
 
-PARALLEL_STEPS, MANY_STEPS = 4, 12
+PARALLEL_STEPS, MANY_STEPS = 4, 8
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 COPIES_APART = "tensor 4, 2 key-value heads, each on workers 2 apart"
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
