@@ -123,7 +123,10 @@ def explain_storage_error(error: OSError, option: str = "--root") -> StorageErro
             free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
             break
     if error.errno in _FULL:
-        advice = f"Free some space or pass another {option}; the same command then continues where it stopped."
+        advice = (
+            f"Free some space or pass another {option}; the same command then continues where it stopped. "
+            f"`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR."
+        )
     elif error.errno in _OCCUPIED:
         advice = (
             f"Something else is in the place of a file or folder of Millrace. Move it away, or pass another {option}."

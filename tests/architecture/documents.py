@@ -15,7 +15,18 @@ _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.*?) *$", re.MULTILINE)
+_MARKED = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", ">", "2>", "&", "#")
+
+
+@dataclass(frozen=True)
+class CommandBlock:
+    """A fenced block of shell commands, and the comment above it that says who runs them."""
+
+    mark: str
+    """Text of the comment, such as `runs here` or `needs-cluster`; empty without a comment."""
+    lines: tuple[str, ...]
+    """One command a line, with its comment."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,11 @@ class Document:
         for code in _INLINE.findall(re.sub(r"(?:^ {4,}.*\n?)+", "", text, flags=re.MULTILINE)):
             yield " ".join(code.split())
 
+    def command_blocks(self) -> list[CommandBlock]:
+        """Fenced blocks whose language is `sh`, in the order of the page."""
+        found = _MARKED.findall(self.text)
+        return [CommandBlock(mark, tuple(filter(None, block.splitlines()))) for mark, block in found]
+
     def commands(self) -> Iterator[list[str]]:
         """Commands with `make` or `python -m`, as words, from the program's name to the command's end."""
         for line in self.code_lines():
@@ -77,6 +93,11 @@ def read_documents() -> list[Document]:
         check=False,
     ).stdout.split()
     return [Document(name) for name in listed if "CHANGELOG" not in name and (REPOSITORY / name).exists()]
+
+
+def read_runbooks() -> list[Document]:
+    """Pages for operators, each of whose command blocks has a mark."""
+    return [document for document in read_documents() if document.name.startswith("docs/operations/runbooks/")]
 
 
 def _split(line: str) -> list[str]:

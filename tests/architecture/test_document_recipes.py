@@ -12,8 +12,9 @@ from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from tests.architecture.imports import REPOSITORY
 
-PAGE = REPOSITORY / "docs/operations/branches.md"
-SNIPPETS = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+PAGES = ("branches.md", "runbooks/run-diverges.md")
+TEXT = "".join((REPOSITORY / "docs/operations" / page).read_text(encoding="utf-8") for page in PAGES)
+SNIPPETS = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
@@ -29,5 +30,5 @@ def test_a_snippet_makes_a_branch_of_the_demo(snippet: str) -> None:
     assert branch.run.startswith(f"{demo.name}-")
 
 
-def test_the_page_has_snippets() -> None:
-    assert len(SNIPPETS) == 4
+def test_the_pages_have_snippets() -> None:
+    assert len(SNIPPETS) == 5

@@ -1,0 +1,142 @@
+"""Every command of a runbook is run by a test, or exists and is marked as one that needs a cluster or an account.
+
+`tests/integration/test_pipeline.py` runs the blocks that are marked `runs here`. `test_document_commands.py` compares
+the commands of make and Python of all blocks with their help; this file compares labels with the manifests and the AWS
+CLI's operations with botocore's descriptions of the services.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+import botocore.session
+import pytest
+from botocore import xform_name
+from botocore.exceptions import UnknownServiceError
+from botocore.model import ServiceModel
+
+from images.__main__ import main as images
+from tests.architecture.documents import Document, read_runbooks
+from tests.architecture.imports import REPOSITORY
+
+RUNBOOKS = read_runbooks()
+RUNS_HERE, NEEDS_CLUSTER, NEEDS_ACCOUNT = "runs here", "needs-cluster", "needs-account"
+RUN_BY = "run by "
+PROGRAMS = {
+    NEEDS_CLUSTER: {"make", "kubectl", "git", "tensorboard"},
+    NEEDS_ACCOUNT: {"make", "kubectl", "aws", "cp"},
+}
+"""Programs with which the commands of a mark may begin."""
+OF_THE_CLI = {
+    ("s3", "cp"),
+    ("s3", "ls"),
+    ("s3", "sync"),
+    ("eks", "update-kubeconfig"),
+    ("ecr", "get-login-password"),
+    ("logs", "tail"),
+}
+"""Commands of the AWS CLI that are no operation of a service."""
+OPTIONS_OF_THE_CLI = {"--region", "--query", "--output"}
+MOST_LINES = 120
+
+
+@pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.path.stem)
+def test_every_block_of_commands_says_who_runs_it(page: Document) -> None:
+    marks = [block.mark for block in page.command_blocks()]
+    files = [mark.removeprefix(RUN_BY) for mark in marks if mark.startswith(RUN_BY)]
+    assert set(marks) - {f"{RUN_BY}{file}" for file in files} <= {RUNS_HERE, NEEDS_CLUSTER, NEEDS_ACCOUNT}
+    assert [file for file in files if not (REPOSITORY / file).is_file()] == []
+    assert page.text.count("```sh") == len(marks)
+    assert not re.search(r"^    \S", page.text, re.MULTILINE), "an indented block has no mark"
+    assert len(page.text.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.path.stem)
+def test_what_needs_a_cluster_or_an_account_exists(page: Document) -> None:
+    blocks = [block for block in page.command_blocks() if block.mark in PROGRAMS]
+    lines = [(line, PROGRAMS[block.mark]) for block in blocks for line in block.lines]
+    assert [problem for line, programs in lines for problem in problems_of(line, programs)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("helm list", "helm: no program of these pages"),
+        ("kubectl -n millrace get pods -l ray.io/node=head", "ray.io/node: no label of the manifests"),
+        ("aws fsx describe-datas", "aws fsx describe-datas: no such operation"),
+        ("aws fxs describe-backups", "aws fxs: no such service"),
+        ("aws eks list-access-entries --cluster millrace", "aws eks list-access-entries: no option --cluster"),
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str, problem: str) -> None:
+    assert list(problems_of(line, {"kubectl", "aws"})) == [problem]
+
+
+def test_the_index_lists_every_page() -> None:
+    index = next(page for page in RUNBOOKS if page.path.stem == "README")
+    listed = {link for link in index.links() if "/" not in link}
+    assert {page.path.name for page in RUNBOOKS} - {"README.md"} == {link.partition("#")[0] for link in listed}
+
+
+def test_images_platforms_prints_what_an_upgrade_has_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert images(["platforms"]) == 0
+    printed = capsys.readouterr().out
+    assert [word for word in ("Python", "Ray", "SDK", "driver", "device plugin", "AMI") if word not in printed] == []
+
+
+def problems_of(line: str, programs: set[str]) -> Iterator[str]:
+    words = shlex.split(line, comments=True)
+    for begin in [0, *(index + 1 for index, word in enumerate(words) if word == "|")]:
+        if begin == 0 and words[0] not in programs:
+            yield f"{words[0]}: no program of these pages"
+        match words[begin:]:
+            case ["kubectl", *arguments]:
+                yield from problems_of_labels(arguments)
+            case ["aws", service, operation, *arguments]:
+                yield from problems_of_aws(service, operation, arguments)
+
+
+def problems_of_labels(arguments: list[str]) -> Iterator[str]:
+    for option, value in pairwise(arguments):
+        label = value.partition("=")[0]
+        if option in ("-l", "-L") and not re.search(rf"(?<![\w./-]){re.escape(label)}(?![\w./-])", manifests()):
+            yield f"{label}: no label of the manifests"
+
+
+@cache
+def manifests() -> str:
+    """Text of the manifests and of the code that makes objects, in which a label's name occurs."""
+    listed = ["git", "ls-files", "k8s/*.yaml", "k8s/*.py"]
+    names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
+    return "\n".join((REPOSITORY / name).read_text(encoding="utf-8") for name in names)
+
+
+def problems_of_aws(service: str, operation: str, arguments: list[str]) -> Iterator[str]:
+    if (service, operation) in OF_THE_CLI:
+        return
+    model = service_model(service)
+    if model is None:
+        yield f"aws {service}: no such service"
+        return
+    operations = {xform_name(name, "-"): name for name in model.operation_names}
+    if operation not in operations:
+        yield f"aws {service} {operation}: no such operation"
+        return
+    shape = model.operation_model(operations[operation]).input_shape
+    known = {f"--{xform_name(name, '-')}" for name in (shape.members if shape else ())} | OPTIONS_OF_THE_CLI
+    for option in arguments:
+        if option.startswith("--") and option not in known:
+            yield f"aws {service} {operation}: no option {option}"
+
+
+@cache
+def service_model(service: str) -> ServiceModel | None:
+    try:
+        return botocore.session.get_session().get_service_model({"s3api": "s3"}.get(service, service))
+    except UnknownServiceError:
+        return None
