@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +18,8 @@ import pytest
 
 from services.common.testing import fork_server
 from services.common.testing.waiting import wait_until
-from services.trainer.tests.runs import checkpoints, state_hash
+from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
+from tests.architecture.documents import Document, read_runbooks
 from tests.command import call as call_command
 from tests.small import write_notes, write_small_recipe
 
@@ -204,6 +208,48 @@ def test_every_artifact_verifies(root: Path, call: Call) -> None:
     verified = call("common.artifacts", "verify", str(root))
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.count("ok ") == 4  # corpus, cache, two checkpoints
+
+
+@pytest.fixture
+def place(root: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a working directory as the documents assume it: the artifacts in ./fsx, and the demo's recipe."""
+    shutil.copytree(root, tmp_path / "fsx")
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(options[1], tmp_path / "recipes" / "tiny-cpu.toml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_commands_of_the_runbooks_end_as_their_pages_say(place: Path, call: Call) -> None:
+    """A run in good order; `checkpoint-damaged` needs another."""
+    pages = [page for page in read_runbooks() if page.path.stem != "checkpoint-damaged"]
+    lines = dict.fromkeys(line for page in pages for line in lines_that_run_here(page))
+    assert len(lines) > 20
+    assert [line for line in lines if not ends_as_said(line, place, call)] == []
+
+
+def test_the_commands_for_a_damaged_checkpoint_end_as_their_page_says(place: Path, call: Call) -> None:
+    flip_a_bit(checkpoints(place / "fsx")["step-00000060"] / "shard-00000.safetensors")
+    (page,) = [page for page in read_runbooks() if page.path.stem == "checkpoint-damaged"]
+    assert [line for line in lines_that_run_here(page) if not ends_as_said(line, place, call)] == []
+    assert list(checkpoints(place / "fsx")) == ["step-00000050"]
+
+
+def lines_that_run_here(page: Document) -> list[str]:
+    return [line for block in page.command_blocks() if block.mark == "runs here" for line in block.lines]
+
+
+def ends_as_said(line: str, place: Path, call: Call) -> bool:
+    """Run a line of a runbook in `place`. Its comment says the exit code, if that is not 0."""
+    (run_folder,) = (place / "fsx").glob("run/*/")
+    line = re.sub(r"\bRUN\b", run_folder.name, re.sub(r"\bSTEP\b", "step-00000060", line))
+    said = re.search(r"# .*\bexit code (\d+)", line)
+    match shlex.split(line, comments=True):
+        case ["python", "-m", module, *arguments]:
+            exit_code = call(module.removeprefix("services."), *arguments).returncode
+        case _:
+            exit_code = subprocess.run(["sh", "-ec", line], cwd=place, check=False).returncode
+    return exit_code == (int(said[1]) if said else 0)
 
 
 def test_inline_workers_and_one_worker_give_the_bits_of_ray(root: Path, options: tuple[str, ...], call: Call) -> None:
