@@ -3,9 +3,6 @@
 #   target that has the same variables, or NAME=VALUES, two spaces and the meaning.
 # Variables are given as in: make demo RECIPE=recipes/other.toml ROOT=/data
 
-RECIPE ?= recipes/tiny-cpu.toml
-ROOT ?= ./fsx
-
 python := .venv/bin/python
 # Names of variables on make's own command line. Deploy commands refuse names that they do not know.
 named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
@@ -37,10 +34,8 @@ setup: ## Make .venv from the lockfile.
 demo: setup ## Tokenize, compile and train a recipe on this machine, and show the run.
 #? RECIPE=FILE  The recipe. Default: recipes/tiny-cpu.toml.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx.
-	$(python) -m services.tokenizer --recipe "$(RECIPE)" --root "$(ROOT)"
-	$(python) -m services.compiler --recipe "$(RECIPE)" --root "$(ROOT)"
-	$(python) -m services.trainer --recipe "$(RECIPE)" --root "$(ROOT)"
-	@$(python) -m services.trainer summary --recipe "$(RECIPE)" --root "$(ROOT)"
+#? ARGS
+	@$(deploy) demo
 
 cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
 	@echo "cluster-local, 1 of 5: the base image (all five steps take 15 to 30 minutes at first, later 5)"
@@ -87,8 +82,10 @@ deploy-stage: setup ## Deploy a stage, and follow it to its end.
 #? HOURS AGAIN CONFIG
 	@$(deploy) deploy-stage
 
-pipeline: setup ## Deploy the three stages, one after the other.
-#? TARGET RECIPE ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN HOURS AGAIN CONFIG
+pipeline: setup ## Run the three stages on a target, in one live view.
+#? TARGET=kuberay|batch|local  Where the stages run; local is this machine. Default: kuberay.
+#? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
+#? RECIPE ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN HOURS AGAIN CONFIG
 	@$(deploy) pipeline
 
 stage-status: setup ## Show which stages are deployed, their progress, and how the last ended.
@@ -291,7 +288,7 @@ docs-environment: # mkdocs alone: the pages that need the services' packages are
 
 picture: setup ## Take docs/report.png, the picture of the newest report; needs Chromium.
 #? ROOT=FOLDER  The folder of all artifacts. Default: ./fsx.
-	@$(python) -m docs.site.picture "$(ROOT)/run" docs/report.png
+	@$(python) -m docs.site.picture "$(or $(ROOT),./fsx)/run" docs/report.png
 
 benchmark-tokenizer: setup ## Measure the tokenizer and its alternatives.
 #? ARGS="--megabytes 300 ..."  Options of the benchmark.

@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from services.common.errors import RecipeError
 from services.common.input.credentials import WHERE_THEY_BELONG, mask
 
-TARGETS = ("kuberay", "batch")
+LOCAL = "local"
+"""The target that runs stages on this machine, where nothing is deployed."""
+CLUSTERS = ("kuberay", "batch")
+TARGETS = (*CLUSTERS, LOCAL)
 DEPLOYING = ("deploy-stage", "rollback-stage", "pipeline")
 ONE_OFF = "stage-run"
-COMMANDS = (*DEPLOYING, ONE_OFF, "stage-status", "stage-logs", "stop-stage")
+PIPELINE, DEMO = "pipeline", "demo"
+COMMANDS = (*DEPLOYING, ONE_OFF, "stage-status", "stage-logs", "stop-stage", DEMO)
+ON_CLUSTERS = tuple(command for command in COMMANDS if command != DEMO)
+ON_LOCAL = (PIPELINE, DEMO)
 NAMED_IN_MAKE = "MAKE_VARIABLES"
 """The variable in which the Makefile passes the names that make's own command line set."""
 OTHER_PROGRAMS = re.compile(
@@ -34,13 +40,17 @@ class Variable:
     """The commands and targets that take one variable. The Makefile's comments explain it."""
 
     commands: tuple[str, ...]
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] = CLUSTERS
     advice: str = ""
     """Help for a person who gives the variable to a command or a target that does not take it."""
     everywhere: tuple[str, ...] = ()
-    """Commands that take it on every target."""
+    """Commands that take it on every cluster."""
+    on_local: tuple[str, ...] = ()
+    """Commands that take it on this machine."""
 
     def is_taken(self, command: str, target: str) -> bool:
+        if target == LOCAL:
+            return command in self.on_local
         return command in self.everywhere or (command in self.commands and target in self.targets)
 
 
@@ -49,7 +59,11 @@ VARIABLES = {
         ("deploy-stage", "rollback-stage", ONE_OFF, "stage-logs", "stop-stage"),
         advice="pipeline and stage-status cover all stages; make deploy-stage STAGE=... deploys one",
     ),
-    "TARGET": Variable(COMMANDS),
+    "TARGET": Variable(
+        ON_CLUSTERS,
+        advice="on this machine only a pipeline runs; a stage runs alone as python -m services.STAGE --recipe FILE",
+        on_local=(PIPELINE,),
+    ),
     "COMMAND": Variable((ONE_OFF,), advice="a deployment runs the stage itself; ARGS= are its options"),
     "BRING": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
     "TO": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
@@ -58,7 +72,8 @@ VARIABLES = {
         ("kuberay",),
         "on Batch a subcommand has a whole node of CPU_QUEUE, and a deployment has whole nodes everywhere",
     ),
-    "RECIPE": Variable((*DEPLOYING, ONE_OFF)),
+    "RECIPE": Variable((*DEPLOYING, ONE_OFF), on_local=ON_LOCAL),
+    "ROOT": Variable((), advice="the cluster's manifests, or CONFIG on Batch, name the root", on_local=ON_LOCAL),
     "TAG": Variable(
         ("deploy-stage", ONE_OFF),
         advice="it names the image of one stage: make deploy-stage STAGE=... TAG=...",
@@ -67,9 +82,9 @@ VARIABLES = {
         ("deploy-stage", "rollback-stage"),
         advice="it sets the nodes of one stage: make deploy-stage STAGE=... NODES=..., or set them in the recipe",
     ),
-    "ARGS": Variable(DEPLOYING, advice="the options of a subcommand are part of COMMAND="),
+    "ARGS": Variable(DEPLOYING, advice="the options of a subcommand are part of COMMAND=", on_local=ON_LOCAL),
     "RETRIES": Variable(DEPLOYING, advice="repeat the command for a subcommand that ended with 75"),
-    "DRY_RUN": Variable((*DEPLOYING, ONE_OFF)),
+    "DRY_RUN": Variable((*DEPLOYING, ONE_OFF), on_local=(PIPELINE,)),
     "OUTPUT": Variable((*DEPLOYING, ONE_OFF)),
     "FOLLOW": Variable((*DEPLOYING, ONE_OFF)),
     "MODE": Variable(DEPLOYING, ("kuberay",), "on Batch each job has a Ray cluster of its own"),
@@ -105,7 +120,7 @@ VARIABLES = {
         "it applies to TARGET=batch only; on KubeRay the stage itself ends at once where its artifact is published",
     ),
     "CONFIG": Variable(
-        COMMANDS,
+        ON_CLUSTERS,
         ("batch",),
         "it applies to TARGET=batch only; on KubeRay KUBECONFIG names the cluster",
     ),
@@ -119,7 +134,7 @@ def require_taken(command: str, environment: Mapping[str, str]) -> None:
 
     An empty value counts as not given, and so does the 0 of a switch that is off by default.
     """
-    target = read_target(environment)
+    target = LOCAL if command == DEMO else read_target(environment)
     for name in SWITCHES:
         read_switch(environment, name)
     taken = [name for name, each in VARIABLES.items() if each.is_taken(command, target)]
@@ -138,11 +153,22 @@ def require_taken(command: str, environment: Mapping[str, str]) -> None:
             raise RecipeError(f"{command} has no variable {name}{meant} {known}")
 
 
+def describe_repetition(command: str, environment: Mapping[str, str]) -> str:
+    """The command with its given variables, as a person types it again."""
+    target = LOCAL if command == DEMO else read_target(environment)
+    given = [
+        f"{name}={shlex.quote(environment[name])}"
+        for name, each in VARIABLES.items()
+        if each.is_taken(command, target) and _is_given(environment, name)
+    ]
+    return " ".join(["make", command, *given])
+
+
 def read_target(environment: Mapping[str, str]) -> str:
     """The target's name. Raises `RecipeError` for an unknown one."""
     name = environment.get("TARGET") or TARGETS[0]
     if name not in TARGETS:
-        raise RecipeError(f"TARGET={_shorten(name)}: expected {' or '.join(TARGETS)}")
+        raise RecipeError(f"TARGET={_shorten(name)}: expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
     return name
 
 

@@ -1,5 +1,7 @@
 """Deploys stages: `python -m deploy.commands COMMAND`, on the target that TARGET names, `kuberay` or `batch`.
 
+With TARGET=local, `pipeline` runs the three stages on this machine; `demo` does so, and shows the run.
+
 The Makefile's targets call it. It reads its variables from the environment; `make help TARGET=deploy-stage` lists them.
 """
 
@@ -16,7 +18,16 @@ from typing import TextIO
 from deploy.client.one_off_request import read_one_off_request
 from deploy.client.request import read_deploy_request, require_stage_name
 from deploy.client.target import Target
-from deploy.client.variables import read_target, require_taken
+from deploy.client.variables import (
+    DEMO,
+    LOCAL,
+    PIPELINE,
+    describe_repetition,
+    read_switch,
+    read_target,
+    require_taken,
+)
+from deploy.local.local_pipeline import DEMO_RECIPE, DEMO_ROOT, LocalPipeline, run_local_pipeline, show_run
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import STAGES, Stage
@@ -31,6 +42,7 @@ def main(argv: list[str]) -> int:
         "rollback-stage": roll_back_stage,
         "pipeline": run_pipeline,
         "stage-run": run_one_off,
+        "demo": run_demo,
     }
     parser = argparse.ArgumentParser(prog="python -m deploy.commands", description=__doc__)
     parser.add_argument("command", choices=commands)
@@ -66,9 +78,16 @@ def roll_back_stage() -> int:
 
 
 def run_pipeline() -> int:
+    if read_target(os.environ) == LOCAL:
+        return run_local_pipeline(_read_local_pipeline(PIPELINE), is_dry_run=read_switch(os.environ, "DRY_RUN"))
     request = read_deploy_request(os.environ, STAGES[0])
     with _open_output(request.is_dry_run) as output:
         return _connect().run_pipeline(request, output)
+
+
+def run_demo() -> int:
+    pipeline = _read_local_pipeline(DEMO)
+    return run_local_pipeline(pipeline) or show_run(pipeline)
 
 
 def run_one_off() -> int:
@@ -87,6 +106,16 @@ def _connect() -> Target:
     from deploy.batch.batch_target import connect_batch  # noqa: PLC0415
 
     return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
+
+
+def _read_local_pipeline(command: str) -> LocalPipeline:
+    request = read_deploy_request(os.environ, STAGES[0])
+    return LocalPipeline(
+        recipe=Path(os.environ.get("RECIPE") or DEMO_RECIPE),
+        root=Path(os.environ.get("ROOT") or DEMO_ROOT),
+        arguments=request.arguments or (),
+        repetition=describe_repetition(command, os.environ),
+    )
 
 
 @contextmanager

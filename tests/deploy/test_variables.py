@@ -6,7 +6,17 @@ import subprocess
 
 import pytest
 
-from deploy.client.variables import COMMANDS, TARGETS, VARIABLES, require_taken
+from deploy.client.variables import (
+    COMMANDS,
+    DEMO,
+    LOCAL,
+    ON_CLUSTERS,
+    ON_LOCAL,
+    TARGETS,
+    VARIABLES,
+    describe_repetition,
+    require_taken,
+)
 from deploy.commands.__main__ import main
 from images.platforms import REPOSITORY
 from services.common.errors import RecipeError
@@ -19,8 +29,10 @@ def given(name: str, target: str) -> dict[str, str]:
     return {"TARGET": target, name: VALUES.get(name, "7")} if name != "TARGET" else {"TARGET": target}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "target"),
+    [(command, target) for target in TARGETS for command in ("pipeline", *(ON_CLUSTERS if target != LOCAL else ()))],
+)
 def test_each_variable_is_taken_or_refused_with_those_that_there_are(command: str, target: str) -> None:
     for name, variable in VARIABLES.items():
         if variable.is_taken(command, target):
@@ -32,8 +44,28 @@ def test_each_variable_is_taken_or_refused_with_those_that_there_are(command: st
         assert f"TARGET={target}" in str(refused.value)
 
 
-def test_hours_bound_a_one_off_on_every_target() -> None:
-    assert all(VARIABLES["HOURS"].is_taken("stage-run", target) for target in TARGETS)
+@pytest.mark.parametrize("command", [each for each in ON_CLUSTERS if each not in ON_LOCAL])
+def test_a_command_that_this_machine_has_not_is_refused_with_the_one_to_use(command: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^TARGET=local .*{command}.*python -m services"):
+        require_taken(command, {"TARGET": LOCAL})
+
+
+def test_the_demo_runs_on_this_machine_alone() -> None:
+    require_taken(DEMO, {"RECIPE": "other.toml", "ROOT": "elsewhere", "ARGS": "--train.max_steps=5"})
+    for name, value in {"TARGET": "batch", "WAIT": "5"}.items():
+        with pytest.raises(RecipeError, match=f"^{name}={value} .*demo"):
+            require_taken(DEMO, {name: value})
+
+
+def test_the_command_that_goes_on_has_the_variables_that_were_given() -> None:
+    environment = {"TARGET": "local", "ROOT": "a folder", "RECIPE": "", "ARGS": "--a.b=1 --c.d=2", "DRY_RUN": "0"}
+    assert describe_repetition("pipeline", environment) == (
+        "make pipeline TARGET=local ROOT='a folder' ARGS='--a.b=1 --c.d=2'"
+    )
+
+
+def test_hours_bound_a_one_off_on_every_cluster() -> None:
+    assert all(VARIABLES["HOURS"].is_taken("stage-run", target) for target in TARGETS if target != LOCAL)
     assert not VARIABLES["HOURS"].is_taken("deploy-stage", "kuberay")
 
 
@@ -88,8 +120,8 @@ def test_a_value_that_cannot_be_ends_with_2(
 def test_a_name_that_make_was_given_and_nobody_knows_is_refused_with_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"deploy-stage .*WIAT.* WAIT\?"):
         require_taken("deploy-stage", {"MAKE_VARIABLES": "WIAT STAGE", "WIAT": "9"})
-    with pytest.raises(RecipeError, match=r"stage-status .*ROOT"):
-        require_taken("stage-status", {"MAKE_VARIABLES": "ROOT"})
+    with pytest.raises(RecipeError, match=r"stage-status .*HEAD_TAG"):
+        require_taken("stage-status", {"MAKE_VARIABLES": "HEAD_TAG"})
     require_taken("deploy-stage", {"MAKE_VARIABLES": "AWS_PROFILE KUBECONFIG TORCH TORCH_INDEX_URL python"})
 
 

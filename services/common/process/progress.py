@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
@@ -13,12 +14,21 @@ from typing import Protocol
 import rich.console
 import rich.progress
 
-from services.common.process.progress_record import ProgressRecord, measuring, report_advance
+from services.common.process.progress_record import (
+    ProgressRecord,
+    measuring,
+    report_advance,
+)
 
 PLAIN_PROGRESS_SECONDS = 10.0
 NO_PROGRESS_SECONDS = 60.0
 """Seconds without an advance after which a line says so, or _SLOW_FACTOR times the median advance where that is longer.
 """
+_PLAIN_LINE = re.compile(
+    r"(?P<title>[a-z][a-z ]*): (?P<done>[0-9,]+)/(?P<total>[0-9,]+) (?P<unit>[A-Za-z][A-Za-z ]*)"
+    r"(?:, (?P<note>.+?))??(?:, (?P<left>[0-9,]+) s left)?"
+)
+_SAYS_PUBLISHED = ("already published", "the run is complete")
 _SLOW_FACTOR = 5.0
 _SAMPLE_SECONDS, _RATE_SAMPLES = 5.0, 60
 """Seconds between two samples of the rate, and their number: five minutes, or more where advances are slow."""
@@ -59,6 +69,36 @@ def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
         )
         with rich.progress.Progress(*columns, console=console) as bars:
             yield _BarProgress(bars, bars.add_task(title, total=total, note="", pace=pace), pace)
+
+
+def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
+    """Return the progress that a plain line of the stage reports; None for any other line of its log.
+
+    Logs are the only channel from a stage on AWS Batch, or in a pod of a deployment, to the client.
+    """
+    found = _PLAIN_LINE.fullmatch(line.strip())
+    if found is None:
+        return None
+    done, total, seconds_left = (_read_number(found[name]) for name in ("done", "total", "left"))
+    return ProgressRecord(
+        stage=stage,
+        phase=found["title"],
+        done=done or 0.0,
+        total=total or 0.0,
+        unit=found["unit"],
+        seconds_left=seconds_left,
+        note=found["note"] or "",
+        time=time.time(),
+    )
+
+
+def says_already_published(line: str) -> bool:
+    """Whether a line of a stage's log says that the stage has found its artifact published."""
+    return line.startswith(_SAYS_PUBLISHED)
+
+
+def _read_number(text: str | None) -> float | None:
+    return float(text.replace(",", "")) if text else None
 
 
 class _Pace:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -112,9 +113,14 @@ def read_progress(path: Path) -> ProgressRecord | None:
     """Return the record of a progress file; None where there is none, or something else is in its place."""
     try:
         with open_regular_file(path) as file:
-            return TypeAdapter(ProgressRecord).validate_json(file.read(_MAX_BYTES))
+            return _parser().validate_json(file.read(_MAX_BYTES))
     except (OSError, ValueError):
         return None
+
+
+@cache
+def _parser() -> TypeAdapter[ProgressRecord]:
+    return TypeAdapter(ProgressRecord)
 
 
 class _Reporter:

@@ -1,0 +1,267 @@
+"""Shows the stages of a pipeline on any target: one table that is redrawn on a terminal, and plain lines elsewhere.
+
+The table has the state, progress, time left, time and cost of every stage. Lines of the stages' logs are printed above
+it, except for their progress, which the table shows. Without a terminal, and where CI or TERM=dumb is set, a line
+reports every change of a state, and the progress every ten seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self, TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from deploy.exit_codes import EXIT_AGAIN
+from services.common.errors import EXIT_INTERRUPTED
+from services.common.process.progress import parse_progress_line, says_already_published
+from services.common.process.progress_record import ALREADY_PUBLISHED, PUBLISHED, ProgressRecord
+
+State = Literal["waiting", "running", "published", "skipped", "failed", "stopped"]
+PLAIN_SECONDS = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+REDRAWS_PER_SECOND = 4
+BAR_CHARACTERS = 12
+STYLES: dict[State, str] = {
+    "waiting": "dim",
+    "running": "bold",
+    "published": "green",
+    "skipped": "green",
+    "failed": "bold red",
+    "stopped": "yellow",
+}
+
+
+@dataclass
+class _Row:
+    """One stage of the pipeline."""
+
+    stage: str
+    state: State = "waiting"
+    detail: str = ""
+    """Reason of the state, such as the stage before, or the folder of the artifact."""
+    progress: ProgressRecord | None = None
+    began_at: float | None = None
+    seconds: float = 0.0
+    """Seconds for which the stage ran, without the time since `began_at`."""
+    dollars_per_hour: float | None = None
+    """Price of all nodes of the stage; None where there is no price."""
+
+    @property
+    def total_seconds(self) -> float:
+        return self.seconds + (time.monotonic() - self.began_at if self.began_at is not None else 0.0)
+
+    @property
+    def dollars(self) -> float | None:
+        return None if self.dollars_per_hour is None else self.dollars_per_hour * self.total_seconds / 3600
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds left of the present phase, less the age of the record that says so."""
+        record = self.progress
+        if self.state != "running" or record is None or record.seconds_left is None:
+            return None
+        return max(0.0, record.seconds_left - max(0.0, time.time() - record.time))
+
+    def describe_progress(self) -> str:
+        record = self.progress
+        if self.state != "running" or record is None:
+            return self.detail
+        amounts = f"{record.done:,.0f}/{record.total:,.0f} {record.unit}" if record.total else ""
+        return ", ".join(filter(None, (" ".join(filter(None, (record.phase, amounts))), record.note)))
+
+
+class PipelineView:
+    """Shows the stages `stages` in the block that it manages. Its methods may be called from any thread."""
+
+    def __init__(self, stages: Sequence[str], prices: str = "") -> None:
+        """`prices` names the table of prices, its region and date, for targets whose stages cost something."""
+        self._rows = {stage: _Row(stage) for stage in stages}
+        self._prices = prices
+        self._console = Console()
+        self._live = Live(
+            get_renderable=self._draw, console=self._console, refresh_per_second=REDRAWS_PER_SECOND, transient=False
+        )
+        self.is_live = is_redrawable(self._console)
+        self._lock = threading.RLock()
+        self._said_at = dict.fromkeys(stages, time.monotonic())
+
+    def __enter__(self) -> Self:
+        if self.is_live:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_live:
+            self._live.stop()
+        else:
+            self._say(self._summarize())
+
+    def wait(self, stage: str, reason: str) -> None:
+        """Show why a stage does not run yet, or not any more for now."""
+        self._pause(stage)
+        self._change(stage, "waiting", reason)
+
+    def begin(self, stage: str, detail: str = "", dollars_per_hour: float | None = None) -> None:
+        """Show a stage as running; its time and cost count from now on."""
+        row = self._rows[stage]
+        with self._lock:
+            row.dollars_per_hour = dollars_per_hour
+            row.began_at = time.monotonic() if row.began_at is None else row.began_at
+        self._change(stage, "running", detail)
+
+    def skip(self, stage: str, detail: str) -> None:
+        """Show a stage as skipped, because its artifact is published already."""
+        self._pause(stage)
+        self._change(stage, "skipped", f"already published: {detail}")
+
+    def end(self, stage: str, exit_code: int, reason: str = "") -> None:
+        """Show the end of a stage. A stage that has found its artifact published counts as skipped."""
+        record = self._rows[stage].progress
+        self._pause(stage)
+        if exit_code == 0 and record and record.phase == ALREADY_PUBLISHED:
+            self.skip(stage, record.note)
+        elif exit_code == 0:
+            self._change(stage, "published", record.note if record and record.phase == PUBLISHED else reason)
+        else:
+            state: State = "stopped" if exit_code in (EXIT_AGAIN, EXIT_INTERRUPTED) else "failed"
+            self._change(stage, state, f"exit code {exit_code}{f': {reason}' if reason else ''}")
+
+    def report(self, stage: str, record: ProgressRecord) -> None:
+        """Show a stage's newest progress."""
+        with self._lock:
+            row = self._rows[stage]
+            row.progress = record
+            is_due = time.monotonic() - self._said_at[stage] >= PLAIN_SECONDS
+            if self.is_live or row.state != "running" or not is_due:
+                return
+            self._said_at[stage] = time.monotonic()
+        self._say(f"{stage}: {self._describe(row)}")
+
+    def take_line(self, stage: str, line: str, output: TextIO | None = None) -> None:
+        """Print a line of a stage's log to `output`, by default stdout; a line of its progress is shown instead."""
+        if record := parse_progress_line(stage, line):
+            self.report(stage, record)
+            return
+        if says_already_published(line):
+            folder = line.partition("/")
+            self.report(stage, ProgressRecord(stage, ALREADY_PUBLISHED, note=folder[1] + folder[2]))
+        if self.is_live:
+            self._console.print(Text.from_ansi(line), soft_wrap=True)
+        else:
+            _print(line, output or sys.stdout)
+
+    def _change(self, stage: str, state: State, detail: str) -> None:
+        with self._lock:
+            row = self._rows[stage]
+            if (row.state, row.detail) == (state, detail):
+                return
+            row.state, row.detail = state, detail
+            self._said_at[stage] = time.monotonic()
+        if not self.is_live:
+            self._say(f"{stage}: {state}{f', {detail}' if detail else ''}")
+
+    def _pause(self, stage: str) -> None:
+        with self._lock:
+            row = self._rows[stage]
+            row.seconds, row.began_at = row.total_seconds, None
+
+    def _say(self, text: str) -> None:
+        _print(f"pipeline: {text}", sys.stdout)
+
+    def _describe(self, row: _Row) -> str:
+        left, dollars = row.seconds_left, row.dollars
+        return ", ".join(
+            filter(
+                None,
+                (
+                    row.state,
+                    row.describe_progress(),
+                    "" if left is None else f"{describe_seconds(left)} left",
+                    "" if dollars is None else f"${dollars:,.2f} so far",
+                ),
+            )
+        )
+
+    def _summarize(self) -> str:
+        rows = self._rows.values()
+        return "; ".join(
+            [f"{row.stage} {row.state} in {describe_seconds(row.total_seconds)}" for row in rows] + self._total()
+        )
+
+    def _total(self) -> list[str]:
+        dollars = [row.dollars for row in self._rows.values() if row.dollars is not None]
+        return [f"${sum(dollars):,.2f} so far ({self._prices})"] if dollars else []
+
+    def _draw(self) -> Table:
+        rows = list(self._rows.values())
+        has_cost = any(row.dollars_per_hour is not None for row in rows)
+        table = Table(expand=True, caption="; ".join(self._total()) or None, caption_justify="left")
+        table.add_column("stage", no_wrap=True)
+        table.add_column("state", no_wrap=True)
+        table.add_column("", width=BAR_CHARACTERS)
+        table.add_column("progress", ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column("left", justify="right", no_wrap=True)
+        table.add_column("time", justify="right", no_wrap=True)
+        if has_cost:
+            table.add_column("cost", justify="right", no_wrap=True)
+        for row in rows:
+            left, dollars = row.seconds_left, row.dollars
+            cells: list[RenderableType] = [
+                row.stage,
+                Text(row.state, style=STYLES[row.state]),
+                _draw_bar(row),
+                row.describe_progress(),
+                "" if left is None else describe_seconds(left),
+                describe_seconds(row.total_seconds),
+            ]
+            if has_cost:
+                cells.append("" if dollars is None else f"${dollars:,.2f}")
+            table.add_row(*cells)
+        return table
+
+
+def is_redrawable(console: Console) -> bool:
+    """Whether the console is a terminal whose lines can be redrawn, and no log of CI."""
+    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
+
+
+def _print(line: str, output: TextIO) -> None:
+    """Print a line. An output whose reader has gone takes no further lines, and the pipeline goes on."""
+    try:
+        print(line, file=output, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output.fileno())
+        os.close(nowhere)
+
+
+def describe_seconds(seconds: float) -> str:
+    """Seconds for a person, such as `9 s`, `2 min 5 s` or `3 h 20 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+def _draw_bar(row: _Row) -> ProgressBar | str:
+    record = row.progress
+    if row.state in ("published", "skipped"):
+        return ProgressBar(total=1, completed=1, width=BAR_CHARACTERS)
+    if row.state == "running" and (record is None or not record.total):
+        return ProgressBar(total=None, width=BAR_CHARACTERS, pulse=True)
+    if record is None or not record.total:
+        return ""
+    return ProgressBar(total=record.total, completed=record.done, width=BAR_CHARACTERS)

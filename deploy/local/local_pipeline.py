@@ -1,0 +1,196 @@
+"""Runs the three stages as programs of this machine, and shows them in one view.
+
+The tokenizer and the compiler need nothing of each other, and run side by side; the trainer begins when both have
+ended. Every stage runs as it would alone, so whatever ends this command, the same command continues.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TextIO
+
+from deploy.client.pipeline_view import PipelineView
+from deploy.exit_codes import EXIT_AGAIN, find_error_line, resolve_exit_code
+from deploy.stage_contract import make_command
+from services.common.errors import EXIT_INTERRUPTED
+from services.common.process.command_line import read_override
+from services.common.process.progress_record import PROGRESS_FILE_VARIABLE, ProgressRecord, read_progress
+from services.common.process.stop_signals import exit_code_after, on_stop_signal
+from services.common.recipe.schema import STAGES, Stage
+
+FIRST_STAGES: tuple[Stage, ...] = ("tokenizer", "compiler")
+"""Stages that read no artifact."""
+LATER_STAGES: tuple[Stage, ...] = ("trainer",)
+DEMO_RECIPE, DEMO_ROOT = "recipes/tiny-cpu.toml", "fsx"
+POLL_SECONDS = 0.2
+LAST_LINES_SECONDS = 5.0
+"""Seconds to wait for the output of an ended stage: a process that it has left behind may hold the pipes open."""
+KEPT_LINES = 50
+
+
+@dataclass(frozen=True)
+class LocalPipeline:
+    """A pipeline on this machine."""
+
+    recipe: Path
+    root: Path
+    arguments: tuple[str, ...]
+    """Options of all three stages."""
+    repetition: str
+    """The command that continues this pipeline, for people."""
+
+    def command_of(self, stage: Stage) -> list[str]:
+        return [sys.executable, *make_command(stage, str(self.recipe), str(self.root), self.arguments)[1:]]
+
+
+def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False) -> int:
+    """Run the stages up to the first that fails, and return that stage's exit code.
+
+    A stop signal is passed on to the stages that run, and no further stage begins. A dry run prints the commands.
+    """
+    if is_dry_run:
+        print("\n".join(shlex.join(pipeline.command_of(stage)) for stage in STAGES))
+        print("\nDRY_RUN=1: nothing was changed")
+        return 0
+    with PipelineView(STAGES) as view, ExitStack() as stack:
+        runner = _Runner(pipeline, view, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-"))))
+        stack.enter_context(on_stop_signal(runner.pass_on, again=runner.pass_on))
+        exit_code = runner.run()
+    if exit_code:
+        print(
+            f"Published artifacts and checkpoints stay. Continue with: {pipeline.repetition}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return exit_code
+
+
+def show_run(pipeline: LocalPipeline) -> int:
+    """Print what the stages made, and a sample of the model's writing; the exit code of the trainer's `summary`."""
+    overrides = tuple(each for each in pipeline.arguments if read_override(each))
+    command = replace(pipeline, arguments=overrides).command_of("trainer")
+    command.insert(command.index("services.trainer") + 1, "summary")
+    return resolve_exit_code(subprocess.run(command, check=False).returncode)
+
+
+class _Runner:
+    """Starts the stages in their order, follows them, and passes signals on."""
+
+    def __init__(self, pipeline: LocalPipeline, view: PipelineView, folder: Path) -> None:
+        self._pipeline, self._view, self._folder = pipeline, view, folder
+        self._running: list[_StageProcess] = []
+        self._signum: int | None = None
+
+    def run(self) -> int:
+        try:
+            for stages in (FIRST_STAGES, LATER_STAGES):
+                if self._signum is not None:
+                    return exit_code_after(self._signum)
+                if exit_code := self._run_side_by_side(stages):
+                    return exit_code
+            return 0
+        finally:  # an error of this program must not leave stages behind
+            for each in self._running:
+                each.stop(signal.SIGTERM)
+            for each in self._running:
+                each.wait()
+
+    def pass_on(self, signum: int) -> None:
+        """Pass a stop signal on. A terminal sends Ctrl-C to the stages, too; they count both as one."""
+        self._signum = signum
+        for each in self._running:
+            each.stop(signum)
+
+    def _run_side_by_side(self, stages: Sequence[Stage]) -> int:
+        for stage in stages:
+            self._running.append(_StageProcess(self._pipeline.command_of(stage), stage, self._view, self._folder))
+        codes: dict[Stage, int] = {}
+        while len(codes) < len(stages):
+            time.sleep(POLL_SECONDS)
+            for each in self._running:
+                if self._signum is not None and not each.is_told:  # it started while the signal came
+                    each.stop(self._signum)
+                each.look()
+                if each.has_ended and each.stage not in codes:
+                    codes[each.stage] = each.finish()
+        self._running = []
+        failed = [code for stage in stages if (code := codes[stage])]
+        if self._signum is not None and all(code in (EXIT_AGAIN, EXIT_INTERRUPTED) for code in failed):
+            return exit_code_after(self._signum) if failed else 0
+        return failed[0] if failed else 0
+
+
+class _StageProcess:
+    """A running program of a stage."""
+
+    def __init__(self, command: Sequence[str], stage: Stage, view: PipelineView, folder: Path) -> None:
+        self.stage, self._view = stage, view
+        self._progress_file = folder / f"{stage}.json"
+        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._seen: ProgressRecord | None = None
+        self.is_told = False
+        """Whether the stage was sent a stop signal."""
+        environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+        self._process = subprocess.Popen(
+            command,
+            env={**environment, PROGRESS_FILE_VARIABLE: str(self._progress_file), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="backslashreplace",
+        )
+        view.begin(stage)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._copy, args=each, name=f"{stage} output", daemon=True)
+            for each in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self, signum: int) -> None:
+        self.is_told = True
+        self._process.send_signal(signum)
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def look(self) -> None:
+        """Show the newest progress."""
+        record = read_progress(self._progress_file)
+        if record and record != self._seen:
+            self._seen = record
+            self._view.report(self.stage, record)
+
+    def finish(self) -> int:
+        """Show the end of a program that has ended, and return its exit code; 75 where a signal killed it."""
+        for reader in self._readers:
+            reader.join(LAST_LINES_SECONDS)
+        self.look()
+        exit_code = resolve_exit_code(self._process.returncode)
+        reason = find_error_line("".join(self._last_lines)) if exit_code and self._last_lines else ""
+        self._view.end(self.stage, exit_code, reason)
+        return exit_code
+
+    def _copy(self, stream: IO[str], output: TextIO) -> None:
+        for line in stream:
+            self._last_lines.append(line)
+            self._view.take_line(self.stage, line.rstrip("\n"), output)

@@ -1,0 +1,208 @@
+"""A pipeline on this machine: order of the stages, exit codes, signals, and the view of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from deploy.client import pipeline_view
+from deploy.client.pipeline_view import PipelineView
+from deploy.local import local_pipeline
+from deploy.local.local_pipeline import LocalPipeline, run_local_pipeline
+from services.common.process.progress import show_progress
+from services.common.process.progress_record import ProgressRecord
+from services.common.recipe.schema import STAGES
+
+STAGE = """
+import json, os, signal, sys, time
+stage, folder, behaviour = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]).get(sys.argv[1], {})
+def stop(signum, frame):
+    open(f"{folder}/{stage}.signal", "a").write(f"{signum}\\n")
+    sys.exit(130 if signum == signal.SIGINT else 75)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGHUP, stop)
+open(f"{folder}/{stage}.begun", "w").write(" ".join(sorted(os.listdir(folder))))
+def report(phase, note):
+    record = {"stage": stage, "phase": phase, "note": note}
+    open(os.environ["MILLRACE_PROGRESS_FILE"] + "~", "w").write(json.dumps(record))
+    os.replace(os.environ["MILLRACE_PROGRESS_FILE"] + "~", os.environ["MILLRACE_PROGRESS_FILE"])
+for other in behaviour.get("waits_for", []):
+    while not os.path.exists(f"{folder}/{other}"):
+        time.sleep(0.01)
+if behaviour.get("signal"):
+    os.kill(os.getppid(), behaviour["signal"])
+    time.sleep(60)
+print(f"{stage} works", flush=True)
+print("encode: 5/10 bytes", file=sys.stderr, flush=True)
+if behaviour.get("exit_code"):
+    print(f"millrace: {stage} cannot", file=sys.stderr)
+    sys.exit(behaviour["exit_code"])
+report(behaviour.get("phase", "published"), f"{folder}/{stage}")
+open(f"{folder}/{stage}.ended", "w").close()
+"""
+"""A program in place of a stage: it notes its begin and its end in a folder, and behaves as the third argument says."""
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a pipeline of programs that behave as the arguments say."""
+    program, folder = tmp_path / "stage.py", tmp_path / "fsx"
+    program.write_text(STAGE, encoding="utf-8")
+    folder.mkdir()
+
+    def run_stages(**behaviour: object) -> int:
+        made = lambda stage, *_: ["python", str(program), stage, str(folder), json.dumps(behaviour)]  # noqa: E731
+        monkeypatch.setattr(local_pipeline, "make_command", made)
+        return run_local_pipeline(LocalPipeline(Path("recipe.toml"), folder, (), "make pipeline ROOT=elsewhere"))
+
+    return run_stages
+
+
+def read(folder: Path, name: str) -> str:
+    return (folder / "fsx" / name).read_text(encoding="utf-8")
+
+
+def test_the_trainer_follows_the_two_others_which_run_side_by_side(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = run(tokenizer={"waits_for": ["compiler.begun"]}, compiler={"waits_for": ["tokenizer.begun"]})
+    said = capfd.readouterr()
+    assert code == 0
+    assert {"tokenizer.ended", "compiler.ended"} <= set(read(tmp_path, "trainer.begun").split())
+    for stage in STAGES:
+        assert f"{stage} works" in said.out
+        assert f"pipeline: {stage}: published, {tmp_path}/fsx/{stage}" in said.out
+    assert "encode: " not in said.err  # the view shows progress
+
+
+def test_what_is_published_is_skipped_and_said(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(**{stage: {"phase": "already published"} for stage in STAGES}) == 0
+    said = capfd.readouterr().out
+    for stage in STAGES:
+        assert f"pipeline: {stage}: skipped, already published: {tmp_path}/fsx/{stage}" in said
+
+
+def test_the_first_failure_ends_the_pipeline_with_its_exit_code_and_the_next_command(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(compiler={"exit_code": 4}) == 4
+    said = capfd.readouterr()
+    assert "pipeline: compiler: failed, exit code 4: compiler cannot" in said.out
+    assert "millrace: compiler cannot" in said.err
+    assert "make pipeline ROOT=elsewhere" in said.err
+    assert (tmp_path / "fsx/tokenizer.ended").exists()
+    assert not (tmp_path / "fsx/trainer.begun").exists()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(2, 130), (15, 75), (1, 75)])
+def test_a_stop_signal_reaches_the_stages_and_no_further_one_begins(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], signum: int, code: int
+) -> None:
+    assert run(tokenizer={"waits_for": ["compiler.begun"], "signal": signum}, compiler={"waits_for": ["never"]}) == code
+    assert read(tmp_path, "tokenizer.signal").split() == [str(signum)]
+    assert read(tmp_path, "compiler.signal").split() == [str(signum)]
+    assert not (tmp_path / "fsx/trainer.begun").exists()
+    said = capfd.readouterr()
+    assert f"pipeline: tokenizer: stopped, exit code {code}" in said.out
+    assert "make pipeline ROOT=elsewhere" in said.err
+
+
+def test_a_stage_that_is_killed_is_to_be_tried_again(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(trainer={"exit_code": 75}) == 75
+    assert "pipeline: trainer: stopped, exit code 75" in capfd.readouterr().out
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Let the view draw on a terminal, whose output this returns."""
+    written = io.StringIO()
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(
+        pipeline_view, "Console", lambda: rich.console.Console(file=written, force_terminal=True, width=140)
+    )
+    return written
+
+
+def show_stages(view: PipelineView) -> None:
+    with view:
+        view.begin("tokenizer", dollars_per_hour=3600.0)
+        view.take_line("tokenizer", "encode: 500/2,000 bytes, 3 MB/s, 125 s left", sys.stdout)
+        view.take_line("tokenizer", "19:20:00 tokenizer I trains a vocabulary", sys.stdout)
+        view.skip("compiler", "/fsx/compile_cache/tiny/1")
+
+
+def test_a_terminal_shows_one_table_with_every_stage(terminal: io.StringIO) -> None:
+    view = PipelineView(STAGES, prices="list prices of us-west-2, 2026-10")
+    show_stages(view)
+    said = terminal.getvalue()
+    table = said[said.rindex("┏") :]
+    rows = {stage: next(line for line in table.splitlines() if stage in line) for stage in STAGES}
+    for word in ("running", "encode 500/2,000 bytes, 3 MB/s", "2 min 5 s", "$"):
+        assert word in rows["tokenizer"]
+    assert "already published: /fsx/compile_cache/tiny/1" in rows["compiler"]
+    assert "waiting" in rows["trainer"]
+    assert "list prices of us-west-2, 2026-10" in table
+    assert "encode: 500" not in said
+    assert "tokenizer I trains a vocabulary" in said
+
+
+@pytest.mark.parametrize(("name", "value"), [("CI", "1"), ("TERM", "dumb")])
+def test_logs_of_ci_and_dumb_terminals_get_plain_lines(
+    name: str, value: str, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pipeline_view, "PLAIN_SECONDS", 0.0)
+    show_stages(PipelineView(STAGES))
+    assert terminal.getvalue() == ""
+    said = capsys.readouterr().out
+    assert "pipeline: tokenizer: running, encode 500/2,000 bytes, 3 MB/s, 2 min 5 s left, $" in said
+    assert "pipeline: compiler: skipped, already published: /fsx/compile_cache/tiny/1" in said
+    assert "\x1b" not in said
+
+
+def test_the_cost_counts_the_time_in_which_a_stage_holds_its_nodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with PipelineView(["trainer"], prices="list prices") as view:
+        view.wait("trainer", "2 of 4 nodes")
+        now = 1_000.0
+        view.begin("trainer", dollars_per_hour=36.0)
+        now = 2_000.0
+        view.wait("trainer", "1 of 4 nodes was lost")
+        now = 9_000.0
+        view.begin("trainer", dollars_per_hour=36.0)
+        now = 10_000.0
+        view.end("trainer", 0)
+    assert "trainer published in 33 min 20 s; $20.00 so far (list prices)" in capsys.readouterr().out
+
+
+def test_plain_lines_of_a_stage_s_progress_are_read_as_they_were_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, seen = 0.0, list[ProgressRecord]()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("compile", 2_000, "MB of graphs") as progress:
+        for done, note in ((500, ""), (1_000, "3 of 5 graphs done, 2 running")):
+            progress.advance_to(done, note)
+            now += 10.0
+        progress.advance_to(1_500, "4 of 5 graphs done")
+    view = PipelineView(["compiler"])
+    monkeypatch.setattr(view, "report", lambda stage, record: seen.append(record))
+    for line in capsys.readouterr().err.splitlines():
+        view.take_line("compiler", line)
+    last = seen[-1]
+    assert (last.phase, last.done, last.total, last.unit) == ("compile", 1_500, 2_000, "MB of graphs")
+    assert (last.note, last.seconds_left) == ("4 of 5 graphs done", 10)
+    assert seen[0].note == "3 of 5 graphs done, 2 running"
