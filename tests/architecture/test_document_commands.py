@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.client.variables import COMMANDS, TARGETS, VARIABLES
+from deploy.client.variables import COMMANDS, DEMO, LOCAL, TARGETS, VARIABLES
 from docs.site.commands import list_commands
 from services.common.process.command_line import read_override
 from tests.architecture.documents import Document, read_documents
@@ -114,7 +114,7 @@ def problems_of_make(words: list[str]) -> list[str]:
     names = [word for word in words[1:] if re.fullmatch(r"[a-z][\w-]*", word)]
     variables = [word.partition("=")[0] for word in words[1:] if re.match(r"[A-Z_]+=", word)]
     given = next((word.removeprefix("TARGET=") for word in words if word.startswith("TARGET=")), "")
-    deploy_target = given if given in ("kuberay", "batch") else ""
+    deploy_target = given if given in TARGETS else ""
     problems = [f"make {name}: no such target" for name in names if name not in RULES]
     known = [name for name in names if name in RULES]
     return problems + [
@@ -128,7 +128,7 @@ def problems_of_make(words: list[str]) -> list[str]:
 def takes(target: str, variable: str, deploy_target: str) -> bool:
     """Does the target's help explain the variable, and does a deploy command take it on the named deploy target?"""
     if target in COMMANDS and variable in VARIABLES:
-        return VARIABLES[variable].is_taken(target, deploy_target or TARGETS[0])
+        return VARIABLES[variable].is_taken(target, LOCAL if target == DEMO else deploy_target or TARGETS[0])
     return variable in read_variables(target)
 
 
