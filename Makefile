@@ -9,9 +9,11 @@ named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $
 deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
 infra = .venv-infra/bin/python -m infra
+# A command of the trainer that looks at runs: here, or in a short job on TARGET, which sends its page to this machine.
+looking = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN RUNS,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(ROOT)")
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo cluster-local cluster-local-down load-images clean cluster-up cluster-manifests cluster-down \
+.PHONY: help setup demo runs compare report cluster-local cluster-local-down load-images clean cluster-up cluster-manifests cluster-down \
 	deploy-stage pipeline stage-status stage-logs stop-stage rollback-stage stage-run infra-environment \
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
@@ -36,6 +38,23 @@ demo: setup ## Tokenize, compile and train a recipe on this machine, and show th
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx.
 #? ARGS
 	@$(deploy) demo
+
+runs: setup ## List runs and their branches: state, steps, loss, tokens/s, cost, age.
+#? TARGET=local|kuberay|batch  Where the runs are. Default: local.
+#? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
+	@$(call looking,runs)
+
+compare: setup ## Compare runs, with a table of the recipe values that differ.
+#? RUNS=NAME,NAME  The runs, by their names or unique begins of them. Required.
+#? runs
+#? TO
+	@$(call looking,compare --runs "$(RUNS)")
+
+report: setup ## Write the report of a run, also while it goes on.
+#? RUN=NAME  The run, by its name or a unique begin of it. Required.
+#? runs
+#? TO
+	@$(call looking,report --run "$(RUN)")
 
 cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
 	@echo "cluster-local, 1 of 5: the base image (all five steps take 15 to 30 minutes at first, later 5)"

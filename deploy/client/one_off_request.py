@@ -104,8 +104,9 @@ def describe_judge(labels: Mapping[str, str]) -> str:
 
 def needs_recipe(request: OneOffRequest) -> bool:
     """Does the subcommand read a recipe? A subcommand that this checkout does not know is given one."""
-    known = {each.name: each.takes_recipe for each in SUBCOMMANDS[request.stage]}
-    return known.get(request.words[0], True)
+    name, *words = request.words
+    known = {each.name: each.reads_recipe(words) for each in SUBCOMMANDS[request.stage]}
+    return known.get(name, True)
 
 
 def complete_words(request: OneOffRequest, recipe: RequestedRecipe | None) -> tuple[str, ...]:

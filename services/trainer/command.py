@@ -23,7 +23,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.brought_files import offer_file
-from services.common.process.command_line import RecipeParser
+from services.common.process.command_line import RecipeParser, require_text
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
@@ -42,6 +42,7 @@ from services.trainer.command_options import (
     export_parser,
     import_parser,
     inspect_parser,
+    named_report_parser,
     plan_parser,
     report_parser,
     sample_parser,
@@ -74,6 +75,7 @@ from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.notices import notifying_run
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
+from services.trainer.run_comparison import COMPARE, compare_runs, find_run
 from services.trainer.run_start import describe_start, explain_new_run
 from services.trainer.run_tree import RUNS, list_runs
 from services.trainer.supervise import supervise
@@ -86,8 +88,10 @@ CLOSING_PROMPTS = ("If the", "Return a", "The method")
 def main(argv: list[str], recipe: Recipe | None = None) -> int:
     """Run the command in `argv`, whose recipe may have been loaded before."""
     configure_logging("trainer")
-    if argv[:1] == [RUNS]:
-        return list_runs(argv[1:])
+    if argv and argv[0] in WITHOUT_RECIPE:
+        return WITHOUT_RECIPE[argv[0]](argv[1:])
+    if argv[:1] == ["report"] and any(word.split("=")[0] == "--run" for word in argv):
+        return report_named_run(argv[1:])
     name, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
     command = COMMANDS[name]
     arguments, recipe = command.make_parser().parse(options, recipe)
@@ -175,8 +179,19 @@ def summary(arguments: Namespace, recipe: Recipe) -> int:
 
 def report(arguments: Namespace, recipe: Recipe) -> int:
     """Write report.html into the run's folder, with a sample of the model's writing for `--sample`."""
-    run = _find_run(arguments, recipe)
-    path = write_report(run, closing_sample(run) if arguments.sample else None)
+    return _report(_find_run(arguments, recipe), with_sample=arguments.sample)
+
+
+def report_named_run(argv: list[str]) -> int:
+    """Do the same as `report` for the run that `--run` names."""
+    arguments = named_report_parser().parse_args(argv)
+    require_text(arguments)
+    root = arguments.root.absolute()
+    return _report(open_run(root, find_run(root, arguments.run)), with_sample=arguments.sample)
+
+
+def _report(run: Run, *, with_sample: bool) -> int:
+    path = write_report(run, closing_sample(run) if with_sample else None)
     print(path)
     offer_file(path)
     return 0
@@ -337,8 +352,10 @@ class Command:
     make_parser: Callable[[], RecipeParser]
 
 
+WITHOUT_RECIPE: dict[str, Callable[[list[str]], int]] = {RUNS: list_runs, COMPARE: compare_runs}
+"""Commands that look at the runs of a root, and take no recipe."""
 COMMANDS: dict[str, Command] = {
-    "train": Command(train, lambda: train_parser([*(name for name in COMMANDS if name != "train"), RUNS])),
+    "train": Command(train, lambda: train_parser([*(name for name in COMMANDS if name != "train"), *WITHOUT_RECIPE])),
     "plan": Command(plan, plan_parser),
     "doctor": Command(doctor, doctor_parser),
     "summary": Command(summary, summary_parser),

@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from services.common.process.command_line import RecipeParser, StageParser
+from services.common.process.command_parser import CommandParser
 from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS
 from services.trainer.inspection.run_plan import add_assumptions
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE
 from services.trainer.metrics.trackers import TRACKERS
+
+_REPORT = "Write report.html with the run's curves into the run's folder."
 
 
 def _parser(command: str, description: str) -> RecipeParser:
@@ -59,9 +62,22 @@ def summary_parser() -> RecipeParser:
 
 
 def report_parser() -> RecipeParser:
-    parser = _parser("report", "Write report.html with the run's curves into the run's folder.")
-    parser.add_argument("--sample", action="store_true", help="load the model and add a sample of its writing")
+    parser = _parser("report", f"{_REPORT} --run NAME takes the place of --recipe.")
+    _add_sample(parser)
     return parser
+
+
+def named_report_parser() -> CommandParser:
+    """Make the parser of the command `report` for a run that is named, whose recipe its folder has."""
+    parser = CommandParser(prog="python -m services.trainer report", description=_REPORT, allow_abbrev=False)
+    parser.add_argument("--run", required=True, metavar="NAME", help="name of the run, or the unique begin of a name")
+    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+    _add_sample(parser)
+    return parser
+
+
+def _add_sample(parser: CommandParser) -> None:
+    parser.add_argument("--sample", action="store_true", help="load the model and add a sample of its writing")
 
 
 def sample_parser() -> RecipeParser:

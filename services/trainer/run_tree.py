@@ -1,13 +1,15 @@
-"""Lists the runs of a root as a tree: each branch below the run that it branched from.
+"""Lists the runs of a root with their states as a tree: each branch below the run that it branched from.
 
-The costs grow with the runs and not with their steps: of each run the listing reads `run.json`, the end of the metrics
-and the names of the checkpoints, and the newest checkpoint's manifest where `run.json` is lost.
+The costs grow with the runs and with the commands that trained them, and not with their steps: of each run the listing
+reads `run.json`, the records of its commands, the ends of the metrics and of the evaluations and the names of the
+checkpoints, and the newest checkpoint's manifest where `run.json` is lost.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +21,15 @@ from services.common.errors import ArtifactError
 from services.common.input.files import parse_json, read_file
 from services.common.process.command_line import require_text
 from services.common.process.command_parser import CommandParser
-from services.trainer.checkpoints.lookup import newest_step, open_checkpoint
+from services.trainer.checkpoints.lookup import open_checkpoint
 from services.trainer.job import RUN_FILE, run_folder
-from services.trainer.metrics.records import read_last_step
+from services.trainer.run_status import RunStatus, read_status
 
 logger = logging.getLogger(__name__)
 
-_HEADINGS = ("run", "branched after", "newest step", "loss")
+_HEADINGS = ("run", "state", "step", "loss", "validation", "tokens/s", "cost", "age", "branched after")
+UNKNOWN = "-"
+"""Text of a number that is unknown."""
 
 
 RUNS = "runs"
@@ -33,10 +37,11 @@ RUNS = "runs"
 
 
 def list_runs(argv: list[str]) -> int:
-    """Print the runs of a root as a tree, with their newest steps and losses."""
+    """Print the runs of a root as a tree, with their states, steps, losses, speeds, costs and ages."""
     parser = CommandParser(
         prog=f"python -m services.trainer {RUNS}",
-        description="List the runs of a root: each branch below its parent, with the newest step and its loss.",
+        description="List the runs of a root, each branch below its parent: state, step, loss in nats per token, "
+        "tokens/s, cost of the nodes that were held by on-demand prices, and age.",
         allow_abbrev=False,
     )
     parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
@@ -57,23 +62,30 @@ class RunEntry(NamedTuple):
     """Name of the run that this one branched from; None if it is no branch."""
     begin_step: int
     """Step after which it branched; 0 if it is no branch."""
-    newest_step: int | None
-    """Step of the newest checkpoint; None if there is none yet."""
-    loss: float | None
-    """Loss of the newest step that was recorded, in nats per token; None if its records are lost."""
+    status: RunStatus
 
 
 def read_runs(root: Path) -> list[RunEntry]:
-    """Return the runs of a root by name: those with a file `run.json` or a checkpoint."""
+    """Return the runs of a root by name; see `run_names`."""
+    return [_read_run(root, run) for run in run_names(root)]
+
+
+def run_names(root: Path) -> list[str]:
+    """Return the names of the runs of a root, sorted: those with a file `run.json` or a checkpoint."""
     described = {path.parent.name for path in run_folder(root, "").glob(f"*/{RUN_FILE}")}
     kept = {path.name for path in (root / "checkpoint").glob("*") if path.is_dir()}
-    return [_read_run(root, run) for run in sorted(described | kept)]
+    return sorted(described | kept)
 
 
 def describe_runs(runs: Sequence[RunEntry]) -> str:
     """Return a table of the runs, each branch indented below its parent."""
-    rows = [_HEADINGS, *(_row(depth, entry) for depth, entry in _walk(runs))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    now = datetime.now(UTC)
+    return align_columns([_HEADINGS, *(_row(depth, entry, now) for depth, entry in _walk(runs))])
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of a table as lines whose columns are as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
@@ -93,32 +105,63 @@ def _walk(runs: Sequence[RunEntry]) -> Iterator[tuple[int, RunEntry]]:
         waiting += [(depth + 1, child) for child in reversed(branches_of(runs, entry.run))]
 
 
-def _row(depth: int, entry: RunEntry) -> tuple[str, ...]:
-    begin = f"{entry.begin_step:,} of {entry.parent}" if entry.parent else ""
-    newest = "none yet" if entry.newest_step is None else f"{entry.newest_step:,}"
-    return "  " * depth + entry.run, begin, newest, "unknown" if entry.loss is None else f"{entry.loss:.4f}"
+def _row(depth: int, entry: RunEntry, now: datetime) -> tuple[str, ...]:
+    status, begin = entry.status, f"{entry.begin_step:,} of {entry.parent}" if entry.parent else ""
+    state = status.state if status.exit_code in (None, 0) else f"{status.state} ({status.exit_code})"
+    return (
+        "  " * depth + entry.run,
+        state,
+        write_step(status),
+        *write_numbers(status),
+        describe_age(now - status.began_at) if status.began_at else UNKNOWN,
+        begin,
+    )
+
+
+def write_numbers(status: RunStatus) -> tuple[str, ...]:
+    """Return the loss, the validation loss, the tokens/s and the cost of a run as texts."""
+    return (
+        write_number(status.loss, ".4f"),
+        write_number(status.validation_loss, ".4f"),
+        write_number(status.tokens_per_second, ",.0f"),
+        UNKNOWN if status.cost is None else f"${status.cost:,.2f}",
+    )
+
+
+def write_step(status: RunStatus) -> str:
+    return f"{status.step:,}" if status.max_steps is None else f"{status.step:,} of {status.max_steps:,}"
+
+
+def write_number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def describe_age(age: timedelta) -> str:
+    """Return an age in its largest unit of days, hours, minutes or seconds, such as `3 h`."""
+    seconds = max(0, round(age.total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:,} {unit}"
+    return f"{seconds} s"
 
 
 def _read_run(root: Path, run: str) -> RunEntry:
-    collection = Address(root, "checkpoint", run, "").collection
-    newest = newest_step(collection)
-    parent = _read_parent(run_folder(root, run), collection, newest)
-    last = read_last_step(run_folder(root, run))
-    begin = parent.step if parent else 0
-    return RunEntry(run, parent.run if parent else None, begin, newest, last["loss"] if last else None)
+    status = read_status(root, run)
+    parent = _read_parent(run_folder(root, run), Address(root, "checkpoint", run, "").collection, status)
+    return RunEntry(run, parent.run if parent else None, parent.step if parent else 0, status)
 
 
-def _read_parent(folder: Path, collection: Path, newest: int | None) -> Ancestor | None:
+def _read_parent(folder: Path, collection: Path, status: RunStatus) -> Ancestor | None:
     """Read a run's parent from its file, or from its newest checkpoint where the file is lost or damaged."""
     try:
         described = parse_json(read_file(folder / RUN_FILE, folder))
         return Ancestor.model_validate(described["parent"]) if "parent" in described else None
     except (OSError, ValueError, TypeError, ValidationError):
         pass
-    if newest is None:
+    if status.checkpoint_step is None:
         return None
     try:
-        return open_checkpoint(collection, newest, lambda _: None).manifest.checkpoint.parent
+        return open_checkpoint(collection, status.checkpoint_step, lambda _: None).manifest.checkpoint.parent
     except ArtifactError as error:
         logger.warning("whether %s is a branch is unknown: %s", folder.name, error)
         return None

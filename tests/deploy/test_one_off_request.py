@@ -84,6 +84,8 @@ def test_a_newer_image_may_have_one_that_this_checkout_does_not_know() -> None:
     require_known(request, IMAGE, {LABEL: "plan evaluate"})
     assert needs_recipe(request)
     assert not needs_recipe(asked(COMMAND="artifacts list ."))
+    assert not needs_recipe(asked(STAGE="trainer", COMMAND="report --run tiny-cpu"))
+    assert needs_recipe(asked(STAGE="trainer", COMMAND="report --sample"))
 
 
 def test_only_what_changes_the_recipe_is_taken_of_a_deployment_s_options() -> None:

@@ -34,7 +34,9 @@ def run_one_off(stage: Stage, run: Callable[[list[str]], int], argv: list[str]) 
     subcommand = find_subcommand(stage, words[0])
     if options.require_mount:
         require_root(options.root)
-    given = _write_recipe(options.root, os.environ) if subcommand.takes_recipe else []
+    given = _write_recipe(os.environ) if subcommand.reads_recipe(words[1:]) else []
+    if subcommand.takes_recipe or subcommand.takes_root:
+        given += ["--root", str(options.root)]
     os.chdir(options.root)
     exit_code = run([subcommand.name, *given, *words[1:]])
     if exit_code == 0:
@@ -49,8 +51,8 @@ def _bring(named: list[Path]) -> None:
             print(line)
 
 
-def _write_recipe(root: Path, variables: Mapping[str, str]) -> list[str]:
-    """Write the recipe of MILLRACE_RECIPE to a file, and return the subcommand's options `--recipe` and `--root`."""
+def _write_recipe(variables: Mapping[str, str]) -> list[str]:
+    """Write the recipe of MILLRACE_RECIPE to a file, and return the subcommand's option `--recipe`."""
     packed = variables.get(RECIPE_VARIABLE, "")
     if not packed:
         raise RecipeError(
@@ -59,7 +61,7 @@ def _write_recipe(root: Path, variables: Mapping[str, str]) -> list[str]:
         )
     path = Path(tempfile.mkdtemp(prefix="one-off-")) / RECIPE_FILE
     path.write_bytes(unpack_recipe(packed))
-    return ["--recipe", str(path), "--root", str(root)]
+    return ["--recipe", str(path)]
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

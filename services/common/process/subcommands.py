@@ -32,6 +32,14 @@ class Subcommand:
     name: str
     takes_recipe: bool = True
     """Whether the subcommand has the options `--recipe` and `--root` of the stage's own command."""
+    takes_root: bool = False
+    """Whether a subcommand without a recipe has the option `--root`."""
+    may_name_run: bool = False
+    """Whether the option `--run NAME` takes the place of the recipe."""
+
+    def reads_recipe(self, words: Sequence[str]) -> bool:
+        """Tell whether the subcommand reads a recipe when these words follow it."""
+        return self.takes_recipe and not (self.may_name_run and any(word.split("=")[0] == "--run" for word in words))
 
 
 _OF_EVERY_STAGE = (Subcommand(ARTIFACTS, takes_recipe=False),)
@@ -45,13 +53,14 @@ SUBCOMMANDS: dict[Stage, tuple[Subcommand, ...]] = {
         Subcommand("plan"),
         Subcommand("doctor"),
         Subcommand("summary"),
-        Subcommand("report"),
+        Subcommand("report", may_name_run=True),
         Subcommand("sample"),
         Subcommand("evaluate"),
         Subcommand("export"),
         Subcommand("import"),
         Subcommand("inspect-checkpoint"),
-        Subcommand("runs", takes_recipe=False),
+        Subcommand("runs", takes_recipe=False, takes_root=True),
+        Subcommand("compare", takes_recipe=False, takes_root=True),
         *_OF_EVERY_STAGE,
     ),
 }

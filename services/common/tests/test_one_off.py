@@ -66,6 +66,9 @@ def test_one_that_takes_no_recipe_gets_none(root: Path, monkeypatch: pytest.Monk
 
     run_one_off("tokenizer", run, command)
     assert seen == [["train-vocab", "notes"]]
+    for words in (["runs"], ["compare", "--runs", "a,b"], ["report", "--run=a"]):
+        run_one_off("trainer", run, ["--root", str(root), "--", *words])
+        assert seen[-1] == [words[0], "--root", str(root), *words[1:]]
     with pytest.raises(RecipeError, match=RECIPE_VARIABLE):
         run_one_off("trainer", lambda words: 0, ["--root", str(root), "--", "summary"])
 

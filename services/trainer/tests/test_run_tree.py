@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +15,13 @@ from services.common.testing.operations import count_operations
 from services.trainer.__main__ import main
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
+from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.run import open_run, summarize
 from services.trainer.run_tree import read_runs
 from services.trainer.tests.runs import call_trainer, train_alone
 from services.trainer.tests.test_branch import ALONE, KEEPING
+
+PROCESS_IO = Path("/proc/self/io")
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +40,11 @@ def test_the_runs_of_a_root_are_a_tree(family: list[Job], capfd: pytest.CaptureF
     assert main(["runs", "--root", str(first.root)]) == 0
     listed = capfd.readouterr().out.splitlines()[1:]
 
-    begins = [re.match(r"( *)(\S+) +(?:(\d+) of (\S+) +)?(\d+) +\d+\.\d{4}$", line) for line in listed]
-    assert [match.groups() for match in begins if match] == [
-        ("", first.run, None, None, "10"),
-        ("  ", second.run, "5", first.run, "6"),
-        ("    ", third.run, "6", second.run, "7"),
+    found = [re.fullmatch(r"( *)(\S+) +done +(\d+) of (\d+) .* \d+ s(?: +(\d+) of (\S+))?", line) for line in listed]
+    assert [match.groups() for match in found if match] == [
+        ("", first.run, "10", "10", None, None),
+        ("  ", second.run, "6", "6", "5", first.run),
+        ("    ", third.run, "7", "7", "6", second.run),
     ]
 
 
@@ -48,14 +53,51 @@ def test_a_root_without_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_branch_is_listed_below_its_parent_when_its_file_is_lost(family: list[Job]) -> None:
-    described = read_runs(family[0].root)
+    described = tree_of(family[0].root)
     path = family[1].run_folder / RUN_FILE
     content = path.read_bytes()
     path.unlink()
     try:
-        assert read_runs(family[0].root) == described
+        assert tree_of(family[0].root) == described
     finally:
         path.write_bytes(content)
+
+
+def test_a_comparison_has_the_recipe_values_that_differ(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
+    first, second, _ = family
+    assert main(["compare", "--root", str(first.root), "--runs", f"{first.run},{second.run}"]) == 0
+    printed = capfd.readouterr().out
+
+    for run, steps in ((first.run, "10 of 10"), (second.run, "6 of 6")):
+        assert re.search(rf"^{run} +done +{steps} ", printed, re.MULTILINE)
+    [_, table] = printed.split("recipe value")
+    rows = dict(re.findall(r"^(\w+\.\S+) +(.*)$", table, re.MULTILINE))
+    assert {name: values.split() for name, values in rows.items()} == {
+        "train.max_steps": ["10", "6"],
+        "train.branch": ["null", "-"],
+        "train.branch.run": ["-", first.run],
+        "train.branch.step": ["-", "5"],
+        "train.branch.data": ["-", "continue"],
+    }
+
+
+@pytest.mark.parametrize("names", ["{run}", "small-,small-", "{run},no-such-run", "{run},"])
+def test_a_comparison_refuses_runs_that_are_missing_or_not_meant(
+    family: list[Job], names: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--root", str(family[0].root), "--runs", names.format(run=family[0].run)]
+    assert exit_code_of(lambda: main(words)) == 2
+
+
+def test_a_report_is_written_of_the_run_that_is_named(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
+    run, root = family[1].run, family[1].root
+    assert main(["report", "--root", str(root), "--run", run[:-2]]) == 0
+    assert capfd.readouterr().out.strip() == str(root / "run" / run / "report.html")
+    assert exit_code_of(lambda: main(["report", "--root", str(root), "--run", "no-such-run"])) == 2
+
+
+def tree_of(root: Path) -> list[tuple[str, str | None, int]]:
+    return [(entry.run, entry.parent, entry.begin_step) for entry in read_runs(root)]
 
 
 def test_the_summary_names_the_parent_and_the_branches(family: list[Job]) -> None:
@@ -79,6 +121,30 @@ def test_a_listing_opens_files_by_the_number_of_runs_and_not_of_steps(new_job: C
         opened.append(operations.count("open"))
 
     assert opened[0] == opened[1] > 0
+
+
+@pytest.mark.skipif(not PROCESS_IO.exists(), reason="only Linux counts the bytes that a process reads")
+def test_a_listing_of_ten_runs_of_a_million_steps_reads_less_than_a_megabyte(family: list[Job], tmp_path: Path) -> None:
+    """The metrics are files of 800 MB with a hole before the newest record."""
+    last = (family[0].run_folder / METRICS_FILE).read_bytes().splitlines()[-1]
+    record = json.loads(last) | {"step": 1_000_000, "tokens": 10**9}
+    for number in range(10):
+        folder = tmp_path / "run" / f"long-{number}"
+        shutil.copytree(family[0].run_folder, folder)
+        with (folder / METRICS_FILE).open("r+b") as file:
+            file.seek(800 * 2**20)
+            file.write(b"\n" + json.dumps(record).encode() + b"\n")
+
+    before = bytes_read()
+    runs = read_runs(tmp_path)
+
+    assert bytes_read() - before < 2**20
+    assert [entry.status.step for entry in runs] == [1_000_000] * 10
+
+
+def bytes_read() -> int:
+    """Return the bytes that this process has read from files, pipes and sockets."""
+    return int(re.search(r"rchar: (\d+)", PROCESS_IO.read_text())[1])  # type: ignore[index]
 
 
 def test_the_command_that_branches_says_so_before_and_when_it_starts(
