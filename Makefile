@@ -18,7 +18,7 @@ images = ./bootstrap python -m images
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
 	test-torch29 test-nxd-parity test-lm-eval test-images test-cluster test-cluster-smoke test-cuda \
-	test-batch soak check-infra test-infra benchmark-tokenizer benchmark-trainer docs \
+	test-batch soak check-infra check-security test-infra benchmark-tokenizer benchmark-trainer docs \
 	docs-environment picture
 
 ##@ On this machine
@@ -76,7 +76,7 @@ load-images: setup ## Copy this checkout's images to the node of the local clust
 	@$(python) -m tests.cluster.kit load $$($(images) names)
 
 clean: ## Remove virtual environments and caches; keep artifacts and images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-security-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
 	find $(wildcard services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ##@ Deploy on KubeRay or AWS Batch
@@ -235,6 +235,12 @@ check: setup ## Check lint rules, format, types and the layers of imports.
 	$(python) -m mypy
 	.venv/bin/lint-imports --no-cache --no-logo
 	$(python) -m images check
+
+check-security: setup ## Check the code with bandit, and the lockfiles' pins with pip-audit.
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-security-checks
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-security-checks/bin/python --require-hashes lockfiles/security-checks.txt
+	.venv-security-checks/bin/bandit --quiet --configfile pyproject.toml --recursive services deploy k8s infra images benchmarks docs
+	@$(python) -m images audit
 
 format: setup ## Fix the format and the lint errors that ruff can fix.
 	$(python) -m ruff check --fix-only .

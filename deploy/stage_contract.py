@@ -42,7 +42,7 @@ class ContainerMount:
 SCRATCH = ContainerMount("scratch", "/scratch", "temporary")
 ROOT = ContainerMount("fsx", "/fsx", "shared")
 RECIPE = ContainerMount("recipe", "/recipe", "recipe")
-SHARED_MEMORY = ContainerMount("shm", "/dev/shm", "memory")
+SHARED_MEMORY = ContainerMount("shm", "/dev/shm", "memory")  # nosec B108 # a mount of the pod's own
 
 
 @dataclass(frozen=True)

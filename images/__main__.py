@@ -29,12 +29,14 @@ from images.platforms import REPOSITORY, SERVICES, VARIANTS, CudaNode, NeuronNod
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
+from images.vulnerabilities import audit_locks
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
 
 
 def main(argv: list[str]) -> int:
     commands = {
+        "audit": audit_locks,
         "base": lambda: make_base_image(_variant()),
         "build": build,
         "check": check,

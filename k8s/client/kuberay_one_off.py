@@ -177,7 +177,7 @@ def _describe(
     api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, recipe: RequestedRecipe | None
 ) -> list[str]:
     limits = job["spec"]["template"]["spec"]["containers"][0]["resources"]
-    requests = limits.get("requests", {})
+    requested = limits.get("requests", {})
     price, hours = cpu_group.dollars_per_node_hour, one_off.seconds / 3600
     lines = []
     if price is not None:
@@ -193,7 +193,7 @@ def _describe(
         f"runs        {one_off.stage}: {shlex.join(one_off.words)}",
         f"image       {one_off.image}",
         f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
-        f"takes       {requests.get('cpu')} CPUs and {limits['limits']['memory']} of memory on one node (MEMORY=)",
+        f"takes       {requested.get('cpu')} CPUs and {limits['limits']['memory']} of memory on one node (MEMORY=)",
     ]
     if one_off.bring:
         lines.append(f"brings      {' '.join(one_off.bring)}")

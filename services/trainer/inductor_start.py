@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
+import pickle  # nosec B403 # only a child process's bytes are loaded
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -57,7 +57,8 @@ def _calling_in_a_fork(functions: Sequence[Any]) -> Iterator[None]:
     finally:
         os.waitpid(child, 0)
     if written:  # after a failure this process calls the functions itself and sees the error
-        for function, result in zip(functions, pickle.loads(written), strict=True):
+        results = pickle.loads(written)  # nosec B301 # bytes that the child process above made
+        for function, result in zip(functions, results, strict=True):
             function.set(result)
 
 

@@ -223,13 +223,13 @@ def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
         near = [peer for peer in peers if "namespaceSelector" not in peer and "ipBlock" not in peer]
         here = [spec["podSelector"], *(peer["podSelector"] for peer in near)]
         far = [peer["podSelector"] for peer in peers if "namespaceSelector" in peer and "podSelector" in peer]
-        problems += [f"{name}: no pod has {each}" for each in here if not any(_selects(each, pod) for pod in pods)]
-        problems += [f"{name}: {each} is not the operator" for each in far if not _selects(each, OPERATOR)]
-        problems += [f"{name}: {each} is also a Ray pod" for each in far if any(_selects(each, pod) for pod in pods)]
+        problems += [f"{name}: no pod has {each}" for each in here if not any(selects(each, pod) for pod in pods)]
+        problems += [f"{name}: {each} is not the operator" for each in far if not selects(each, OPERATOR)]
+        problems += [f"{name}: {each} is also a Ray pod" for each in far if any(selects(each, pod) for pod in pods)]
     return problems
 
 
-def _selects(selector: Thing, labels: dict[str, str]) -> bool:
+def selects(selector: Thing, labels: dict[str, str]) -> bool:
     among = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}  # all say In
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels.get(key) in values for key, values in among.items()

@@ -6,7 +6,7 @@ import io
 import logging
 import multiprocessing
 import os
-import pickle
+import pickle  # nosec B403 # only this process's own bytes are loaded
 import signal
 import socket
 import threading
@@ -250,7 +250,7 @@ def _work(
 
 def _portable(error: Exception) -> Exception:
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # nosec B301 # bytes that this process made
     except Exception:  # noqa: BLE001 - pickling can raise anything, and the parent has to learn of the failure
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
+import pickle  # nosec B403 # only the driver's own bytes are loaded
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -285,7 +285,7 @@ class _WorkerFunction:
         import ray.train  # noqa: PLC0415
 
         import_modules(self._preload, can_fork=False)
-        function, argument = pickle.loads(self._work)
+        function, argument = pickle.loads(self._work)  # nosec B301 # bytes that the driver made
         context = ray.train.get_context()
         rank = context.get_world_rank()
         rendezvous = self._rendezvous or _agree_on_address(rank)

@@ -23,7 +23,7 @@ from services.common.errors import StorageError
 
 # Inductor splits the command line of its C++ compiler as a shell would, and these paths are on it.
 _PLAIN_PATH = re.compile(r"[\w./+-]+", re.ASCII)
-_PLAIN_FOLDER = Path("/tmp")
+_PLAIN_FOLDER = Path("/tmp")  # nosec B108 # the folder in it is this user's alone
 
 # The path of a socket ends at 103 bytes on macOS and at 107 on Linux. Ray adds 64 of its own to its folder's, which is
 # `/ray-12345678` below the base.

@@ -22,6 +22,7 @@ from services.common.recipe.schema import Model
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.checkpoint import NxdWeights, write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.conversion.nxd.rank_file import load_rank_file
 from services.trainer.conversion.weight_import import digest_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
@@ -258,6 +259,27 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, change: Chang
 
     with pytest.raises(ArtifactError, match=re.escape(message)):
         read_all(tmp_path, model)
+
+
+class Program:
+    """An object that makes a folder once a pickle with it is loaded without protection."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_file_that_would_run_a_program_is_refused_and_runs_none(tmp_path: Path) -> None:
+    made, file = tmp_path / "made", tmp_path / "model" / "rank.pt"
+    file.parent.mkdir()
+    torch.save({"weight": torch.zeros(1), "more": Program(made)}, file)
+
+    with pytest.raises(ArtifactError, match=re.escape(str(file))):
+        load_rank_file(file)
+
+    assert not made.exists()
 
 
 def test_a_tensor_that_was_saved_with_its_gradient_is_read(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ run "storage" {
   }
 
   assert {
+    condition     = aws_s3_bucket_versioning.this.versioning_configuration[0].status == "Enabled" && aws_s3_bucket_lifecycle_configuration.this.rule[0].noncurrent_version_expiration[0].noncurrent_days == 7
+    error_message = "replaced and deleted objects stay for a week"
+  }
+
+  assert {
     condition     = !aws_s3_bucket.this.force_destroy && aws_s3_bucket.this.bucket == "millrace-111122223333-us-west-2"
     error_message = "a bucket with data is not destroyed"
   }
@@ -289,6 +294,11 @@ run "eks" {
   assert {
     condition     = keys(aws_iam_role.pod) == ["deployer", "tokenizer"]
     error_message = "a stage that calls nothing of AWS has no role: ${jsonencode(keys(aws_iam_role.pod))}"
+  }
+
+  assert {
+    condition     = alltrue([for each in aws_launch_template.pool : each.metadata_options[0].http_tokens == "required" && each.metadata_options[0].http_put_response_hop_limit == 1])
+    error_message = "no pod gets its node's credentials: ${jsonencode(aws_launch_template.pool["core"].metadata_options)}"
   }
 
   assert {

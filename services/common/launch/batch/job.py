@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     # Batch begins an attempt after the previous one has ended, also where its host was lost.
     os.environ[ATTEMPT_VARIABLE] = str(Attempt(node.job_id, node.attempt))
     if node.num_nodes == 1:
-        os.execvp(command.words[0], command.words)
+        os.execvp(command.words[0], command.words)  # nosec B606 # it replaces itself by the stage
     resources = ray_resources(command.stage, arguments.cpus, arguments.neuron_cores)
     run = _run_main_node if node.is_main else _run_child
     return run(node, command, resources, arguments.join_seconds)
@@ -255,7 +255,8 @@ def _draining(node: BatchNode, ray: subprocess.Popen[bytes], signals: list[int])
 
 
 def _ray_logs() -> str:
-    return str(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "session_latest" / "logs")
+    base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec B108 # Ray's own default
+    return str(base / "ray" / "session_latest" / "logs")
 
 
 def _connect(address: str) -> RayNodes:

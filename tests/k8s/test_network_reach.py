@@ -1,0 +1,75 @@
+"""The network policies let each pod reach what the page on security says, and nothing more."""
+
+from __future__ import annotations
+
+import re
+
+from images.platforms import REPOSITORY
+from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
+from tests.k8s.rendered import Thing, labels_of, of_kind
+from tests.k8s.rules import DEPLOY_JOB, POOL_PROBE, selects
+
+PAGE = REPOSITORY / "docs/security.md"
+ALL_OF_RAY = ("ray.io/is-ray-node", "yes")
+
+
+def list_pods(things: list[Thing]) -> dict[str, dict[str, str]]:
+    """Labels of the pods of each kind, by the kind's name in the page's table."""
+    component, stage = COMPONENT_LABEL, STAGE_LABEL
+    return {
+        **labels_of(things),
+        "deploy Job": DEPLOY_JOB,
+        "reaper": {component: "reaper"},
+        "preflight": {component: "preflight", stage: "trainer"},
+        "preflight-pool": POOL_PROBE,
+        "one-off, tokenizer": {component: "one-off", stage: "tokenizer"},
+        "one-off, others": {component: "one-off", stage: "trainer"},
+        "one-off-nodes": {component: "one-off-nodes", stage: "trainer"},
+    }
+
+
+def describe_peer(peer: Thing) -> str:
+    if block := peer.get("ipBlock"):
+        return {"169.254.170.23/32": "pod-identity", "fd00:ec2::23/128": "pod-identity"}[block["cidr"]]
+    selector = peer.get("podSelector") or peer["namespaceSelector"]
+    [label] = selector["matchLabels"].items()
+    return "ray" if label == ALL_OF_RAY else str(label[1])
+
+
+def list_reach(things: list[Thing], labels: dict[str, str], direction: str) -> set[str]:
+    """PEER:PORT of each rule for `direction`, egress or ingress; `any` is every address, and `*` every port."""
+    found = set()
+    for policy in of_kind(things, "NetworkPolicy").values():
+        if not selects(policy["spec"]["podSelector"], labels):
+            continue
+        assert direction.capitalize() in policy["spec"]["policyTypes"] or direction not in policy["spec"]
+        for rule in policy["spec"].get(direction, []):
+            peers = [describe_peer(peer) for peer in rule.get("to" if direction == "egress" else "from", [])] or ["any"]
+            ports = [str(each["port"]) for each in rule.get("ports", [])] or ["*"]
+            found |= {f"{peer}:{port}" for peer in peers for port in ports}
+    return found
+
+
+def read_table() -> dict[str, tuple[set[str], set[str]]]:
+    """What the page's table says that each pod reaches, and what reaches it."""
+    text = PAGE.read_text(encoding="utf-8")
+    table = text[text.index("| pod | it reaches | reached by |") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {pod: (tokens(reaches), tokens(reached)) for pod, reaches, reached in rows}
+
+
+def tokens(cell: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def test_every_pod_reaches_what_the_page_says_and_nothing_more(overlays: dict[str, list[Thing]]) -> None:
+    things = overlays["eks"]
+    assert {
+        pod: (list_reach(things, labels, "egress"), list_reach(things, labels, "ingress"))
+        for pod, labels in list_pods(things).items()
+    } == read_table()
+
+
+def test_a_pod_that_no_policy_lets_through_reaches_nothing(overlays: dict[str, list[Thing]]) -> None:
+    [closed] = [each for name, each in of_kind(overlays["eks"], "NetworkPolicy").items() if name == "deny-by-default"]
+    assert closed["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
