@@ -244,8 +244,8 @@ def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
     exported = set(re.findall(r"(\w+) =", folders))
     # Read and not imported, because the module needs torch.
     job = (REPOSITORY / "services/trainer/job.py").read_text(encoding="utf-8")
-    made = {*get_args(Kind), *re.findall(r'return root / "(\w+)" / run$', job, re.MULTILINE)}
-    yield Agreement("folders that are copied to the bucket", exported, exported & made)
+    known = {*get_args(Kind), *re.findall(r'return root / "(\w+)" / run$', job, re.MULTILINE)}
+    yield Agreement("folders that are copied to the bucket", exported, exported & known)
 
 
 def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
