@@ -57,7 +57,6 @@ from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.inspection.checkpoint_content import inspect
 from services.trainer.inspection.doctor import doctor, doctor_parser
 from services.trainer.inspection.fit import require_fit
-from services.trainer.inspection.report import read_state, write_report
 from services.trainer.inspection.run_plan import describe_plan, describe_trace, read_assumptions
 from services.trainer.inspection.sample import TextGenerator, require_drawable
 from services.trainer.inspection.step_trace import trace_step
@@ -74,7 +73,16 @@ from services.trainer.metrics.prometheus import serve_metrics
 from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.notices import notifying_run
-from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
+from services.trainer.report.run_report import read_state, write_report
+from services.trainer.run import (
+    Run,
+    describe_skips,
+    describe_state,
+    open_run,
+    open_started_run,
+    summarize,
+    write_run,
+)
 from services.trainer.run_comparison import COMPARE, compare_runs, find_run
 from services.trainer.run_start import describe_start, explain_new_run
 from services.trainer.run_tree import RUNS, list_runs
@@ -178,8 +186,11 @@ def summary(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def report(arguments: Namespace, recipe: Recipe) -> int:
-    """Write report.html into the run's folder, with a sample of the model's writing for `--sample`."""
-    return _report(_find_run(arguments, recipe), with_sample=arguments.sample)
+    """Write report.html into the run's folder, with a sample of the model's writing for `--sample`.
+
+    The run may be going on. Before its first checkpoint there is no model for a sample: `ArtifactError`.
+    """
+    return _report(arguments.root, _find_name(arguments, recipe), with_sample=arguments.sample)
 
 
 def report_named_run(argv: list[str]) -> int:
@@ -187,11 +198,15 @@ def report_named_run(argv: list[str]) -> int:
     arguments = named_report_parser().parse_args(argv)
     require_text(arguments)
     root = arguments.root.absolute()
-    return _report(open_run(root, find_run(root, arguments.run)), with_sample=arguments.sample)
+    return _report(root, find_run(root, arguments.run), with_sample=arguments.sample)
 
 
-def _report(run: Run, *, with_sample: bool) -> int:
-    path = write_report(run, closing_sample(run) if with_sample else None)
+def _report(root: Path, name: str, *, with_sample: bool) -> int:
+    if with_sample:
+        run = open_run(root, name)
+        path = write_report(run, closing_sample(run))
+    else:
+        path = write_report(open_started_run(root, name))
     print(path)
     offer_file(path)
     return 0
@@ -323,8 +338,12 @@ def _published_corpus(arguments: Namespace, recipe: Recipe) -> Artifact[CorpusMa
 
 
 def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
+    return open_run(arguments.root, _find_name(arguments, recipe))
+
+
+def _find_name(arguments: Namespace, recipe: Recipe) -> str:
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    return open_run(arguments.root, name_run(arguments.root, recipe, corpus))
+    return name_run(arguments.root, recipe, corpus)
 
 
 def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -27,43 +27,70 @@ from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint
 from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
 from services.trainer.job import RUN_FILE, Job, run_folder, run_name
 from services.trainer.metrics.events import count_events
-from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts, read_metrics
-from services.trainer.metrics.run_numbers import compute_run_numbers
+from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, StepsNewestFirst, read_attempts
+from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.run_tree import branches_of, read_runs
 
 SCHEMA = "run/1"
 REPORT_FILE = "report.html"
 
 
+class RunSteps:
+    """The records of a run's steps, which are read once, when a number of them is needed first."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder = run_folder
+        self._numbers: RunNumbers | None = None
+        self._unreadable = 0
+
+    def read(self, observe: Callable[[dict[str, Any]], None] = lambda _: None) -> RunNumbers:
+        """Read all records, newest first, and pass each to `observe`.
+
+        Raises `ArtifactError` if something else than a file is in the file's place.
+        """
+        self._numbers = RunNumbers()
+        steps = StepsNewestFirst(self._run_folder)
+        for record in steps:
+            self._numbers.add(record)
+            observe(record)
+        self._unreadable = steps.unreadable
+        return self._numbers
+
+    @property
+    def numbers(self) -> RunNumbers:
+        return self._numbers or self.read()
+
+    @property
+    def unreadable(self) -> int:
+        """Number of lines that cannot be read."""
+        return self._unreadable if self._numbers or self.read() else 0
+
+
 @dataclass(frozen=True)
-class Run:
-    """A run with its artifacts and records, as read from its folder."""
+class StartedRun:
+    """A run with its artifacts and records, as read from its folder. It may have no checkpoint yet."""
 
     folder: Path
     recipe: Recipe
     corpus: Artifact[CorpusManifest]
     cache: Artifact[CompileCacheManifest] | None
-    checkpoint: Artifact[CheckpointManifest]
-    metrics: list[dict[str, Any]]
+    parent: Ancestor | None
+    """The checkpoint of another run that this one began with; None if it is no branch."""
     evaluations: list[dict[str, Any]]
     attempts: list[dict[str, Any]]
-    unreadable: dict[str, int]
-    """Number of unreadable lines, by the name of the file."""
+    unreadable_lines: Mapping[str, int]
+    """Number of unreadable lines of evaluations and attempts, by the name of the file."""
+    steps: RunSteps
 
     @property
-    def state(self) -> str:
-        """Identifier of the newest state, made of its step and its content digest."""
-        return describe_state(self.checkpoint)
+    def unreadable(self) -> dict[str, int]:
+        """Number of unreadable lines, by the name of the file."""
+        return {METRICS_FILE: self.steps.unreadable, **self.unreadable_lines}
 
     @cached_property
     def numbers(self) -> dict[str, float]:
-        """Numbers of the training by name, which summary and report show; see `compute_run_numbers`.
-
-        `tokens`, `step` and `skipped_steps` are those of the newest checkpoint.
-        """
-        state = self.checkpoint.manifest.checkpoint
-        found = compute_run_numbers(self.metrics, self.attempts)
-        return {"step": state.step, "tokens": state.tokens, "skipped_steps": state.skipped_steps, **found}
+        """Numbers of the training by name; see `RunNumbers.collect`."""
+        return self.steps.numbers.collect(self.attempts)
 
     def phases(self) -> dict[str, list[Phase]]:
         """Return the timed phases of each stage, in the order in which the stages ran."""
@@ -75,6 +102,28 @@ class Run:
             first_step_at = start + timedelta(seconds=attempt["setup_seconds"])
             training.append(Phase(name="train", started_at=first_step_at, seconds=attempt["train_seconds"]))
         return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
+
+
+@dataclass(frozen=True)
+class Run(StartedRun):
+    """A run that has a checkpoint."""
+
+    checkpoint: Artifact[CheckpointManifest]
+
+    @property
+    def state(self) -> str:
+        """Identifier of the newest state, made of its step and its content digest."""
+        return describe_state(self.checkpoint)
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """Numbers of the training by name; see `RunNumbers.collect`.
+
+        `tokens`, `step` and `skipped_steps` are those of the newest checkpoint.
+        """
+        state = self.checkpoint.manifest.checkpoint
+        found = self.steps.numbers.collect(self.attempts)
+        return {"step": state.step, "tokens": state.tokens, "skipped_steps": state.skipped_steps, **found}
 
 
 def describe_state(checkpoint: Artifact[CheckpointManifest]) -> str:
@@ -110,6 +159,14 @@ def _below(root: Path, path: Path) -> str:
 
 def open_run(root: Path, name: str) -> Run:
     """Open a run that has a checkpoint. Raises `ArtifactError` if it has none yet."""
+    run = open_started_run(root, name)
+    if not isinstance(run, Run):
+        raise no_checkpoint_yet(Address(root, "checkpoint", name, "").collection)
+    return run
+
+
+def open_started_run(root: Path, name: str) -> StartedRun:
+    """Open a run, which is a `Run` if it has a checkpoint. Raises `ArtifactError` if it does not exist."""
     folder = run_folder(root, name)
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
@@ -137,25 +194,21 @@ def open_run(root: Path, name: str) -> Run:
         )
     collection = Address(root, "checkpoint", name, "").collection
     checkpoint = newest_checkpoint(collection)
-    if checkpoint is None:
-        raise no_checkpoint_yet(collection)
-    require_of_run(checkpoint, recipe, corpus)
-    metrics, evaluations, attempts = read_metrics(folder), read_evaluations(folder), read_attempts(folder)
-    return Run(
-        folder=folder,
-        recipe=recipe,
-        corpus=corpus,
-        cache=open_artifact(cache_path, CompileCacheManifest) if cache_path else None,
-        checkpoint=checkpoint,
-        metrics=metrics.lines,
-        evaluations=evaluations.lines,
-        attempts=attempts.lines,
-        unreadable={
-            METRICS_FILE: metrics.unreadable,
-            EVALUATIONS_FILE: evaluations.unreadable,
-            ATTEMPTS_FILE: attempts.unreadable,
-        },
-    )
+    if checkpoint:
+        require_of_run(checkpoint, recipe, corpus)
+    evaluations, attempts = read_evaluations(folder), read_attempts(folder)
+    found: dict[str, Any] = {
+        "folder": folder,
+        "recipe": recipe,
+        "corpus": corpus,
+        "cache": open_artifact(cache_path, CompileCacheManifest) if cache_path else None,
+        "parent": parent,
+        "evaluations": evaluations.lines,
+        "attempts": attempts.lines,
+        "unreadable_lines": {EVALUATIONS_FILE: evaluations.unreadable, ATTEMPTS_FILE: attempts.unreadable},
+        "steps": RunSteps(folder),
+    }
+    return Run(**found, checkpoint=checkpoint) if checkpoint else StartedRun(**found)
 
 
 def vocabulary_file(run: Run) -> Path:
@@ -213,7 +266,7 @@ def _describe_loss(numbers: Mapping[str, float]) -> str:
 def _describe_evaluations(run: Run) -> str:
     """Describe the newest evaluation, the loss of the first one, and the time that all of them took."""
     first, last = run.evaluations[0], run.evaluations[-1]
-    training_seconds = sum(record["step_seconds"] for record in run.metrics)
+    training_seconds = run.numbers.get("training_seconds", 0.0)
     seconds = sum(evaluation["seconds"] for evaluation in run.evaluations)
     share = f"; evaluations took {seconds / (seconds + training_seconds):.1%} of the time" if seconds else ""
     return f"{first['loss']:.2f} at step {first['step']} -> {describe_mean(last)} at step {last['step']}{share}"

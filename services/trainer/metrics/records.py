@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, MillraceError
 from services.common.input.files import is_damage, open_regular_file, unreadable
 from services.common.process.telemetry import JsonLines, parse_json_line, read_json_lines, read_last_json_line
 from services.trainer.metrics.metric_table import find_samples
@@ -220,19 +221,38 @@ def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
     """
     try:
         with open_regular_file(run_folder / METRICS_FILE) as file:
-            position, rest = file.seek(0, os.SEEK_END), b""
-            while position:
-                start = max(0, position - BLOCK_BYTES)
-                file.seek(start)
-                first, *lines = (file.read(position - start) + rest).split(b"\n")
-                position, rest = start, first
-                for line in reversed(lines if start else [first, *lines]):
-                    record = _parse_step(line)
-                    if record and record["step"] <= step:
-                        return record
+            records = (_parse_step(line) for line in _lines_newest_first(file))
+            return next((record for record in records if record and record["step"] <= step), None)
     except OSError:
-        pass
-    return None
+        return None
+
+
+class StepsNewestFirst:
+    """Iterates over the records of `read_metrics`, newest first, in memory that does not grow with their number.
+
+    Raises `ArtifactError` if something else than a file is in the file's place.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / METRICS_FILE
+        self.unreadable = 0
+        """Number of lines that could not be read, of those that the newest iteration has passed."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.unreadable, done_again = 0, math.inf  # steps from here on were done again later
+        try:
+            with open_regular_file(self._path) as file:
+                for line in _lines_newest_first(file):
+                    record = _parse_step(line)
+                    if record is None:
+                        self.unreadable += 1
+                    elif record["step"] < done_again:
+                        done_again = record["step"]
+                        yield record
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _explain(self._path, error) from error
 
 
 class MetricsTail:
@@ -272,12 +292,7 @@ def read_lines(path: Path, kind: type[Line]) -> ParsedLines:
     try:
         lines = read_json_lines(path)
     except OSError as error:
-        explained = unreadable(path, error)
-        if not is_damage(explained):
-            raise explained from error
-        raise ArtifactError(
-            f"{explained} It holds no training state. Move it away: `mv {path} {path}.aside`."
-        ) from error
+        raise _explain(path, error) from error
     readable = [line for line in lines if line is not None and _is_readable(line, kind)]
     return ParsedLines(readable, len(lines) - len(readable))
 
@@ -286,6 +301,32 @@ def read_last_line(path: Path, kind: type[Line]) -> dict[str, Any] | None:
     """Return the newest line of one kind without reading the others; None if there is none or it cannot be read."""
     record = read_last_json_line(path)
     return record if record and _is_readable(record, kind) else None
+
+
+def _explain(path: Path, error: OSError) -> MillraceError:
+    explained = unreadable(path, error)
+    if not is_damage(explained):
+        return explained
+    return ArtifactError(f"{explained} It holds no training state. Move it away: `mv {path} {path}.aside`.")
+
+
+def _lines_newest_first(file: io.FileIO) -> Iterator[bytes]:
+    """Yield the complete lines of a file from its end, in blocks: a run of months has millions of lines.
+
+    A line of more than BLOCK_BYTES, which no writer makes, is cut and so cannot be parsed.
+    """
+    position, rest, is_torn = file.seek(0, os.SEEK_END), b"", True  # a killed writer did not finish the last line
+    while position:
+        start = max(0, position - BLOCK_BYTES)
+        file.seek(start)
+        rest, *lines = (file.read(position - start) + rest).split(b"\n")
+        position, rest = start, rest[:BLOCK_BYTES]
+        for line in reversed(lines):
+            if not is_torn:
+                yield line
+            is_torn = False
+    if not is_torn:
+        yield rest
 
 
 def _parse_step(line: bytes) -> dict[str, Any] | None:

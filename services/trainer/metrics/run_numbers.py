@@ -34,7 +34,7 @@ def mean_training_loss(records: Sequence[Record]) -> MeanTrainingLoss | None:
     Steps that were skipped do not count. Where the run has fewer steps these are all, but for the first ones that fill
     no batch of `mean_of_batches`.
     """
-    applied = [each for each in records if math.isfinite(each["gradient_norm"]) and math.isfinite(each["loss"])]
+    applied = [each for each in records if _is_applied(each)]
     last = applied[-MEAN_STEPS:]
     if not last:
         return None
@@ -42,6 +42,10 @@ def mean_training_loss(records: Sequence[Record]) -> MeanTrainingLoss | None:
     counted = last[len(last) % num_batches :]
     loss, error = mean_of_batches([record["loss"] for record in counted], num_batches)
     return MeanTrainingLoss(loss, error, counted[0]["step"], counted[-1]["step"], len(counted))
+
+
+def _is_applied(record: Record) -> bool:
+    return math.isfinite(record["gradient_norm"]) and math.isfinite(record["loss"])
 
 
 def mean_of_batches(values: Sequence[float], num_batches: int) -> tuple[float, float | None]:
@@ -58,54 +62,96 @@ def mean_of_batches(values: Sequence[float], num_batches: int) -> tuple[float, f
     return math.fsum(means) / num_batches, error
 
 
-def compute_run_numbers(records: Sequence[Record], attempts: Sequence[Record]) -> dict[str, float]:
-    """Return by name the numbers of a run's training; a number that is unknown is left out.
+class RunNumbers:
+    """Collects the numbers of a run's training from the records of its steps, in memory that does not grow with them.
 
-    - `loss`, `loss_standard_error`, `loss_first_step`, `loss_last_step`, `loss_steps`: see `mean_training_loss`;
-      `perplexity` is exp(`loss`). `first_loss` is the loss of the first recorded step. Bits per byte have evaluations
-      alone: they leave BOS and EOS out, which a training loss includes.
-    - `tokens_per_second`, `mfu`, `mfu_causal` and `data_share`: over all seconds of steps except the first of each
-      process, which loads or compiles the graphs.
-    - `goodput`, `restarts`: of the last step.
-    - `checkpoint_stall_seconds`: the mean; `slowest_checkpoint_seconds`: the largest.
-    - `graphs_compiled`, `new_cache_files`: sums over the starts of the workers that were not killed.
+    The records are added newest first, as `StepsNewestFirst` yields them.
     """
-    found: dict[str, float | None] = {}
-    if records:
-        found |= {"first_step": records[0]["step"], "first_loss": records[0]["loss"]}
-        found |= {name: records[-1][name] for name in ("goodput", "restarts")}
-    if mean := mean_training_loss(records):
-        found |= {
-            "loss": mean.loss,
-            "loss_standard_error": mean.standard_error,
-            "loss_first_step": mean.first_step,
-            "loss_last_step": mean.last_step,
-            "loss_steps": mean.num_steps,
-            "perplexity": perplexity(mean.loss),
-        }
-    found |= compute_efficiency(records)
-    stalls = [record["checkpoint_stall_seconds"] for record in records if "checkpoint_stall_seconds" in record]
-    if stalls:
-        found["checkpoint_stall_seconds"] = math.fsum(stalls) / len(stalls)
-    if attempts:
-        found["slowest_checkpoint_seconds"] = max(each.get("slowest_checkpoint_seconds", 0.0) for each in attempts)
-        found |= {name: sum(each[name] for each in attempts) for name in ("graphs_compiled", "new_cache_files")}
-    return {name: value for name, value in found.items() if value is not None}
+
+    def __init__(self) -> None:
+        self._newest: Record | None = None
+        self._oldest: Record | None = None
+        self._last_applied: list[Record] = []
+        self._efficiency = _Efficiency()
+        self._seconds = 0.0
+        self._stalls, self._stall_seconds = 0, 0.0
+
+    def add(self, record: Record) -> None:
+        """Add the record of the step before those that were added."""
+        self._newest, self._oldest = self._newest or record, record
+        if len(self._last_applied) < MEAN_STEPS and _is_applied(record):
+            self._last_applied.append(record)
+        self._efficiency.add(record)
+        self._seconds += record["step_seconds"]
+        if "checkpoint_stall_seconds" in record:
+            self._stalls += 1
+            self._stall_seconds += record["checkpoint_stall_seconds"]
+
+    def collect(self, attempts: Sequence[Record]) -> dict[str, float]:
+        """Return the numbers by name; a number that is unknown is left out.
+
+        - `loss`, `loss_standard_error`, `loss_first_step`, `loss_last_step`, `loss_steps`: see `mean_training_loss`;
+          `perplexity` is exp(`loss`). `first_loss` is the loss of the first recorded step. Bits per byte have
+          evaluations alone: they leave BOS and EOS out, which a training loss includes.
+        - `tokens_per_second`, `mfu`, `mfu_causal` and `data_share`: over all seconds of steps except the first of each
+          process, which loads or compiles the graphs.
+        - `training_seconds`: of all steps.
+        - `goodput`, `restarts`: of the last step.
+        - `checkpoint_stall_seconds`: the mean; `slowest_checkpoint_seconds`: the largest.
+        - `graphs_compiled`, `new_cache_files`: sums over the starts of the workers that were not killed.
+        """
+        found: dict[str, float | None] = {}
+        if self._oldest and self._newest:
+            found |= {"first_step": self._oldest["step"], "first_loss": self._oldest["loss"]}
+            found |= {name: self._newest[name] for name in ("goodput", "restarts")}
+            found["training_seconds"] = self._seconds
+        if mean := mean_training_loss(self._last_applied[::-1]):
+            found |= {
+                "loss": mean.loss,
+                "loss_standard_error": mean.standard_error,
+                "loss_first_step": mean.first_step,
+                "loss_last_step": mean.last_step,
+                "loss_steps": mean.num_steps,
+                "perplexity": perplexity(mean.loss),
+            }
+        found |= self._efficiency.collect()
+        if self._stalls:
+            found["checkpoint_stall_seconds"] = self._stall_seconds / self._stalls
+        if attempts:
+            found["slowest_checkpoint_seconds"] = max(each.get("slowest_checkpoint_seconds", 0.0) for each in attempts)
+            found |= {name: sum(each[name] for each in attempts) for name in ("graphs_compiled", "new_cache_files")}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def compute_efficiency(records: Iterable[Record]) -> dict[str, float]:
-    """Return the numbers of `compute_run_numbers` about speed; empty if only first steps of processes are recorded."""
-    counted = [record for record in records if not record["is_first_of_process"]]
-    if not counted:
-        return {}
-    seconds = math.fsum(record["step_seconds"] for record in counted)
-    found = {
-        "tokens_per_second": sum(record["step_tokens"] for record in counted) / seconds,
-        "data_share": math.fsum(record["data_seconds"] for record in counted) / seconds,
-    }
-    for name in ("mfu", "mfu_causal"):  # unknown where a device's peak is unknown
-        known = [record for record in counted if name in record]
-        if known:
-            worked = math.fsum(record[name] * record["step_seconds"] for record in known)
-            found[name] = worked / math.fsum(record["step_seconds"] for record in known)
-    return found
+    """Return the numbers of `RunNumbers` about speed; empty if only first steps of processes are recorded."""
+    efficiency = _Efficiency()
+    for record in records:
+        efficiency.add(record)
+    return efficiency.collect()
+
+
+class _Efficiency:
+    def __init__(self) -> None:
+        self._tokens, self._seconds, self._data_seconds = 0, 0.0, 0.0
+        self._worked = dict.fromkeys(("mfu", "mfu_causal"), 0.0)
+        self._known_seconds = dict.fromkeys(self._worked, 0.0)
+
+    def add(self, record: Record) -> None:
+        if record["is_first_of_process"]:
+            return
+        seconds = record["step_seconds"]
+        self._tokens += record["step_tokens"]
+        self._seconds += seconds
+        self._data_seconds += record["data_seconds"]
+        for name in self._worked:
+            if name in record:  # unknown where a device's peak is unknown
+                self._worked[name] += record[name] * seconds
+                self._known_seconds[name] += seconds
+
+    def collect(self) -> dict[str, float]:
+        if not self._seconds:
+            return {}
+        shares = {name: worked / self._known_seconds[name] for name, worked in self._worked.items() if worked}
+        speed = {"tokens_per_second": self._tokens / self._seconds, "data_share": self._data_seconds / self._seconds}
+        return {**speed, **shares}

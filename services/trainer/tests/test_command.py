@@ -23,7 +23,7 @@ from services.common.process.entry_point import exit_code_of
 from services.common.testing.disks import mounted, remount
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
-from services.trainer.inspection.report import read_state
+from services.trainer.report.run_report import read_state
 from services.trainer.run_status import RunStatus, read_status
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
@@ -284,7 +284,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
 
     with monkeypatch.context() as small_machine:
         small_machine.setattr("services.trainer.command.TextGenerator", out_of_memory)
-        small_machine.setattr("services.trainer.inspection.report._timeline", out_of_memory)
+        small_machine.setattr("services.trainer.report.run_report.draw_timeline", out_of_memory)
         exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=2")
         assert exit_code == 0, output
         assert f"python -m services.trainer report --recipe {recipe} --root {root}" in output

@@ -10,10 +10,10 @@ from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
-from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_attempts, read_metrics
+from services.trainer.report.run_report import write_report
 from services.trainer.run import open_run, summarize
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work

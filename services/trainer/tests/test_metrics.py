@@ -20,7 +20,6 @@ from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
 from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
-from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, EventTail, explain_loss, warnings_of
@@ -32,12 +31,14 @@ from services.trainer.metrics.records import (
     METRICS_FILE,
     MetricsWriter,
     StepRecord,
+    StepsNewestFirst,
     known_metrics,
     read_attempts,
     read_metrics,
 )
 from services.trainer.metrics.tensorboard import TensorBoard
 from services.trainer.notices import NOTICED_EVENTS, notice_of
+from services.trainer.report.run_report import write_report
 from services.trainer.run import open_run, summarize
 from services.trainer.supervise import supervise
 from services.trainer.tests.builders import make_program
@@ -134,7 +135,7 @@ def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
 
     append(job.run_folder / METRICS_FILE, b"[]")
     run = open_run(job.root, job.run)
-    assert [record["step"] for record in run.metrics] == [1, 2, 3]
+    assert [record["step"] for record in StepsNewestFirst(run.folder)] == [3, 2, 1]
     summary = summarize(run)
     assert f"{len(BAD_STEPS) + 2} lines in {job.run_folder / METRICS_FILE}" in summary
     assert f"{len(BAD_ATTEMPTS)} lines in {job.run_folder / ATTEMPTS_FILE}" in summary
@@ -207,7 +208,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     assert explain_loss(job, TryAgain("lost"))
     assert [finding.exit_code for finding in look_at_run_folder(job)] == [0]
     board = TensorBoard(tmp_path / "board")
-    for record in run.metrics:
+    for record in StepsNewestFirst(run.folder):
         board.add(record["step"], known_metrics(record))
     board.close()
     backend, first_step = make_program(job.recipe).backend, len(names)

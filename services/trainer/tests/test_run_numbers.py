@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from services.common.launch.launcher import WorkerEnvironment
-from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
+from services.trainer.report.run_report import write_report
 from services.trainer.run import open_run, summarize
 from services.trainer.tests import work
+from services.trainer.tests.drawn import read_curves
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -32,6 +33,38 @@ POISONED = (20, 80, 136)
 """Numbers of the steps whose gradients are not finite; the last of them is the run's last step."""
 
 SOURCES = ("hf://a", "b.txt")
+CURVES = {
+    ("loss", "training, each step"): ("steps", "loss"),
+    ("loss", "validation"): ("evaluations", "loss"),
+    ("bits-per-byte", "validation"): ("evaluations", "bits_per_byte"),
+    ("worst-micro-batch", "worst micro-batch, each step"): ("steps", "loss_max"),
+    ("gradient-norm", "gradient, each step"): ("steps", "gradient_norm"),
+    ("learning-rate", "learning rate"): ("steps", "learning_rate"),
+    ("clipped", "clipped steps"): ("steps", "clipped_share"),
+    ("largest-logit", "largest logit"): ("steps", "largest_logit"),
+    ("activations", "activations"): ("steps", "activation_rms"),
+    ("throughput", "all workers, each step"): ("steps", "tokens_per_second"),
+    ("mfu", "PaLM's convention, each step"): ("steps", "mfu"),
+    ("mfu", "causal attention counted once, each step"): ("steps", "mfu_causal"),
+    ("goodput", "goodput"): ("steps", "goodput"),
+    ("step-time", "slowest worker, each step"): ("steps", "step_seconds"),
+    ("data-wait", "share of a step, each step"): ("steps", "data_share"),
+    ("checkpoint-stall", "stop"): ("steps", "checkpoint_stall_seconds"),
+    ("evaluation-time", "evaluation"): ("evaluations", "seconds"),
+    ("memory", "host memory"): ("steps", "peak_rss_bytes"),
+}
+"""File and field of each curve of the report, by its chart and name."""
+OF_LATER_STEPS = ("tokens_per_second", "step_seconds", "data_share")
+"""Metrics whose curve leaves out the first step of a process, which loads or compiles the graphs."""
+OF_SOURCES = [("validation-by-source", source) for source in SOURCES]
+OF_GROUPS = {
+    (chart, group): metric
+    for chart, metric in (
+        ("gradient-by-group", "gradient_norm_by_group"),
+        ("update-by-group", "update_ratio_by_group"),
+    )
+    for group in ("embedding", "layers 0-0", "layers 1-1", "head", "norms")
+}
 
 
 class RawRun:
@@ -84,6 +117,7 @@ class RawRun:
             "data_share": sum(each["data_seconds"] for each in timed) / seconds,
             "mfu": sum(each["mfu"] * each["step_seconds"] for each in known) / known_seconds,
             "mfu_causal": sum(each["mfu_causal"] * each["step_seconds"] for each in known) / known_seconds,
+            "training_seconds": sum(each["step_seconds"] for each in self.steps),
             "goodput": self.steps[-1]["goodput"],
             "restarts": self.steps[-1]["restarts"],
             "checkpoint_stall_seconds": sum(stalls) / len(stalls),
@@ -91,6 +125,37 @@ class RawRun:
             "graphs_compiled": sum(each["graphs_compiled"] for each in self.attempts),
             "new_cache_files": sum(each["new_cache_files"] for each in self.attempts),
         }
+
+    def points(self, chart: str, name: str) -> list[tuple[int, float]] | None:
+        """Return steps and values of a curve of the report; None if it is none of the raw ones."""
+        if (chart, name) in CURVES:
+            kind, metric = CURVES[chart, name]
+            records, label = self.evaluations if kind == "evaluations" else self.steps, None
+        elif (chart, name) in OF_GROUPS:
+            records, metric, label = self.steps, OF_GROUPS[chart, name], name
+        elif (chart, name) in OF_SOURCES:
+            records, metric, label = (
+                [each["sources"][name] | {"step": each["step"]} for each in self.evaluations],
+                "loss",
+                None,
+            )
+        else:
+            return None
+        known = [each for each in records if metric in each]
+        if metric in OF_LATER_STEPS:
+            known = [each for each in known if not each["is_first_of_process"]]
+        values = [(each["step"], each[metric][label] if label else each[metric]) for each in known]
+        return [(step, value) for step, value in values if math.isfinite(value)]
+
+    def place(self, step: int, axis: str) -> float:
+        """Return the place of a step on an axis of the report; time is in minutes or seconds, as the run is short."""
+        record = self.steps[max(0, step - 1)]
+        return {
+            "step": step,
+            "log": max(1, step),
+            "tokens": record["tokens"],
+            "time": record["time"] - record["run_started_at"],
+        }[axis]
 
     def flops_per_token(self) -> tuple[float, float]:
         """Return the FLOP of a token with all scores of attention, and with those below the diagonal."""
@@ -198,54 +263,21 @@ def test_the_numbers_of_the_summary_are_those_of_the_raw_records_rounded(job: Jo
             assert float(text.replace(",", "")) == pytest.approx(number, abs=0.5001 * 10**-decimals), (name, value)
 
 
-def test_the_curves_of_the_report_are_the_raw_records_over_steps_and_tokens(raw: RawRun, page: str) -> None:
-    script = page[page.rindex("Plotly.newPlot(", 0, page.rindex("Plotly.newPlot(")) :]
-    data, end = json.JSONDecoder().raw_decode(script, script.index("["))
-    layout, _ = json.JSONDecoder().raw_decode(script, script.index("{", end))
-    axes = {button["label"]: button["args"][0]["x"] for button in layout["updatemenus"][0]["buttons"]}
-    metrics = {
-        "training loss": "loss",
-        "learning rate": "learning_rate",
-        "tokens/s": "tokens_per_second",
-        "MFU (PaLM)": "mfu",
-        "MFU (causal attention once)": "mfu_causal",
-        "goodput": "goodput",
-        "data wait, of a step": "data_share",
-        "gradient": "gradient_norm",
-        "clipped steps": "clipped_share",
-        "largest logit": "largest_logit",
-        "activations": "activation_rms",
-    }
-    evaluated = {
-        "validation loss": [each["loss"] for each in raw.evaluations],
-        **{f"validation: {name}": [each["sources"][name]["loss"] for each in raw.evaluations] for name in SOURCES},
-        "bits per byte": [each["bits_per_byte"] for each in raw.evaluations],
-    }
-    labelled = {"gradient: ": "gradient_norm_by_group", "update: ": "update_ratio_by_group"}
-    groups = ("embedding", "layers 0-0", "layers 1-1", "head", "norms")
-    of_groups = {prefix + group: (metric, group) for prefix, metric in labelled.items() for group in groups}
-    assert {curve["name"] for curve in data} == {*metrics, *evaluated, *of_groups}
-    tokens = {0: 0, **{record["step"]: record["tokens"] for record in raw.steps}}
-    for number, curve in enumerate(data):
-        if curve["name"] in evaluated:
-            steps = [each["step"] for each in raw.evaluations]
-            assert curve["x"] == axes["step"][number] == steps
-            assert axes["tokens"][number] == [tokens[step] for step in steps]
-            assert curve["y"] == evaluated[curve["name"]]
-            if curve["name"] == "validation loss":
-                assert curve["error_y"]["array"] == [each["standard_error"] for each in raw.evaluations]
+def test_the_curves_of_the_report_are_the_raw_records_over_steps_tokens_and_time(raw: RawRun, page: str) -> None:
+    drawn = [curve for curve in read_curves(page) if "linear" in curve.y_axes]
+    seen = set()
+    for curve in drawn:
+        points = raw.points(curve.chart, curve.name)
+        if points is None:
+            assert "mean of" in curve.name, curve.name
             continue
-        if curve["name"] in of_groups:
-            metric, group = of_groups[curve["name"]]
-            records = [{**record, metric: record[metric][group]} for record in raw.steps if metric in record]
-        else:
-            metric = metrics[curve["name"]]
-            records = [record for record in raw.steps if metric in record]
-        assert records
-        assert curve["x"] == axes["step"][number] == [record["step"] for record in records]
-        assert axes["tokens"][number] == [record["tokens"] for record in records]
-        values = [None if math.isnan(record[metric]) else record[metric] for record in records]
-        assert curve["y"] == values, curve["name"]
+        seen.add((curve.chart, curve.name))
+        assert len(curve.points) == len(points), curve.name
+        for (x, y), (step, value) in zip(curve.points, points, strict=True):
+            assert x == pytest.approx(raw.place(step, curve.x_axis), rel=0.01, abs=curve.x_resolution)
+            assert y == pytest.approx(value, rel=1e-5, abs=curve.y_resolution), curve.name
+    assert seen == {*CURVES, *OF_SOURCES, *OF_GROUPS}
+    assert {curve.x_axis for curve in drawn} == {"step", "log", "tokens", "time"}
 
 
 def test_tokens_of_records_leave_out_skipped_steps(raw: RawRun) -> None:
