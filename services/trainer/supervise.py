@@ -56,6 +56,8 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
                     replace(job, lease=lease.renew()),
                     spec,
                 )
+                if request.signum is not None:  # it came after the last step, at which the workers no longer look
+                    forget_signals(job.run_folder)
                 return
             except NoRoomForWorkers:
                 raise

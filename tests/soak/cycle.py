@@ -149,6 +149,8 @@ class Soak:
         """
         results = self.folder / REFERENCE_FILE
         if not results.exists():
+            for kind in ("run", "checkpoint"):  # of a soak that was ended before it had both lengths
+                shutil.rmtree(self._base / kind, ignore_errors=True)
             for stage in ("tokenizer", "compiler"):
                 self._call(stage, "--root", str(self._base), expected=0)
             states = {}

@@ -29,6 +29,7 @@ LONGEST_SECONDS = 900.0
 """Seconds after which a command that has not ended counts as hanging."""
 MOST_STARTS = 12
 DISK_FULL, TRY_AGAIN, INTERRUPTED = 5, 75, 130
+KERNELS_PREFIX = "millrace-kernels"
 FLIP = "flip a bit of the newest checkpoint"
 
 
@@ -154,13 +155,14 @@ class StageRun:
         if why := explain_exit_code(end.exit_code, kinds, self.injector.has_killed_command):
             self.findings.append(Finding("an exit code that is not documented", why, end.log))
         self.findings += audit_output(end.log) + audit_memory(end.rss_bytes, end.log)
-        left = list(self.scratch.glob("millrace-*/*"))
+        kept = KERNELS_PREFIX  # compiled kernels, which later commands use again
+        folders = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(kept)]
+        left = [path for folder in folders for path in folder.iterdir()]
         if left and "kill everything at once" not in kinds:
             names = ", ".join(sorted(str(path) for path in left)[:5])
             self.findings.append(Finding("temporary files outlive their command", names, end.log))
-        for path in self.scratch.iterdir():
-            if path.is_dir() and path.name.startswith("millrace-"):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in folders:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _end_hanging(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.findings.append(Finding("the command hangs", f"it has not ended in {LONGEST_SECONDS:.0f} s", log))

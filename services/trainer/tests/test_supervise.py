@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +18,14 @@ import pytest
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.errors import HardwareFault, NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import begin_and_run
 from services.trainer.job import Job
+from services.trainer.metrics.records import METRICS_FILE
+from services.trainer.stop import STOP_FILE
 from services.trainer.supervise import supervise, train_on_node
 from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.worker_start import describe_workers
 
 
@@ -89,6 +95,24 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
         supervise(replace(job, recipe=recipe), held)
 
     assert started == [WorkerGroupSpec(2, 1, workers_per_node, job.run_folder, "neuron", logical_core_size)]
+
+
+def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Complete:
+        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
+            append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until((job.run_folder / STOP_FILE).exists)
+
+    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Complete())
+    job = new_job()
+
+    with hold_lease(tmp_path / "command.lock") as held:
+        supervise(job, held)
+
+    assert not (job.run_folder / STOP_FILE).exists()
 
 
 def test_a_restart_has_a_begin_of_its_own(
