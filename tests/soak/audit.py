@@ -28,12 +28,18 @@ from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateKind, StateSlice
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.evaluation.records import EVALUATIONS_FILE
+from services.trainer.job import RUN_FILE
+from services.trainer.metrics.commands import COMMANDS_FILE
+from services.trainer.metrics.events import EVENTS_FILE
+from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE
+from services.trainer.run import REPORT_FILE
 
-_RUN_FILES = (
-    r"(run\.json|metrics\.jsonl|evaluations\.jsonl|attempts\.jsonl|events\.jsonl|report\.html"
-    r"|logs/rank-\d{5}\.log|heartbeats/rank-\d{5}\.json|tensorboard/events\.out\.tfevents\..+)"
+_IN_RUN_FOLDER = (
+    *map(re.escape, (RUN_FILE, METRICS_FILE, EVALUATIONS_FILE, ATTEMPTS_FILE, COMMANDS_FILE, EVENTS_FILE, REPORT_FILE)),
+    *(r"logs/rank-\d{5}\.log", r"heartbeats/rank-\d{5}\.json", r"tensorboard/events\.out\.tfevents\..+"),
 )
-"""Files that a run's folder has when the run is complete."""
+"""Patterns of the files that the folder of a complete run may have."""
 WARM_UP_SECONDS = 30.0
 LEAST_SECONDS = 60.0
 MOST_GROWTH_BYTES = 24 * 2**20
@@ -120,7 +126,7 @@ def find_orphans(root: Path) -> list[Finding]:
             here / name for name in folders if not any((here / name).iterdir())
         ]:
             parts = path.relative_to(root).parts
-            is_of_run = parts[0] == "run" and re.fullmatch(_RUN_FILES, "/".join(parts[2:]))
+            is_of_run = parts[0] == "run" and re.fullmatch("|".join(_IN_RUN_FOLDER), "/".join(parts[2:]))
             if path not in owned and not is_of_run:
                 orphans.append(Finding("an orphan", "it belongs to no artifact and to no run", path))
     return orphans
