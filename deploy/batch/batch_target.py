@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TextIO
@@ -16,6 +17,7 @@ from deploy.batch.job_watch import follow
 from deploy.batch.jobs import BatchJob, Definition, Jobs
 from deploy.batch.resolved_job import DEFAULT_RECIPE, ResolvedJob, complete_from_definition, resolve_job
 from deploy.client.one_off_request import OneOffRequest
+from deploy.client.pipeline_view import PipelineView
 from deploy.client.request import DeployRequest, user_name
 from deploy.client.requested_recipe import read_requested_recipe
 from infra.account.session import Account
@@ -131,22 +133,41 @@ class BatchTarget:
         for each in checked[len(ended) :]:
             if not each.present:
                 self._require_ready(each.resolved)
-        submitted: list[str] = []
+        job_ids: dict[Stage, str] = {}
         for each in checked:
-            print(f"\n== {each.resolved.deployment.stage}", flush=True)
+            stage = each.resolved.deployment.stage
+            print(f"\n== {stage}", flush=True)
             self._show(each)
             if each.present:
                 print(f"job {each.present.id} already runs this deployment", flush=True)
-                submitted.append(each.present.id)
+                job_ids[stage] = each.present.id
             elif each in ended:
                 print(f"this deployment ended well, {each.done}: nothing is submitted")
             elif request.is_dry_run:
                 self._show_dry_run(each.resolved, output)
             else:
-                submitted.append(self._submit(each, submitted[-1] if submitted else ""))
-        for job_id in submitted if request.is_followed and not request.is_dry_run else []:
-            if code := follow(self._jobs, job_id):
-                return code
+                job_ids[stage] = self._submit(each, [*job_ids.values()][-1] if job_ids else "")
+        if request.is_dry_run or not request.is_followed:
+            return 0
+        return self._follow_pipeline(checked, job_ids, request.repetition)
+
+    def _follow_pipeline(self, checked: list[_Checked], job_ids: dict[Stage, str], repetition: str) -> int:
+        """Follow the jobs in one view, up to the first that fails: its exit code."""
+        price = self._config.trainium.shape.price
+        with PipelineView(STAGES, repetition, f"list prices of {price.region}, {price.dated}") as view:
+            for each in checked:
+                if each.resolved.deployment.stage not in job_ids:
+                    view.skip(each.resolved.deployment.stage, f"this deployment ended well, {each.done}")
+            for each in checked:
+                stage = each.resolved.deployment.stage
+                if stage not in job_ids:
+                    continue
+                dollars_per_hour = each.resolved.deployment.nodes * each.resolved.queue.shape.price.dollars_per_hour
+                look = partial(_show_job, view, dollars_per_hour)
+                code = follow(self._jobs, job_ids[stage], take=partial(view.take_line, stage), look=look)
+                view.end(stage, code)
+                if code:
+                    return code
         return 0
 
     def _resolve(self, request: DeployRequest) -> ResolvedJob:
@@ -226,6 +247,14 @@ class BatchTarget:
                 f"{self._config.log_groups[stage]}"
             )
         return jobs[0]
+
+
+def _show_job(view: PipelineView, dollars_per_hour: float, job: BatchJob) -> None:
+    attempt = f"attempt {len(job.attempts) + 1} of job {job.id}"
+    if job.status == "RUNNING":
+        view.begin(job.stage, attempt, dollars_per_hour, job.started_at)
+    elif job.is_active:
+        view.wait(job.stage, f"{attempt} is {job.status.lower()}{f': {job.reason}' if job.reason else ''}")
 
 
 def _describe_job(job: BatchJob, definition: Definition | None) -> list[str]:

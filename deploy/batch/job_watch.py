@@ -18,11 +18,22 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False, take: Callable[[str], None] = print_line) -> int:
+def ignore(job: BatchJob) -> None:
+    pass
+
+
+def follow(
+    jobs: Jobs,
+    job_id: str,
+    is_log_whole: bool = False,
+    take: Callable[[str], None] = print_line,
+    look: Callable[[BatchJob], None] = ignore,
+) -> int:
     """Follow the job until it has ended. Interrupting this does not stop the job.
 
-    `take` receives every line of the log; `is_log_whole` includes the logs of earlier attempts. A poll that Batch does
-    not answer is repeated. Raises `DeviceError` for a job that Batch does not know.
+    `look` receives the job's description at every poll, and `take` every line of the log; `is_log_whole` includes the
+    logs of earlier attempts. A poll that Batch does not answer is repeated. Raises `DeviceError` for a job that Batch
+    does not know.
     """
     report, log = ProgressPrinter(f"job {job_id}").report, _Log(jobs, take)
     while True:
@@ -33,6 +44,7 @@ def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False, take: Callable[[
                     f"Batch knows no job {job_id}: make stage-status TARGET=batch shows the jobs that it knows"
                 )
             report(_describe(job))
+            look(job)
             for stream in job.log_streams if is_log_whole or not job.is_active else job.log_streams[-1:]:
                 log.copy(job, stream)
             if not job.is_active:

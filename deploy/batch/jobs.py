@@ -39,6 +39,8 @@ class BatchJob:
     """ARN of the job definition."""
     nodes: int
     created_at: datetime
+    started_at: datetime | None
+    """Time at which the newest attempt got its nodes; None before."""
     attempts: tuple[int | None, ...]
     """Exit code of the main node's container, for every ended attempt; None where a host was lost."""
     log_streams: tuple[str, ...]
@@ -217,6 +219,7 @@ class Jobs:
             definition=found["jobDefinition"],
             nodes=int((found.get("nodeProperties") or {}).get("numNodes", 1)),
             created_at=datetime.fromtimestamp(found["createdAt"] / 1000, UTC),
+            started_at=datetime.fromtimestamp(found["startedAt"] / 1000, UTC) if found.get("startedAt") else None,
             attempts=tuple(each.get("exitCode") for each in ends),
             log_streams=tuple(dict.fromkeys(filter(None, streams))),
             is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),

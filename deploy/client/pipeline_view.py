@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
@@ -84,10 +85,13 @@ class _Row:
 class PipelineView:
     """Shows the stages `stages` in the block that it manages. Its methods may be called from any thread."""
 
-    def __init__(self, stages: Sequence[str], prices: str = "") -> None:
-        """`prices` names the table of prices, its region and date, for targets whose stages cost something."""
+    def __init__(self, stages: Sequence[str], repetition: str = "", prices: str = "") -> None:
+        """`repetition` is the command that continues the pipeline; it is printed where the pipeline ends early.
+
+        `prices` names the table of prices, its region and date, for targets whose stages cost something.
+        """
         self._rows = {stage: _Row(stage) for stage in stages}
-        self._prices = prices
+        self._repetition, self._prices = repetition, prices
         self._console = Console()
         self._live = Live(
             get_renderable=self._draw, console=self._console, refresh_per_second=REDRAWS_PER_SECOND, transient=False
@@ -108,31 +112,39 @@ class PipelineView:
             self._live.stop()
         else:
             self._say(self._summarize())
+        is_done = all(row.state in ("published", "skipped") for row in self._rows.values())
+        has_advice = error is not None and not isinstance(error, KeyboardInterrupt)
+        if self._repetition and not is_done and not has_advice:
+            _print(f"Published artifacts and checkpoints stay. Continue with: {self._repetition}", sys.stderr)
 
     def wait(self, stage: str, reason: str) -> None:
         """Show why a stage does not run yet, or not any more for now."""
         self._pause(stage)
         self._change(stage, "waiting", reason)
 
-    def begin(self, stage: str, detail: str = "", dollars_per_hour: float | None = None) -> None:
-        """Show a stage as running; its time and cost count from now on."""
+    def begin(
+        self, stage: str, detail: str = "", dollars_per_hour: float | None = None, since: datetime | None = None
+    ) -> None:
+        """Show a stage as running. Its time and cost count from `since`, or from the first call."""
         row = self._rows[stage]
         with self._lock:
             row.dollars_per_hour = dollars_per_hour
-            row.began_at = time.monotonic() if row.began_at is None else row.began_at
+            if row.began_at is None:
+                age_seconds = max(0.0, (datetime.now(UTC) - since).total_seconds()) if since else 0.0
+                row.began_at = time.monotonic() - age_seconds
         self._change(stage, "running", detail)
 
     def skip(self, stage: str, detail: str) -> None:
         """Show a stage as skipped, because its artifact is published already."""
         self._pause(stage)
-        self._change(stage, "skipped", f"already published: {detail}")
+        self._change(stage, "skipped", detail)
 
     def end(self, stage: str, exit_code: int, reason: str = "") -> None:
         """Show the end of a stage. A stage that has found its artifact published counts as skipped."""
         record = self._rows[stage].progress
         self._pause(stage)
         if exit_code == 0 and record and record.phase == ALREADY_PUBLISHED:
-            self.skip(stage, record.note)
+            self.skip(stage, f"already published: {record.note}")
         elif exit_code == 0:
             self._change(stage, "published", record.note if record and record.phase == PUBLISHED else reason)
         else:

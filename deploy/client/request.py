@@ -47,6 +47,8 @@ class DeployRequest:
     """HOURS: when an attempt is ended."""
     is_again: bool = False
     """AGAIN=1: deploy although the identical deployment has ended well before."""
+    repetition: str = ""
+    """The command that repeats this request, as a person types it."""
 
     def find_recipe(self, default: Path) -> RequestedRecipe:
         """The request's recipe, or that of the file `default`, with ARGS. Raises `RecipeError`."""

@@ -48,5 +48,5 @@ class Target(Protocol):
         ...
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Run the three stages, one after the other, up to the first that fails."""
+        """Run the three stages in one view, one after the other, up to the first that fails: its exit code."""
         ...

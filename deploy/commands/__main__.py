@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -81,6 +82,7 @@ def run_pipeline() -> int:
     if read_target(os.environ) == LOCAL:
         return run_local_pipeline(_read_local_pipeline(PIPELINE), is_dry_run=read_switch(os.environ, "DRY_RUN"))
     request = read_deploy_request(os.environ, STAGES[0])
+    request = replace(request, repetition=describe_repetition(PIPELINE, os.environ))
     with _open_output(request.is_dry_run) as output:
         return _connect().run_pipeline(request, output)
 

@@ -64,17 +64,10 @@ def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False) -> 
         print("\n".join(shlex.join(pipeline.command_of(stage)) for stage in STAGES))
         print("\nDRY_RUN=1: nothing was changed")
         return 0
-    with PipelineView(STAGES) as view, ExitStack() as stack:
+    with PipelineView(STAGES, pipeline.repetition) as view, ExitStack() as stack:
         runner = _Runner(pipeline, view, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-"))))
         stack.enter_context(on_stop_signal(runner.pass_on, again=runner.pass_on))
-        exit_code = runner.run()
-    if exit_code:
-        print(
-            f"Published artifacts and checkpoints stay. Continue with: {pipeline.repetition}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return exit_code
+        return runner.run()
 
 
 def show_run(pipeline: LocalPipeline) -> int:

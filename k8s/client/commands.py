@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from typing import TextIO
 
+from deploy.client.pipeline_view import PipelineView
 from deploy.client.request import DeployRequest, user_name
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.good_images import find_image_before
 from k8s.client.deployment_manifests import write_manifests
 from k8s.client.deployment_plan import describe_plan
-from k8s.client.deployment_watch import follow
+from k8s.client.deployment_watch import PRINTING, Watch, follow
 from k8s.client.reaper_job import start_reaper
 from k8s.client.resolved_deployment import (
     ResolvedDeployment,
@@ -32,6 +35,7 @@ from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
 from k8s.objects.node_shares import read_share_book
+from k8s.objects.rayjob import nodes_of
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
@@ -54,18 +58,23 @@ class NotDeployed(MillraceError):
         self.exit_code = exit_code
 
 
-def deploy_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
+def deploy_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None, watch: Watch = PRINTING) -> int:
     """Check the request, show the plan, create the deploy Job and follow it: the stage's exit code.
 
     An identical deployment that already runs is followed. With FOLLOW=0 or DRY_RUN=1 the exit code is 0, and DRY_RUN=1
     writes the objects that would be applied to `manifests`.
     """
     group = read_worker_group(api, request.stage)
-    return _deploy(api, group, resolve(api, group, request), request, manifests)
+    return _deploy(api, group, resolve(api, group, request), request, manifests, watch)
 
 
 def _deploy(
-    api: Api, group: WorkerGroup, resolved: ResolvedDeployment, request: DeployRequest, manifests: TextIO | None
+    api: Api,
+    group: WorkerGroup,
+    resolved: ResolvedDeployment,
+    request: DeployRequest,
+    manifests: TextIO | None,
+    watch: Watch = PRINTING,
 ) -> int:
     running = read_running_record(api, request.stage)
     if running and (running.stop or running.outcome or running.is_deleted):
@@ -77,7 +86,7 @@ def _deploy(
             )
         group = read_worker_group(api, request.stage)
     elif running:
-        return _attach(api, running, resolved.deployment, request)
+        return _attach(api, running, resolved.deployment, request, watch)
     deployment = _check(api, group, resolved)
     if request.is_dry_run:
         print("\nDRY_RUN=1: nothing was changed")
@@ -85,7 +94,7 @@ def _deploy(
             write_manifests(manifests, api, group, deployment, resolved.recipe.text)
         return 0
     _send(api, group, deployment, resolved.recipe.text)
-    return _follow(api, deployment, request)
+    return _follow(api, deployment, request, watch)
 
 
 def stop_stage(api: Api, stage: str) -> int:
@@ -144,18 +153,44 @@ def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = No
     if request.recipe is None:
         default = default_recipe_of(read_worker_group(api, STAGES[0]))
         request = replace(request, recipe=read_requested_recipe(default))
+    if request.is_dry_run:
+        return _plan_pipeline(api, request, manifests)
+    with PipelineView(STAGES, request.repetition, "list prices in the cluster's manifests") as view:
+        for stage in STAGES:
+            view.wait(stage, "preflight")
+            price = read_worker_group(api, stage).dollars_per_node_hour
+            watch = Watch(partial(view.take_line, stage), partial(_show_deployment, api, view, price))
+            code = deploy_stage(api, replace(request, stage=stage), watch=watch)
+            view.end(stage, code)
+            if code:
+                return code
+    return 0
+
+
+def _plan_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None) -> int:
+    """Show the plans of the three stages. A later stage may lack the artifact that an earlier one will publish."""
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         try:
-            code = deploy_stage(api, replace(request, stage=stage), manifests)
+            deploy_stage(api, replace(request, stage=stage), manifests)
         except NotDeployed as error:
-            if not (request.is_dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
+            if error.exit_code != ArtifactError.exit_code or stage == STAGES[0]:
                 raise
             print(f"{error}\nEarlier stages of this pipeline may publish it")
-            code = 0
-        if code != 0:
-            return code
     return 0
+
+
+def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float | None, record: Record) -> None:
+    """Show whether the deployment's attempt has its pods. Its cost counts from the start of the attempt's RayJob."""
+    deployment, number = record.deployment, len(record.attempts) + 1
+    job = api.find("RayJob", deployment.rayjob_name(number))
+    if job is None:
+        view.wait(deployment.stage, f"attempt {number}: its pods are being placed")
+        return
+    nodes, started = nodes_of(job), (job.get("status") or {}).get("startTime")
+    dollars_per_hour = None if dollars_per_node_hour is None else nodes * dollars_per_node_hour
+    since = datetime.fromisoformat(started) if started else None
+    view.begin(deployment.stage, f"attempt {number} on {nodes} nodes", dollars_per_hour, since)
 
 
 def show_log(api: Api, stage_name: str) -> int:
@@ -211,7 +246,7 @@ def _send(api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str
     _forget_recipes(api, group, deployment, before)
 
 
-def _attach(api: Api, running: Record, deployment: Deployment, request: DeployRequest) -> int:
+def _attach(api: Api, running: Record, deployment: Deployment, request: DeployRequest, watch: Watch) -> int:
     differences = running.deployment.differences(deployment)
     if differences:
         raise NotDeployed(
@@ -221,15 +256,15 @@ def _attach(api: Api, running: Record, deployment: Deployment, request: DeployRe
             DeviceError.exit_code,
         )
     print(f"{request.stage} already runs this deployment since {running.created_at}; following it", flush=True)
-    return 0 if request.is_dry_run else _follow(api, running.deployment, request)
+    return 0 if request.is_dry_run else _follow(api, running.deployment, request, watch)
 
 
-def _follow(api: Api, deployment: Deployment, request: DeployRequest) -> int:
+def _follow(api: Api, deployment: Deployment, request: DeployRequest, watch: Watch) -> int:
     if not request.is_followed:
         print(f"{deployment.stage} is being deployed; make stage-logs STAGE={deployment.stage} follows it")
         return 0
     try:
-        return follow(api, deployment.stage, deployment.id)
+        return follow(api, deployment.stage, deployment.id, watch)
     except KeyboardInterrupt:
         print(
             f"\n{deployment.stage} continues to run: make stage-logs STAGE={deployment.stage} follows it again, "

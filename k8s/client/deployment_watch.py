@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter
@@ -26,13 +27,32 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def follow(api: Api, stage: str, deployment_id: str) -> int:
+def ignore(record: Record) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Receives what a deployment that is followed prints, and its state."""
+
+    take: Callable[[str], None] = print_line
+    """Takes every line of the deploy Job's output."""
+    look: Callable[[Record], None] = ignore
+    """Takes the deployment's record at every poll until the Job has ended."""
+
+
+PRINTING = Watch()
+
+
+def follow(api: Api, stage: str, deployment_id: str, watch: Watch = PRINTING) -> int:
     """Print the deploy Job's output until it has ended: its exit code. Interrupting this does not stop the stage."""
-    output = PodOutput(api, f"{DEPLOYMENT_LABEL}={deployment_id}", "deploy", "deploy Job")
+    output = PodOutput(api, f"{DEPLOYMENT_LABEL}={deployment_id}", "deploy", "deploy Job", watch.take)
     output.start()
     while True:
         try:
             record = read_record(api, stage)
+            if record and record.deployment.id == deployment_id and not record.is_over:
+                watch.look(record)
         except ApiUnreachable as error:
             print(f"deploy: {error}; the stage continues", file=sys.stderr)
             time.sleep(POLL_SECONDS)

@@ -138,7 +138,7 @@ def show_stages(view: PipelineView) -> None:
         view.begin("tokenizer", dollars_per_hour=3600.0)
         view.take_line("tokenizer", "encode: 500/2,000 bytes, 3 MB/s, 125 s left", sys.stdout)
         view.take_line("tokenizer", "19:20:00 tokenizer I trains a vocabulary", sys.stdout)
-        view.skip("compiler", "/fsx/compile_cache/tiny/1")
+        view.skip("compiler", "already published: /fsx/compile_cache/tiny/1")
 
 
 def test_a_terminal_shows_one_table_with_every_stage(terminal: io.StringIO) -> None:

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest, read_deploy_request
 from deploy.client.requested_recipe import read_requested_recipe
 from images.registry import repository_of
+from k8s.client import commands
 from k8s.client.deployment_manifests import write_manifests
 from k8s.client.deployment_plan import describe_plan
+from k8s.client.deployment_watch import Watch
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
 from k8s.controller import job
 from k8s.controller.driver_log import Readable
@@ -28,6 +31,7 @@ from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.names import node_price_annotation
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.rayjob import render_isolated_rayjob, render_rayjob
 from k8s.objects.recipe import render_recipe_config_map
@@ -354,3 +358,38 @@ def test_a_deploy_job_s_pod_leaves_a_lost_node_soon_and_another_does_not_wait(cl
     assert spec["podReplacementPolicy"] == "TerminatingOrFailed"
     leaves = {each["key"]: each["tolerationSeconds"] for each in spec["template"]["spec"]["tolerations"]}
     assert leaves["node.kubernetes.io/unreachable"] == leaves["node.kubernetes.io/not-ready"] <= 60
+
+
+def test_the_view_of_a_pipeline_counts_the_cost_of_an_attempt_s_nodes(
+    clusters: dict[str, Thing], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer waits for its pods, then runs for ten hours, and the compiler fails."""
+    cluster = copy.deepcopy(clusters["eks"])
+    prices = {node_price_annotation(stage): "2.50" for stage in ("tokenizer", "compiler")}
+    cluster["metadata"].setdefault("annotations", {}).update(prices)
+    api: Any = MemoryApi(cluster)
+
+    def deploy(api: Any, request: DeployRequest, *, watch: Watch) -> int:
+        deployment = deployment_of(request.stage)
+        group = worker_group_of(cluster, request.stage)
+        record = record_of(api.create(render_deploy_job(group, deployment)))
+        if request.stage == "compiler":
+            return 4
+        watch.look(record)
+        began_at = f"{datetime.now(UTC) - timedelta(hours=10):%Y-%m-%dT%H:%M:%SZ}"
+        api.create(render_rayjob(group, deployment, 1, deployment.nodes) | {"status": {"startTime": began_at}})
+        watch.look(record)
+        watch.take("encode: 5/10 bytes, 3 s left")
+        watch.take("already published  /fsx/corpus/notes/1")
+        return 0
+
+    monkeypatch.setattr(commands, "deploy_stage", deploy)
+    assert commands.run_pipeline(api, DeployRequest("tokenizer", TINY, repetition="make pipeline A=b")) == 4
+    said = capsys.readouterr()
+    nodes = deployment_of("tokenizer").nodes
+    assert "pipeline: tokenizer: waiting, attempt 1: its pods are being placed" in said.out
+    assert f"pipeline: tokenizer: running, attempt 1 on {nodes} nodes" in said.out
+    assert "pipeline: tokenizer: skipped, already published: /fsx/corpus/notes/1" in said.out
+    assert "encode: " not in said.out + said.err
+    assert f"${nodes * 25:,.2f} so far" in said.out
+    assert "make pipeline A=b" in said.err

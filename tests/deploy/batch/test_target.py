@@ -162,13 +162,13 @@ def working_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("working_tree")
 def test_a_pipeline_waits_in_batch_and_stops_at_the_first_that_fails(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script
+    cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     while_waiting(
         lambda: cloud.move("SUCCEEDED", 0, stage="tokenizer"),
         lambda: cloud.move("FAILED", 4, stage="compiler", said="millrace: no device"),
     )
-    assert batch.run_pipeline(ask(tag=""), None) == 4
+    assert batch.run_pipeline(ask(tag="", repetition="make pipeline TARGET=batch"), None) == 4
     ids = [job.id for stage in STAGES for job in cloud.jobs.find_all(stage)]
     assert [each["dependsOn"] for each in cloud.submitted] == [[], [{"jobId": ids[0]}], [{"jobId": ids[1]}]]
     assert [each["jobQueue"] for each in cloud.submitted] == ["millrace-cpu", "millrace-cpu", "millrace-trainium"]
@@ -178,6 +178,11 @@ def test_a_pipeline_waits_in_batch_and_stops_at_the_first_that_fails(
     )
     assert batch.run_pipeline(ask(tag=""), None) == 0
     assert len(cloud.submitted) == 5, "the tokenizer had ended well"
+    said = capsys.readouterr()
+    assert "pipeline: compiler: failed, exit code 4" in said.out
+    assert "pipeline: tokenizer: skipped, this deployment ended well" in said.out
+    assert "pipeline: trainer: published" in said.out
+    assert "make pipeline TARGET=batch" in said.err
 
 
 @pytest.mark.usefixtures("working_tree")
