@@ -25,6 +25,7 @@ from k8s.objects.names import (
     EFA,
     INSTANCE_TYPE_LABEL,
     NEURON,
+    NOTIFY_TOPIC_ANNOTATION,
     POOL_LABEL,
     REGION_ANNOTATION,
     capacity_end_annotation,
@@ -48,6 +49,7 @@ POOL_KEYS = ("SHAPE", "NODE_GROUP", "MAX_NODES")
 COMPILER_POOL = "COMPILER_POOL"
 KEYS = (
     *("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME", "CAPACITY_ENDS_AT"),
+    "NOTIFY_TOPIC",
     *(COMPILER_POOL, "RECIPE"),
 )
 TRAINIUM_SCRATCH = "350Gi"
@@ -184,7 +186,11 @@ def _read_pool(name: str, group: str, settings: dict[str, str]) -> Pool:
 
 def _fill_cluster(cluster: Object, pools: dict[str, Pool], settings: dict[str, str]) -> None:
     annotations = cluster["metadata"].setdefault("annotations", {})
-    told = {REGION_ANNOTATION: settings.get("REGION"), DEFAULT_RECIPE_ANNOTATION: settings.get("RECIPE")}
+    told = {
+        REGION_ANNOTATION: settings.get("REGION"),
+        DEFAULT_RECIPE_ANNOTATION: settings.get("RECIPE"),
+        NOTIFY_TOPIC_ANNOTATION: settings.get("NOTIFY_TOPIC"),
+    }
     annotations.update({name: text for name, text in told.items() if text})
     head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     _add_variables(head, RAY_ENVIRONMENT)

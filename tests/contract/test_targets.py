@@ -68,7 +68,7 @@ def on_kuberay(group: WorkerGroup) -> Thing:
     requests = container["resources"]["requests"]
     return {
         "image": repository_of(group.image),
-        "command": _without_recipe(command[3:]),  # after `exec env ATTEMPT`, for Ray's shell
+        "command": _without_recipe(command[4:]),  # after `exec env ATTEMPT NOTICES`, for Ray's shell
         "cpus": int(requests["cpu"]),
         "memory": parse_quantity(requests["memory"]),
         "shared memory": sum(map(parse_quantity, shared)),

@@ -18,12 +18,9 @@ from typing import Any, Protocol
 
 from services.common.input.files import read_file
 from services.common.notices.notice import Notice
+from services.common.notices.variables import TOPIC_VARIABLE, WEBHOOK_VARIABLE
 from services.common.recipe.schema import Notify
 
-WEBHOOK_VARIABLE = "MILLRACE_WEBHOOK"
-"""Environment variable with the webhook's URL, of processes whose recipe names no other place."""
-TOPIC_VARIABLE = "MILLRACE_NOTIFY_TOPIC"
-"""Environment variable with the ARN of an SNS topic."""
 SOCKET_SECONDS = 4.0
 _REFUSALS = (400, 413, 422)
 """Statuses that say that this notice will never be taken. Others may end: a webhook can be made again."""

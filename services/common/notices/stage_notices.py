@@ -17,15 +17,14 @@ from services.common.errors import StorageError
 from services.common.notices.channels import open_channels
 from services.common.notices.notice import Notice
 from services.common.notices.notifier import Notifier
+from services.common.notices.variables import RELAY, RELAY_VARIABLE
 from services.common.process.entry_point import exit_code_for
 from services.common.recipe.schema import NoticeCondition, Notify, Recipe, Stage
 
 logger = logging.getLogger(__name__)
 
-RELAY_VARIABLE = "MILLRACE_NOTICES"
-RELAY = "relay"
-"""Value of RELAY_VARIABLE where another process sends the notices: a pod of a stage reaches no receiver on Kubernetes,
-and holds no secret; the deploy Job reads its outbox."""
+LIFECYCLE: tuple[NoticeCondition, ...] = ("started", "done", "ended", "no_capacity")
+"""Conditions that a process which relays notices sees itself, also where the stage's command was lost."""
 BATCH_VARIABLE = "AWS_BATCH_JOB_ID"
 """Environment variable that AWS Batch sets in the containers of its jobs."""
 NOTICES_FOLDER = "notices"
@@ -60,7 +59,7 @@ class StageNotices:
         self._next_command, self._report = next_command, report
         self._attempt = str(this_attempt() or f"{os.getpid()}@{os.urandom(4).hex()}")
         self._notifier: Notifier | None = None
-        is_relayed = os.environ.get(RELAY_VARIABLE) == RELAY
+        self._is_relayed = is_relayed = os.environ.get(RELAY_VARIABLE) == RELAY
         self._command_of_target = "make stage-status" if is_relayed else ""
         if os.environ.get(BATCH_VARIABLE):
             self._command_of_target = "make stage-status TARGET=batch"
@@ -78,7 +77,8 @@ class StageNotices:
 
         `page` names another runbook than the condition's, and `next_command` another command than the stage's.
         """
-        if self._notifier and condition in self._notify.conditions:
+        is_told_by_other = self._is_relayed and condition in LIFECYCLE
+        if self._notifier and condition in self._notify.conditions and not is_told_by_other:
             self._notifier.raise_notice(
                 Notice(
                     condition,

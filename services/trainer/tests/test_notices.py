@@ -11,8 +11,8 @@ import pytest
 from services.common.artifacts.lease import hold_lease
 from services.common.errors import NoRoomForWorkers, StorageError, WorkersLost
 from services.common.notices import notifier as notifier_module
-from services.common.notices.channels import WEBHOOK_VARIABLE
 from services.common.notices.outbox import OUTBOX_FILE
+from services.common.notices.variables import WEBHOOK_VARIABLE
 from services.common.testing.webhooks import SECRET, Receiver, receiving
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
