@@ -23,8 +23,9 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import Manifest
 from services.common.errors import EXIT_BUG, MillraceError
+from services.common.process.metrics_server import PREFIX
 from services.common.recipe.schema import Identity, Recipe
-from services.trainer.metrics.metric_table import METRICS, PREFIX
+from services.trainer.metrics.metric_table import METRICS, RUN_METRICS
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS: tuple[type[Manifest], ...] = (CorpusManifest, CompileCacheManifest, CheckpointManifest)
@@ -96,6 +97,11 @@ def metrics() -> Iterator[str]:
     yield "| metric | unit | over the workers | meaning |\n|---|---|---|---|"
     for metric in METRICS:
         yield f"| `{metric.field}` | {metric.unit} | {metric.reduction} | {_cell(metric.help)} |"
+    yield "\n## Metrics of Prometheus alone\n"
+    yield "The command of a run measures them when it is scraped.\n"
+    yield "| metric | unit | meaning |\n|---|---|---|"
+    for metric in RUN_METRICS:
+        yield f"| `{PREFIX}{metric.field}` | {metric.unit} | {_cell(metric.help)} |"
 
 
 def commands() -> Iterator[str]:

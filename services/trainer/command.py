@@ -23,6 +23,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.brought_files import offer_file
+from services.common.launch.metrics_export import export_metrics
 from services.common.process.command_line import RecipeParser, require_text
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
@@ -69,7 +70,7 @@ from services.trainer.job import (
     run_name,
 )
 from services.trainer.metrics.commands import recording_command
-from services.trainer.metrics.prometheus import serve_metrics
+from services.trainer.metrics.prometheus import collect_run
 from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.notices import notifying_run
@@ -151,7 +152,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 logger.warning("%s", problem)
         prepare_node(job)
         with (
-            serve_metrics(job.run_folder, job.run, arguments.metrics_host, arguments.metrics_port),
+            export_metrics(collect_run(job), arguments),
             tracking(job, arguments.tracker),
             naming_the_place(job.root),
             notifying_run(job, arguments.recipe, step) as notices,

@@ -31,10 +31,7 @@ def train_parser(other_commands: Iterable[str]) -> RecipeParser:
     parser.add_argument(
         ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
     )
-    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve metrics for Prometheus; 0: any port")
-    parser.add_argument(
-        "--metrics-host", default="127.0.0.1", metavar="HOST", help="address of --metrics-port (default: %(default)s)"
-    )
+    parser.add_metrics_port()
     parser.add_argument(
         "--tracker",
         action="append",

@@ -15,7 +15,7 @@ import os
 import pickle  # nosec B403 # only the driver's own bytes are loaded
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic
@@ -426,19 +426,17 @@ def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
 
 
 class RayGauges:
-    """Gauges of a process that is a Ray worker. The node's metrics agent serves them to Prometheus, under their names
-    with the prefix `ray_`.
+    """Gauges of a driver or worker of Ray. The node's metrics agent serves them to Prometheus, under their names with
+    the prefix `ray_`, and forgets them some time after the process has ended.
     """
 
-    def __init__(self, tags: dict[str, str]) -> None:
-        """Make no gauge yet. `tags` are those that all gauges have."""
-        self._tags = tags
+    def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
 
-    def add(self, name: str, description: str, label: str | None) -> None:
-        """Add a gauge. If it has a label, that is one more tag."""
-        self._gauges[name] = Gauge(name, description, tag_keys=(*self._tags, label) if label else tuple(self._tags))
-
-    def set(self, name: str, value: float, labels: dict[str, str]) -> None:
-        """Set a gauge's value for the values of its labels; other values stay."""
-        self._gauges[name].set(value, self._tags | labels)
+    def set(self, name: str, description: str, labels: Mapping[str, str], value: float) -> None:
+        """Set a gauge's value for the values of its labels; nothing happens before this process has joined Ray."""
+        if not ray.is_initialized():
+            return
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, description, tag_keys=tuple(labels))
+        self._gauges[name].set(value, dict(labels))

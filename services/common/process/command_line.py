@@ -63,6 +63,16 @@ class RecipeParser(CommandParser):
             "start Ray on this machine (default: ray where RAY_ADDRESS is set, else inline)",
         )
 
+    def add_metrics_port(self) -> None:
+        """Add `--metrics-port` and `--metrics-host`."""
+        self.add_argument("--metrics-port", type=int, metavar="PORT", help="serve metrics for Prometheus; 0: any port")
+        self.add_argument(
+            "--metrics-host",
+            default="127.0.0.1",
+            metavar="HOST",
+            help="address of --metrics-port (default: %(default)s)",
+        )
+
     def parse(self, argv: list[str], recipe: Recipe | None = None) -> tuple[argparse.Namespace, Recipe]:
         """Parse the options, and load the recipe with its overrides unless it is given; `--root` becomes absolute."""
         arguments, rest = self.parse_known_args(argv)

@@ -16,7 +16,7 @@ class Metric:
     """
 
     name: str
-    """Name of the field in metrics.jsonl; Prometheus puts PREFIX before it."""
+    """Name of the field in metrics.jsonl; Prometheus puts `millrace_` before it."""
     unit: str
     reduction: str
     """Operation that makes one value of the workers' values."""
@@ -54,7 +54,6 @@ class Sample(NamedTuple):
         return {} if self.metric.label is None or self.label_value is None else {self.metric.label: self.label_value}
 
 
-PREFIX = "millrace_"
 _EQUAL = "equal on all"
 _RANK_0 = "rank 0's"
 _CLUSTERED = "clustered by document"
@@ -104,6 +103,22 @@ METRICS = (
     Metric("restarts", "starts", _RANK_0, "starts of the workers after the first one that took a step"),
     Metric("goodput", "share", _RANK_0, "productive seconds over seconds since the run began"),
 )
+
+_COMMAND = "of the command"
+
+RUN_METRICS = (
+    Metric("max_steps", "steps", _COMMAND, "steps after which the run ends"),
+    Metric("start_time_seconds", "s since 1970", _COMMAND, "time at which the command began to train"),
+    Metric("last_step_time_seconds", "s since 1970", _COMMAND, "time at which the newest step was seen"),
+    Metric("checkpoint_interval_steps", "steps", _COMMAND, "steps between two checkpoints"),
+    Metric("checkpoint_step", "steps", _COMMAND, "step of the newest committed checkpoint; 0 before the first"),
+    Metric("checkpoint_time_seconds", "s since 1970", _COMMAND, "time of the newest committed checkpoint"),
+    Metric("heartbeat_age_seconds", "s", "max", "age of the oldest heartbeat of a worker"),
+    Metric("file_system_size_bytes", "bytes", _COMMAND, "size of the file system of `--root`"),
+    Metric("file_system_available_bytes", "bytes", _COMMAND, "space of the file system of `--root` that is left"),
+    Metric("events_total", "events", _COMMAND, "events of the run since the command began, by kind", "event"),
+)
+"""Metrics of a run besides those of its steps, which only Prometheus has."""
 
 
 def find_samples(record: Mapping[str, Any]) -> Iterator[Sample]:

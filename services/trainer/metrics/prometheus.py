@@ -1,44 +1,46 @@
-"""Serves the newest metrics of a run over HTTP for Prometheus.
+"""Collects a run's metrics for Prometheus from the files of the run.
 
-The command serves them from metrics.jsonl: no step waits for a scrape, and restarted workers do not end a scrape.
+The command collects them: no step waits for a scrape, and restarted workers do not end a scrape.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
+import shutil
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import Metric as Family
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.common.errors import RecipeError
-from services.trainer.metrics.metric_table import METRICS, PREFIX, Sample, find_samples
+from services.common.artifacts.checkpoint import checkpoint_id
+from services.common.artifacts.manifest import MANIFEST
+from services.common.errors import MillraceError
+from services.common.process.metrics_server import PREFIX
+from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.health.watchdog import read_heartbeat
+from services.trainer.job import Job
+from services.trainer.metrics.events import EventTail, Kind
+from services.trainer.metrics.metric_table import METRICS, RUN_METRICS, Metric, Sample, find_samples
 from services.trainer.metrics.records import MetricsTail
 
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+COUNTER_SUFFIX = "_total"
+"""End of the name of every metric that only grows."""
 
-logger = logging.getLogger(__name__)
 
-MAX_PORT = 65535
-CLIENT_SECONDS = 30.0
-"""Seconds after which a client that neither sends nor reads is disconnected."""
-MAX_CLIENTS = 32
-"""Connections at one time; further ones are closed, so that clients never take the descriptors that the run needs."""
+def collect_run(job: Job) -> tuple[Collector, ...]:
+    """Return the collectors of all metrics of a run, which begin with what the run writes from now on."""
+    return NewestMetrics(job.run_folder, job.run), RunCollector(job)
 
 
 class NewestMetrics(Collector):
-    """Collects the newest value of each metric, from records that a run appends from now on.
+    """Collects the newest value of each metric of a step, from records that a run appends from now on.
 
     Before its first value a metric is NaN; one with a label has no series then.
     """
@@ -48,93 +50,111 @@ class NewestMetrics(Collector):
         self._lock = threading.Lock()  # scrapes may overlap
         self._newest = {metric.name: [] if metric.label else [Sample(metric, None, math.nan)] for metric in METRICS}
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Family]:
         with self._lock:
             for record in self._tail.read():
                 by_metric = groupby(find_samples(record), key=lambda sample: sample.metric.name)
                 self._newest |= {name: list(samples) for name, samples in by_metric}
             newest = dict(self._newest)
         for metric in METRICS:
-            labels = ("run", metric.label) if metric.label else ("run",)
-            family = GaugeMetricFamily(PREFIX + metric.name, metric.description, labels=labels)
+            family = _make_family(metric)
             for sample in newest[metric.name]:
                 family.add_metric((self._run, *sample.labels.values()), sample.value)
             yield family
 
 
-@contextmanager
-def serve_metrics(run_folder: Path, run: str, host: str, port: int | None) -> Iterator[None]:
-    """Serve `/metrics` during the block; without a port do nothing. Port 0 lets the system choose one.
+class RunCollector(Collector):
+    """Collects the metrics of a run besides those of its steps: RUN_METRICS.
 
-    Raises `RecipeError` if the server cannot listen on the port.
+    A scrape reads one heartbeat for each worker, the list of the run's checkpoints, and the lines that were appended
+    since the last scrape, whatever the length of the run. A value that cannot be read is NaN.
     """
-    if port is None:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(NewestMetrics(run_folder, run))
+
+    def __init__(self, job: Job, now: Callable[[], float] = time.time) -> None:
+        """`now` returns the seconds since 1970."""
+        self._job, self._now = job, now
+        self._lock = threading.Lock()  # scrapes may overlap
+        self._steps, self._last_step_time = MetricsTail(job.run_folder), math.nan
+        self._events, self._counts = EventTail(job), Counter[str]()
+        self._start_time = now()
+        self._beats: dict[int, tuple[Any, float]] = {}
+        """The newest heartbeat of each worker, and the time when this process first saw it."""
+
+    def collect(self) -> Iterable[Family]:
+        with self._lock:
+            values = self._read()
+            counts = dict(self._counts)
+        for metric in RUN_METRICS:
+            family = _make_family(metric)
+            if metric.label is None:
+                family.add_metric((self._job.run,), values[metric.name])
+            else:
+                for kind in get_args(Kind):  # from 0 on, so that an increase shows the first event
+                    family.add_metric((self._job.run, kind), counts.get(kind, 0))
+            yield family
+
+    def _read(self) -> Mapping[str, float]:
+        job, train = self._job, self._job.recipe.train
+        if self._steps.read():
+            self._last_step_time = self._now()  # workers' clocks may differ from this one
+        self._counts.update(event["event"] for event in self._events.read())
+        size, available = _measure_file_system(job.root)
+        checkpoint_step, checkpoint_time = _find_checkpoint(job)
+        return {
+            "max_steps": train.max_steps,
+            "start_time_seconds": self._start_time,
+            "last_step_time_seconds": self._last_step_time,
+            "checkpoint_interval_steps": job.recipe.checkpoint.interval_steps,
+            "checkpoint_step": checkpoint_step,
+            "checkpoint_time_seconds": checkpoint_time,
+            "heartbeat_age_seconds": self._measure_heartbeats(),
+            "file_system_size_bytes": size,
+            "file_system_available_bytes": available,
+        }
+
+    def _measure_heartbeats(self) -> float:
+        """Return the age of the oldest heartbeat of the newest start of the workers.
+
+        A heartbeat's age counts from the scrape that first saw it, because the clocks of nodes differ.
+        """
+        found = {
+            rank: read_heartbeat(self._job.run_folder, rank) for rank in range(self._job.recipe.parallel.num_workers)
+        }
+        ours = {rank: beat for rank, beat in found.items() if beat.get("attempt") == self._job.attempt}
+        newest_start = max((beat.get("start", 0) for beat in ours.values()), default=0)
+        now = self._now()
+        ages = [0.0]
+        for rank, beat in ours.items():
+            if beat.get("start", 0) != newest_start:  # a run that lost nodes may go on with fewer workers
+                continue
+            key = (newest_start, beat.get("beats"))
+            if self._beats.get(rank, (None, now))[0] != key:
+                self._beats[rank] = key, now
+            ages.append(now - self._beats[rank][1])
+        return max(ages) if ours else math.nan
+
+
+def _make_family(metric: Metric) -> CounterMetricFamily | GaugeMetricFamily:
+    labels = ("run", metric.label) if metric.label else ("run",)
+    kind = CounterMetricFamily if metric.name.endswith(COUNTER_SUFFIX) else GaugeMetricFamily
+    return kind(PREFIX + metric.name, metric.description, labels=labels)
+
+
+def _find_checkpoint(job: Job) -> tuple[float, float]:
+    """Return the step of the newest committed checkpoint and the time of its commit; 0 and NaN before the first."""
     try:
-        server = make_server(host, port, _answer_in_text(registry), _Server, handler_class=_Handler)
-    except (OSError, OverflowError, TypeError, UnicodeError) as error:  # the last two for a host that is no name
-        raise RecipeError(
-            f"--metrics-port {port}: cannot listen on {host}: {error}. Pass a free port from 0 to {MAX_PORT}, and an "
-            f"address of this machine as --metrics-host."
-        ) from error
-    with server:
-        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-        thread.start()
-        print(f"metrics are at http://{host}:{server.server_port}/metrics", flush=True)
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
+        step = newest_step(job.checkpoint_collection)
+        if step is None:
+            return 0.0, math.nan
+        return step, (job.checkpoint_collection / checkpoint_id(step) / MANIFEST).stat().st_mtime
+    except (MillraceError, OSError):
+        return math.nan, math.nan
 
 
-def _answer_in_text(registry: CollectorRegistry) -> WSGIApplication:
-    """Return an application that answers in Prometheus' text format, which every scraper reads.
-
-    The library would choose a format by the request's Accept header, and fails on a version that is not a number.
-    """
-    application = make_wsgi_app(registry)
-
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        environ.pop("HTTP_ACCEPT", None)
-        return application(environ, start_response)
-
-    return answer
-
-
-class _Server(ThreadingWSGIServer):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._free = threading.BoundedSemaphore(MAX_CLIENTS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; close a connection above MAX_CLIENTS."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and let the next client in."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log an error of a scrape. A client that resets its connection is not worth a warning."""
-        error = sys.exception()
-        if isinstance(error, OSError):
-            logger.debug("%s left before it had its answer: %s", client_address, error)
-        else:
-            logger.error("a scrape from %s could not be answered", client_address, exc_info=error)
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_SECONDS
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Log no scrapes."""
+def _measure_file_system(root: Path) -> tuple[float, float]:
+    """Return the size of the root's file system, and what a user may still write, in bytes."""
+    try:
+        usage = shutil.disk_usage(root)
+    except OSError:
+        return math.nan, math.nan
+    return usage.used + usage.free, usage.free  # as df: without blocks that only root may use

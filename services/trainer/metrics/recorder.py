@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -27,11 +27,8 @@ from services.trainer.evaluation.records import metrics_of, write_evaluation
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job, tokens_after
-from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, find_samples, reduce_over_ranks
+from services.trainer.metrics.metric_table import WorkerNumbers, reduce_over_ranks
 from services.trainer.metrics.records import MetricsWriter, StepRecord, read_last_step, read_record_of
-
-if TYPE_CHECKING:
-    from services.common.launch.ray_launcher import RayGauges
 
 PEAK_SECONDS = 0.05
 """Seconds for which each worker measures its peak: enough for two or three products, and too short to notice."""
@@ -56,7 +53,6 @@ class MetricsRecorder:
         self._record: dict[str, Any] = {}
         self._writer = MetricsWriter(job.run_folder, first_step) if group.rank == 0 else None
         self._run = _RunTime(job, first_step) if group.rank == 0 else None
-        self._gauges = _make_gauges(job) if group.rank == 0 else None
 
     def __enter__(self) -> Self:
         return self
@@ -139,9 +135,6 @@ class MetricsRecorder:
         """Write the step's record. After the first one all workers measure the speed of their cores together."""
         if self._writer:
             self._writer.log(self._record)
-        if self._gauges:
-            for sample in find_samples(self._record):
-                self._gauges.set(PREFIX + sample.metric.name, sample.value, sample.labels)
         if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
             self._gemm_flops_per_second = self._measure_peak()
@@ -199,18 +192,6 @@ class _RunTime:
         record = (read_record_of(self._folder, step) or {}) if step else {}
         self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
         self._productive_seconds = record.get("productive_seconds", 0.0)
-
-
-def _make_gauges(job: Job) -> RayGauges | None:
-    """Make the gauges that Ray exports, if Ray has started this worker."""
-    if job.launch != "ray":
-        return None
-    from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline workers do without Ray
-
-    gauges = RayGauges({"run": job.run})
-    for each in METRICS:
-        gauges.add(PREFIX + each.name, each.description, each.label)
-    return gauges
 
 
 def _name_of_gpu(backend: Backend) -> str:

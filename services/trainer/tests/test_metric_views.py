@@ -8,12 +8,14 @@ import math
 import os
 import posixpath
 import re
+import shutil
 import socket
 import struct
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,14 @@ from tensorboardX.proto.event_pb2 import Event
 
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.metrics_server import MAX_CLIENTS, PREFIX, serve_metrics
 from services.common.testing.waiting import wait_until
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import tensorboard
-from services.trainer.metrics.metric_table import METRICS, PREFIX
-from services.trainer.metrics.prometheus import MAX_CLIENTS, serve_metrics
+from services.trainer.metrics.events import record_event
+from services.trainer.metrics.metric_table import METRICS, RUN_METRICS
+from services.trainer.metrics.prometheus import NewestMetrics, RunCollector, collect_run
 from services.trainer.metrics.records import (
     METRICS_FILE,
     MetricsWriter,
@@ -105,22 +109,22 @@ def scrape(url: str) -> dict[str, dict[str, float]]:
     """Return the values of each metric by the value of its label, which is empty if the metric has none."""
     with urllib.request.urlopen(url, timeout=60) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
-    labels = {PREFIX + metric.name: metric.label for metric in METRICS}
+    labels = {PREFIX + metric.name: metric.label for metric in (*METRICS, *RUN_METRICS)}
+    found = dict[str, dict[str, float]]()
     for family in families:
         assert family.documentation
-        assert family.type == "gauge"
-        assert all(set(each.labels) == {"run", labels[family.name]} - {None} for each in family.samples)
-    return {
-        family.name: {each.labels.get(labels[family.name] or "", ""): each.value for each in family.samples}
-        for family in families
-    }
+        name = family.name + ("_total" if family.type == "counter" else "")
+        samples = [each for each in family.samples if each.name == name]  # a counter also has its time of creation
+        assert all(set(each.labels) == {"run", labels[name]} - {None} for each in samples)
+        found[name] = {each.labels.get(labels[name] or "", ""): each.value for each in samples}
+    return found
 
 
 def test_a_labelled_metric_is_an_object_in_the_file_and_a_series_for_each_value_in_the_views(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     strange = 'a "quoted\\path"\nof two lines, {braces} = ä'
-    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+    with serve_metrics([NewestMetrics(tmp_path, "run")], "127.0.0.1", 0):
         url = capfd.readouterr().out.split()[-1]
         writer = MetricsWriter(tmp_path, first_step=0)
         writer.log({**STEP, "step": 1, "gradient_norm_by_group": {"embedding": 1.0, strange: 3.0}})
@@ -163,7 +167,7 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
         train__health_interval_steps="2",
         checkpoint__interval_steps="2",
     )
-    with serve_metrics(job.run_folder, job.run, "127.0.0.1", 0):
+    with serve_metrics(collect_run(job), "127.0.0.1", 0):
         url = capfd.readouterr().out.split()[-1]
         run = threading.Thread(target=pytest.raises, args=(TryAgain, train, job, ALONE))
         run.start()
@@ -181,7 +185,7 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")
     ]
     assert rows == [[f"`{each.field}`", each.unit, each.reduction, each.help] for each in METRICS]
-    assert list(found) == [PREFIX + each.name for each in METRICS]
+    assert list(found) == [PREFIX + each.name for each in (*METRICS, *RUN_METRICS)]
     unknown = {name.removeprefix(PREFIX) for name, values in found.items() if all(map(math.isnan, values.values()))}
     assert unknown == {
         *("slowest_rank", "straggler_score", "peak_device_bytes"),  # of one worker, on a CPU
@@ -189,11 +193,66 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
     }
 
 
+def test_a_scrape_tells_the_age_of_a_runs_steps_checkpoints_and_heartbeats(
+    new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ages count by the clock of the scraped process, because the clocks of workers may be wrong."""
+    job = new_job(parallel__data_parallel_size="2", train__max_steps="40", checkpoint__interval_steps="10")
+    now = 1000.0
+    beats = job.run_folder / "heartbeats"
+    beats.mkdir()
+
+    def beat(rank: int, beats_so_far: int, start: int = 0, attempt: str = job.attempt) -> None:
+        line = {"attempt": attempt, "start": start, "beats": beats_so_far, "time": 4e9}
+        (beats / f"rank-{rank:05d}.json").write_text(json.dumps(line) + "\n")
+
+    append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
+    record_event(replace(job, attempt="an earlier command"), "restart", restarts=1)
+    collector = RunCollector(job, now=lambda: now)
+    with serve_metrics([collector], "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+
+        def read() -> dict[str, float]:
+            found = scrape(url)
+            events = {f"events_total {kind}": value for kind, value in found.pop(f"{PREFIX}events_total").items()}
+            return {name.removeprefix(PREFIX): values[""] for name, values in found.items()} | events
+
+        beat(0, 7, attempt="an earlier command")
+        before = read()
+        assert before["events_total restart"] == before["checkpoint_step"] == 0
+        assert math.isnan(before["last_step_time_seconds"])
+        assert math.isnan(before["heartbeat_age_seconds"])
+        usage = shutil.disk_usage(job.root)
+        assert before["file_system_size_bytes"] == usage.used + usage.free
+
+        append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": 4, "time": 4e9}).encode())
+        record_event(job, "nan", cause="data")
+        beat(0, 1)
+        beat(1, 1)
+        assert read()["heartbeat_age_seconds"] == 0
+        now = 1100.0
+        beat(0, 2)
+        after = read()
+        assert after["heartbeat_age_seconds"] == 100
+        assert (after["last_step_time_seconds"], after["start_time_seconds"]) == (1000, 1000)
+        assert (after["events_total nan"], after["events_total restart"]) == (1, 0)
+
+        beat(0, 1, start=1)  # the run goes on with one worker
+        assert read()["heartbeat_age_seconds"] == 0
+        folder = job.checkpoint_collection / "step-00000010"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        os.utime(folder / "manifest.json", (900, 900))
+        newest = read()
+    assert (newest["checkpoint_step"], newest["checkpoint_time_seconds"]) == (10, 900)
+    assert (newest["checkpoint_interval_steps"], newest["max_steps"]) == (10, 40)
+
+
 def test_a_client_that_resets_its_connection_is_no_event_of_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The client resets before, during and after its request."""
-    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+    with serve_metrics([NewestMetrics(tmp_path, "run")], "127.0.0.1", 0):
         url = capfd.readouterr().out.split()[-1]
         port = int(url.rpartition(":")[2].partition("/")[0])
         for request in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\n\r\n") * 5:
@@ -210,7 +269,7 @@ def test_a_client_that_resets_its_connection_is_no_event_of_the_run(
 def test_a_scraper_that_asks_for_a_version_that_is_no_number_gets_the_text_format(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+    with serve_metrics([NewestMetrics(tmp_path, "run")], "127.0.0.1", 0):
         url = capfd.readouterr().out.split()[-1]
         request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text; version=a.b"})
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -222,7 +281,7 @@ def test_a_scraper_that_asks_for_a_version_that_is_no_number_gets_the_text_forma
 def test_idle_clients_are_limited_and_the_next_scrape_succeeds_once_they_leave(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+    with serve_metrics([NewestMetrics(tmp_path, "run")], "127.0.0.1", 0):
         url = capfd.readouterr().out.split()[-1]
         port = int(url.rpartition(":")[2].partition("/")[0])
         clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS + 3)]
@@ -237,7 +296,7 @@ def test_idle_clients_are_limited_and_the_next_scrape_succeeds_once_they_leave(
 
 @pytest.mark.parametrize("host", ["\u00e4..b", "\udcff", "no host"])
 def test_a_host_that_is_no_name_is_an_error_of_the_command_line(tmp_path: Path, host: str) -> None:
-    with pytest.raises(RecipeError, match="--metrics-port 0: cannot listen"), serve_metrics(tmp_path, "run", host, 0):
+    with pytest.raises(RecipeError, match="--metrics-port 0: cannot listen"), serve_metrics([], host, 0):
         pass
 
 
@@ -246,7 +305,7 @@ def test_a_port_that_is_taken_is_an_error_of_the_command_line(tmp_path: Path) ->
         port = taken.getsockname()[1]
         with (
             pytest.raises(RecipeError, match=f"--metrics-port {port}: cannot listen"),
-            serve_metrics(tmp_path, "run", "127.0.0.1", port),
+            serve_metrics([], "127.0.0.1", port),
         ):
             pass
 

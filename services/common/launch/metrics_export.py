@@ -1,0 +1,58 @@
+"""Exports the metrics of a command: to scrapers of a port, and through Ray where the command runs on Ray."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client.registry import Collector
+
+from services.common.process.metrics_server import serve_metrics
+
+logger = logging.getLogger(__name__)
+
+RAY_SECONDS = 5.0
+"""Seconds between two updates of the gauges that Ray exports; Ray sends them every ten seconds."""
+END_SECONDS = 10.0
+"""Seconds for which the end of a command waits for an update, which may hang with its file system."""
+
+
+@contextmanager
+def export_metrics(collectors: Sequence[Collector], arguments: Namespace) -> Iterator[None]:
+    """Export metrics during the block, as `--metrics-port`, `--metrics-host` and `--launch` say.
+
+    Ray's metrics agents serve them to the Prometheus of a cluster, with the prefix `ray_`. Raises `RecipeError` if the
+    port cannot be opened.
+    """
+    with serve_metrics(collectors, arguments.metrics_host, arguments.metrics_port):
+        if arguments.launch != "ray":
+            yield
+            return
+        has_ended = threading.Event()
+        thread = threading.Thread(target=_export_to_ray, args=(collectors, has_ended), name="ray metrics", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join(END_SECONDS)
+
+
+def _export_to_ray(collectors: Sequence[Collector], has_ended: threading.Event) -> None:
+    from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline commands do without Ray
+
+    gauges = RayGauges()
+    while not has_ended.wait(RAY_SECONDS):
+        try:
+            for collector in collectors:
+                for family in collector.collect():
+                    for sample in family.samples:
+                        if not math.isnan(sample.value):
+                            gauges.set(sample.name, family.documentation, sample.labels, sample.value)
+        except Exception:  # a view of the run never ends it
+            logger.warning("metrics are no longer exported to Ray", exc_info=True)
+            return
