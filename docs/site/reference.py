@@ -24,6 +24,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import Manifest
 from services.common.errors import EXIT_BUG, MillraceError
 from services.common.process.metrics_server import PREFIX
+from services.common.process.stage_metrics import FILE_SYSTEM_METRICS, PROGRESS_METRICS
 from services.common.recipe.schema import Identity, Recipe
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS
 
@@ -98,10 +99,13 @@ def metrics() -> Iterator[str]:
     for metric in METRICS:
         yield f"| `{metric.field}` | {metric.unit} | {metric.reduction} | {_cell(metric.help)} |"
     yield "\n## Metrics of Prometheus alone\n"
-    yield "The command of a run measures them when it is scraped.\n"
-    yield "| metric | unit | meaning |\n|---|---|---|"
+    yield "The command of a stage measures them when it is scraped.\n"
+    yield "| metric | meaning |\n|---|---|"
     for metric in RUN_METRICS:
-        yield f"| `{PREFIX}{metric.field}` | {metric.unit} | {_cell(metric.help)} |"
+        yield f"| `{PREFIX}{metric.field}` | {_cell(metric.help)} ({metric.unit}) |"
+    for names, labels in ((PROGRESS_METRICS, "stage, phase, unit"), (FILE_SYSTEM_METRICS, "stage")):
+        for name, description in names.items():
+            yield f"| `{PREFIX}{name}{{{labels}}}` | {_cell(description)} |"
 
 
 def commands() -> Iterator[str]:

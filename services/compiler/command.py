@@ -10,6 +10,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest, compil
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import publish_once
 from services.common.hardware.image_platform import require_backend
+from services.common.launch.metrics_export import export_metrics
 from services.common.notices.stage_notices import notifying_stage
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
@@ -33,6 +34,7 @@ def make_cache(argv: list[str]) -> int:
     """Run the stage: make the recipe's compile cache, or find it published."""
     parser = StageParser("compiler", "Compile all graphs of a recipe's program, and publish them as a compile cache.")
     parser.add_launch()
+    parser.add_metrics_port()
     parser.epilog = f"{parser.epilog}. `{parser.prog} plan --help` shows how to estimate the time and price on Neuron."
     arguments, recipe = parser.parse(argv)
     if arguments.dry_run:
@@ -44,7 +46,10 @@ def make_cache(argv: list[str]) -> int:
         return 0
     facts = program_facts(recipe)
     address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
-    with notifying_stage("compiler", recipe, arguments.recipe, address) as notices:
+    with (
+        notifying_stage("compiler", recipe, arguments.recipe, address) as notices,
+        export_metrics((), arguments),
+    ):
         cache, is_new = publish_once(
             address,
             CompileCacheManifest,

@@ -17,6 +17,7 @@ from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Address, Artifact, publish_once
 from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
+from services.common.launch.metrics_export import export_metrics
 from services.common.notices.stage_notices import notifying_stage
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
@@ -50,6 +51,7 @@ def make_corpus(argv: list[str]) -> int:
     start = time.perf_counter()
     parser = StageParser("tokenizer", "Turn text into a corpus of packed token rows.")
     parser.add_launch()
+    parser.add_metrics_port()
     _mention_tools(parser)
     arguments, recipe = parser.parse(argv)
     configure_logging("tokenizer")
@@ -60,7 +62,10 @@ def make_corpus(argv: list[str]) -> int:
     with phase_timer.phase("plan"):
         plan = plan_corpus(recipe)
     address = Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id)
-    with notifying_stage("tokenizer", recipe, arguments.recipe, address) as notices:
+    with (
+        notifying_stage("tokenizer", recipe, arguments.recipe, address) as notices,
+        export_metrics((), arguments),
+    ):
         corpus, is_new = publish_once(
             address,
             CorpusManifest,

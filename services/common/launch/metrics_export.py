@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from prometheus_client.registry import Collector
 
 from services.common.process.metrics_server import serve_metrics
+from services.common.process.stage_metrics import StageMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,12 @@ END_SECONDS = 10.0
 
 @contextmanager
 def export_metrics(collectors: Sequence[Collector], arguments: Namespace) -> Iterator[None]:
-    """Export metrics during the block, as `--metrics-port`, `--metrics-host` and `--launch` say.
+    """Export metrics, the stage's progress and the space of its file system during the block.
 
-    Ray's metrics agents serve them to the Prometheus of a cluster, with the prefix `ray_`. Raises `RecipeError` if the
-    port cannot be opened.
+    `--metrics-port` and `--metrics-host` open a port for scrapers. Under `--launch ray`, Ray's metrics agents serve
+    them, too, with the prefix `ray_`. Raises `RecipeError` if the port cannot be opened.
     """
+    collectors = (StageMetrics(arguments.root), *collectors)
     with serve_metrics(collectors, arguments.metrics_host, arguments.metrics_port):
         if arguments.launch != "ray":
             yield

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+import urllib.request
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import rich.console
 
 from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.launch.metrics_export import export_metrics
 from services.common.process import progress as progress_display
 from services.common.process.progress import show_progress
 from services.common.process.progress_record import (
@@ -193,6 +196,35 @@ def test_another_program_reads_a_stage_s_progress_from_its_file(
     assert (measured.per_second, measured.seconds_left, measured.note) == (20, 30, "2 files")
     assert (read().phase, read().note) == (ALREADY_PUBLISHED, str(tmp_path / "corpus"))
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+
+
+def test_a_scrape_shows_the_progress_of_the_stage_that_runs_and_the_space_of_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def scrape() -> dict[str, float]:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, _, value in (each.rpartition(" ") for each in lines if each[0] != "#")}
+
+    arguments = Namespace(root=tmp_path / "not made yet", metrics_host="127.0.0.1", metrics_port=0, launch="inline")
+    with export_metrics((), arguments):
+        url = capfd.readouterr().out.split()[-1]
+        assert scrape() == {}
+        with reporting_progress("tokenizer"), show_progress("encode", 1_000, "bytes") as progress:
+            progress.advance_to(200)
+            now = 10.0
+            progress.advance_to(400)
+            labels = '{phase="encode",stage="tokenizer",unit="bytes"}'
+            found = scrape()
+            size = found.pop('millrace_file_system_size_bytes{stage="tokenizer"}')
+            assert 0 < found.pop('millrace_file_system_available_bytes{stage="tokenizer"}') <= size
+            assert found == {
+                f"millrace_stage_progress_{name}{labels}": value
+                for name, value in {"done": 400, "total": 1_000, "per_second": 20, "seconds_left": 30}.items()
+            }
 
 
 def test_a_progress_file_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

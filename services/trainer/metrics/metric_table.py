@@ -114,8 +114,6 @@ RUN_METRICS = (
     Metric("checkpoint_step", "steps", _COMMAND, "step of the newest committed checkpoint; 0 before the first"),
     Metric("checkpoint_time_seconds", "s since 1970", _COMMAND, "time of the newest committed checkpoint"),
     Metric("heartbeat_age_seconds", "s", "max", "age of the oldest heartbeat of a worker"),
-    Metric("file_system_size_bytes", "bytes", _COMMAND, "size of the file system of `--root`"),
-    Metric("file_system_available_bytes", "bytes", _COMMAND, "space of the file system of `--root` that is left"),
     Metric("events_total", "events", _COMMAND, "events of the run since the command began, by kind", "event"),
 )
 """Metrics of a run besides those of its steps, which only Prometheus has."""

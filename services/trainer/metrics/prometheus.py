@@ -6,7 +6,6 @@ The command collects them: no step waits for a scrape, and restarted workers do 
 from __future__ import annotations
 
 import math
-import shutil
 import threading
 import time
 from collections import Counter
@@ -98,7 +97,6 @@ class RunCollector(Collector):
         if self._steps.read():
             self._last_step_time = self._now()  # workers' clocks may differ from this one
         self._counts.update(event["event"] for event in self._events.read())
-        size, available = _measure_file_system(job.root)
         checkpoint_step, checkpoint_time = _find_checkpoint(job)
         return {
             "max_steps": train.max_steps,
@@ -108,8 +106,6 @@ class RunCollector(Collector):
             "checkpoint_step": checkpoint_step,
             "checkpoint_time_seconds": checkpoint_time,
             "heartbeat_age_seconds": self._measure_heartbeats(),
-            "file_system_size_bytes": size,
-            "file_system_available_bytes": available,
         }
 
     def _measure_heartbeats(self) -> float:
@@ -149,12 +145,3 @@ def _find_checkpoint(job: Job) -> tuple[float, float]:
         return step, (job.checkpoint_collection / checkpoint_id(step) / MANIFEST).stat().st_mtime
     except (MillraceError, OSError):
         return math.nan, math.nan
-
-
-def _measure_file_system(root: Path) -> tuple[float, float]:
-    """Return the size of the root's file system, and what a user may still write, in bytes."""
-    try:
-        usage = shutil.disk_usage(root)
-    except OSError:
-        return math.nan, math.nan
-    return usage.used + usage.free, usage.free  # as df: without blocks that only root may use
