@@ -23,6 +23,9 @@ MARK_CRDS = ["label", "--local", "--filename", "-", "--output", "json", f"{MARK}
 # Server-side, because the definitions are too long for the annotation of a client-side apply; with force, because helm
 # owns the fields that it created.
 APPLY_CRDS = ["apply", "--server-side", "--force-conflicts", "--filename", "-"]
+# A dashboard is too long for the annotation of a client-side apply, too.
+APPLY_MANIFESTS = ["apply", "--server-side", "--force-conflicts"]
+DIFF_MANIFESTS = ["diff", "--server-side", "--force-conflicts"]
 DIFF_CRDS = ["diff", "--server-side", "--force-conflicts", "--filename", "-"]
 
 
@@ -43,6 +46,8 @@ def install_releases(releases: list[Release], is_dry_run: bool) -> None:
             print(run_kubectl(APPLY_CRDS, _read_crds(helm, release)), end="", flush=True)
         if exit_code := run_to_its_end([helm, *release.install]):
             raise _failure(release, exit_code, "was rolled back; the add-ons before it stay")
+        if release.manifests:
+            print(run_kubectl([*APPLY_MANIFESTS, *release.kustomization]), end="", flush=True)
 
 
 def remove_releases(releases: list[Release], installed: list[Installed], own_namespaces: Collection[str]) -> None:
@@ -63,6 +68,8 @@ def remove_releases(releases: list[Release], installed: list[Installed], own_nam
             print(f"left        add-on {release.name}, which others use with {shorten(users)}", flush=True)
             continue
         print(f"removing    {release.name} from {release.namespace}", flush=True)
+        if release.manifests:
+            run_kubectl(["delete", "--ignore-not-found", *release.kustomization])
         if exit_code := run_to_its_end([helm, *release.uninstall]):
             raise _failure(release, exit_code, "may still be installed")
 
@@ -106,6 +113,8 @@ def _describe_commands(release: Release) -> Iterator[str]:
         pipe = (["helm", *release.show_crds], ["kubectl", *MARK_CRDS], ["kubectl", *APPLY_CRDS])
         yield " | ".join(map(shlex.join, pipe))
     yield shlex.join(["helm", *release.install])
+    if release.manifests:
+        yield shlex.join(["kubectl", *APPLY_MANIFESTS, *release.kustomization])
 
 
 def _read_crds(helm: str, release: Release) -> str:
@@ -129,6 +138,8 @@ def _differences(release: Release) -> Iterator[str]:
         raise _failure(release, wanted.returncode, "could not be rendered", wanted.stderr)
     after: str = json.loads(wanted.stdout)["manifest"]
     yield from difflib.unified_diff(_comparable(before), _comparable(after), "installed", "addons.yaml", lineterm="")
+    if release.manifests and not installed.returncode:
+        yield from run_kubectl([*DIFF_MANIFESTS, *release.kustomization], good_codes=(0, DIFFERS)).splitlines()
 
 
 def _comparable(manifest: str) -> list[str]:

@@ -12,6 +12,7 @@ import yaml
 from services.common.errors import RecipeError
 
 ADDONS = Path(__file__).parent
+REPOSITORY = ADDONS.parents[1]
 LIST = ADDONS / "addons.yaml"
 TIMEOUT = "10m"
 OCI = "oci://"
@@ -36,6 +37,8 @@ class Release:
     """API groups of the custom resources that this add-on defines."""
     crds: str = NOWHERE
     """Place of the chart's custom resource definitions: `IN_FOLDER`, `IN_TEMPLATES`, or `NOWHERE`."""
+    manifests: str = ""
+    """Folder of a kustomization in this repository that belongs to the release; empty where there is none."""
 
     @property
     def values(self) -> Path:
@@ -65,6 +68,11 @@ class Release:
         """Arguments of helm that remove the release, and do nothing if it is not installed."""
         where = ["--namespace", self.namespace]
         return ["uninstall", self.name, *where, "--ignore-not-found", "--wait", "--timeout", TIMEOUT]
+
+    @property
+    def kustomization(self) -> list[str]:
+        """Arguments of kubectl that name the release's own manifests; empty where there are none."""
+        return ["--kustomize", str(REPOSITORY / self.manifests)] if self.manifests else []
 
     @property
     def show_crds(self) -> list[str]:

@@ -14,6 +14,7 @@ from infra.preflight.requirement import Finding, Look
 # The stack's EKS add-ons; a test compares them with its modules.
 ADDONS = (
     *("vpc-cni", "kube-proxy", "eks-pod-identity-agent", "coredns", "metrics-server", "aws-fsx-csi-driver"),
+    "aws-ebs-csi-driver",
     *("eks-node-monitoring-agent", "amazon-cloudwatch-observability"),
 )
 

@@ -99,6 +99,8 @@ def test_add_ons_are_installed_in_order_and_marked(run_infra: RunInfra, cluster:
     assert cluster.upgraded == NAMES
     upgrades = [line for line in cluster.programs.calls if "upgrade" in line]
     assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
+    manifests = f"kubectl apply --server-side --force-conflicts --kustomize {REPOSITORY / 'k8s/monitoring'}"
+    assert cluster.programs.calls[-2:] == [upgrades[-1], manifests]
 
 
 def test_definitions_that_helm_leaves_out_are_applied_before_the_release_of_their_version(

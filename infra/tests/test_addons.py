@@ -12,6 +12,7 @@ import yaml
 from infra.addons.releases import read_releases
 from infra.tests.conftest import RunInfra
 from infra.tests.programs import Programs
+from infra.workloads.kubernetes_cluster import release_of
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "millrace.dev/installed-by=make-addons"
@@ -52,11 +53,20 @@ def test_neuron_watches_its_devices_and_schedules_nothing() -> None:
     assert values["draDriver"]["enabled"] is False
 
 
-def test_nothing_makes_a_volume_or_a_load_balancer_that_a_teardown_would_have_to_find() -> None:
+def test_no_load_balancer_is_made_and_a_teardown_knows_and_removes_the_one_volume() -> None:
+    """The claim has the mark of its release, and goes with it."""
     for release in RELEASES.values():
         text = release.values.read_text(encoding="utf-8")
         assert "LoadBalancer" not in text
-        assert "volumeClaimTemplate" not in text
+        assert ("volumeClaimTemplate" in text) == (release.name == "monitoring")
+    values, release = values_of("monitoring"), RELEASES["monitoring"]
+    spec = values["prometheus"]["prometheusSpec"]
+    claim = spec["storageSpec"]["volumeClaimTemplate"]
+    assert release_of(claim) == (release.namespace, release.name)
+    assert spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Delete"
+    [storage_class] = [each for each in values["extraManifests"] if each["kind"] == "StorageClass"]
+    assert claim["spec"]["storageClassName"] == storage_class["metadata"]["name"]
+    assert storage_class["reclaimPolicy"] == "Delete"
 
 
 def test_the_file_system_driver_is_installed_once() -> None:
@@ -82,5 +92,5 @@ def test_a_dry_run_prints_the_commands(
     assert [line for line in lines if not line.startswith("helm upgrade")] == [
         f"helm show crds {sources[name]} | {mark} | kubectl apply --server-side --force-conflicts --filename -"
         for name in ("kuberay", "monitoring")
-    ]
+    ] + [f"kubectl apply --server-side --force-conflicts --kustomize {REPOSITORY / 'k8s/monitoring'}"]
     assert programs.calls == []

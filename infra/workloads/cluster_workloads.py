@@ -62,7 +62,7 @@ class ClusterWorkloads:
         return [*find_on_cluster(owners), *in_account]
 
     def stop(self) -> None:
-        """Stops deployments, empties node groups, deletes Services and claims, and removes add-ons.
+        """Stops deployments, empties node groups, removes add-ons, and deletes Services and claims.
 
         Leaves what others made, and what they use: a node group with their pods, an add-on with their objects. Raises
         `DeploymentStays` if a stage does not stop, `DeviceError` if kubectl talks to another cluster, and `TryAgain`
@@ -72,8 +72,8 @@ class ClusterWorkloads:
         owners = read_owners()
         self._stop_deployments()
         self._empty_pools(find_pods_by_node_group(owners))
+        self._remove_addons(owners)  # a claim stays while a pod of an add-on uses it
         self._delete_makers(owners)
-        self._remove_addons(owners)
 
     def forget(self) -> None:
         forget_settings(self.settings)

@@ -275,8 +275,9 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     for monitor in _all(objects, "PodMonitor"):
         labels = monitor["metadata"].get("labels", {})
         yield Agreement("labels of the PodMonitor", wanted, {name: labels.get(name) for name in wanted})
-        namespaces = spec["podMonitorNamespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
-        yield Agreement("namespace of the PodMonitor", namespaces, monitor["metadata"]["namespace"])
+        [namespaces] = spec["podMonitorNamespaceSelector"]["matchExpressions"]
+        namespace = monitor["metadata"]["namespace"]
+        yield Agreement("namespace of the PodMonitor", {*namespaces["values"]} & {namespace}, {namespace})
     catalogue = (root / "infra/modules/eks/addons.tf").read_text(encoding="utf-8")
     drivers = {each["spec"]["csi"]["driver"] for each in _all(objects, "PersistentVolume")}
     yield Agreement(

@@ -1,7 +1,7 @@
 # Add-ons of EKS' catalogue, which AWS versions and removes with the cluster. infra/addons installs those that the catalogue
-# lacks: KubeRay, Volcano, the device plugins, Prometheus. Left out are aws-ebs-csi-driver, because no claim needs a disk;
-# cert-manager, because no webhook needs its certificates; and the AWS Load Balancer Controller, because its resources outside
-# of the state are what most often stops a destroy.
+# lacks: KubeRay, Volcano, the device plugins, Prometheus. Left out are cert-manager, because no webhook needs its
+# certificates; and the AWS Load Balancer Controller, because its resources outside of the state are what most often stops a
+# destroy.
 
 locals {
   before_nodes = {
@@ -20,6 +20,7 @@ locals {
     {
       coredns                   = { nodeSelector = var.core_pool }
       metrics-server            = { nodeSelector = var.core_pool }
+      aws-ebs-csi-driver        = { controller = { nodeSelector = var.core_pool } } # for the volume of Prometheus
       aws-fsx-csi-driver        = { controller = { nodeSelector = var.core_pool } }
       eks-node-monitoring-agent = {} # detects Neuron's faults; the node groups repair the nodes that it reports
     },
@@ -44,6 +45,7 @@ locals {
     vpc-cni = { role = "cni", service_account = "aws-node", managed_policy = "AmazonEKS_CNI_Policy" }
     # The volume is static, so the driver reads its description and mounts it, but makes nothing.
     aws-fsx-csi-driver              = { role = "fsx-csi", service_account = "fsx-csi-controller-sa", managed_policy = null }
+    aws-ebs-csi-driver              = { role = "ebs-csi", service_account = "ebs-csi-controller-sa", managed_policy = "service-role/AmazonEBSCSIDriverPolicy" }
     amazon-cloudwatch-observability = { role = "cloudwatch", service_account = "cloudwatch-agent", managed_policy = null }
   }
   used_identities = {
