@@ -1,0 +1,134 @@
+"""A real Prometheus scrapes a training's exporter and evaluates the alerts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.common.artifacts.lease import hold_lease
+from services.common.launch.metrics_export import export_metrics
+from services.common.process.progress_record import reporting_progress
+from services.common.testing.waiting import wait_until
+from services.trainer.job import Job
+from services.trainer.metrics.events import record_event
+from services.trainer.metrics.prometheus import NewestMetrics, RunCollector
+from services.trainer.metrics.records import METRICS_FILE
+from services.trainer.tests.builders import building_jobs
+from services.trainer.tests.metric_lines import STEP, append
+from tests.monitoring.exported import write_plain_rules
+from tests.monitoring.promtool import require_program
+
+MEBIBYTE = 2**20
+
+
+@contextmanager
+def small_file_system(folder: Path) -> Iterator[Path]:
+    """Mount a file system of 64 MiB, so that the test can fill it; skip the test without the right to mount."""
+    folder.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=64m tmpfs '{folder}' 2>/dev/null") != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield folder
+    finally:
+        os.system(f"umount -l '{folder}'")
+
+
+class Server:
+    """A Prometheus on loopback that scrapes one address every half second."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get(self, path: str, **query: str) -> Any:
+        with urllib.request.urlopen(f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(query)}") as answer:
+            return json.load(answer)["data"]
+
+    def alerts(self) -> set[str]:
+        """Return the names of the alerts that fire."""
+        return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
+
+    def value(self, query: str) -> float | None:
+        """Return the value of a query with at most one series."""
+        found = self.get("query", query=query)["result"]
+        return float(found[0]["value"][1]) if found else None
+
+
+@contextmanager
+def prometheus(folder: Path, target: str) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    folder.mkdir()
+    write_plain_rules(folder / "rules.yaml", **{"for": "0s"})  # the cases of promtool have the waiting times
+    configuration = {
+        "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [{"job_name": "training", "static_configs": [{"targets": [target]}]}],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
+    options = ("--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address={address}")
+    with (folder / "log.txt").open("wb") as log:
+        server = subprocess.Popen([require_program("prometheus"), *options], cwd=folder, stderr=log)
+    try:
+        wait_until(lambda: _is_ready(address, server), 60)
+        yield Server(address)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _is_ready(address: str, server: subprocess.Popen[bytes]) -> bool:
+    assert server.poll() is None
+    try:
+        with urllib.request.urlopen(f"http://{address}/-/ready") as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    with hold_lease(tmp_path / "run.lock") as held, building_jobs(tmp_path, held.lease) as build:
+        yield build
+
+
+def test_a_real_prometheus_fires_on_a_stall_a_spike_a_skipped_step_and_a_full_disk_and_not_before(
+    tmp_path: Path, new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    require_program("prometheus")
+    behind_seconds = 0.0
+
+    def take_step(step: int, **values: float) -> None:
+        append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": step, **values}).encode())
+
+    with small_file_system(tmp_path / "root") as root:
+        job = new_job("root", train__max_steps="100", checkpoint__interval_steps="50")
+        collectors = (NewestMetrics(job.run_folder, job.run), RunCollector(job, lambda: time.time() - behind_seconds))
+        options = Namespace(root=root, metrics_host="127.0.0.1", metrics_port=0, launch="inline")
+        with reporting_progress("trainer"), export_metrics(collectors, options):
+            target = urllib.parse.urlsplit(capfd.readouterr().out.split()[-1]).netloc
+            with prometheus(tmp_path / "prometheus", target) as server:
+                take_step(1)
+                wait_until(lambda: server.value("run:millrace_step:max") == 1, 60)
+                take_step(2)
+                wait_until(lambda: (server.value("count_over_time(run:millrace_step:max[1m])") or 0) >= 3, 60)
+                assert server.alerts() == set()
+
+                behind_seconds = 1_000.0  # the newest step was made so long ago
+                take_step(3, skipped_steps=1, graphs_compiled=0)
+                record_event(job, "loss_spike", step=3, first_step=3, loss=9.0, limit=6.0)
+                (root / "other.bin").write_bytes(bytes(58 * MEBIBYTE))
+                expected = {"TrainingStalled", "LossSpiked", "StepsSkipped", "FileSystemFilling"}
+                wait_until(lambda: server.alerts() == expected, 60)
