@@ -298,7 +298,10 @@ def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
 def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A claim's volume is there until its driver has deleted it; nothing after it happens before that."""
+    """A claim's volume is there until its driver has deleted it; nothing after it happens before that.
+
+    The pods of add-ons, which hold claims, are gone before.
+    """
     monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
     monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
     cluster.put(
@@ -320,9 +323,12 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     done = run_infra("down", exit_code=75)
 
     assert f"volumes and load balancers are not gone after 0 s: {volume}" in done.stderr
-    deleted = [line.split()[4:6] for line in cluster.programs.calls if " delete " in line]
-    assert deleted == [["service", "a-service"], ["persistentvolumeclaim", "scratch"]]
-    assert not any("helm uninstall" in line for line in cluster.programs.calls)
+    changes = [line for line in cluster.programs.calls if " delete " in line or "helm uninstall" in line]
+    assert [line.split()[4:6] for line in changes[-2:]] == [
+        ["service", "a-service"],
+        ["persistentvolumeclaim", "scratch"],
+    ]
+    assert "helm uninstall monitoring" in "\n".join(changes[:-2])
     assert pool_sizes(aws) == {"core": 2, "trainium": 0}
 
     ec2.delete_volume(VolumeId=volume)
