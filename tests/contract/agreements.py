@@ -275,9 +275,9 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     for monitor in _all(objects, "PodMonitor"):
         labels = monitor["metadata"].get("labels", {})
         yield Agreement("labels of the PodMonitor", wanted, {name: labels.get(name) for name in wanted})
-        [namespaces] = spec["podMonitorNamespaceSelector"]["matchExpressions"]
+        [selected] = spec["podMonitorNamespaceSelector"]["matchExpressions"]
         namespace = monitor["metadata"]["namespace"]
-        yield Agreement("namespace of the PodMonitor", {*namespaces["values"]} & {namespace}, {namespace})
+        yield Agreement("namespace of the PodMonitor", {*selected["values"]} & {namespace}, {namespace})
     catalogue = (root / "infra/modules/eks/addons.tf").read_text(encoding="utf-8")
     drivers = {each["spec"]["csi"]["driver"] for each in _all(objects, "PersistentVolume")}
     yield Agreement(
