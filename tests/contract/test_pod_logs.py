@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from functools import cache
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ ID = "0" * 64
 OPERATORS = {"kuberay": "kuberay-operator-7d9c", "volcano": "volcano-scheduler-7d9c"}
 
 
+@cache
 def list_patterns() -> dict[str, tuple[list[str], list[str]]]:
     """Reads the patterns of files, and of excluded files, by log group."""
     text = (REPOSITORY / STACK / "main.tf").read_text(encoding="utf-8")
