@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from services.common.errors import ArtifactError, DeviceError
+from services.common.errors import ArtifactError
 from services.common.process.entry_point import exit_code_of
+from services.common.testing.browser import Browser
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 200_000
 """Size of the largest picture, in bytes: everybody who clones the repository downloads it."""
-TIMEOUT_SECONDS = 120
 
 
 def main(argv: list[str]) -> int:
@@ -50,31 +46,9 @@ def take_picture(page: Path, width: int, height: int) -> bytes:
     Raises `DeviceError` if no browser is installed or it fails, and `ArtifactError` if the picture has more than
     `MOST_BYTES`.
     """
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        raise DeviceError(f"no {', '.join(BROWSERS)} on PATH. Debian: apt-get install chromium")
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder) / "picture.png"
-        options = [
-            "--headless",
-            "--no-sandbox",  # a sandbox cannot be made as root; the page is our own file
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--virtual-time-budget=10000",  # the page draws its figures after it has loaded
-            f"--user-data-dir={folder}/profile",
-            f"--window-size={width},{height}",
-            f"--screenshot={picture}",
-        ]
-        done = subprocess.run(
-            [browser, *options, page.absolute().as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        if not picture.exists():
-            raise DeviceError(f"{browser} took no picture of {page}:\n{done.stderr[-2_000:]}")
-        content = picture.read_bytes()
+    with Browser() as browser:
+        browser.open(page, width, height)
+        content = browser.take_picture()
     if len(content) > MOST_BYTES:
         raise ArtifactError(f"{page}: the picture has {len(content):,} bytes, expected at most {MOST_BYTES:,}.")
     return content

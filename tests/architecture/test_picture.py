@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 from pathlib import Path
 
 import pytest
 
-from docs.site.picture import BROWSERS, MOST_BYTES, find_page, take_picture
+from docs.site.picture import MOST_BYTES, find_page, take_picture
 from services.common.errors import ArtifactError, DeviceError
+from services.common.testing.browser import find_browser
 from tests.architecture.imports import REPOSITORY
 
-needs_browser = pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="no Chromium on PATH")
+needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium on PATH")
 
 
 def test_the_picture_of_the_readme_is_small() -> None:

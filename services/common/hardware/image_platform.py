@@ -52,7 +52,6 @@ LIBRARIES = {
     "compiler": ("torch",),
     "trainer": (
         "torch",
-        "plotly",
         "prometheus_client",
         "ray.train",
         "safetensors",

@@ -140,6 +140,8 @@ summary { cursor: pointer; padding: 4px 0 10px; font-weight: 550; color: var(--a
   .skip, .hint, .pointer, .choice { display: none }
   .frame, .frame.long { overflow: visible; max-height: none }
   .charts { grid-template-columns: 1fr 1fr }
+  th, td { min-width: 0; padding: 4px 6px; font-size: 10.5px; overflow-wrap: anywhere }
+  thead th { white-space: normal }
   h2 { break-after: avoid }
   .tiles > div, tr { break-inside: avoid }
   * { -webkit-print-color-adjust: exact; print-color-adjust: exact }
