@@ -88,6 +88,15 @@ def audit_steps(metrics: Path, expected: Mapping[int, float], tokens_per_step: i
     return findings
 
 
+def audit_misses(attempts: Path) -> list[Finding]:
+    """Check that no start of the workers compiled a graph that the published compile cache should have."""
+    return [
+        Finding("a compile miss", f"{record['graphs_compiled']} graphs, {record['new_cache_files']} files", attempts)
+        for record in read_json_lines(attempts)
+        if record and (record["graphs_compiled"] or record["new_cache_files"])
+    ]
+
+
 def read_losses(metrics: Path) -> dict[int, float]:
     """Return the last recorded loss of each step."""
     return {record["step"]: record["loss"] for record in read_json_lines(metrics) if record}

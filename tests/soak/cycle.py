@@ -16,11 +16,13 @@ from pathlib import Path
 from services.common.artifacts.__main__ import read_manifest
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.file import load_recipe
+from services.trainer.metrics.records import ATTEMPTS_FILE
 from services.trainer.tests.runs import checkpoints
 from tests.small import write_notes, write_small_recipe
 from tests.soak.audit import (
     Finding,
     audit_artifacts,
+    audit_misses,
     audit_steps,
     audit_weights,
     digest_state,
@@ -178,6 +180,7 @@ class Soak:
         recipe = load_recipe(self.recipe, {})
         (metrics,) = root.glob("run/*/metrics.jsonl")
         findings += audit_steps(metrics, reference.losses, tokens_per_step(recipe))
+        findings += audit_misses(metrics.with_name(ATTEMPTS_FILE))
         findings += audit_weights(list(checkpoints(root).values())[-1], reference.state)
         for manifest in root.glob("corpus/*/*/manifest.json"):
             digest = read_manifest(manifest.parent).content_digest

@@ -23,6 +23,7 @@ from tests.soak.audit import (
     Finding,
     audit_artifacts,
     audit_memory,
+    audit_misses,
     audit_output,
     audit_steps,
     audit_weights,
@@ -67,6 +68,16 @@ def test_a_lost_a_repeated_and_another_sample_are_found_with_their_steps(tmp_pat
     (other,) = audit(tmp_path, [*whole[:5], record(6, loss=LOSSES[5]), *whole[6:]])
     assert "step 6 has 1.0, expected 0.83" in other
     assert len(audit(tmp_path, [*whole[:5], record(6, tokens=5 * TOKENS_PER_STEP), *whole[6:]])) == 1
+
+
+def test_a_compile_miss_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+    warm, cold = {"graphs_compiled": 0, "new_cache_files": 0}, {"graphs_compiled": 2, "new_cache_files": 7}
+    path.write_text(json.dumps(warm) + "\n", encoding="utf-8")
+    assert audit_misses(path) == []
+    path.write_text(f"{json.dumps(warm)}\n{json.dumps(cold)}\n", encoding="utf-8")
+    [finding] = audit_misses(path)
+    assert finding.detail == "2 graphs, 7 files"
 
 
 def publish_state(root: Path, recipe: Recipe, change: float = 0.0) -> Path:
