@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.timeout(1800)]
 
 ON_CUDA = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
 """Overrides with which the small recipe has one worker, on a GPU."""
-NUM_STEPS, CHECKPOINT_STEPS = 480, 120  # of the demo
+NUM_STEPS, CHECKPOINT_STEPS = 300, 100  # of the demo
 
 
 @dataclass(frozen=True)
