@@ -82,7 +82,12 @@ def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError
         )
     else:
         what = "its weights are no longer finite, so they were not saved"
-    kept = f"the newest is of step {newest}" if newest is not None else "there is none yet"
+    kept = "there is none yet"
+    if newest is not None:
+        kept = (
+            f"the newest is of step {newest}, and its weights may be ruined already. A branch goes on from one of them "
+            f"with other settings (--train.branch.run={job.run} --train.branch.step=STEP)"
+        )
     return RecipeError(
         f"{job.run}: the run diverged at step {record.step}: {what}. The last gradient norm is "
         f"{record.gradient_norm:g}, the learning rate is {record.learning_rate:g}; {skipped.total} of all "
