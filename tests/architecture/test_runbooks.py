@@ -13,14 +13,18 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import get_args
 
 import botocore.session
 import pytest
+import yaml
 from botocore import xform_name
 from botocore.exceptions import UnknownServiceError
 from botocore.model import ServiceModel
 
 from images.__main__ import main as images
+from services.common.recipe.schema import NoticeCondition
 from tests.architecture.documents import Document, read_runbooks
 from tests.architecture.imports import REPOSITORY
 
@@ -81,6 +85,25 @@ def test_the_index_lists_every_page() -> None:
     index = next(page for page in RUNBOOKS if page.path.stem == "README")
     listed = {link for link in index.links() if "/" not in link}
     assert {page.path.name for page in RUNBOOKS} - {"README.md"} == {link.partition("#")[0] for link in listed}
+
+
+def test_the_index_leads_each_alert_and_notice_to_its_page() -> None:
+    rules = yaml.safe_load((REPOSITORY / "k8s/monitoring/rules.yaml").read_text(encoding="utf-8"))
+    alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    pages = {
+        (alert["labels"]["condition"], Path(alert["annotations"]["runbook_url"]).name): alert["alert"]
+        for alert in alerts
+    }
+    rows = index_rows()
+    assert [alert for (condition, page), alert in pages.items() if condition not in rows.get(page, "")] == []
+    told = set(get_args(NoticeCondition)) - {"started", "done", "ended"}
+    assert {condition for condition in told if not any(f"`{condition}`" in row for row in rows.values())} == set()
+
+
+def index_rows() -> dict[str, str]:
+    """Rows of the index by the name of the page to which they lead."""
+    text = (REPOSITORY / "docs/operations/runbooks/README.md").read_text(encoding="utf-8")
+    return {row[1]: row[0] for row in re.finditer(r"^\|.*\]\(([a-z-]+\.md)\) \|$", text, re.MULTILINE)}
 
 
 def test_images_platforms_prints_what_an_upgrade_has_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
