@@ -83,6 +83,7 @@ from services.trainer.run import (
     open_started_run,
     summarize,
     write_run,
+    writing_costs,
 )
 from services.trainer.run_comparison import COMPARE, compare_runs, find_run
 from services.trainer.run_start import describe_start, explain_new_run
@@ -119,7 +120,12 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     require_trackers(arguments.tracker)
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
-    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, recording_command(job), using_node(job):
+    with (
+        hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held,
+        writing_costs(job),
+        recording_command(job),
+        using_node(job),
+    ):
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
         if completed_step(checkpoint) >= recipe.train.max_steps:
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -16,7 +18,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
 from services.common.artifacts.store import Address, Artifact, open_artifact
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, MillraceError
 from services.common.input.credentials import mask_values
 from services.common.input.files import parse_json, read_file, unreadable
 from services.common.input.problem_list import list_names
@@ -29,7 +31,10 @@ from services.trainer.job import RUN_FILE, Job, run_folder, run_name
 from services.trainer.metrics.events import count_events
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, StepsNewestFirst, read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
+from services.trainer.run_cost import StageCost, compute_costs, describe_costs, describe_training_cost
 from services.trainer.run_tree import branches_of, read_runs
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = "run/1"
 REPORT_FILE = "report.html"
@@ -92,6 +97,12 @@ class StartedRun:
         """Numbers of the training by name; see `RunNumbers.collect`."""
         return self.steps.numbers.collect(self.attempts)
 
+    @property
+    def costs(self) -> list[StageCost]:
+        """Costs of the stages, in the order in which they ran; the trainer's is the last."""
+        cache = self.cache.manifest if self.cache else None
+        return compute_costs(self.recipe, self.folder, self.corpus.manifest, cache)
+
     def phases(self) -> dict[str, list[Phase]]:
         """Return the timed phases of each stage, in the order in which the stages ran."""
         cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
@@ -147,8 +158,22 @@ def write_run(job: Job) -> None:
     if job.cache:
         run["artifacts"]["compile_cache"] = job.cache.manifest.id
         run["paths"]["compile_cache"] = _below(job.root, job.cache.path)
+    run["costs"] = describe_costs(job)
     (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     write_durably(job.run_folder / RUN_FILE, json.dumps(mask_values(run), indent=1).encode())
+
+
+@contextmanager
+def writing_costs(job: Job) -> Iterator[None]:
+    """Write run.json again after the block, with the costs of the run until then. A failure is logged alone."""
+    try:
+        yield
+    finally:
+        if (job.run_folder / RUN_FILE).exists():
+            try:
+                write_run(job)
+            except (MillraceError, OSError) as error:
+                logger.warning("%s: the costs could not be written: %s", job.run_folder / RUN_FILE, error)
 
 
 def _below(root: Path, path: Path) -> str:
@@ -230,6 +255,7 @@ def summarize(run: Run) -> str:
         *_describe_relatives(run),
         f"loss          {_describe_loss(numbers)}",
         *([f"validation    {_describe_evaluations(run)}"] if run.evaluations else []),
+        *([f"held          {describe_training_cost(cost)}"] if (cost := run.costs[-1]).held_node_hours else []),
         f"trained on    {numbers['tokens']:,} tokens, {numbers.get('tokens_per_second', 0.0):,.0f} tokens/s",
         *([f"efficiency    {_describe_efficiency(numbers)}"] if "tokens_per_second" in numbers else []),
         f"skipped       {describe_skips(run)}",

@@ -27,6 +27,7 @@ from services.trainer.evaluation.records import metrics_of, write_evaluation
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job, tokens_after
+from services.trainer.metrics.commands import read_commands
 from services.trainer.metrics.metric_table import WorkerNumbers, reduce_over_ranks
 from services.trainer.metrics.records import MetricsWriter, StepRecord, read_last_step, read_record_of
 
@@ -157,33 +158,50 @@ class MetricsRecorder:
 
 
 class _RunTime:
-    """Computes goodput over all starts of a run, from the records of earlier starts."""
+    """Computes goodput and lost time over all starts of a run, from the records of earlier starts.
+
+    It reads one record a start, and one line for each command that trained the run.
+    """
 
     def __init__(self, job: Job, first_step: int) -> None:
         self._folder = job.run_folder
-        self._step, self._skipped_steps, self._productive_seconds = 0, 0, 0.0
-        newest = read_last_step(job.run_folder)
+        self._newest = read_last_step(job.run_folder)
+        newest = self._newest or {}
+        self._step, self._skipped_steps = 0, 0
+        self._productive_seconds = newest.get("productive_seconds", 0.0)
+        self._redone_seconds, self._restart_seconds = (
+            newest.get(name, 0.0) for name in ("redone_seconds", "restart_seconds")
+        )
+        self._earlier = [each for each in read_commands(job.run_folder) if each.attempt != job.attempt]
+        self._command_began_at = job.started_at.timestamp()
         self._restarts = newest.get("restarts", 0) + 1 if newest else 0
-        self._started_at = (newest or {}).get("run_started_at") or job.started_at.timestamp()
+        self._started_at = newest.get("run_started_at") or self._command_began_at
         self._go_back(first_step)
 
     def add(self, step: StepRecord, seconds: float) -> dict[str, float]:
         """Add a step and return its fields about the run.
 
         Productive are all steps except those that are done again later, those that updated nothing, and the first of a
-        process, which loads or compiles its graphs.
+        process, which loads or compiles its graphs. Lost are the steps that are done again, `redone_seconds`, and
+        `restart_seconds`: the time of the commands between the last step before a start and its first step.
         """
+        now = time.time()
+        if self._newest:
+            self._restart_seconds += self._held_since(self._newest["time"], now)
+            self._newest = None
         if step.step != self._step + 1:
             self._go_back(step.step - 1)
         is_applied = step.skipped_steps == self._skipped_steps
         if is_applied and not step.is_first_of_process:
             self._productive_seconds += seconds
         self._step, self._skipped_steps = step.step, step.skipped_steps
-        elapsed = time.time() - self._started_at
+        elapsed = now - self._started_at
         return {
             "goodput": min(1.0, self._productive_seconds / elapsed) if elapsed > 0 else 0.0,
             "restarts": self._restarts,
             "productive_seconds": self._productive_seconds,
+            "redone_seconds": self._redone_seconds,
+            "restart_seconds": self._restart_seconds,
             "run_started_at": self._started_at,
         }
 
@@ -191,7 +209,14 @@ class _RunTime:
         """Continue from the record of the step whose checkpoint was loaded."""
         record = (read_record_of(self._folder, step) or {}) if step else {}
         self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
-        self._productive_seconds = record.get("productive_seconds", 0.0)
+        productive_seconds = record.get("productive_seconds", 0.0)
+        self._redone_seconds += max(0.0, self._productive_seconds - productive_seconds)
+        self._productive_seconds = productive_seconds
+
+    def _held_since(self, since: float, now: float) -> float:
+        """Return the seconds from `since` to `now` for which commands held the nodes of the run."""
+        lives = [(each.began_at, each.ended_at or each.seen_at) for each in self._earlier]
+        return math.fsum(max(0.0, end - max(begin, since)) for begin, end in [*lives, (self._command_began_at, now)])
 
 
 def _name_of_gpu(backend: Backend) -> str:

@@ -114,6 +114,8 @@ class _StepLine(Line):
     largest_logit: Number = 0.0
     activation_rms: Number = 0.0
     productive_seconds: Seconds = 0.0
+    redone_seconds: Seconds = 0.0
+    restart_seconds: Seconds = 0.0
     run_started_at: Timestamp = 0.0
 
 

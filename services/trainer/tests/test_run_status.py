@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,9 +14,11 @@ import pytest
 from services.common.errors import ArtifactError, TryAgain
 from services.common.hardware.instance_types import read_instance_types
 from services.common.recipe.schema import Recipe
-from services.trainer.job import Job
+from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.metrics.commands import COMMANDS_FILE, LINE_BYTES, LOST_SECONDS, read_commands, recording_command
+from services.trainer.metrics.records import METRICS_FILE, read_last_step
+from services.trainer.run import writing_costs
 from services.trainer.run_status import RunStatus, read_status
 from services.trainer.tests.test_branch import ALONE
 
@@ -116,3 +119,35 @@ def test_a_run_on_cpus_has_no_cost_and_its_numbers_are_those_of_its_newest_step(
     assert found.began_at
     assert found.updated_at
     assert found.began_at < found.updated_at
+
+
+def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job: JobBuilder) -> None:
+    """The first command did six steps, of which the newest checkpoint has four, and died an hour after the last one."""
+    job = new_job(train__max_steps="6", checkpoint__interval_steps="4")
+    trainium = on_trainium(job)
+    with recording_command(trainium):
+        train(job, ALONE)
+    shutil.rmtree(job.checkpoint_collection / "step-00000006")
+    record, path = read_commands(job.run_folder)[0], job.run_folder / METRICS_FILE
+    steps = [step | {"time": step["time"] - 3_600} for step in map(json.loads, path.read_text().splitlines())]
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    killed = {"began_at": record.began_at - 3_600, "ended_at": None, "exit_code": None}
+    line = record.model_copy(update=killed).model_dump_json()
+    (job.run_folder / COMMANDS_FILE).write_text(f"{line:<{LINE_BYTES - 1}}\n")
+
+    second = replace(trainium, attempt="second", started_at=datetime.now(UTC))
+    with writing_costs(second), recording_command(second):
+        train(replace(job, attempt="second", started_at=second.started_at), ALONE)
+
+    *others, cost = json.loads((job.run_folder / RUN_FILE).read_text())["costs"]
+    assert [each["stage"] for each in others] == ["tokenizer"]
+    assert (cost["stage"], cost["chip_hours"]) == ("trainer", pytest.approx(16 * cost["held_node_hours"]))
+    newest = read_last_step(job.run_folder)
+    assert newest
+    redone = steps[5]["productive_seconds"] - steps[3]["productive_seconds"]
+    assert newest["redone_seconds"] == pytest.approx(redone)
+    assert redone > 0
+    assert newest["restart_seconds"] == pytest.approx(3_600, abs=60)
+    assert cost["lost_node_hours"] == pytest.approx(2 * (redone + newest["restart_seconds"]) / 3_600)
+    assert cost["computing_node_hours"] == pytest.approx(2 * newest["productive_seconds"] / 3_600)
+    assert cost["computing_node_hours"] + cost["lost_node_hours"] < cost["held_node_hours"]
