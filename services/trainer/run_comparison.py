@@ -1,4 +1,4 @@
-"""Compares runs of a root: their states and newest numbers, and the recipe values in which they differ."""
+"""Compares runs of a root: their newest numbers, the recipe values in which they differ, and their curves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import parse_json, read_file, unreadable
 from services.common.input.problem_list import list_names
+from services.common.launch.brought_files import offer_file
 from services.common.process.command_line import require_text
 from services.common.process.command_parser import CommandParser
 from services.trainer.job import RUN_FILE, run_folder
+from services.trainer.report.comparison import write_comparison
 from services.trainer.run_status import RunStatus, read_status
 from services.trainer.run_tree import UNKNOWN, align_columns, run_names, write_number, write_numbers, write_step
 
@@ -25,10 +27,11 @@ STATUS_HEADINGS = ("run", "state", "step", "loss", "validation", "tokens/s", "co
 
 
 def compare_runs(argv: list[str]) -> int:
-    """Print the states of runs and the recipe values in which they differ."""
+    """Print the newest numbers of runs and the recipe values in which they differ, and write comparison.html."""
     parser = CommandParser(
         prog=f"python -m services.trainer {COMPARE}",
-        description="Compare runs of a root: their newest numbers, and the recipe values in which they differ.",
+        description="Compare runs of a root: their newest numbers, the recipe values in which they differ, and their "
+        "curves in one page, comparison.html.",
         allow_abbrev=False,
     )
     parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
@@ -38,9 +41,13 @@ def compare_runs(argv: list[str]) -> int:
     root = arguments.root.absolute()
     runs = find_runs(root, arguments.runs)
     recipes = [read_recipe_values(root, run) for run in runs]
-    print(align_columns([STATUS_HEADINGS, *(describe_status(read_status(root, run)) for run in runs)]))
-    rows = list(differing_values(recipes))
-    print("\nThe recipes are identical." if not rows else "\n" + align_columns([("recipe value", *runs), *rows]))
+    numbers = [STATUS_HEADINGS, *(describe_status(read_status(root, run)) for run in runs)]
+    values = [("recipe value", *runs), *differing_values(recipes)]
+    print(f"{align_columns(numbers)}\n")
+    print(align_columns(values) if len(values) > 1 else "The recipes are identical.")
+    path = write_comparison(root, runs, numbers, values)
+    print(f"\n{path}")
+    offer_file(path)
     return 0
 
 

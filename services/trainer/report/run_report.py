@@ -35,6 +35,7 @@ from services.trainer.report.run_charts import MARKS, make_charts
 from services.trainer.report.run_curves import RunCurves
 from services.trainer.report.timeline import draw_timeline
 from services.trainer.run import REPORT_FILE, Run, StartedRun, summarize
+from services.trainer.run_cost import StageCost
 from services.trainer.run_status import RunStatus, read_status
 
 NUMBERS_ELEMENT = "millrace-numbers"
@@ -95,8 +96,8 @@ def _make_sections(
     yield make_section(
         "stages",
         "How long did each stage take?",
-        draw_timeline(run.phases()),
-        "The time between stages, which may be days, is left out.",
+        draw_timeline(run.phases()) + make_table("Costs", _COST_HEADINGS, map(_cost_row, run.costs)),
+        "The time between stages, which may be days, is left out. Nodes are held while commands run.",
     )
     yield make_section("lineage", "What was it made of?", "".join(_make_lineage(run)))
     yield make_section("environment", "Where did it run?", "".join(_make_environment(run)))
@@ -254,6 +255,19 @@ def _make_environment(run: StartedRun) -> Iterator[str]:
     ]
     headings = ("started (UTC)", "launch", "workers", "from step", "to step", "start", "training", "ended by", "misses")
     yield make_table("Starts of the workers that were not killed, newest first", headings, attempts)
+
+
+_COST_HEADINGS = (
+    *("stage", "node-hours held", "computing", "lost to restarts"),
+    *("chip-hours", "dollars on demand", "price"),
+)
+
+
+def _cost_row(cost: StageCost) -> tuple[str, ...]:
+    hours = (f"{each:,.2f}" for each in (cost.held_node_hours, cost.computing_node_hours, cost.lost_node_hours))
+    chip_hours = "none" if cost.chip_hours is None else f"{cost.chip_hours:,.1f}"
+    dollars = "unknown" if cost.dollars is None else f"{cost.dollars:,.2f}"
+    return cost.stage, *hours, chip_hours, dollars, cost.price_source or ""
 
 
 _TECHNICAL = frozenset({"event", "time", "attempt", "start", "stacks"})
