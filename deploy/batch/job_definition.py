@@ -40,6 +40,8 @@ HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
 """Folders of a node, by their volume: the mounted file system, and scratch space on the node's disks. The launch
 template prepares both."""
 DEPLOYMENT_TAG = "millrace.dev/deployment"
+RUN_TAG = "millrace.dev/run"
+"""Tag of a job and its tasks with the recipe's name, for reports of costs, or with the name of a one-off."""
 RETRY_RULES: tuple[Request, ...] = (
     {"onStatusReason": "Host EC2*", "action": "RETRY"},
     {"onExitCode": str(EXIT_AGAIN), "action": "RETRY"},

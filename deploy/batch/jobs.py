@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from deploy.batch.config import Config
-from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_off_name
+from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, RUN_TAG, Request, one_off_name
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
 from infra.account.session import Account, explaining_refusals
@@ -113,8 +113,8 @@ class Jobs:
     def submit(self, stage: Stage, queue: str, definition: Definition, suffix: str, after: str = "") -> str:
         """Submit a job and return its id.
 
-        The job's name ends in `suffix`, such as the recipe's name. `after` is the id of a job that has to end with
-        exit code 0 first.
+        The job's name ends in `suffix`: the recipe's name, or that of a one-off, which is also the job's tag RUN_TAG.
+        `after` is the id of a job that has to end with exit code 0 first.
         """
         with explaining_refusals(f"submit a job of {stage}"):
             made = self._batch.submit_job(
@@ -122,7 +122,7 @@ class Jobs:
                 jobQueue=queue,
                 jobDefinition=definition.arn,
                 propagateTags=True,
-                tags={"millrace.dev/stage": stage, DEPLOYMENT_TAG: definition.deployment},
+                tags={"millrace.dev/stage": stage, DEPLOYMENT_TAG: definition.deployment, RUN_TAG: suffix},
                 dependsOn=[{"jobId": after}] if after else [],
             )
         return str(made["jobId"])

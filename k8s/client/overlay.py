@@ -21,7 +21,7 @@ from k8s.client.settings_env import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
-from k8s.objects.names import CLUSTER, COMPONENT_LABEL, ONE_OFF_NODES, VARIANT_ANNOTATION
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, ONE_OFF_NODES, RUN_LABEL, VARIANT_ANNOTATION
 from k8s.objects.operator import explain_batch_scheduler
 from k8s.objects.placement import ask_for_operator, explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
@@ -231,6 +231,8 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
         pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
         drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}
         container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]
+        if run := (was.spec["template"].get("metadata", {}).get("labels") or {}).get(RUN_LABEL):
+            group["template"].setdefault("metadata", {}).setdefault("labels", {})[RUN_LABEL] = run
 
 
 def _require_stages_untouched(api: Api, wanted: Object, live: Object) -> None:

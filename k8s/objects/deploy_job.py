@@ -12,6 +12,7 @@ from k8s.objects.names import (
     NOTICES_SECRET,
     NOTIFY_TOPIC_ANNOTATION,
     REGION_ANNOTATION,
+    RUN_LABEL,
     STAGE_LABEL,
     WEBHOOK_KEY,
     job_name,
@@ -110,6 +111,7 @@ def render_head_program(
 def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
     """The Job that runs a deployment from the head's image, so that a closed laptop holds no nodes."""
     labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
+    labels |= {RUN_LABEL: deployment.run_label}
     token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
     pod = render_head_program(
         group,

@@ -16,6 +16,7 @@ DEGREE = "--parallel.data_parallel_size"
 
 RECORD_VERSION = 5
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
+_MOST_LABEL_CHARACTERS = 63
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
 
 ClusterMode = Literal["shared", "isolated"]
@@ -68,6 +69,11 @@ class Deployment:
     """The end (RFC 3339) of the capacity reservation behind the node pool; empty where there is none."""
     ray_version: str = ""
     """The Ray version of the image; empty for that of the shared RayCluster."""
+
+    @property
+    def run_label(self) -> str:
+        """The recipe's name as the value of a label: at most 63 characters, the last of them a letter or a digit."""
+        return self.recipe[:_MOST_LABEL_CHARACTERS].rstrip("._-")
 
     def patience_seconds(self, attempts: int) -> int:
         """Seconds to wait for the gang of the next attempt after so many earlier attempts."""

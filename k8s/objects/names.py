@@ -18,6 +18,7 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 
 STAGE_LABEL = "millrace.dev/stage"
 DEPLOYMENT_LABEL = "millrace.dev/deployment"
+RUN_LABEL = "millrace.dev/run"  # on a deployment's Job, RayJobs and pods: the recipe's name, for reports of costs
 DRAIN_ANNOTATION = "millrace.dev/drain-seconds"
 COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"

@@ -13,6 +13,7 @@ from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     NODES_KEY,
+    RUN_LABEL,
     STAGE_LABEL,
 )
 from k8s.objects.worker_group import WorkerGroup, render_worker_group
@@ -50,10 +51,11 @@ def _rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int
     name = deployment.rayjob_name(attempt)
     words = group.entrypoint(list(deployment.arguments_for(nodes)), Attempt(f"{group.name}-{deployment.id}", attempt))
     metadata = {"stage": group.name, "deployment": deployment.id, "image": deployment.image, NODES_KEY: str(nodes)}
+    labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, RUN_LABEL: deployment.run_label}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id}},
+        "metadata": {"name": name, "labels": labels},
         "spec": {
             "jobId": name,
             "submissionMode": "HTTPMode",  # no submitter pod whose loss would fail a healthy run

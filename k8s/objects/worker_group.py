@@ -20,6 +20,7 @@ from k8s.objects.names import (
     GROUP_ANNOTATION,
     INSTANCE_TYPE_LABEL,
     QUEUE_ANNOTATION,
+    RUN_LABEL,
     VARIANT_ANNOTATION,
     capacity_end_annotation,
     checkpoint_annotation,
@@ -271,8 +272,9 @@ def quantity(text: str) -> Decimal:
 
 
 def render_worker_group(worker_group: WorkerGroup, deployment: Deployment) -> Object:
-    """The worker group with the image, recipe and drain time of a deployment."""
+    """The worker group with the image, recipe, drain time and run's label of a deployment."""
     group = copy.deepcopy(worker_group.spec)
+    group["template"].setdefault("metadata", {}).setdefault("labels", {})[RUN_LABEL] = deployment.run_label
     pod = group["template"]["spec"]
     pod["containers"][0]["image"] = deployment.image
     pod["volumes"][worker_group.recipe_index]["configMap"]["name"] = recipe_name(

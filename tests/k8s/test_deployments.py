@@ -36,7 +36,7 @@ from k8s.objects.pod_group import render_pod_group
 from k8s.objects.rayjob import render_isolated_rayjob, render_rayjob
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Outcome, record_of
-from k8s.objects.worker_group import WorkerGroup, worker_group_of
+from k8s.objects.worker_group import WorkerGroup, render_worker_group, worker_group_of
 from services.common.errors import RecipeError
 from tests.k8s.builders import DIGEST, deployment_of, outline_of
 from tests.k8s.memory_api import MemoryApi
@@ -70,6 +70,17 @@ def test_everything_that_is_sent_fits_the_api(
         render_deploy_job(worker, deployment),
     ]
     assert [problem for thing in sent for problem in problems_of(thing, schemas)] == []
+
+
+def test_jobs_and_pods_carry_the_recipe_s_name_as_a_label(clusters: dict[str, Thing]) -> None:
+    """A report of costs by pods adds up a run with it. A label has at most 63 characters, and ends in one of a word."""
+    worker = worker_group_of(clusters["eks"], "trainer")
+    for recipe, label in (("llama2-7b-trn1", "llama2-7b-trn1"), ("a" * 62 + ".5-long", "a" * 62)):
+        deployment = deployment_of(recipe=recipe)
+        job = render_deploy_job(worker, deployment)
+        pods = [render_worker_group(worker, deployment)["template"], job["spec"]["template"]]
+        for thing in (render_rayjob(worker, deployment, 1, 2), job, *pods):
+            assert thing["metadata"]["labels"]["millrace.dev/run"] == label
 
 
 def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thing]) -> None:

@@ -73,6 +73,7 @@ def test_a_recipe_s_name_may_have_what_a_job_s_name_may_not(
     recipe.write_text(recipe_text(name="llama3.1-tiny"))
     assert batch.deploy(ask(is_followed=False), None) == 0
     assert [each["jobName"] for each in cloud.submitted] == ["millrace-trainer-llama3-1-tiny"]
+    assert cloud.submitted[0]["tags"]["millrace.dev/run"] == "llama3.1-tiny"
 
 
 def test_a_stage_that_ended_well_is_not_run_again(
