@@ -3,6 +3,11 @@ output "queues" {
   value       = { for pool, queue in aws_batch_job_queue.pool : pool => queue.name }
 }
 
+output "queue_arns" {
+  description = "ARNs of the queues by pool."
+  value       = { for pool, queue in aws_batch_job_queue.pool : pool => queue.arn }
+}
+
 output "job_roles" {
   description = "ARNs of the jobs' roles by stage."
   value       = { for stage, role in aws_iam_role.job : stage => role.arn }

@@ -10,14 +10,60 @@ resource "aws_sns_topic_policy" "this" {
   arn = aws_sns_topic.this.arn
   policy = jsonencode({
     Version = "2012-10-17"
-    Statement = [{
-      Effect    = "Allow"
-      Action    = "sns:Publish"
-      Principal = { Service = ["budgets.amazonaws.com", "cloudwatch.amazonaws.com"] }
-      Resource  = aws_sns_topic.this.arn
-      Condition = { StringEquals = { "aws:SourceAccount" = var.account.id } }
-    }]
+    Statement = concat(
+      [{
+        Effect    = "Allow"
+        Action    = "sns:Publish"
+        Principal = { Service = ["budgets.amazonaws.com", "cloudwatch.amazonaws.com"] }
+        Resource  = aws_sns_topic.this.arn
+        Condition = { StringEquals = { "aws:SourceAccount" = var.account.id } }
+      }],
+      # Its own statement: of a topic's conditions EventBridge knows only the ARN of the rule.
+      [for rule in aws_cloudwatch_event_rule.job : {
+        Effect    = "Allow"
+        Action    = "sns:Publish"
+        Principal = { Service = ["events.amazonaws.com"] }
+        Resource  = aws_sns_topic.this.arn
+        Condition = { ArnEquals = { "aws:SourceArn" = rule.arn } }
+      }],
+    )
   })
+}
+
+# Notices about Batch's jobs, also of one whose container was killed with its node and tells nobody. A job that is tried again
+# becomes RUNNABLE again, and has failed only after its last attempt.
+locals {
+  job_notices = {
+    started = { status = "RUNNING", text = "started" }
+    done    = { status = "SUCCEEDED", text = "done" }
+    ended   = { status = "FAILED", text = "ended early" }
+  }
+}
+
+resource "aws_cloudwatch_event_rule" "job" {
+  for_each    = { for key, notice in local.job_notices : key => notice if length(var.job_queue_arns) > 0 }
+  name        = "${var.name}-job-${each.key}"
+  description = "Jobs of ${var.name}'s queues that have ${each.key}"
+  event_pattern = jsonencode({
+    source      = ["aws.batch"]
+    detail-type = ["Batch Job State Change"]
+    detail      = { status = [each.value.status], jobQueue = var.job_queue_arns }
+  })
+}
+
+resource "aws_cloudwatch_event_target" "job" {
+  for_each = aws_cloudwatch_event_rule.job
+  rule     = each.value.name
+  arn      = aws_sns_topic.this.arn
+
+  input_transformer {
+    input_paths = { name = "$.detail.jobName", id = "$.detail.jobId", reason = "$.detail.statusReason" }
+    input_template = join("\n", [
+      "\"Millrace <name>: ${local.job_notices[each.key].text} (job <id>) <reason>\"",
+      "\"next: make stage-status TARGET=batch\"",
+      "\"runbook: docs/operations/runbooks/README.md\"",
+    ])
+  }
 }
 
 # AWS first mails each address a question, and sends nothing else before somebody confirms it.

@@ -51,6 +51,11 @@ variable "idle_alarm" {
   type        = object({ percent = number, minutes = number })
 }
 
+variable "job_queue_arns" {
+  description = "ARNs of Batch's queues, about whose jobs the topic tells; empty without Batch."
+  type        = list(string)
+}
+
 variable "permissions_boundary" {
   description = "ARN of the permissions boundary of every role; null for none."
   type        = string

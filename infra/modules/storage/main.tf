@@ -60,7 +60,7 @@ resource "aws_kms_key" "this" {
       {
         Sid       = "Alerts"
         Effect    = "Allow"
-        Principal = { Service = ["budgets.amazonaws.com", "cloudwatch.amazonaws.com"] }
+        Principal = { Service = ["budgets.amazonaws.com", "cloudwatch.amazonaws.com", "events.amazonaws.com"] }
         Action    = ["kms:Decrypt", "kms:GenerateDataKey*"]
         Resource  = "*"
         Condition = { StringEquals = { "aws:SourceAccount" = var.account_id } }

@@ -261,4 +261,5 @@ module "guardrails" {
   trainium_max_nodes         = var.trainium.max_nodes
   zero_schedule              = null
   idle_alarm                 = null
+  job_queue_arns             = values(module.batch.queue_arns)
 }

@@ -138,6 +138,7 @@ module "eks" {
   namespace                 = local.namespace
   bucket_users              = toset(local.bucket_users)
   node_scalers              = toset(local.node_scalers)
+  notifiers                 = toset(["deployer"])
   stop_policy_arn           = module.guardrails.stop_policy_arn
   scaled_node_groups        = [local.node_groups.trainium, local.node_groups.cpu]
   addon_versions            = merge(local.addon_versions, var.addon_versions)
@@ -215,4 +216,5 @@ module "guardrails" {
   zero_schedule              = var.zero_schedule
   denied_actions             = ["eks:UpdateNodegroupConfig", "eks:CreateNodegroup", "autoscaling:SetDesiredCapacity", "autoscaling:UpdateAutoScalingGroup"]
   idle_alarm                 = var.enable_addons ? var.idle_alarm : null
+  job_queue_arns             = []
 }

@@ -44,6 +44,10 @@ mock_resource "aws_s3_bucket" {
   defaults = { id = "mock-bucket", arn = "arn:aws:s3:::mock-bucket" }
 }
 
+mock_resource "aws_cloudwatch_event_rule" {
+  defaults = { arn = "arn:aws:events:us-west-2:111122223333:rule/mock" }
+}
+
 mock_resource "aws_sns_topic" {
   defaults = { arn = "arn:aws:sns:us-west-2:111122223333:mock" }
 }

@@ -201,6 +201,32 @@ run "guardrails" {
     trainium_max_nodes         = 4
     zero_schedule              = null
     idle_alarm                 = null
+    job_queue_arns             = ["arn:aws:batch:us-west-2:111122223333:job-queue/millrace-cpu"]
+  }
+
+  assert {
+    condition = {
+      for key, rule in aws_cloudwatch_event_rule.job : key => jsondecode(rule.event_pattern).detail
+      } == {
+      for key, status in { started = "RUNNING", done = "SUCCEEDED", ended = "FAILED" } :
+      key => { status = [status], jobQueue = ["arn:aws:batch:us-west-2:111122223333:job-queue/millrace-cpu"] }
+    }
+    error_message = "one notice for each begin and end of a job of these queues: ${jsonencode(aws_cloudwatch_event_rule.job)}"
+  }
+
+  assert {
+    condition = alltrue([
+      for target in aws_cloudwatch_event_target.job : target.arn == aws_sns_topic.this.arn && strcontains(target.input_transformer[0].input_template, "<reason>")
+    ])
+    error_message = "the topic gets what Batch says: ${jsonencode(aws_cloudwatch_event_target.job)}"
+  }
+
+  assert {
+    condition = [
+      for statement in jsondecode(aws_sns_topic_policy.this.policy).Statement : statement.Condition.ArnEquals["aws:SourceArn"]
+      if contains(statement.Principal.Service, "events.amazonaws.com")
+    ] == [for rule in aws_cloudwatch_event_rule.job : rule.arn]
+    error_message = "EventBridge publishes for these rules alone: ${aws_sns_topic_policy.this.policy}"
   }
 
   assert {

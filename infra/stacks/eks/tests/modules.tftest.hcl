@@ -231,6 +231,7 @@ run "eks" {
     namespace                 = "millrace"
     bucket_users              = ["tokenizer"]
     node_scalers              = ["deployer"]
+    notifiers                 = ["deployer"]
     scaled_node_groups        = ["trainium"]
     addon_versions            = { vpc-cni = "v1.20.0-eksbuild.1" }
     enable_addons             = true
@@ -355,6 +356,14 @@ run "eks" {
     }])
     error_message = "deployer: ${aws_iam_role_policy.pod["deployer"].policy}"
   }
+
+  assert {
+    condition = keys(aws_iam_role_policy.notices) == ["deployer"] && [
+      for statement in jsondecode(aws_iam_role_policy.notices["deployer"].policy).Statement : [statement.Action, statement.Resource]
+      ][0] == [["sns:Publish"], ["arn:aws:sns:us-west-2:111122223333:millrace-alerts"]
+    ]
+    error_message = "the deployer alone publishes, and to one topic: ${jsonencode(aws_iam_role_policy.notices)}"
+  }
 }
 
 run "guardrails" {
@@ -374,6 +383,12 @@ run "guardrails" {
     trainium_max_nodes         = 4
     zero_schedule              = { cron = "0 20 * * FRI", time_zone = "Europe/Berlin" }
     idle_alarm                 = { percent = 1, minutes = 60 }
+    job_queue_arns             = []
+  }
+
+  assert {
+    condition     = length(aws_cloudwatch_event_rule.job) == 0 && length(jsondecode(aws_sns_topic_policy.this.policy).Statement) == 1
+    error_message = "without Batch no rule tells of its jobs"
   }
 
   assert {
