@@ -29,6 +29,17 @@ variable "name" {
   }
 }
 
+variable "run" {
+  description = "Name of the run, or of its recipe, for which the stack is made: the tag millrace.dev/run of all resources, volumes, node groups and nodes. Empty for a stack that several runs share; their jobs and pods carry the tag themselves. A change replaces the nodes."
+  type        = string
+  default     = ""
+
+  validation {
+    condition     = can(regex("^([a-z0-9][a-z0-9._-]{0,136})?$", var.run))
+    error_message = "run = \"${var.run}\": expected the name of a run or of a recipe: lower-case letters, digits, dots, underscores and hyphens."
+  }
+}
+
 variable "zone_id" {
   description = "Id of the availability zone of all nodes. The names of zones differ between accounts, their ids do not."
   type        = string
@@ -292,7 +303,7 @@ variable "enable_flow_log" {
 }
 
 locals {
-  tags = { "millrace.dev/stack" = var.name }
+  tags = merge({ "millrace.dev/stack" = var.name }, var.run == "" ? {} : { "millrace.dev/run" = var.run })
 
   account = {
     id        = data.aws_caller_identity.current.account_id

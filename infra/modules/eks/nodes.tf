@@ -54,7 +54,7 @@ resource "aws_launch_template" "pool" {
     for_each = toset(["instance", "volume", "network-interface"])
     content {
       resource_type = tag_specifications.value
-      tags          = { Name = "${var.name}-${each.key}", "millrace.dev/stack" = var.name }
+      tags          = merge(var.tags, { Name = "${var.name}-${each.key}" })
     }
   }
 }

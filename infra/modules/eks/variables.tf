@@ -163,3 +163,8 @@ variable "permissions_boundary" {
   description = "ARN of the permissions boundary of every role; null for none."
   type        = string
 }
+
+variable "tags" {
+  description = "Tags of instances, volumes and interfaces, which do not get the provider's default tags."
+  type        = map(string)
+}

@@ -144,6 +144,7 @@ module "eks" {
   addon_versions            = merge(local.addon_versions, var.addon_versions)
   enable_addons             = var.enable_addons
   enable_container_insights = local.has_container_insights
+  tags                      = local.tags
   metrics_log_group_arn     = local.has_container_insights ? module.storage.log_group_arns["container_insights"] : null
   pod_logs = local.has_pod_logs ? {
     for name, each in local.pod_files : name => merge(each, {
