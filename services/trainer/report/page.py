@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def make_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[st
     body = "".join(
         "<tr>"
         + "".join(
-            f'<th scope="row">{html.escape(cell)}</th>' if number == 0 else f"<td>{html.escape(cell)}</td>"
+            f'<th scope="row">{_let_break(cell)}</th>' if number == 0 else f"<td>{html.escape(cell)}</td>"
             for number, cell in enumerate(row)
         )
         + "</tr>"
@@ -92,6 +93,11 @@ def make_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[st
         f'<div class="frame" role="region" aria-label="{name}" tabindex="0"><table><caption>{name}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _let_break(name: str) -> str:
+    """Return an escaped name that may be broken after a dot or an underscore, where the page is narrow."""
+    return re.sub(r"([._])(?=\w)", r"\1<wbr>", html.escape(name))
 
 
 def make_text(text: str) -> str:

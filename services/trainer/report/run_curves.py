@@ -15,6 +15,8 @@ LOSS_BUCKETS = 2_048
 """Most buckets of the loss, whose chart is as wide as the page. A curve has two points a bucket, and both ends."""
 MOST_LABELS = 64
 """Curves of a metric at most: one for each value of its label, such as a source."""
+MOST_DOTS = 100
+"""Points of a curve that get dots: more would be a thick line."""
 SMOOTH_WINDOWS = 40
 """A moving mean is taken over 1 / SMOOTH_WINDOWS of the run."""
 MOST_MARKS = 4_096
@@ -86,7 +88,7 @@ class RunCurves:
             points = envelope.points()
             if points:
                 shown = name if label is None else label
-                has_dots = len(points) <= max(40, self.num_steps // 20) and len(points) < self.num_steps
+                has_dots = len(points) <= min(MOST_DOTS, max(40, self.num_steps // 20)) and len(points) < self.num_steps
                 yield Curve(shown, points, positions, color + number, has_dots=has_dots)
 
     def smoothed(self, metric: str, name: str, positions: Positions, color: int = 0) -> Iterator[Curve]:

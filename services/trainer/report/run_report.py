@@ -208,7 +208,7 @@ def _make_lineage(run: StartedRun) -> Iterator[str]:
 def changed_values(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yield the fields of a recipe that differ from its model's preset or, without one, from the default.
 
-    Each has the field's dotted name, its value, and the usual value, which is empty where the field has none.
+    Each has the field's dotted name, its value, and the usual value, which is `none` where the field has none.
     """
     usual = {f"model.{name}": value for name, value in MODEL_PRESETS.get(recipe.model.preset or "", {}).items()}
     yield from _changed_values(recipe, usual, "")
@@ -225,15 +225,15 @@ def _changed_values(section: Any, usual: Mapping[str, Any], prefix: str) -> Iter
             None if field.is_required() else field.get_default(call_default_factory=True, validated_data=dict(section)),
         )
         if value != default:
-            yield full, _write_value(value), "" if default is None else _write_value(default)
+            yield full, _write_value(value), "none" if default is None else _write_value(default)
 
 
 def _write_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_write_value, value))
     if hasattr(type(value), "model_fields"):
-        return str(value.model_dump(exclude_defaults=True))
-    return str(value)
+        return " ".join(f"{name} {each}" for name, each in value.model_dump(exclude_defaults=True).items())
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _make_environment(run: StartedRun) -> Iterator[str]:

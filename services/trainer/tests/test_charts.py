@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import html
+import itertools
+import json
 import math
 import random
 import re
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
+from services.common.recipe.schema import Recipe
+from services.trainer.metrics.records import BLOCK_BYTES, METRICS_FILE, StepsNewestFirst
 from services.trainer.report.axis import find_ticks, fit_scale, write_bytes, write_duration, write_number, write_share
 from services.trainer.report.chart import (
     HEIGHT,
@@ -25,7 +31,11 @@ from services.trainer.report.chart import (
     draw_chart,
 )
 from services.trainer.report.envelope import Envelope, Point
+from services.trainer.report.run_charts import make_charts
+from services.trainer.report.run_curves import RunCurves
+from services.trainer.tests.builders import make_recipe
 from services.trainer.tests.drawn import read_curves
+from services.trainer.tests.test_report_page import make_steps
 
 STRAIGHT = Positions([Position(0, 0, 0.0), Position(100, 51_200, 400.0)])
 
@@ -134,6 +144,35 @@ def test_a_chart_draws_its_curves_for_every_choice_of_axes() -> None:
     assert int(restart[1]) == pytest.approx(WIDTH * 50 / 100, abs=1)
     for group, axes in (("x", X_AXES), ("y", Y_AXES)):
         assert [f'id="{group}-{name}"' in draw_axis_choice() for name in axes] == [True] * len(axes)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return make_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def test_the_page_does_not_grow_with_the_steps(recipe: Recipe) -> None:
+    sizes = []
+    for num_steps in (3_000, 6_000):
+        curves = RunCurves()
+        for record in make_steps(num_steps, every=num_steps // 50):
+            curves.add(record)
+        charts = [chart for section in make_charts(curves, recipe, []) for chart in section.charts]
+        points = [len(curve.points) for chart in charts for curve in chart.curves]
+        assert max(points) <= 5_000
+        sizes.append(sum(map(len, map(draw_chart, charts))))
+    assert sizes[1] < 1.1 * sizes[0] < 1_000_000
+
+
+def test_records_are_read_without_being_held(tmp_path: Path) -> None:
+    with (tmp_path / METRICS_FILE).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in make_steps(8_000))
+    tracemalloc.start()
+    steps = [record["step"] for record in itertools.islice(StepsNewestFirst(tmp_path), 3_000)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert steps == list(range(8_000, 5_000, -1))
+    assert peak < 4.5 * BLOCK_BYTES < (tmp_path / METRICS_FILE).stat().st_size
 
 
 def test_a_chart_without_a_value_is_left_out() -> None:
