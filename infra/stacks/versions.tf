@@ -37,6 +37,7 @@ provider "aws" {
       ec2         = endpoints.value
       ecr         = endpoints.value
       eks         = endpoints.value
+      events      = endpoints.value
       fsx         = endpoints.value
       iam         = endpoints.value
       kms         = endpoints.value
