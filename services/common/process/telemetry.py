@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -73,6 +74,29 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
             return list(_parse_lines(file))
     except FileNotFoundError:
         return []
+
+
+class JsonLinesTail:
+    """Reads the records of a JsonLines file as they are appended, from the file's begin or from its present end."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path, self._position = path, 0
+        if from_end:
+            with suppress(OSError):
+                self._position = path.stat().st_size
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete records that were appended since the last call; none while the file cannot be read."""
+        try:
+            with io.BufferedReader(open_regular_file(self._path), _BLOCK_BYTES) as file:
+                self._position = min(self._position, file.seek(0, os.SEEK_END))  # a torn line may have been cut off
+                file.seek(self._position)
+                for record in _parse_lines(file):
+                    self._position = file.tell()
+                    if record is not None:
+                        yield record
+        except OSError:  # there is no record yet, or the file system is away for a moment
+            return
 
 
 def _parse_lines(file: BinaryIO) -> Iterator[dict[str, Any] | None]:

@@ -17,16 +17,14 @@ from typing import Any, Literal
 
 from services.common.errors import StorageError
 from services.common.input.credentials import mask_values
-from services.common.input.files import open_for_append, open_regular_file
+from services.common.input.files import open_for_append
 from services.common.input.problem_list import list_problems
-from services.common.process.telemetry import parse_json_line, read_json_lines
+from services.common.process.telemetry import JsonLinesTail, read_json_lines
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
-_MAX_TAIL_BYTES = 2**20
-"""Most bytes that one look at the events reads."""
 
 Kind = Literal[
     "watchdog",
@@ -92,20 +90,15 @@ class EventTail:
     """Reads the events of one attempt at the command as they come: each call reads what was appended since the last."""
 
     def __init__(self, job: Job) -> None:
-        self._path, self._attempt, self._position = job.run_folder / EVENTS_FILE, job.attempt, 0
+        self._tail, self._attempt = JsonLinesTail(job.run_folder / EVENTS_FILE), job.attempt
 
     def read(self) -> list[dict[str, Any]]:
         """Return the attempt's events since the last call, without lines that cannot be read."""
-        try:
-            with open_regular_file(self._path) as file:
-                file.seek(self._position)
-                new = file.read(_MAX_TAIL_BYTES)
-        except OSError:  # no event yet, or a file system that is away for a moment
-            return []
-        whole = new[: new.rfind(b"\n") + 1] if len(new) < _MAX_TAIL_BYTES else new
-        self._position += len(whole)
-        events = [line for line in map(parse_json_line, whole.splitlines()) if line is not None]
-        return [each for each in events if isinstance(each.get("event"), str) and each.get("attempt") == self._attempt]
+        return [
+            each
+            for each in self._tail.read()
+            if isinstance(each.get("event"), str) and each.get("attempt") == self._attempt
+        ]
 
 
 def warnings_of(events: Iterable[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 
 from services.common.errors import ArtifactError, MillraceError
 from services.common.input.files import is_damage, open_regular_file, unreadable
-from services.common.process.telemetry import JsonLines, parse_json_line, read_json_lines, read_last_json_line
+from services.common.process.telemetry import (
+    JsonLines,
+    JsonLinesTail,
+    parse_json_line,
+    read_json_lines,
+    read_last_json_line,
+)
 from services.trainer.metrics.metric_table import find_samples
 from services.trainer.metrics.tensorboard import TensorBoard
 
@@ -261,27 +267,11 @@ class MetricsTail:
     """Reads records as they are appended to a run's metrics, beginning now."""
 
     def __init__(self, run_folder: Path) -> None:
-        self._path = run_folder / METRICS_FILE
-        self._position = self._size()
+        self._tail = JsonLinesTail(run_folder / METRICS_FILE, from_end=True)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the records since the last call; empty while the file cannot be read."""
-        if self._size() < self._position:  # a torn line was cut off
-            self._position = self._size()
-        try:
-            with open_regular_file(self._path) as file:
-                file.seek(self._position)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return []
-        self._position += len(whole) + len(newline)
-        return [record for line in whole.split(b"\n") if (record := _parse_step(line))]
-
-    def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
+        return [record for record in self._tail.read() if _is_readable(record, _StepLine)]
 
 
 def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
