@@ -18,7 +18,7 @@ from k8s.controller.observation import Observation
 from k8s.objects.deployment import Deployment
 from services.common.errors import TryAgain
 from services.common.notices.channels import Channel
-from services.common.notices.notice import Notice
+from services.common.notices.notice import Notice, name_occurrence
 from services.common.notices.notifier import Notifier
 from services.common.notices.outbox import OUTBOX_FILE
 from services.common.notices.stage_notices import NOTICES_FOLDER
@@ -72,7 +72,7 @@ class DeploymentNotices:
         self._notifier.raise_notice(
             Notice(
                 condition,
-                f"{condition}/{key}" if key else condition,
+                name_occurrence(condition, key),
                 self._subject,
                 text,
                 report=report,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.files import total_bytes
-from services.common.artifacts.store import publish_once
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.metrics_export import export_metrics
-from services.common.notices.stage_notices import notifying_stage
+from services.common.notices.stage_notices import publish_with_notices
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
@@ -46,16 +45,14 @@ def make_cache(argv: list[str]) -> int:
         return 0
     facts = program_facts(recipe)
     address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
-    with (
-        notifying_stage("compiler", recipe, arguments.recipe, address) as notices,
-        export_metrics((), arguments),
-    ):
-        cache, is_new = publish_once(
+    with export_metrics((), arguments):
+        cache, is_new = publish_with_notices(
             address,
             CompileCacheManifest,
             "compiler",
             recipe,
-            notices.around(lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch)),
+            arguments.recipe,
+            lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch),
         )
     report_published(cache.path, is_new)
     payload = cache.manifest.compile_cache

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.phase_timer import PhaseTimer
-from services.common.artifacts.store import Address, Artifact, publish_once
+from services.common.artifacts.store import Address, Artifact
 from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
 from services.common.launch.metrics_export import export_metrics
-from services.common.notices.stage_notices import notifying_stage
+from services.common.notices.stage_notices import publish_with_notices
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
@@ -62,18 +62,14 @@ def make_corpus(argv: list[str]) -> int:
     with phase_timer.phase("plan"):
         plan = plan_corpus(recipe)
     address = Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id)
-    with (
-        notifying_stage("tokenizer", recipe, arguments.recipe, address) as notices,
-        export_metrics((), arguments),
-    ):
-        corpus, is_new = publish_once(
+    with export_metrics((), arguments):
+        corpus, is_new = publish_with_notices(
             address,
             CorpusManifest,
             "tokenizer",
             recipe,
-            notices.around(
-                lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer)
-            ),
+            arguments.recipe,
+            lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer),
         )
     report_published(corpus.path, is_new)
     print(summarize(corpus, is_new, time.perf_counter() - start))

@@ -9,6 +9,7 @@ from typing import get_args
 
 import yaml
 
+from services.common.notices.stage_notices import FULL_SHARE
 from services.trainer.metrics.events import Kind
 from tests.monitoring.exported import EXTERNAL, OWN, REPOSITORY, metrics_in, read_rules, write_plain_rules
 from tests.monitoring.promtool import run_promtool
@@ -36,6 +37,11 @@ def test_rules_read_only_metrics_that_are_exported_and_events_that_are_recorded(
         assert metrics_in(rule["expr"]) <= OWN | EXTERNAL | RECORDED, rule
         for events in re.findall(r'event=~?"([^"]*)"', rule["expr"]):
             assert set(events.split("|")) <= set(get_args(Kind)), rule
+
+
+def test_the_alert_on_a_file_system_fires_where_its_notice_is_sent() -> None:
+    [alert] = [alert for alert in ALERTS if alert["alert"] == "FileSystemFilling"]
+    assert alert["expr"].endswith(f" > {FULL_SHARE}")
 
 
 def test_the_page_on_monitoring_lists_every_alert_with_its_condition_and_its_runbook() -> None:

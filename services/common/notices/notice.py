@@ -41,6 +41,11 @@ _PAGES: dict[NoticeCondition, str] = {
 }
 
 
+def name_occurrence(condition: NoticeCondition, occurrence: str) -> str:
+    """Return the key of a notice: its condition and, where that may occur again, the name of the occurrence."""
+    return f"{condition}/{occurrence}" if occurrence else condition
+
+
 @dataclass(frozen=True)
 class Notice:
     """A message about one condition of one run, deployment or stage."""

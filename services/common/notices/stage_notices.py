@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from services.common.artifacts.attempt import this_attempt
-from services.common.artifacts.store import Address, Draft, Workspace
+from services.common.artifacts.store import Address, Artifact, Draft, M, Workspace, publish_once
 from services.common.artifacts.upstream import stage_command
 from services.common.errors import StorageError
+from services.common.launch.batch.node import JOB_ID
 from services.common.notices.channels import open_channels
-from services.common.notices.notice import Notice
+from services.common.notices.notice import Notice, name_occurrence
 from services.common.notices.notifier import Notifier
 from services.common.notices.variables import RELAY, RELAY_VARIABLE
 from services.common.process.entry_point import exit_code_for
+from services.common.process.file_system_space import Space, measure_space
 from services.common.recipe.schema import NoticeCondition, Notify, Recipe, Stage
 
 logger = logging.getLogger(__name__)
 
 LIFECYCLE: tuple[NoticeCondition, ...] = ("started", "done", "ended", "no_capacity")
 """Conditions that a process which relays notices sees itself, also where the stage's command was lost."""
-BATCH_VARIABLE = "AWS_BATCH_JOB_ID"
-"""Environment variable that AWS Batch sets in the containers of its jobs."""
 NOTICES_FOLDER = "notices"
 """Folder of the root with the outboxes of stages that have no run."""
-FULL_PERCENT, CLEAR_PERCENT = 85.0, 80.0
-"""Shares of the file system at which a notice is sent, and below which the next one may be."""
+FULL_SHARE, CLEAR_SHARE = 0.85, 0.8
+"""Shares of the file system above which a notice is sent, and below which the next one may be."""
 LOOK_SECONDS = 60.0
+"""Seconds between two looks at the space of the file system."""
 _EXIT_MEANINGS = {
     1: "a bug; its traceback is in the log",
     2: "the recipe",
@@ -41,11 +41,6 @@ _EXIT_MEANINGS = {
     75: "the same command goes on from the newest committed state",
     130: "Ctrl-C; the same command goes on from the newest committed state",
 }
-
-
-def outbox_of_artifact(address: Address, stage: Stage) -> Path:
-    """Return the outbox of a stage that makes this artifact."""
-    return address.root / NOTICES_FOLDER / f"{stage}-{address.id}.jsonl"
 
 
 class StageNotices:
@@ -61,7 +56,7 @@ class StageNotices:
         self._notifier: Notifier | None = None
         self._is_relayed = is_relayed = os.environ.get(RELAY_VARIABLE) == RELAY
         self._command_of_target = "make stage-status" if is_relayed else ""
-        if os.environ.get(BATCH_VARIABLE):
+        if os.environ.get(JOB_ID):
             self._command_of_target = "make stage-status TARGET=batch"
         channels, problem = ([], "") if is_relayed else open_channels(notify)
         if problem:
@@ -77,12 +72,12 @@ class StageNotices:
 
         `page` names another runbook than the condition's, and `next_command` another command than the stage's.
         """
-        is_told_by_other = self._is_relayed and condition in LIFECYCLE
-        if self._notifier and condition in self._notify.conditions and not is_told_by_other:
+        has_other_sender = self._is_relayed and condition in LIFECYCLE
+        if self._notifier and condition in self._notify.conditions and not has_other_sender:
             self._notifier.raise_notice(
                 Notice(
                     condition,
-                    f"{condition}/{key}" if key else condition,
+                    name_occurrence(condition, key),
                     self._subject,
                     text,
                     report=self._report,
@@ -128,57 +123,37 @@ def notifying(notices: StageNotices) -> Iterator[StageNotices]:
         notices.close()
 
 
-class BuildNotices:
-    """The notices of a stage that makes an artifact, unless it finds the artifact published."""
+def publish_with_notices(
+    address: Address,
+    manifest_type: type[M],
+    stage: Stage,
+    recipe: Recipe,
+    recipe_path: Path,
+    build: Callable[[Workspace], Draft],
+) -> tuple[Artifact[M], bool]:
+    """Call `publish_once`, with notices of the begin and the end of the build; none where the artifact is published.
 
-    def __init__(self, stage: Stage, recipe: Recipe, recipe_path: Path, address: Address) -> None:
-        self._stage, self._recipe, self._address = stage, recipe, address
-        self._next_command = stage_command(stage, recipe_path, address.root)
-        self._opened: StageNotices | None = None
-
-    def around(self, build: Callable[[Workspace], Draft]) -> Callable[[Workspace], Draft]:
-        """Return `build` with a notice of its begin. It runs under the artifact's lease, so that one process at a time
-        has the outbox.
-        """
+    The notices begin under the artifact's lease, so that one process at a time has the outbox.
+    """
+    with ExitStack() as stack:
+        opened: list[StageNotices] = []
 
         def build_with_notice(workspace: Workspace) -> Draft:
-            self._opened = StageNotices(
-                outbox_of_artifact(self._address, self._stage),
-                self._recipe.notify,
-                subject=f"{self._stage} {self._address.name}/{self._address.id}",
-                root=self._address.root,
-                next_command=self._next_command,
+            notices = StageNotices(
+                address.root / NOTICES_FOLDER / f"{stage}-{address.id}.jsonl",
+                recipe.notify,
+                subject=f"{stage} {address.name}/{address.id}",
+                root=address.root,
+                next_command=stage_command(stage, recipe_path, address.root),
             )
-            self._opened.raise_notice("started", "", f"making {self._address.path}")
+            opened.append(stack.enter_context(notifying(notices)))
+            notices.raise_notice("started", "", f"making {address.path}")
             return build(workspace)
 
-        return build_with_notice
-
-    def finish(self) -> None:
-        if self._opened:
-            self._opened.raise_notice("done", "", f"published {self._address.path}")
-
-    def fail(self, error: BaseException) -> None:
-        if self._opened:
-            self._opened.raise_end(error)
-
-    def close(self) -> None:
-        if self._opened:
-            self._opened.close()
-
-
-@contextmanager
-def notifying_stage(stage: Stage, recipe: Recipe, recipe_path: Path, address: Address) -> Iterator[BuildNotices]:
-    """Send the notices of a stage whose block publishes the artifact at `address`, if it builds it."""
-    notices = BuildNotices(stage, recipe, recipe_path, address)
-    try:
-        yield notices
-        notices.finish()
-    except BaseException as error:
-        notices.fail(error)
-        raise
-    finally:
-        notices.close()
+        published = publish_once(address, manifest_type, stage, recipe, build_with_notice)
+        for notices in opened:
+            notices.raise_notice("done", "", f"published {address.path}")
+        return published
 
 
 class _FileSystemWatch:
@@ -195,19 +170,16 @@ class _FileSystemWatch:
     def _run(self) -> None:
         while True:
             try:
-                usage = shutil.disk_usage(self._root)
+                self._judge(measure_space(self._root))
             except OSError as error:
-                logger.debug("no usage of %s: %s", self._root, error)
-            else:
-                self._judge(usage.used, usage.used + usage.free)
+                logger.debug("the space of %s is unknown: %s", self._root, error)
             if self._is_over.wait(LOOK_SECONDS):
                 return
 
-    def _judge(self, used: int, total: int) -> None:
-        """Compare what is used with what this user could use, as `df` does, which leaves out blocks kept for root."""
-        percent = 100 * used / total if total else 0.0
-        if percent > FULL_PERCENT:
-            left = f"{(total - used) / 1e9:,.1f} of {total / 1e9:,.0f} GB are free"
-            self._notices.raise_notice("file_system_filling", "", f"{self._root}: {percent:.0f} % are used, {left}")
-        elif percent < CLEAR_PERCENT:
+    def _judge(self, space: Space) -> None:
+        if space.used_share > FULL_SHARE:
+            left = f"{space.available_bytes / 1e9:,.1f} of {space.size_bytes / 1e9:,.0f} GB are free"
+            text = f"{self._root}: {100 * space.used_share:.0f} % are used, {left}"
+            self._notices.raise_notice("file_system_filling", "", text)
+        elif space.used_share < CLEAR_SHARE:
             self._notices.clear("file_system_filling")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from services.common.process.file_system_space import measure_space
 from services.common.process.metrics_server import PREFIX
 from services.common.process.progress_record import current_progress
 
@@ -49,10 +49,9 @@ class StageMetrics(Collector):
             yield family
 
     def _measure_space(self) -> tuple[float, float]:
-        """Return the size of the root's file system, and what a user may still write, in bytes."""
+        """Return the size of the root's file system and the space that is left, in bytes; NaN where it is unknown."""
         root = next((each for each in (self._root, *self._root.parents) if each.exists()), self._root)
         try:
-            usage = shutil.disk_usage(root)
+            return measure_space(root)
         except OSError:
             return math.nan, math.nan
-        return usage.used + usage.free, usage.free  # as df: without blocks that only root may use
