@@ -22,6 +22,7 @@ from services.common.artifacts.__main__ import read_manifest
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import CURRENT, open_artifact
+from services.common.errors import EXIT_INTERRUPTED, StorageError, TryAgain
 from services.common.process.entry_point import exit_code_of
 from services.common.process.telemetry import read_json_lines
 from services.common.program.llama import parameter_shapes
@@ -163,11 +164,11 @@ def explain_exit_code(exit_code: int, kinds: Collection[str], was_killed: bool) 
     """Return why a command with these faults should not have ended so; None for a documented end."""
     allowed = {0}
     if kinds:
-        allowed.add(75)
+        allowed.add(TryAgain.exit_code)
     if any(kind.startswith("fill") for kind in kinds):
-        allowed.add(5)
+        allowed.add(StorageError.exit_code)
     if "SIGINT" in kinds:
-        allowed.add(130)
+        allowed.add(EXIT_INTERRUPTED)
     if was_killed:
         allowed.add(-signal.SIGKILL)
     if exit_code in allowed:

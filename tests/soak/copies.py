@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from services.common.errors import ArtifactError
 from tests.soak.audit import Finding, call_artifacts
 from tests.soak.plan import SHORT_STEPS, Copied, Cycle
 
-DAMAGED = 3
 FILES: dict[Copied, str] = {
     "a corpus row": "corpus/*/*/train/shard-*.arrow",
     "the vocabulary": "corpus/*/*/tokenizer/*",
@@ -27,7 +27,7 @@ OTHER_SEED = 99
 
 @dataclass(frozen=True)
 class CopyCheck:
-    """What commands said about a copy with a flipped bit."""
+    """The answers of commands about a copy with a flipped bit."""
 
     copied: Copied
     outcome: str
@@ -51,14 +51,17 @@ def check_copy(root: Path, copy: Path, copied: Copied, cycle: Cycle, call: Calla
                 f"--train.max_steps={SHORT_STEPS}",
             )
             answers["trainer"] = call("trainer", *new_run)
+        wanted = ArtifactError.exit_code
         findings = [
             Finding(
-                f"{command} does not name the damage", f"exit code {code}, expected 3 and {path.name}: {text}", path
+                f"{command} does not name the damage",
+                f"exit code {code}, expected {wanted} and {path.name}: {text}",
+                path,
             )
             for command, (code, text) in answers.items()
-            if code != DAMAGED or path.name not in text
+            if code != wanted or path.name not in text
         ]
-        return CopyCheck(copied, f"exit code 3 of {' and '.join(answers)}, file named", findings)
+        return CopyCheck(copied, f"exit code {wanted} of {' and '.join(answers)}, file named", findings)
     finally:
         shutil.rmtree(copy)
 

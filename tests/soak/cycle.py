@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from services.common.artifacts.__main__ import read_manifest
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Stage
 from services.trainer.metrics.records import ATTEMPTS_FILE
 from services.trainer.tests.runs import checkpoints
 from tests.small import write_notes, write_small_recipe
@@ -32,7 +34,7 @@ from tests.soak.audit import (
 from tests.soak.copies import CopyCheck, check_copy
 from tests.soak.disk import Disk, mounted_disk
 from tests.soak.injection import Injected, Injector
-from tests.soak.plan import LONG_STEPS, SHORT_STEPS, Cycle, Stage
+from tests.soak.plan import LONG_STEPS, SHORT_STEPS, Cycle
 from tests.soak.stage_run import REPOSITORY, CommandEnd, StageRun
 
 ROOT_MEGABYTES, SCRATCH_MEGABYTES = 256, 768
@@ -144,32 +146,31 @@ class Soak:
         )
 
     def reference_of(self, max_steps: int) -> Reference:
-        """Return the results of the undisturbed run after `max_steps`.
-
-        Both lengths are made where they are missing, and are kept in the folder for later soaks. The longer one
-        continues the shorter one, because only the length differs.
-        """
+        """Return the results of the undisturbed run after `max_steps`, which later soaks in this folder use again."""
         results = self.folder / REFERENCE_FILE
         if not results.exists():
-            for kind in ("run", "checkpoint"):  # of a soak that was ended before it had both lengths
-                shutil.rmtree(self._base / kind, ignore_errors=True)
-            for stage in ("tokenizer", "compiler"):
-                self._call(stage, "--root", str(self._base), expected=0)
-            states = {}
-            for steps in (SHORT_STEPS, LONG_STEPS):
-                self._call("trainer", "--root", str(self._base), *self._training(steps), "--launch=inline", expected=0)
-                states[steps] = digest_state(list(checkpoints(self._base).values())[-1])
-            (metrics,) = self._base.glob("run/*/metrics.jsonl")
-            (corpus,) = self._base.glob("corpus/*/*/manifest.json")
-            digest = read_manifest(corpus.parent).content_digest
-            made = {"losses": read_losses(metrics), "states": states, "corpus_digest": digest}
-            results.write_text(json.dumps(made), encoding="utf-8")
+            results.write_text(json.dumps(self._make_references()), encoding="utf-8")
         found = json.loads(results.read_text(encoding="utf-8"))
         return Reference(
             losses={int(step): loss for step, loss in found["losses"].items() if int(step) <= max_steps},
             state=found["states"][str(max_steps)],
             corpus_digest=found["corpus_digest"],
         )
+
+    def _make_references(self) -> dict[str, Any]:
+        """Make the undisturbed runs of both lengths; the longer one continues the shorter one."""
+        for kind in ("run", "checkpoint"):  # of a soak that was ended before it had both lengths
+            shutil.rmtree(self._base / kind, ignore_errors=True)
+        for stage in ("tokenizer", "compiler"):
+            self._call(stage, "--root", str(self._base), expected=0)
+        states = {}
+        for steps in (SHORT_STEPS, LONG_STEPS):
+            self._call("trainer", "--root", str(self._base), *self._training(steps), "--launch=inline", expected=0)
+            states[steps] = digest_state(list(checkpoints(self._base).values())[-1])
+        (metrics,) = self._base.glob("run/*/metrics.jsonl")
+        (corpus,) = self._base.glob("corpus/*/*/manifest.json")
+        digest = read_manifest(corpus.parent).content_digest
+        return {"losses": read_losses(metrics), "states": states, "corpus_digest": digest}
 
     @property
     def _base(self) -> Path:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Stage = Literal["tokenizer", "compiler", "trainer"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
+from services.common.recipe.schema import STAGES, Stage
 
 Kind = Literal[
     "kill a worker",
@@ -33,7 +32,7 @@ IN_PLACE: tuple[Kind, ...] = ("kill a worker", "freeze a worker", "suspend the r
 Moment = Literal["start", "step", "save"]
 
 Copied = Literal["a corpus row", "the vocabulary", "the compile cache", "a checkpoint"]
-"""What has a flipped bit in a copy of the root."""
+"""Part of a pipeline's artifacts of which a copy gets a flipped bit."""
 
 SHORT_STEPS, LONG_STEPS = 80, 240
 LONG_EVERY, RAY_EVERY = 6, 5
@@ -41,7 +40,7 @@ LONG_EVERY, RAY_EVERY = 6, 5
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and the moment at which a stage's command meets it."""
+    """A fault, and the moment at which a stage's command meets it."""
 
     kind: Kind
     stage: Stage
@@ -56,12 +55,12 @@ class Fault:
     seconds: float = 0.0
     """Seconds for which the fault lasts; 0 for a kill or a signal."""
     choice: float = 0.0
-    """Number in [0, 1) that chooses the process, the bit or the shift among those there are."""
+    """Number in [0, 1) that chooses the process, the file or the shift among the possible ones."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One pipeline from text to a trained model, its faults, and the checks of its copies."""
+    """A pipeline from text to a trained model, its faults, and the checks of its copies."""
 
     number: int
     max_steps: int
@@ -74,7 +73,7 @@ class Cycle:
     has_cache: bool
     """Whether the root begins with the undisturbed run's compile cache; the compiler is left out then."""
     has_own_clock: bool
-    """Whether the commands run under libfaketime, so that their clock can be shifted."""
+    """Whether the commands run with `clock_shift.cpp`, so that their clock can be shifted."""
     faults: tuple[Fault, ...]
     copied: tuple[Copied, ...]
     """Artifacts of which a copy gets a flipped bit when the pipeline has ended."""

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import psutil
 
+from services.common.errors import EXIT_INTERRUPTED, StorageError, TryAgain
+from services.common.recipe.schema import Stage
 from services.trainer.metrics.records import read_last_step
 from services.trainer.tests.runs import flip_a_bit
 from tests.soak.audit import Finding, audit_memory, audit_output, explain_exit_code
 from tests.soak.injection import Injected, Injector
-from tests.soak.plan import Fault, Stage
+from tests.soak.plan import Fault
 from tests.soak.processes import MARK, Family, describe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,14 +30,16 @@ SAMPLE_SECONDS = 1.0
 LONGEST_SECONDS = 900.0
 """Seconds after which a command that has not ended counts as hanging."""
 MOST_STARTS = 12
-DISK_FULL, TRY_AGAIN, INTERRUPTED = 5, 75, 130
+STARTED_AGAIN = (StorageError.exit_code, TryAgain.exit_code, EXIT_INTERRUPTED, -signal.SIGKILL)
+"""Exit codes after which a scheduler, or a person who has freed the disk, starts the command again."""
 KERNELS_PREFIX = "millrace-kernels"
+"""Begin of the name of the folder with compiled kernels, which later commands use again."""
 FLIP = "flip a bit of the newest checkpoint"
 
 
 @dataclass
 class CommandEnd:
-    """How one start of a stage's command ended."""
+    """The end of one start of a stage's command."""
 
     stage: Stage
     exit_code: int
@@ -48,7 +52,7 @@ class CommandEnd:
 
 @dataclass
 class StageRun:
-    """One stage of a cycle: its faults, its starts, and what was found."""
+    """A stage of a cycle: its faults, its starts and its findings."""
 
     stage: Stage
     root: Path
@@ -73,7 +77,7 @@ class StageRun:
             if end.exit_code == 0:
                 self._note_progress(is_done=True)
                 return True
-            if end.exit_code not in (DISK_FULL, TRY_AGAIN, INTERRUPTED, -signal.SIGKILL):
+            if end.exit_code not in STARTED_AGAIN:
                 return False
             self._flip_checkpoint()
         self.findings.append(Finding("the stage does not get to its end", f"{MOST_STARTS} starts", self.logs))
@@ -155,8 +159,7 @@ class StageRun:
         if why := explain_exit_code(end.exit_code, kinds, self.injector.has_killed_command):
             self.findings.append(Finding("an exit code that is not documented", why, end.log))
         self.findings += audit_output(end.log) + audit_memory(end.rss_bytes, end.log)
-        kept = KERNELS_PREFIX  # compiled kernels, which later commands use again
-        folders = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(kept)]
+        folders = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(KERNELS_PREFIX)]
         left = [path for folder in folders for path in folder.iterdir()]
         if left and "kill everything at once" not in kinds:
             names = ", ".join(sorted(str(path) for path in left)[:5])

@@ -15,7 +15,7 @@ from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointP
 from services.common.artifacts.store import Address, Draft, Workspace, publish_once
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateKind, StateSlice
-from services.common.recipe.schema import Recipe
+from services.common.recipe.schema import STAGES, Recipe
 from services.common.testing.artifacts import CORPUS, LOSS_SPIKES, publish
 from services.common.testing.recipes import make_recipe
 from services.trainer.checkpoints.shards import write_shard
@@ -32,7 +32,7 @@ from tests.soak.audit import (
     find_orphans,
     measure_growth,
 )
-from tests.soak.plan import KINDS, LONG_EVERY, STAGES, plan_cycle
+from tests.soak.plan import KINDS, LONG_EVERY, plan_cycle
 
 TOKENS_PER_STEP = 8
 LOSSES = {step: 5.0 / step for step in range(1, 9)}
