@@ -129,18 +129,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
         if completed_step(checkpoint) >= recipe.train.max_steps:
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
-        if recipe.train.initial_weights and checkpoint is None:
-            raise ArtifactError(
-                f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
-                f"them: `python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER`"
-            )
-        if recipe.train.branch and checkpoint is None:
-            parent = open_parent(job.root, recipe.train.branch)
-            require_same_vocabulary(job.root, parent, recipe, job.corpus)
-            job = replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
-            logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
-        elif checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
-            logger.info("%s is a new run and does not continue %s", job.run, before)
+        if checkpoint is None:
+            job = _begin_run(job, arguments.recipe)
         step = completed_step(checkpoint)
         is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
         if checkpoint and not is_complete:
@@ -168,6 +158,27 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     report_published(job.checkpoint_collection, is_new=True)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
     return 0
+
+
+def _begin_run(job: Job, recipe_path: Path) -> Job:
+    """Return the job of a run without a checkpoint, which has the waivers of the run that it branches from.
+
+    Raises `ArtifactError` if the weights or the checkpoint with which it begins are missing.
+    """
+    recipe = job.recipe
+    if recipe.train.initial_weights:
+        raise ArtifactError(
+            f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
+            f"them: `python -m services.trainer import --recipe {recipe_path} --root {job.root} --from FOLDER`"
+        )
+    if recipe.train.branch:
+        parent = open_parent(job.root, recipe.train.branch)
+        require_same_vocabulary(job.root, parent, recipe, job.corpus)
+        logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
+        return replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
+    if before := explain_new_run(job.root, recipe, job.corpus):
+        logger.info("%s is a new run and does not continue %s", job.run, before)
+    return job
 
 
 def plan(arguments: Namespace, recipe: Recipe) -> int:
