@@ -113,7 +113,7 @@ class _Runner:
         while len(codes) < len(stages):
             time.sleep(POLL_SECONDS)
             for each in self._running:
-                if self._signum is not None and not each.is_told:  # it started while the signal came
+                if self._signum is not None and not each.was_signalled:  # it started while the signal came
                     each.stop(self._signum)
                 each.look()
                 if each.has_ended and each.stage not in codes:
@@ -133,7 +133,7 @@ class _StageProcess:
         self._progress_file = folder / f"{stage}.json"
         self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._seen: ProgressRecord | None = None
-        self.is_told = False
+        self.was_signalled = False
         """Whether the stage was sent a stop signal."""
         environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
         self._process = subprocess.Popen(
@@ -160,7 +160,7 @@ class _StageProcess:
         return self._process.poll() is not None
 
     def stop(self, signum: int) -> None:
-        self.is_told = True
+        self.was_signalled = True
         self._process.send_signal(signum)
 
     def wait(self) -> None:
@@ -177,6 +177,7 @@ class _StageProcess:
         """Show the end of a program that has ended, and return its exit code; 75 where a signal killed it."""
         for reader in self._readers:
             reader.join(LAST_LINES_SECONDS)
+        self._seen = None  # the last lines of the log may have been shown after the newest record
         self.look()
         exit_code = resolve_exit_code(self._process.returncode)
         reason = find_error_line("".join(self._last_lines)) if exit_code and self._last_lines else ""
