@@ -25,6 +25,7 @@ from rich.text import Text
 
 from deploy.exit_codes import EXIT_AGAIN
 from services.common.errors import EXIT_INTERRUPTED
+from services.common.process.duration import write_duration
 from services.common.process.progress import parse_progress_line, says_already_published
 from services.common.process.progress_record import ALREADY_PUBLISHED, PUBLISHED, ProgressRecord
 
@@ -45,7 +46,7 @@ STYLES: dict[State, str] = {
 
 @dataclass
 class _Row:
-    """One stage of the pipeline."""
+    """A stage of the pipeline, as the table shows it."""
 
     stage: str
     state: State = "waiting"
@@ -201,7 +202,7 @@ class PipelineView:
                 (
                     row.state,
                     row.describe_progress(),
-                    "" if left is None else f"{describe_seconds(left)} left",
+                    "" if left is None else f"{write_duration(round(left))} left",
                     "" if dollars is None else f"${dollars:,.2f} so far",
                 ),
             )
@@ -210,7 +211,7 @@ class PipelineView:
     def _summarize(self) -> str:
         rows = self._rows.values()
         return "; ".join(
-            [f"{row.stage} {row.state} in {describe_seconds(row.total_seconds)}" for row in rows] + self._total()
+            [f"{row.stage} {row.state} in {write_duration(round(row.total_seconds))}" for row in rows] + self._total()
         )
 
     def _total(self) -> list[str]:
@@ -236,8 +237,8 @@ class PipelineView:
                 Text(row.state, style=STYLES[row.state]),
                 _draw_bar(row),
                 row.describe_progress(),
-                "" if left is None else describe_seconds(left),
-                describe_seconds(row.total_seconds),
+                "" if left is None else write_duration(round(left)),
+                write_duration(round(row.total_seconds)),
             ]
             if has_cost:
                 cells.append("" if dollars is None else f"${dollars:,.2f}")
@@ -246,7 +247,7 @@ class PipelineView:
 
 
 def is_redrawable(console: Console) -> bool:
-    """Whether the console is a terminal whose lines can be redrawn, and no log of CI."""
+    """Tell whether the console is a terminal whose lines can be redrawn, and no log of CI."""
     return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
 
 
@@ -258,14 +259,6 @@ def _print(line: str, output: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, output.fileno())
         os.close(nowhere)
-
-
-def describe_seconds(seconds: float) -> str:
-    """Seconds for a person, such as `9 s`, `2 min 5 s` or `3 h 20 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600:,} h {whole % 3600 // 60} min"
 
 
 def _draw_bar(row: _Row) -> ProgressBar | str:

@@ -54,7 +54,7 @@ class Notice:
     key: str
     """Name of the occurrence, such as `loss_spiked/1200`. A notice is sent once for each key of its outbox."""
     subject: str
-    """What the notice is about, such as `trainer llama2-7b-0123abcd`."""
+    """Run, deployment or stage that the notice is about, such as `trainer llama2-7b-0123abcd`."""
     text: str
     report: str = ""
     """Path of the run's report; empty where there is none."""

@@ -93,7 +93,7 @@ def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
 
 
 def says_already_published(line: str) -> bool:
-    """Whether a line of a stage's log says that the stage has found its artifact published."""
+    """Tell whether a line of a stage's log says that the stage has found its artifact published."""
     return line.startswith(_SAYS_PUBLISHED)
 
 

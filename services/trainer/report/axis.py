@@ -140,21 +140,3 @@ def write_bytes(value: float, step: float | None = None) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.0f} B"
-
-
-_DURATIONS = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
-
-
-def write_duration(seconds: float, step: float | None = None) -> str:
-    """Write a duration in its two largest units, such as 3 d 4 h, 12 min 5 s or 0.35 s."""
-    if seconds < 10:
-        return f"{seconds:.2g} s" if seconds else "0 s"
-    rest = round(seconds)
-    for number, (size, unit) in enumerate(_DURATIONS):
-        if rest >= size:
-            whole, left = divmod(rest, int(size))
-            if unit == "s" or not left:
-                return f"{whole} {unit}"
-            smaller, smaller_unit = _DURATIONS[number + 1]
-            return f"{whole} {unit} {left // int(smaller)} {smaller_unit}"
-    return f"{rest} s"

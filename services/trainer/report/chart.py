@@ -55,6 +55,7 @@ SHARE = Unit("share", write_share)
 SECONDS = Unit("seconds")
 BYTES = Unit("bytes", write_bytes)
 RATIO = Unit("ratio")
+L2_NORM = Unit("L2 norm")
 NO_UNIT = Unit("no unit")
 
 

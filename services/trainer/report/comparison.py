@@ -16,6 +16,8 @@ from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
 from services.trainer.metrics.records import StepsNewestFirst
 from services.trainer.report.chart import (
+    BITS_PER_BYTE,
+    L2_NORM,
     NATS_PER_TOKEN,
     NO_UNIT,
     SHARE,
@@ -23,7 +25,6 @@ from services.trainer.report.chart import (
     Chart,
     Curve,
     Positions,
-    Unit,
     draw_axis_choice,
     draw_chart,
 )
@@ -113,14 +114,14 @@ def _make_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         Chart(
             "bits-per-byte",
             "Validation, bits per byte",
-            Unit("bits per byte"),
+            BITS_PER_BYTE,
             "Better: lower. It compares runs with different vocabularies, too.",
             evaluation("bits_per_byte"),
         ),
         Chart(
             "gradient-norm",
             "Gradient norm before clipping",
-            Unit("L2 norm"),
+            L2_NORM,
             "Better: level and without peaks; a run whose norm rises above the others' is about to diverge.",
             smoothed("gradient_norm"),
             may_be_logarithmic=True,

@@ -16,10 +16,11 @@ from typing import Any
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.manifest import Manifest, write_durably
 from services.common.input.files import open_regular_file
+from services.common.process.duration import write_duration
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Recipe
 from services.trainer.metrics.events import read_events
-from services.trainer.report.axis import write_bytes, write_duration, write_number, write_share
+from services.trainer.report.axis import write_bytes, write_number, write_share
 from services.trainer.report.chart import draw_axis_choice, draw_chart
 from services.trainer.report.page import (
     Tile,

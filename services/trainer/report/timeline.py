@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from services.common.artifacts.manifest import Phase
-from services.trainer.report.axis import write_duration
+from services.common.process.duration import write_duration
 from services.trainer.report.page import make_details, make_table
 
 _MOST_PARTS = 60

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from services.common.process.duration import write_duration
 from services.common.recipe.schema import Recipe
 from services.trainer.metrics.records import BLOCK_BYTES, METRICS_FILE, StepsNewestFirst
-from services.trainer.report.axis import find_ticks, fit_scale, write_bytes, write_duration, write_number, write_share
+from services.trainer.report.axis import find_ticks, fit_scale, write_bytes, write_number, write_share
 from services.trainer.report.chart import (
     HEIGHT,
     NATS_PER_TOKEN,
