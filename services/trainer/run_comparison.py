@@ -16,7 +16,7 @@ from services.common.process.command_parser import CommandParser
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.report.comparison import write_comparison
 from services.trainer.run_status import RunStatus, read_status
-from services.trainer.run_tree import UNKNOWN, align_columns, run_names, write_number, write_numbers, write_step
+from services.trainer.run_tree import UNKNOWN, align_columns, run_names, write_known, write_numbers, write_step
 
 COMPARE = "compare"
 """Name of the trainer's command that compares runs. It takes no recipe."""
@@ -96,7 +96,7 @@ def differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
 
 def describe_status(status: RunStatus) -> tuple[str, ...]:
     """Return the cells of STATUS_HEADINGS."""
-    goodput, chip_hours = write_number(status.goodput, ".1%"), write_number(status.chip_hours, ",.1f")
+    goodput, chip_hours = write_known(status.goodput, ".1%"), write_known(status.chip_hours, ",.1f")
     return status.run, status.state, write_step(status), *write_numbers(status), goodput, chip_hours
 
 

@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 _HEADINGS = ("run", "state", "step", "loss", "validation", "tokens/s", "cost", "age", "branched after")
 UNKNOWN = "-"
 """Text of a number that is unknown."""
-
-
 RUNS = "runs"
 """Name of the trainer's command that lists the runs. It takes no recipe."""
 
@@ -121,9 +119,9 @@ def _row(depth: int, entry: RunEntry, now: datetime) -> tuple[str, ...]:
 def write_numbers(status: RunStatus) -> tuple[str, ...]:
     """Return the loss, the validation loss, the tokens/s and the cost of a run as texts."""
     return (
-        write_number(status.loss, ".4f"),
-        write_number(status.validation_loss, ".4f"),
-        write_number(status.tokens_per_second, ",.0f"),
+        write_known(status.loss, ".4f"),
+        write_known(status.validation_loss, ".4f"),
+        write_known(status.tokens_per_second, ",.0f"),
         UNKNOWN if status.cost is None else f"${status.cost:,.2f}",
     )
 
@@ -132,7 +130,7 @@ def write_step(status: RunStatus) -> str:
     return f"{status.step:,}" if status.max_steps is None else f"{status.step:,} of {status.max_steps:,}"
 
 
-def write_number(value: float | None, form: str) -> str:
+def write_known(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
 
 

@@ -124,16 +124,18 @@ def read_commands(run_folder: Path) -> list[CommandRecord]:
 
 def sum_chip_hours(commands: Sequence[CommandRecord]) -> float | None:
     """Return the hours for which the commands held accelerators, times their number; None if one held none."""
-    hours = [each.node_hours * each.chips_per_node for each in commands if each.chips_per_node is not None]
-    return math.fsum(hours) if hours and len(hours) == len(commands) else None
+    return _sum_by_node_hours(commands, [each.chips_per_node for each in commands])
 
 
 def sum_cost(commands: Sequence[CommandRecord]) -> float | None:
     """Return the price in dollars of the nodes that the commands held; None if the price of one is unknown."""
-    costs = [
-        each.node_hours * each.dollars_per_node_hour for each in commands if each.dollars_per_node_hour is not None
-    ]
-    return math.fsum(costs) if costs and len(costs) == len(commands) else None
+    return _sum_by_node_hours(commands, [each.dollars_per_node_hour for each in commands])
+
+
+def _sum_by_node_hours(commands: Sequence[CommandRecord], rates: Sequence[float | None]) -> float | None:
+    """Return the sum of the commands' node-hours times their rates; None if one is unknown or there is no command."""
+    known = [each.node_hours * rate for each, rate in zip(commands, rates, strict=True) if rate is not None]
+    return math.fsum(known) if known and len(known) == len(commands) else None
 
 
 class _Line:
