@@ -10,7 +10,7 @@ deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
 infra = .venv-infra/bin/python -m infra
 # A command of the trainer that looks at runs: here, or in a short job on TARGET, which sends its page to this machine.
-looking = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN RUNS,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(ROOT)")
+looking = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN RUNS,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
 images = ./bootstrap python -m images
 
 .PHONY: help setup demo runs compare report cluster-local cluster-local-down load-images clean cluster-up cluster-manifests cluster-down \

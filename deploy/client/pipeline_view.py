@@ -34,6 +34,8 @@ PLAIN_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 REDRAWS_PER_SECOND = 4
 BAR_CHARACTERS = 12
+LEAST_BAR_COLUMNS = 100
+"""Columns of the narrowest terminal that shows bars; a narrower one needs the space for the progress in words."""
 STYLES: dict[State, str] = {
     "waiting": "dim",
     "running": "bold",
@@ -221,10 +223,12 @@ class PipelineView:
     def _draw(self) -> Table:
         rows = list(self._rows.values())
         has_cost = any(row.dollars_per_hour is not None for row in rows)
+        has_bar = self._console.width >= LEAST_BAR_COLUMNS
         table = Table(expand=True, caption="; ".join(self._total()) or None, caption_justify="left")
         table.add_column("stage", no_wrap=True)
         table.add_column("state", no_wrap=True)
-        table.add_column("", width=BAR_CHARACTERS)
+        if has_bar:
+            table.add_column("", width=BAR_CHARACTERS)
         table.add_column("progress", ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column("left", justify="right", no_wrap=True)
         table.add_column("time", justify="right", no_wrap=True)
@@ -235,8 +239,8 @@ class PipelineView:
             cells: list[RenderableType] = [
                 row.stage,
                 Text(row.state, style=STYLES[row.state]),
-                _draw_bar(row),
-                row.describe_progress(),
+                *([_draw_bar(row)] if has_bar else []),
+                Text(row.describe_progress()),  # as text: rich would read [notify] as markup
                 "" if left is None else write_duration(round(left)),
                 write_duration(round(row.total_seconds)),
             ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
@@ -308,8 +309,8 @@ def report_training(job: Job, recipe_path: Path) -> None:
             "the training is complete, but its report could not be written: %s. Write it with "
             "`python -m services.trainer report --recipe %s --root %s`",
             error,
-            recipe_path,
-            job.root,
+            shlex.quote(str(recipe_path)),
+            shlex.quote(str(job.root)),
             exc_info=not expected,  # a bug gets its traceback, and the training still counts
         )
 

@@ -119,8 +119,8 @@ def _row(depth: int, entry: RunEntry, now: datetime) -> tuple[str, ...]:
 def write_numbers(status: RunStatus) -> tuple[str, ...]:
     """Return the loss, the validation loss, the tokens/s and the cost of a run as texts."""
     return (
-        write_known(status.loss, ".4f"),
-        write_known(status.validation_loss, ".4f"),
+        write_loss(status.loss),
+        write_loss(status.validation_loss),
         write_known(status.tokens_per_second, ",.0f"),
         UNKNOWN if status.cost is None else f"${status.cost:,.2f}",
     )
@@ -128,6 +128,10 @@ def write_numbers(status: RunStatus) -> tuple[str, ...]:
 
 def write_step(status: RunStatus) -> str:
     return f"{status.step:,}" if status.max_steps is None else f"{status.step:,} of {status.max_steps:,}"
+
+
+def write_loss(loss: float | None) -> str:
+    return write_known(loss, ".4f" if loss is None or abs(loss) < 1e6 else ".4g")
 
 
 def write_known(value: float | None, form: str) -> str:

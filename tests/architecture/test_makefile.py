@@ -69,6 +69,12 @@ def test_a_deploy_command_takes_the_variables_of_its_help(command: str) -> None:
         assert only == (taken[target] - others if command != DEMO else set())
 
 
+@pytest.mark.parametrize("words", [["runs"], ["report", "RUN=a"], ["compare", "RUNS=a,b"]])
+def test_runs_are_looked_for_in_the_default_root(words: list[str]) -> None:
+    done = subprocess.run(["make", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert '--root "./fsx"' in done.stdout
+
+
 def test_an_unknown_target_is_refused() -> None:
     words = ["make", "help", "TARGET=deploy"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -156,6 +156,13 @@ def test_a_terminal_shows_one_table_with_every_stage(terminal: io.StringIO) -> N
     assert "tokenizer I trains a vocabulary" in said
 
 
+def test_a_terminal_shows_brackets_of_an_error_or_a_path(terminal: io.StringIO) -> None:
+    with PipelineView(["tokenizer"]) as view:
+        view.begin("tokenizer")
+        view.end("tokenizer", 2, "/data/[/x].toml: [notify] webhook: got [a]")
+    assert "exit code 2: /data/[/x].toml: [notify] webhook: got [a]" in terminal.getvalue()
+
+
 @pytest.mark.parametrize(("name", "value"), [("CI", "1"), ("TERM", "dumb")])
 def test_logs_of_ci_and_dumb_terminals_get_plain_lines(
     name: str, value: str, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

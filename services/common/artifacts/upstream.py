@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -12,7 +13,8 @@ from services.common.recipe.schema import Recipe, Stage
 
 
 def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:
-    return f"python -m services.{stage} --recipe {recipe_path} --root {root}"
+    """Return the command of a stage, quoted for a shell."""
+    return shlex.join(["python", "-m", f"services.{stage}", "--recipe", str(recipe_path), "--root", str(root)])
 
 
 def open_corpus(

@@ -28,6 +28,7 @@ from services.common.process.entry_point import exit_code_for
 from services.common.process.telemetry import parse_json_line
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.job import Job
+from services.trainer.metrics.records import Count, Price, Timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +52,21 @@ class CommandRecord(BaseModel):
     pid: int
     process_started: str | None
     """Moment at which the process started; see `ProcessName`."""
-    began_at: float
+    began_at: Timestamp
     """Time at which the command began, in seconds since 1970, as are the other times."""
-    seen_at: float
+    seen_at: Timestamp
     """Newest time at which the command lived."""
-    ended_at: float | None = None
+    ended_at: Timestamp | None = None
     """Time of the command's end; None while it runs, and for a command that was killed."""
     exit_code: int | None = None
     error: str | None = None
     """Begin of the message of the error that ended the command."""
-    nodes: int
-    workers: int
+    nodes: Count
+    workers: Count
     instance_type: str | None
-    chips_per_node: int | None
+    chips_per_node: Count | None
     """Accelerators of a node; None if the command computes on CPUs."""
-    dollars_per_node_hour: float | None
+    dollars_per_node_hour: Price | None
     """Approximate on-demand price of a node when the command began; None without an instance type."""
     price_source: str | None
 

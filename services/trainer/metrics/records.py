@@ -50,6 +50,8 @@ StepSeconds = Annotated[Seconds, Field(ge=1e-9)]
 # From 1970 to 2100, so that a date can be made of it.
 Timestamp = Annotated[FiniteFloat, Field(ge=0, le=4_102_444_800)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+# Dollars of an hour of a node.
+Price = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
 # A scraper of Prometheus' format ends at a NUL.
 LabelValue = Annotated[str, Field(min_length=1, max_length=10_000, pattern=r"^[^\x00]*$")]
 LabelledNumbers = dict[LabelValue, Number]

@@ -125,7 +125,7 @@ def make_grid(charts: Iterable[str]) -> str:
 
 def _write_json(value: Any) -> str:
     """Write JSON for an HTML element. JSON has neither infinities nor NaN, in whose place it has null."""
-    return json.dumps(_without_infinities(value), indent=1).replace("</", "<\\/")
+    return json.dumps(_without_infinities(value), indent=1).replace("<", "\\u003c")
 
 
 def _without_infinities(value: Any) -> Any:

@@ -32,7 +32,7 @@ REPEATED_FROM = 50
 POISONED = (20, 80, 136)
 """Numbers of the steps whose gradients are not finite; the last of them is the run's last step."""
 
-SOURCES = ("hf://a", "b.txt")
+SOURCES = ("hf://a", "<!--<script>b.txt")
 CURVES = {
     ("loss", "training, each step"): ("steps", "loss"),
     ("loss", "validation"): ("evaluations", "loss"),

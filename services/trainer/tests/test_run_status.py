@@ -94,6 +94,20 @@ def test_a_torn_record_of_a_killed_command_harms_no_later_one(new_job: JobBuilde
     assert path.stat().st_size == 2 * LINE_BYTES
 
 
+@pytest.mark.parametrize(
+    "damage", [{"began_at": float("nan")}, {"seen_at": 1e300}, {"dollars_per_node_hour": float("inf")}, {"nodes": -1}]
+)
+def test_a_damaged_record_of_a_command_is_left_out(new_job: JobBuilder, damage: dict[str, float]) -> None:
+    job = new_job()
+    with recording_command(job):
+        pass
+    path = job.run_folder / COMMANDS_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage).ljust(LINE_BYTES - 1) + "\n", encoding="utf-8")
+
+    assert read_commands(job.run_folder) == []
+    assert status_of(job).state == "not started"
+
+
 def test_chip_hours_and_cost_count_the_nodes_of_all_commands(new_job: JobBuilder) -> None:
     job, price = new_job(), read_instance_types()["trn1.32xlarge"].dollars_per_hour
     for hours in (3, 1):
