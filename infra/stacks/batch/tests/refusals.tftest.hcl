@@ -159,3 +159,11 @@ run "a_config_with_quotes" {
   }
   expect_failures = [terraform_data.given]
 }
+
+run "a_run_with_a_name_that_no_run_has" {
+  command = plan
+  variables {
+    run = "Llama 2"
+  }
+  expect_failures = [var.run]
+}

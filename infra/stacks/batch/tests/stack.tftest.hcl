@@ -48,6 +48,11 @@ run "what_two_lines_of_tfvars_give" {
   }
 
   assert {
+    condition     = local.tags == { "millrace.dev/stack" = "millrace" }
+    error_message = "tags of a stack that several runs share: ${jsonencode(local.tags)}"
+  }
+
+  assert {
     condition     = output.repositories == tomap({ tokenizer = "millrace/tokenizer", compiler = "millrace/compiler", trainer = "millrace/trainer" })
     error_message = "repositories: ${jsonencode(output.repositories)}"
   }
@@ -273,6 +278,18 @@ run "a_secret" {
   assert {
     condition     = strcontains(output.config, "HF_TOKEN_SECRET=arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face-AbCdEf\nEXECUTION_ROLE=arn:aws:iam::111122223333:role/mock\n")
     error_message = "config.txt:\n${output.config}"
+  }
+}
+
+run "a_stack_for_one_run" {
+  command = plan
+  variables {
+    run = "llama2-7b-0123abcd"
+  }
+
+  assert {
+    condition     = local.tags == { "millrace.dev/stack" = "millrace", "millrace.dev/run" = "llama2-7b-0123abcd" }
+    error_message = "tags: ${jsonencode(local.tags)}"
   }
 }
 

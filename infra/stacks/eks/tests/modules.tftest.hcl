@@ -243,10 +243,19 @@ run "eks" {
     }
     enable_pod_identity   = true
     enable_access_entries = true
+    tags                  = { "millrace.dev/stack" = "millrace", "millrace.dev/run" = "llama2-7b" }
     network               = { control_plane_subnet_ids = ["subnet-0", "subnet-1"], nodes_subnet_id = "subnet-0", fsx_security_group_id = "sg-fsx", routes = {} }
     pools = {
       core = { shape = "m7i.2xlarge", nodes = 2, min_nodes = 1, max_nodes = 3, volume_gib = 100, labels = { "millrace.dev/pool" = "core" } }
     }
+  }
+
+  assert {
+    condition = alltrue([
+      for each in aws_launch_template.pool["core"].tag_specifications :
+      each.tags == tomap({ "millrace.dev/stack" = "millrace", "millrace.dev/run" = "llama2-7b", Name = "millrace-core" })
+    ])
+    error_message = "tags of nodes and their volumes: ${jsonencode(aws_launch_template.pool["core"].tag_specifications)}"
   }
 
   assert {
@@ -313,7 +322,7 @@ run "eks" {
   }
 
   assert {
-    condition     = toset(keys(aws_eks_addon.after_nodes)) == toset(["coredns", "metrics-server", "aws-fsx-csi-driver", "eks-node-monitoring-agent", "amazon-cloudwatch-observability"])
+    condition     = toset(keys(aws_eks_addon.after_nodes)) == toset(["coredns", "metrics-server", "aws-fsx-csi-driver", "aws-ebs-csi-driver", "eks-node-monitoring-agent", "amazon-cloudwatch-observability"])
     error_message = "after nodes: ${jsonencode(keys(aws_eks_addon.after_nodes))}"
   }
 

@@ -195,3 +195,11 @@ run "values_that_make_no_sense" {
     var.kubernetes_version,
   ]
 }
+
+run "a_run_with_a_name_that_no_run_has" {
+  command = plan
+  variables {
+    run = "Llama 2"
+  }
+  expect_failures = [var.run]
+}

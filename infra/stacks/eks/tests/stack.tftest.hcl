@@ -13,6 +13,11 @@ run "what_two_lines_of_tfvars_give" {
   # Applied, because outputs are what is asked.
 
   assert {
+    condition     = local.tags == { "millrace.dev/stack" = "millrace" }
+    error_message = "tags of a stack that several runs share: ${jsonencode(local.tags)}"
+  }
+
+  assert {
     condition     = output.trainium_shape == "trn1.32xlarge" && output.cpu_shape == "m7i.8xlarge"
     error_message = "shapes: ${output.trainium_shape}, ${output.cpu_shape}"
   }
@@ -265,6 +270,18 @@ run "a_small_vpc_with_interfaces_that_have_no_address" {
   assert {
     condition     = module.network.trainium_subnet.cidr == "10.9.0.0/25"
     error_message = "cidr: ${module.network.trainium_subnet.cidr}"
+  }
+}
+
+run "a_stack_for_one_run" {
+  command = plan
+  variables {
+    run = "llama2-7b-0123abcd"
+  }
+
+  assert {
+    condition     = local.tags == { "millrace.dev/stack" = "millrace", "millrace.dev/run" = "llama2-7b-0123abcd" }
+    error_message = "tags: ${jsonencode(local.tags)}"
   }
 }
 
