@@ -23,13 +23,16 @@ PLACES = ("REGION", "SUBNET", "SG", "ECR_REPO", "INSTANCE_ROLE", "FSX_DNS_NAME",
 POOLS = ("TRAINIUM", "CPU")
 POOL_KEYS = ("QUEUE", "SHAPE", "MAX_NODES")
 STAGE_KEYS = ("JOB_ROLE", "LOG_GROUP")
-OPTIONAL = ("CAPACITY_ENDS_AT", "CHECKPOINT_GB", "NOTICE_SECONDS", "EXECUTION_ROLE", "HF_TOKEN_SECRET")
+SECRETS = ("HF_TOKEN_SECRET", "WEBHOOK_SECRET")
+OPTIONAL = ("CAPACITY_ENDS_AT", "CHECKPOINT_GB", "NOTICE_SECONDS", "EXECUTION_ROLE", *SECRETS)
 REQUIRED = (
     *("NAME", "REGION", "ECR_REPO"),
     *(f"{pool}_{key}" for pool in POOLS for key in POOL_KEYS),
     *(f"{key}_{stage.upper()}" for key in STAGE_KEYS for stage in STAGES),
 )
 KEYS = (*PLACES, *(key for key in REQUIRED if key not in PLACES), *OPTIONAL)
+
+_SECRET_ARN = re.compile(r"arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Config:
     """Role that reads secrets for containers; empty where there are no secrets."""
     hugging_face_secret: str
     """ARN of the Hugging Face token in Secrets Manager; empty where there is none."""
+    webhook_secret: str
+    """ARN of the secret in Secrets Manager with the URL of the notices' webhook; empty where there is none."""
 
     def image_of(self, stage: Stage) -> str:
         """The name of the stage's image, without tag and digest."""
@@ -88,8 +93,15 @@ def read_config(path: Path = CONFIG) -> Config:
                 f"TRAINIUM_SHAPE must have Neuron devices and CPU_SHAPE must have neither. Types with GPUs serve only "
                 f"for plans"
             )
-    if values.get("HF_TOKEN_SECRET") and not values.get("EXECUTION_ROLE"):
-        raise RecipeError(f"{path}: HF_TOKEN_SECRET needs EXECUTION_ROLE, a role that may read the secret")
+    secrets = [key for key in SECRETS if values.get(key)]
+    if secrets and not values.get("EXECUTION_ROLE"):
+        raise RecipeError(f"{path}: {secrets[0]} needs EXECUTION_ROLE, a role that may read the secret")
+    # Batch takes the ARN of a secret and also the name of a parameter; an address here would be published.
+    if wrong := next((key for key in secrets if not _SECRET_ARN.fullmatch(values[key])), ""):
+        raise RecipeError(
+            f"{path}: {wrong} is not the ARN of a secret, arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME. Its value "
+            f"would stand in job definitions, so make a secret: aws secretsmanager create-secret"
+        )
     return Config(
         name=values["NAME"],
         region=values["REGION"],
@@ -103,6 +115,7 @@ def read_config(path: Path = CONFIG) -> Config:
         notice_seconds=math.floor(_read_number(path, values, "NOTICE_SECONDS")),
         execution_role=values.get("EXECUTION_ROLE", ""),
         hugging_face_secret=values.get("HF_TOKEN_SECRET", ""),
+        webhook_secret=values.get("WEBHOOK_SECRET", ""),
     )
 
 

@@ -24,6 +24,7 @@ from deploy.stage_contract import (
     make_one_off_command,
 )
 from services.common.launch.batch.node import RECIPE_VARIABLE, RECIPES, pack_recipe
+from services.common.notices.variables import WEBHOOK_VARIABLE
 from services.common.process.stage_program import ON_BATCH
 from services.common.process.subcommands import ONE_OFF
 from services.common.recipe.schema import Stage
@@ -182,13 +183,25 @@ def _render_container(config: Config, contract: StageContract, deployment: Batch
         image=deployment.image,
         command=[ON_BATCH, "--cpus", str(resources.cpus), *cores, "--", *command],
         recipe=pack_recipe(deployment.recipe_text.encode()),
+        webhook_secret=config.webhook_secret,
     )
 
 
 def _render_contract(
-    config: Config, contract: StageContract, resources: Resources, *, image: str, command: list[str], recipe: str
+    config: Config,
+    contract: StageContract,
+    resources: Resources,
+    *,
+    image: str,
+    command: list[str],
+    recipe: str,
+    webhook_secret: str = "",
 ) -> Request:
-    """A container that keeps the stage's contract. `recipe` is packed, or empty where the command reads none."""
+    """A container that keeps the stage's contract.
+
+    `recipe` is packed, or empty where the command reads none. `webhook_secret` is the ARN of the secret with the URL of
+    the notices' webhook, or empty where the command sends no notices.
+    """
     variables = contract.variables | ({RECIPE_VARIABLE: recipe} if recipe else {})
     group = config.log_groups[contract.stage]
     container: Request = {
@@ -223,11 +236,10 @@ def _render_contract(
         },
         "privileged": False,
     }
-    if contract.secrets and config.hugging_face_secret:
+    secrets = {each.name: config.hugging_face_secret for each in contract.secrets} | {WEBHOOK_VARIABLE: webhook_secret}
+    if named := [{"name": name, "valueFrom": arn} for name, arn in secrets.items() if arn]:
         container["executionRoleArn"] = config.execution_role
-        container["secrets"] = [
-            {"name": each.name, "valueFrom": config.hugging_face_secret} for each in contract.secrets
-        ]
+        container["secrets"] = named
     return container
 
 

@@ -26,6 +26,7 @@ VARIABLES = {
     "operators": [f"arn:aws:iam::{ACCOUNT}:role/research"],
     "budget": {"monthly_dollars": 5000, "emails": ["you@example.com"]},
     "hugging_face_secret": f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:hugging-face-AbCdEf",
+    "webhook_secret": f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:notices-AbCdEf",
 }
 
 pytestmark = APPLIES
@@ -65,6 +66,7 @@ def test_deployments_read_what_the_stack_writes(applied: Applied, tmp_path: Path
     assert {config.trainium.name, config.cpu.name} == set(environments_of(applied))
     roles = {each["Arn"] for each in applied.client("iam").list_roles()["Roles"]}
     assert {*config.job_roles.values(), config.execution_role} <= roles
+    assert config.webhook_secret == VARIABLES["webhook_secret"]
     groups = {each["logGroupName"]: each for each in applied.client("logs").describe_log_groups()["logGroups"]}
     assert {groups[name]["retentionInDays"] for name in config.log_groups.values()} == {90}
     repositories = {each["repositoryUri"] for each in applied.client("ecr").describe_repositories()["repositories"]}

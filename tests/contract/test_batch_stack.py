@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.config import CONFIG, KEYS, PLACES, read_config
+from deploy.batch.config import CONFIG, KEYS, PLACES, SECRETS, read_config
 from deploy.batch.job_definition import HOST_FOLDERS, queue_of, read_container, render_job_definition
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
@@ -59,6 +59,13 @@ def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendere
     assert lines == [line.partition("=")[0] for line in rendered.splitlines()]
     assert set(lines) == set(KEYS)
     assert tuple(lines[: len(PLACES)]) == PLACES
+
+
+def test_the_secrets_of_a_container_are_those_that_its_execution_role_reads() -> None:
+    [names] = re.findall(r"secrets = compact\(\[(.*)\]\)", (MODULE / "identities.tf").read_text(encoding="utf-8"))
+    outputs = (STACK / "outputs.tf").read_text(encoding="utf-8")
+    given = {key: re.findall(rf'^ +\["{key}", (var\.\w+) == null', outputs, re.MULTILINE) for key in SECRETS}
+    assert given == {key: [name] for key, name in zip(SECRETS, names.split(", "), strict=True)}
 
 
 def test_infra_up_writes_the_file_that_deployments_read() -> None:

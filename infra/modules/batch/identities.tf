@@ -17,6 +17,8 @@ locals {
     startswith(var.instance_profile, "arn:") ? var.instance_profile :
     "arn:${var.account.partition}:iam::${var.account.id}:instance-profile/${var.instance_profile}"
   )
+  secrets = compact([var.hugging_face_secret, var.webhook_secret])
+
   instance_policies = local.makes_instance_role ? toset([
     "service-role/AmazonEC2ContainerServiceforEC2Role", # the agent, ECR and the log driver
     "AmazonSSMManagedInstanceCore",                     # a shell on a node without SSH
@@ -90,29 +92,29 @@ resource "aws_iam_role_policy" "job" {
 
 # If there is an execution role, the agent also uses it for images and logs, instead of the node's.
 resource "aws_iam_role" "execution" {
-  count                = var.hugging_face_secret == null ? 0 : 1
+  count                = length(local.secrets) == 0 ? 0 : 1
   name                 = "${var.name}-${var.account.region}-execution"
-  description          = "Gives the Hugging Face token to the tokenizer's container"
+  description          = "Gives secrets to containers when ECS starts them"
   permissions_boundary = var.permissions_boundary
   assume_role_policy   = local.task_trust
 }
 
 resource "aws_iam_role_policy_attachment" "execution" {
-  count      = var.hugging_face_secret == null ? 0 : 1
+  count      = length(local.secrets) == 0 ? 0 : 1
   role       = aws_iam_role.execution[0].name
   policy_arn = "arn:${var.account.partition}:iam::aws:policy/service-role/AmazonECSTaskExecutionRolePolicy"
 }
 
 resource "aws_iam_role_policy" "execution" {
-  count = var.hugging_face_secret == null ? 0 : 1
-  name  = "one-secret"
+  count = length(local.secrets) == 0 ? 0 : 1
+  name  = "secrets"
   role  = aws_iam_role.execution[0].id
   policy = jsonencode({
     Version = "2012-10-17"
     Statement = [{
       Effect   = "Allow"
       Action   = ["secretsmanager:GetSecretValue"]
-      Resource = [var.hugging_face_secret]
+      Resource = local.secrets
     }]
   })
 }

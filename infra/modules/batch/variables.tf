@@ -89,6 +89,11 @@ variable "hugging_face_secret" {
   type        = string
 }
 
+variable "webhook_secret" {
+  description = "ARN of a secret in Secrets Manager with the URL of the notices' webhook, which the stages' commands get; null for none."
+  type        = string
+}
+
 variable "stop_seconds" {
   description = "Stop timeout of containers: seconds between SIGTERM and SIGKILL."
   type        = number

@@ -237,6 +237,7 @@ module "batch" {
   bucket_users         = toset(local.bucket_users)
   bucket_arn           = module.storage.bucket.arn
   hugging_face_secret  = var.hugging_face_secret
+  webhook_secret       = var.webhook_secret
   stop_seconds         = local.notice_seconds + local.after_notice_seconds
   queue_limits         = var.queue_limits
   efa_layout           = var.efa_layout

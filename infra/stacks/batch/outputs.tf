@@ -28,6 +28,7 @@ output "config" {
       ["CHECKPOINT_GB", var.checkpoint_gb],
       ["NOTICE_SECONDS", local.notice_seconds],
       ["HF_TOKEN_SECRET", var.hugging_face_secret == null ? "" : var.hugging_face_secret],
+      ["WEBHOOK_SECRET", var.webhook_secret == null ? "" : var.webhook_secret],
       ["EXECUTION_ROLE", module.batch.execution_role == null ? "" : module.batch.execution_role],
     ] : "${pair[0]}=${pair[1]}\n"
   ])

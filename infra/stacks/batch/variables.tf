@@ -52,6 +52,20 @@ variable "hugging_face_secret" {
   }
 }
 
+variable "webhook_secret" {
+  description = "ARN of a secret in Secrets Manager, encrypted with AWS' own key, whose whole value is the URL of the webhook that gets the stages' notices; null for none. Terraform never reads the value."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.webhook_secret == null ? true : can(regex("^arn:[a-z-]+:secretsmanager:${var.region}:[0-9]{12}:secret:.+$", var.webhook_secret))
+    error_message = <<-EOT
+      webhook_secret: expected the ARN of a secret in ${var.region}, and not the URL itself. This command makes one:
+        aws secretsmanager create-secret --region ${var.region} --name notices --secret-string file://webhook --query ARN
+    EOT
+  }
+}
+
 variable "ami_id" {
   description = "Id of the Trainium nodes' AMI, whose name has to be in infra/aws_releases.json. null takes the default of that table, which has the images' own Neuron driver. The driver of the newest AMIs is too new for the images."
   type        = string

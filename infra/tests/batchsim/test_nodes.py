@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,29 @@ from infra.tests.batchsim.job import Job, node_variables
 from infra.tests.batchsim.network import Network
 from infra.tests.batchsim.stages import define_one_off, define_script, make_root
 from services.common.launch.brought_files import FileReceiver
+from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
+from services.common.notices.variables import WEBHOOK_VARIABLE
 from services.common.testing.waiting import wait_until
 from tests.small import write_notes
 
 JOB_SECONDS = 300
 ENDLESS = "import time; print('the stage runs', flush=True); time.sleep(3600)"
+
+ASK_WORKERS = f"""
+import os, ray
+
+@ray.remote(num_cpus=0, resources={{"{STAGE_RESOURCE_PREFIX}tokenizer": 1}})
+class Worker:
+    def look(self):
+        return {WEBHOOK_VARIABLE!r} in os.environ, ray.get_runtime_context().get_node_id()
+
+ray.init(log_to_driver=False)
+workers = [Worker.remote() for _ in range(2)]
+found = ray.get([each.look.remote() for each in workers])
+nodes = len({{node for _, node in found}})
+workers_have = [has for has, _ in found]
+print(f"command {{{WEBHOOK_VARIABLE!r} in os.environ}}, workers {{workers_have}} on {{nodes}} nodes", flush=True)
+"""
 
 
 @pytest.fixture
@@ -48,6 +67,17 @@ def test_the_exit_code_of_the_stage_is_the_jobs_and_children_end_with_0(root: Pa
     (attempt,) = job.attempts
     assert f"{attempt.nodes[0].address}:6379" in attempt.nodes[0].log
     assert attempt.nodes[1].poll() == 0, job.logs
+
+
+@pytest.mark.batch
+def test_the_webhook_reaches_the_stage_s_command_and_no_worker_of_a_node(root: Path, submit: Submit) -> None:
+    """Batch gives a secret to the containers of all nodes."""
+    definition = define_script(write(root, ASK_WORKERS), root)
+    variables = {**definition.environment, WEBHOOK_VARIABLE: "https://hooks.example.com/abc"}
+    job = submit(replace(definition, environment=variables))
+
+    assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
+    assert "command True, workers [False, False] on 2 nodes" in job.attempts[0].nodes[0].log
 
 
 @pytest.mark.batch

@@ -43,6 +43,7 @@ VALUES = {
     "NOTICE_SECONDS": "300",
     "EXECUTION_ROLE": f"{ROLE}/secrets",
     "HF_TOKEN_SECRET": "arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face",
+    "WEBHOOK_SECRET": "arn:aws:secretsmanager:us-west-2:111122223333:secret:notices",
 }
 
 

@@ -38,6 +38,7 @@ def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
         ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
         ({"CPU_MAX_NODES": "0"}, "CPU_MAX_NODES=0: "),
         ({"EXECUTION_ROLE": ""}, "HF_TOKEN_SECRET needs EXECUTION_ROLE"),
+        ({"EXECUTION_ROLE": "", "HF_TOKEN_SECRET": ""}, "WEBHOOK_SECRET needs EXECUTION_ROLE"),
         ({"CHECKPOINT_GB": "13B"}, "CHECKPOINT_GB=13B: "),
         ({"NOTICE_SECONDS": "-1"}, "NOTICE_SECONDS=-1: "),
     ],
@@ -45,6 +46,13 @@ def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         read_config(write_config(tmp_path / "config.txt", **changes))
+
+
+def test_an_address_in_place_of_its_secret_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    address = "https://hooks.example.com/services/T0/B0/abc"
+    with pytest.raises(RecipeError, match="WEBHOOK_SECRET is not the ARN of a secret") as caught:
+        read_config(write_config(tmp_path / "config.txt", WEBHOOK_SECRET=address))
+    assert address not in str(caught.value)
 
 
 def test_a_file_that_is_absent_names_what_writes_it(tmp_path: Path) -> None:

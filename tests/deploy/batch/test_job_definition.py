@@ -14,7 +14,7 @@ from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE, deliver_recipe, read_command
 from services.common.recipe.schema import STAGES, Stage
-from tests.deploy.batch.builders import config_of, job_deployment_of
+from tests.deploy.batch.builders import VALUES, config_of, job_deployment_of
 
 
 def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = False, **changes: Any) -> Request:
@@ -80,11 +80,15 @@ def test_each_stage_has_a_role_and_a_log_group_of_its_own() -> None:
         assert (options["awslogs-group"], options["awslogs-stream-prefix"]) == (f"/millrace/{stage}", stage)
 
 
-def test_the_hugging_face_token_reaches_the_tokenizer_alone_and_by_its_name() -> None:
-    with_secrets = [stage for stage in STAGES if "secrets" in read_container(definition_of(stage))]
-    assert with_secrets == ["tokenizer"]
-    assert read_container(definition_of("tokenizer"))["executionRoleArn"].endswith("role/secrets")
-    without = definition_of("tokenizer", config={"HF_TOKEN_SECRET": "", "EXECUTION_ROLE": ""})
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_secret_reaches_the_stages_that_use_it_by_its_name_alone(stage: Stage) -> None:
+    token = {"name": "HF_TOKEN", "valueFrom": VALUES["HF_TOKEN_SECRET"]}
+    webhook = {"name": "MILLRACE_WEBHOOK", "valueFrom": VALUES["WEBHOOK_SECRET"]}
+    container = read_container(definition_of(stage))
+    assert container["secrets"] == ([token, webhook] if stage == "tokenizer" else [webhook])
+    assert container["executionRoleArn"] == VALUES["EXECUTION_ROLE"]
+    assert not {"HF_TOKEN", "MILLRACE_WEBHOOK"} & {each["name"] for each in container["environment"]}
+    without = definition_of(stage, config={"HF_TOKEN_SECRET": "", "WEBHOOK_SECRET": "", "EXECUTION_ROLE": ""})
     assert not {"secrets", "executionRoleArn"} & read_container(without).keys()
 
 

@@ -29,6 +29,7 @@ variables {
   permissions_boundary = "arn:aws:iam::111122223333:policy/boundary"
   bucket_arn           = "arn:aws:s3:::mock-bucket"
   hugging_face_secret  = null
+  webhook_secret       = null
   stop_seconds         = 330
   queue_limits         = { capacity_seconds = 7200, misconfiguration_seconds = 600 }
   efa_layout           = "efa"
@@ -299,6 +300,34 @@ run "a_secret_for_the_tokenizer" {
   assert {
     condition     = jsondecode(aws_iam_role_policy.execution[0].policy).Statement[0].Resource == ["arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face-AbCdEf"] && output.execution_role != null
     error_message = "one role that reads one secret: ${aws_iam_role_policy.execution[0].policy}"
+  }
+}
+
+run "a_webhook_for_notices" {
+  module {
+    source = "../../modules/batch"
+  }
+  variables {
+    webhook_secret = "arn:aws:secretsmanager:us-west-2:111122223333:secret:notices-AbCdEf"
+  }
+
+  assert {
+    condition = jsondecode(aws_iam_role_policy.execution[0].policy).Statement == [{
+      Effect   = "Allow"
+      Action   = ["secretsmanager:GetSecretValue"]
+      Resource = ["arn:aws:secretsmanager:us-west-2:111122223333:secret:notices-AbCdEf"]
+    }]
+    error_message = "one role that reads one secret: ${aws_iam_role_policy.execution[0].policy}"
+  }
+
+  assert {
+    condition     = aws_iam_role.execution[0].permissions_boundary == "arn:aws:iam::111122223333:policy/boundary" && output.execution_role != null
+    error_message = "boundary: ${jsonencode(aws_iam_role.execution[0].permissions_boundary)}"
+  }
+
+  assert {
+    condition     = keys(aws_iam_role_policy.job) == ["tokenizer"] && !strcontains(aws_iam_role_policy.job["tokenizer"].policy, "secretsmanager")
+    error_message = "no job's own role reads the secret: ${jsonencode(aws_iam_role_policy.job)}"
   }
 }
 

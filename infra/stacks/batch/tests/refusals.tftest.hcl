@@ -24,10 +24,11 @@ run "values_that_aws_does_not_take" {
   variables {
     ami_id              = "al2023"
     hugging_face_secret = "hf_abc"
+    webhook_secret      = "https://hooks.example.com/services/T0/B0/abc"
     checkpoint_gb       = 0
     queue_limits        = { capacity_seconds = 60 }
   }
-  expect_failures = [var.ami_id, var.hugging_face_secret, var.checkpoint_gb, var.queue_limits]
+  expect_failures = [var.ami_id, var.hugging_face_secret, var.webhook_secret, var.checkpoint_gb, var.queue_limits]
 }
 
 run "values_that_make_no_sense" {

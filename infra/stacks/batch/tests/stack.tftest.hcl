@@ -42,6 +42,7 @@ run "what_two_lines_of_tfvars_give" {
       "CHECKPOINT_GB=157",
       "NOTICE_SECONDS=402",
       "HF_TOKEN_SECRET=",
+      "WEBHOOK_SECRET=",
       "EXECUTION_ROLE=",
     ] : "${line}\n"])
     error_message = "config.txt:\n${output.config}"
@@ -276,7 +277,18 @@ run "a_secret" {
   }
 
   assert {
-    condition     = strcontains(output.config, "HF_TOKEN_SECRET=arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face-AbCdEf\nEXECUTION_ROLE=arn:aws:iam::111122223333:role/mock\n")
+    condition     = strcontains(output.config, "HF_TOKEN_SECRET=arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face-AbCdEf\nWEBHOOK_SECRET=\nEXECUTION_ROLE=arn:aws:iam::111122223333:role/mock\n")
+    error_message = "config.txt:\n${output.config}"
+  }
+}
+
+run "a_webhook_for_notices" {
+  variables {
+    webhook_secret = "arn:aws:secretsmanager:us-west-2:111122223333:secret:notices-AbCdEf"
+  }
+
+  assert {
+    condition     = strcontains(output.config, "HF_TOKEN_SECRET=\nWEBHOOK_SECRET=arn:aws:secretsmanager:us-west-2:111122223333:secret:notices-AbCdEf\nEXECUTION_ROLE=arn:aws:iam::111122223333:role/mock\n")
     error_message = "config.txt:\n${output.config}"
   }
 }

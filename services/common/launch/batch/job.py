@@ -36,6 +36,7 @@ from services.common.launch.batch.node import (
 )
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
+from services.common.notices.variables import WEBHOOK_VARIABLE
 from services.common.process.command_parser import CommandParser
 from services.common.process.entry_point import run_program
 from services.common.process.stop_signals import Stopped, name_signal, on_stop_signal
@@ -72,8 +73,11 @@ def main(argv: list[str]) -> int:
     if node.num_nodes == 1:
         os.execvp(command.words[0], command.words)  # nosec B606 # it replaces itself by the stage
     resources = ray_resources(command.stage, arguments.cpus, arguments.neuron_cores)
-    run = _run_main_node if node.is_main else _run_child
-    return run(node, command, resources, arguments.join_seconds)
+    # Batch gives a secret to all nodes. The stage's command alone sends notices; workers inherit Ray's environment.
+    webhook = os.environ.pop(WEBHOOK_VARIABLE, "")
+    if node.is_main:
+        return _run_main_node(node, command, resources, arguments.join_seconds, webhook)
+    return _run_child(node, command, resources, arguments.join_seconds)
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, StageCommand]:
@@ -105,7 +109,9 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _run_main_node(node: BatchNode, command: StageCommand, resources: list[str], join_seconds: float) -> int:
+def _run_main_node(
+    node: BatchNode, command: StageCommand, resources: list[str], join_seconds: float, webhook: str
+) -> int:
     host = find_own_address()
     address = f"{host}:{HEAD_PORT}"
     _say(node, f"attempt {node.attempt} of job {node.job_id}: starting the Ray head at {address}")
@@ -120,7 +126,7 @@ def _run_main_node(node: BatchNode, command: StageCommand, resources: list[str],
             try:
                 _wait_for_nodes(node, nodes, ray, deadline, join_seconds)
                 _say(node, f"all {node.num_nodes} nodes have joined; running {shlex.join(command.words)}")
-                exit_code = _run_stage(node, command, _NodeWatch(node, nodes, ray), address)
+                exit_code = _run_stage(node, command, _NodeWatch(node, nodes, ray), address, webhook)
                 _say(node, f"the stage ended with {exit_code}")
             finally:
                 _let_children_leave(node, nodes)
@@ -139,8 +145,8 @@ def _wait_for_nodes(
         )
 
 
-def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, address: str) -> int:
-    """Run the stage's command, forward every stop signal to it, and return its exit code.
+def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, address: str, webhook: str) -> int:
+    """Run the stage's command with the webhook's URL, or "", forward every stop signal to it, and return its exit code.
 
     Raises `WorkersLost` when a node was lost, unless the command succeeded nevertheless.
     """
@@ -155,7 +161,8 @@ def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, addres
 
     lost, lost_at = "", 0.0
     with on_stop_signal(forward, again=forward):
-        stage = subprocess.Popen(command.words, env={**os.environ, "RAY_ADDRESS": address})
+        notices = {WEBHOOK_VARIABLE: webhook} if webhook else {}
+        stage = subprocess.Popen(command.words, env={**os.environ, **notices, "RAY_ADDRESS": address})
         started.append(stage)
         if signals:  # one came while the stage was being started
             stage.terminate()
