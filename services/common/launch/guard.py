@@ -253,10 +253,12 @@ class _CommandWatch:
 def _remove_folders() -> None:
     """Remove the private folders that no living process uses."""
     # Imported here, because the guard's start must not slow the command's.
+    from services.common.errors import StorageError  # noqa: PLC0415
     from services.common.process.private_folder import private_base, remove_abandoned  # noqa: PLC0415
 
     for is_short in (True, False):
-        remove_abandoned(private_base(is_short))
+        with suppress(StorageError):  # a base that cannot be made, as on a full disk, has no folder to remove
+            remove_abandoned(private_base(is_short))
 
 
 def semaphore_prefix(mark: str) -> str:

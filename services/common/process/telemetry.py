@@ -30,7 +30,7 @@ def configure_logging(stage: str, *, rank: int | None = None, file: Path | None 
     logging.setLogRecordFactory(_make_masked_record)
     where = stage if rank is None else f"{stage} rank={rank}"
     written = io.TextIOWrapper(open_for_append(file), encoding="utf-8", line_buffering=True) if file else sys.stderr
-    handler = logging.StreamHandler(written)
+    handler = _LogHandler(written)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {where} %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     level = logging.INFO if not rank else logging.WARNING
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -46,6 +46,14 @@ def _make_masked_record(*arguments: Any, **options: Any) -> logging.LogRecord:
     if record.exc_info:
         record.exc_text = mask("".join(traceback.format_exception(*record.exc_info)).rstrip())
     return record
+
+
+class _LogHandler(logging.StreamHandler[TextIO]):
+    """Writes log lines. A line that cannot be written, as on a full disk, is lost without a traceback of its own."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class JsonLines:

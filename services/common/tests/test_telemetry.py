@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +96,18 @@ def test_ranks_other_than_0_report_warnings_alone(tmp_path: Path, rank: int | No
 
     assert [line.split()[-1] for line in lines] == expected
     assert rank is None or f"trainer rank={rank}" in lines[0]
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_a_log_on_a_full_disk_loses_its_lines_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8", buffering=1) as full:  # noqa: PTH123 - a device, and no file
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", full)
+            configure_logging("trainer")
+        logging.getLogger("services.trainer").warning("lost")
+        assert "Logging error" not in capsys.readouterr().err
+        logging.root.handlers.clear()
+        with contextlib.suppress(OSError):
+            full.close()
