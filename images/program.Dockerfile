@@ -114,7 +114,7 @@ LABEL org.opencontainers.image.description="Fills the compile cache" \
 FROM service AS trainer
 ENTRYPOINT ["python", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Trains on a corpus and a compile cache, and writes checkpoints" \
-    millrace.subcommands="plan doctor summary report sample evaluate export import inspect-checkpoint runs artifacts" \
+    millrace.subcommands="plan doctor summary report sample evaluate export import inspect-checkpoint runs compare artifacts" \
     millrace.reads="corpus/2 compile_cache/1 checkpoint/3" \
     millrace.writes="checkpoint/3 run/1"
 

@@ -16,6 +16,7 @@ from services.common.recipe.schema import STAGES, Stage
 from services.compiler.command import main as compile_graphs
 from services.tokenizer.command import TOOLS
 from services.trainer.command import COMMANDS
+from services.trainer.run_comparison import COMPARE
 from services.trainer.run_tree import RUNS
 from tests.deploy.batch.builders import config_of
 from tests.images.dockerfiles import read_dockerfile, settings_of_image
@@ -30,7 +31,7 @@ def test_the_table_has_the_subcommands_of_each_program(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         compile_graphs(["plan", "--help"])
     assert "compiler plan" in capsys.readouterr().out
-    programs = {"tokenizer": set(TOOLS), "compiler": {"plan"}, "trainer": {*COMMANDS, RUNS}}
+    programs = {"tokenizer": set(TOOLS), "compiler": {"plan"}, "trainer": {*COMMANDS, RUNS, COMPARE}}
     for stage in STAGES:
         assert {*names_of(stage)} == {*programs[stage], ARTIFACTS} - LEFT_OUT[stage], stage
 

@@ -42,7 +42,7 @@ BACKENDS = {"cpu": NATIVE, "cuda": CUDA, "neuron": NATIVE, "xla": XLA}
 NEURON_DEVICES = Path("/dev")
 """Folder in which the driver of a Trainium node lists its chips: neuron0, neuron1, ..."""
 
-EVERY_SERVICE = ("numpy", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
+EVERY_SERVICE = ("numpy", "prometheus_client", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
 # Libraries by service, which its requirements name beyond those of every service.
 LIBRARIES = {
     "tokenizer": (
@@ -52,7 +52,6 @@ LIBRARIES = {
     "compiler": ("torch",),
     "trainer": (
         "torch",
-        "prometheus_client",
         "ray.train",
         "safetensors",
         "sentencepiece",

@@ -409,7 +409,7 @@ def test_of_two_that_find_the_same_dead_holder_the_later_leaves_the_first_alone(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = start_process(hold, lock)
-    wait_until(lock.exists)
+    wait_until(lambda: list(lock.parent.iterdir()) == [lock])  # without the file that was linked to it
     holder.kill()
     holder.join()
     change_hands_before_rename(lock, monkeypatch)
