@@ -68,7 +68,7 @@ def named_report_parser() -> CommandParser:
     """Make the parser of the command `report` for a run that is named, whose recipe its folder has."""
     parser = CommandParser(prog="python -m services.trainer report", description=_REPORT, allow_abbrev=False)
     parser.add_argument("--run", required=True, metavar="NAME", help="name of the run, or the unique begin of a name")
-    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+    parser.add_root()
     _add_sample(parser)
     return parser
 

@@ -15,6 +15,7 @@ from services.common.process.command_line import require_text
 from services.common.process.command_parser import CommandParser
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.report.comparison import write_comparison
+from services.trainer.report.page import shorten
 from services.trainer.run_status import RunStatus, read_status
 from services.trainer.run_tree import UNKNOWN, align_columns, run_names, write_known, write_numbers, write_step
 
@@ -34,7 +35,7 @@ def compare_runs(argv: list[str]) -> int:
         "curves in one page, comparison.html.",
         allow_abbrev=False,
     )
-    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+    parser.add_root()
     parser.add_argument("--runs", required=True, metavar="NAME,NAME", help="names of runs, or unique begins of names")
     arguments = parser.parse_args(argv)
     require_text(arguments)
@@ -91,7 +92,7 @@ def differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
     for name in dict.fromkeys(name for recipe in recipes for name in recipe):
         values = [_write(recipe[name]) if name in recipe else UNKNOWN for recipe in recipes]
         if len(set(values)) > 1:
-            yield (name, *map(_shorten, values))
+            yield (name, *(shorten(value, _MOST_CHARACTERS) for value in values))
 
 
 def describe_status(status: RunStatus) -> tuple[str, ...]:
@@ -110,7 +111,3 @@ def _flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _write(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 4]} ..."

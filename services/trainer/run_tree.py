@@ -42,7 +42,7 @@ def list_runs(argv: list[str]) -> int:
         "tokens/s, cost of the nodes that were held by on-demand prices, and age.",
         allow_abbrev=False,
     )
-    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+    parser.add_root()
     arguments = parser.parse_args(argv)
     require_text(arguments)
     runs = read_runs(arguments.root.absolute())

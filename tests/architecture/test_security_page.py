@@ -1,4 +1,4 @@
-"""Each claim of the page on security is held by a test that exists, or by a target of make that runs in CI."""
+"""Every claim in docs/security.md names a test that exists, or a target of make that runs in CI."""
 
 from __future__ import annotations
 

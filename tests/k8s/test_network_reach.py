@@ -51,7 +51,7 @@ def list_reach(things: list[Thing], labels: dict[str, str], direction: str) -> s
 
 
 def read_table() -> dict[str, tuple[set[str], set[str]]]:
-    """What the page's table says that each pod reaches, and what reaches it."""
+    """Return for each pod the peers that it may reach and the peers that may reach it, by the table of the page."""
     text = PAGE.read_text(encoding="utf-8")
     table = text[text.index("| pod | it reaches | reached by |") :].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]

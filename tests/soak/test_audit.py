@@ -11,12 +11,12 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, checkpoint_id, shard_name
+from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id, shard_name
 from services.common.artifacts.store import Address, Draft, Workspace, publish_once
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateKind, StateSlice
 from services.common.recipe.schema import STAGES, Recipe
-from services.common.testing.artifacts import CORPUS, LOSS_SPIKES, publish
+from services.common.testing.artifacts import CORPUS, make_payload, publish
 from services.common.testing.recipes import make_recipe
 from services.trainer.checkpoints.shards import write_shard
 from tests.soak.audit import (
@@ -83,18 +83,7 @@ def test_a_compile_miss_is_found(tmp_path: Path) -> None:
 def publish_state(root: Path, recipe: Recipe, change: float = 0.0) -> Path:
     """Publish a checkpoint of the recipe's model, of which one weight is greater by `change`."""
     run, file, step = "small-00000000", shard_name(0), 3
-    state = CheckpointPayload(
-        step=step,
-        tokens=1,
-        skipped_steps=0,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        zero_stage=0,
-        shards={},
-        program_fingerprint="eager",
-        waivers=(),
-        loss_spikes=LOSS_SPIKES,
-    ).with_shards(run, {file: 0})
+    state = make_payload(run, step)
     tensors = {
         StateSlice.whole(kind, name, shape): torch.full(tuple(shape), 0.5)
         for kind in get_args(StateKind)

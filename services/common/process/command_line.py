@@ -50,7 +50,7 @@ class RecipeParser(CommandParser):
             allow_abbrev=False,
         )
         self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
-        self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+        self.add_root()
 
     def add_launch(self) -> None:
         """Add `--launch`, whose value is the name of a launcher also where the command line has none."""

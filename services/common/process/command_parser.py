@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 from services.common.errors import RecipeError
@@ -13,3 +14,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
+
+    def add_root(self) -> None:
+        """Add `--root`, the folder of all artifacts."""
+        self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")

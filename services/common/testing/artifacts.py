@@ -78,12 +78,9 @@ LOSS_SPIKES = LossSpikes(
 """State of a run that has gone back once, with each of its fields."""
 
 
-def publish_checkpoint(
-    root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = (CORPUS,)
-) -> Artifact[CheckpointManifest]:
-    """Publish a checkpoint whose only shard is an empty file."""
-    run = f"{recipe.name}-{0:08x}"
-    state = CheckpointPayload(
+def make_payload(run: str, step: int, waivers: tuple[str, ...] = ()) -> CheckpointPayload:
+    """Make the payload of a checkpoint of one worker, which has one shard."""
+    return CheckpointPayload(
         step=step,
         tokens=1,
         skipped_steps=0,
@@ -95,6 +92,14 @@ def publish_checkpoint(
         waivers=waivers,
         loss_spikes=LOSS_SPIKES,
     ).with_shards(run, {shard_name(0): 0})
+
+
+def publish_checkpoint(
+    root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = (CORPUS,)
+) -> Artifact[CheckpointManifest]:
+    """Publish a checkpoint whose only shard is an empty file."""
+    run = f"{recipe.name}-{0:08x}"
+    state = make_payload(run, step, waivers)
 
     def build(workspace: Workspace) -> Draft:
         fill(workspace, {shard_name(0): b""})

@@ -1,4 +1,4 @@
-"""Each notice reaches a webhook once, across restarts; a receiver that fails harms nothing and learns nothing."""
+"""A webhook gets each notice once, across restarts. A receiver that fails neither stops a run nor sees a secret."""
 
 from __future__ import annotations
 

@@ -123,6 +123,11 @@ def make_grid(charts: Iterable[str]) -> str:
     return f'<div class="charts">{content}</div>' if content else ""
 
 
+def shorten(text: str, most_characters: int = 400) -> str:
+    """Return the text, or its begin and three dots if it has more characters."""
+    return text if len(text) <= most_characters else f"{text[: most_characters - 4]} ..."
+
+
 def _write_json(value: Any) -> str:
     """Write JSON for an HTML element. JSON has neither infinities nor NaN, in whose place it has null."""
     return json.dumps(_without_infinities(value), indent=1).replace("<", "\\u003c")

@@ -31,6 +31,7 @@ from services.trainer.report.page import (
     make_table,
     make_text,
     make_tiles,
+    shorten,
 )
 from services.trainer.report.run_charts import MARKS, make_charts
 from services.trainer.report.run_curves import RunCurves
@@ -42,7 +43,6 @@ from services.trainer.run_status import RunStatus, read_status
 NUMBERS_ELEMENT = "millrace-numbers"
 """Id of the page's element with the numbers of `StartedRun.numbers` and the newest evaluation as a JSON object."""
 _MOST_EVENTS, _MOST_ATTEMPTS = 200, 100
-_MOST_CHARACTERS = 400
 """Characters of a cell at most. An event may hold the messages of many workers."""
 _NO_SAMPLE = "`python -m services.trainer report --sample` adds a sample here, for which it loads the whole model."
 
@@ -201,7 +201,7 @@ def _make_lineage(run: StartedRun) -> Iterator[str]:
         yield make_table("Branched from", ("run", "after step", "tokens", "content digest"), [row])
     preset = run.recipe.model.preset
     baseline = f"the preset {preset} and the defaults" if preset else "the defaults"
-    changed = [(name, _shorten(value), _shorten(usual)) for name, value, usual in changed_values(run.recipe)]
+    changed = [(name, shorten(value), shorten(usual)) for name, value, usual in changed_values(run.recipe)]
     yield make_table(f"Recipe: what differs from {baseline}", ("field", "value", "preset or default"), changed)
     yield make_details("The whole recipe", make_text(run.recipe.model_dump_json(indent=1)))
 
@@ -239,17 +239,17 @@ def _write_value(value: Any) -> str:
 
 def _make_environment(run: StartedRun) -> Iterator[str]:
     facts = run.cache.manifest.compile_cache.facts if run.cache else {}
-    rows = [(name, _shorten(str(value))) for name, value in facts.items() if not isinstance(value, dict | list)]
+    rows = [(name, shorten(str(value))) for name, value in facts.items() if not isinstance(value, dict | list)]
     parallel = run.recipe.parallel
     rows += [(f"parallel.{name}", str(getattr(parallel, name))) for name in type(parallel).model_fields]
     yield make_table("Program and machine", ("fact", "value"), rows)
     attempts = [
         (
             f"{datetime.fromtimestamp(each['started_at'], UTC):%Y-%m-%d %H:%M:%S}",
-            *(_shorten(str(each.get(name, ""))) for name in ("launch", "workers", "first_step", "last_step")),
+            *(shorten(str(each.get(name, ""))) for name in ("launch", "workers", "first_step", "last_step")),
             write_duration(each["setup_seconds"]),
             write_duration(each["train_seconds"]),
-            _shorten(str(each.get("ended_by", ""))),
+            shorten(str(each.get("ended_by", ""))),
             f"{each['graphs_compiled']:,}",
         )
         for each in reversed(run.attempts[-_MOST_ATTEMPTS:])
@@ -279,8 +279,4 @@ def _event_row(event: Mapping[str, Any]) -> tuple[str, str, str]:
     is_time = isinstance(at, int | float) and not isinstance(at, bool) and 0 <= at <= 4_102_444_800
     shown = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}" if is_time and at is not None else "unknown"
     facts = ", ".join(f"{name} {value}" for name, value in event.items() if name not in _TECHNICAL)
-    return shown, _shorten(str(event["event"]).replace("_", " ")), _shorten(facts)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+    return shown, shorten(str(event["event"]).replace("_", " ")), shorten(facts)
