@@ -22,6 +22,7 @@ from k8s.client.probe import Probe, probe_head, probe_stage
 from k8s.client.reaper_job import start_reaper
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.names import RUN_LABEL
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.placement import heads_of
 from k8s.objects.worker_group import WorkerGroup, read_worker_group
@@ -415,6 +416,10 @@ def with_group_pod(**fields: object) -> Callable[[Object], object]:
     return lambda spec: spec["workerGroupSpecs"][2]["template"]["spec"].update(fields)
 
 
+def with_group_label(key: str, value: str) -> Callable[[Object], object]:
+    return lambda spec: spec["workerGroupSpecs"][2]["template"]["metadata"]["labels"].update({key: value})
+
+
 def with_group_image(image: str) -> Callable[[Object], object]:
     return lambda spec: spec["workerGroupSpecs"][2]["template"]["spec"]["containers"][0].update(image=image)
 
@@ -433,6 +438,8 @@ def with_head_image(image: str) -> Callable[[Object], object]:
         pytest.param(PERSON, lambda spec: spec["workerGroupSpecs"].pop(), id="a person removes a group"),
         pytest.param(DEPLOYER, with_head_image(f"millrace/other@{DIGEST}"), id="a deploy Job changes the head"),
         pytest.param(DEPLOYER, with_group_pod(serviceAccountName="reaper"), id="a deploy Job changes the account"),
+        pytest.param(DEPLOYER, with_group_label("millrace.dev/component", "head"), id="a deploy Job changes a label"),
+        pytest.param(DEPLOYER, with_group_label("mine", "yes"), id="a deploy Job adds a label"),
         pytest.param(DEPLOYER, with_group_pod(schedulerName="default-scheduler"), id="a deploy Job leaves the queue"),
     ],
 )
@@ -443,10 +450,9 @@ def test_a_ray_cluster_is_changed_by_deployments_alone(
     assert patch_cluster(guarded, by, change).refused_by == "millrace-deployments"
 
 
-def test_a_deploy_job_gives_a_group_its_image_and_pods(guarded: Api) -> None:
-    answer = patch_cluster(
-        guarded, DEPLOYER, lambda spec: (with_group_image(PULLED)(spec), with_group(replicas=2)(spec))
-    )
+def test_a_deploy_job_gives_a_group_its_image_its_pods_and_the_label_of_its_run(guarded: Api) -> None:
+    changes = (with_group_image(PULLED), with_group(replicas=2), with_group_label(RUN_LABEL, "llama"))
+    answer = patch_cluster(guarded, DEPLOYER, lambda spec: [change(spec) for change in changes])
     assert answer.is_taken, answer.said
 
 
