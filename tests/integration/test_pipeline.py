@@ -177,7 +177,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(root: Path) -> None:
     assert "<svg" in page
     assert '<script src="' not in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
-    for word in ("tokenizer", "compiler", "trainer", "learning rate", "tokens/s", "What the model writes"):
+    for word in ("tokenizer", "compiler", "trainer", "learning rate", "tokens/s", "What does the model write?"):
         assert word in page
 
 

@@ -46,16 +46,21 @@ class Notifier:
         self._outbox, self._relayed = Outbox(path), relayed
         self._others: dict[Path, Outbox] = {}
         self._queue: queue.Queue[Notice | str | None] = queue.Queue(QUEUED_NOTICES)
+        self._raised: set[str] = set()
+        """Keys that this process has raised: a caller that repeats a notice at every look must not fill the queue."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
         self._thread.start()
 
     def raise_notice(self, notice: Notice) -> None:
         """Send a notice, unless one with its key was raised before. Returns at once."""
-        self._put(notice)
+        if notice.key not in self._raised:
+            self._raised.add(notice.key)
+            self._put(notice)
 
     def clear(self, key: str) -> None:
         """Let a notice with this key be sent again. Returns at once."""
+        self._raised.discard(key)
         self._put(key)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -70,6 +75,8 @@ class Notifier:
         try:
             self._queue.put_nowait(item)
         except queue.Full:  # the thread hangs, as on a file system whose server is gone
+            if isinstance(item, Notice):
+                self._raised.discard(item.key)
             logger.warning("a notice is dropped, because %d others wait for %s", QUEUED_NOTICES, self._outbox.path)
 
     def _run(self) -> None:
