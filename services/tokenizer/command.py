@@ -115,7 +115,8 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
         else ", which defines them"
     )
     lines.append(f"  ids         by {payload.encoder}{checked}")
-    spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases) if is_new else "verified"
+    spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases)
+    spent = spent if is_new else "only the manifest was read"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])
 
 

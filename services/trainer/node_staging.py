@@ -18,7 +18,7 @@ from pathlib import Path
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.corpus import SPLITS, Split, tail_path
-from services.common.artifacts.files import list_files, locate, verify_files
+from services.common.artifacts.files import copy_files, list_files, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
 from services.common.hardware.faults import naming_hardware_faults
@@ -76,13 +76,14 @@ def prepare_node(job: Job, splits: Collection[Split] = SPLITS) -> None:
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir()
         if job.cache:
-            verify_files(job.cache.path, job.cache.manifest)
-            for entry in job.cache.manifest.files:  # only verified files are copied
-                folder_of_graphs, _, below = entry.path.partition("/")
-                if folder_of_graphs == GRAPHS and below:
-                    target = cache / below  # no part of a listed path is `..`
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(locate(job.cache.path, entry.path), target)
+            targets = {
+                entry.path: cache / below  # no part of a listed path is `..`
+                for entry in job.cache.manifest.files
+                if (below := entry.path.removeprefix(f"{GRAPHS}/")) != entry.path
+            }
+            for folder in {target.parent for target in targets.values()}:
+                folder.mkdir(parents=True, exist_ok=True)
+            copy_files(job.cache.path, job.cache.manifest, targets)
 
 
 def verify_on_node(job: Job, checkpoint: Artifact[CheckpointManifest], files: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Computes the checksums of an artifact's files at publish, checks them at every use, and finds the files.
+"""Computes the checksums of an artifact's files at publish, and checks them when files are verified or copied.
 
 A manifest may come from anywhere, so only `locate` joins its paths with the artifact's folder.
 """
@@ -6,9 +6,12 @@ A manifest may come from anywhere, so only `locate` joins its paths with the art
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-from collections.abc import Collection, Iterable
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +19,14 @@ import xxhash
 
 from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sync_folder
 from services.common.errors import ArtifactError
-from services.common.input.files import is_damage, open_regular_file, stat_within, unreadable
+from services.common.input.files import (
+    InputFileError,
+    MissingInputFile,
+    is_damage,
+    open_regular_file,
+    stat_within,
+    unreadable,
+)
 from services.common.input.problem_list import ProblemList
 
 Level = Literal["provenance", "full", "size"]
@@ -50,16 +60,38 @@ def verify_files(
     `LimitError` or `TryAgain` where a file cannot be opened for lack of descriptors or memory, which says nothing about
     its bytes.
     """
-    listed = [entry for entry in manifest.files if paths is None or entry.path in paths]
+    listed = _listed(folder, manifest, paths)
+    _require_undamaged(folder, listed, lambda entry: _find_damage(folder, entry, level))
+
+
+def copy_files(folder: Path, manifest: Manifest, targets: Mapping[str, Path]) -> None:
+    """Copy the files that the manifest lists as the keys of `targets` to the paths there, in folders that exist.
+
+    Each file is read once: its checksum is computed of the bytes that are written. So this costs one read of the files,
+    where `verify_files` and a copy after it cost two. Raises the errors of `verify_files`, and leaves no copy of a
+    damaged file. An error of a target is raised unchanged.
+    """
+    listed = _listed(folder, manifest, targets)
+    _require_undamaged(folder, listed, lambda entry: _copy(folder, entry, targets[entry.path]))
+
+
+def _listed(folder: Path, manifest: Manifest, paths: Collection[str] | None) -> list[FileEntry]:
+    """Return the manifest's entries of `paths`, or all for None. Raises `ArtifactError` for a path without an entry."""
     try:
         manifest.require_listed(paths or ())
     except ValueError as error:
         raise ArtifactError(f"{folder / MANIFEST}: {error}. {_MAKE_ANEW}") from error
+    return [entry for entry in manifest.files if paths is None or entry.path in paths]
+
+
+def _require_undamaged(
+    folder: Path, listed: Sequence[FileEntry], find_damage: Callable[[FileEntry], tuple[str, str] | None]
+) -> None:
+    """Raise `ArtifactError`, as `verify_files` does, where `find_damage` finds damage in one of the files."""
     damages = ProblemList()
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         for begin in range(0, len(listed), _FILES_AT_A_TIME):
-            some = listed[begin : begin + _FILES_AT_A_TIME]
-            for damage in pool.map(lambda entry: _find_damage(folder, entry, level), some):
+            for damage in pool.map(find_damage, listed[begin : begin + _FILES_AT_A_TIME]):
                 if damage:
                     damages.add(*damage)
     if damages:
@@ -100,13 +132,8 @@ def total_bytes(files: Iterable[FileEntry]) -> int:
 
 def xxh3_of(path: Path) -> str:
     hasher = xxhash.xxh3_128()
-    # A buffer that stays in the CPU's cache: 14 GB/s, where new blocks of 4 MiB give 6. Not mapped: a file that shrinks
-    # meanwhile would end the process.
-    block = bytearray(_CACHED_BLOCK_BYTES)
-    view = memoryview(block)
-    with open_regular_file(path) as file:
-        while size := file.readinto(block):
-            hasher.update(view[:size])
+    for block in _read_blocks(path):
+        hasher.update(block)
     return hasher.hexdigest()
 
 
@@ -123,24 +150,68 @@ def describe_file(folder: Path, path: str) -> FileEntry:
 
 
 def _sha256_of(path: Path) -> str:
+    hasher = hashlib.sha256()
+    for block in _read_blocks(path):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _copy_and_hash(path: Path, target: Path) -> str:
+    """Copy a file with its times and permissions, and return the xxh3-128 of the bytes that were written."""
+    hasher = xxhash.xxh3_128()
+    with target.open("wb") as copy:
+        for block in _read_blocks(path):
+            hasher.update(block)
+            copy.write(block)
+    shutil.copystat(path, target)
+    return hasher.hexdigest()
+
+
+def _read_blocks(path: Path) -> Iterator[memoryview]:
+    """Yield the content of a regular file in blocks that are overwritten by the next one. Raises `InputFileError`."""
+    # A buffer that stays in the CPU's cache: 14 GB/s, where new blocks of 4 MiB give 6. Not mapped: a file that shrinks
+    # meanwhile would end the process.
+    block = bytearray(_CACHED_BLOCK_BYTES)
+    view = memoryview(block)
     with open_regular_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while size := _read_into(file, block, path):
+            yield view[:size]
 
 
-def _find_damage(folder: Path, entry: FileEntry, level: Level) -> tuple[str, str] | None:
+def _read_into(file: io.FileIO, block: bytearray, path: Path) -> int:
+    """Read the next bytes, and return their number. Raises `InputFileError`, so that readers can tell it from errors
+    of what they write.
+    """
+    try:
+        return file.readinto(block) or 0
+    except OSError as error:
+        raise InputFileError(error.errno, error.strerror, str(path)) from error
+
+
+def _copy(folder: Path, entry: FileEntry, target: Path) -> tuple[str, str] | None:
+    """Copy a file. Return its damage, which leaves no copy; None for an intact file."""
+    damage = _find_damage(folder, entry, "full", partial(_copy_and_hash, target=target))
+    if damage:
+        target.unlink(missing_ok=True)
+    return damage
+
+
+def _find_damage(
+    folder: Path, entry: FileEntry, level: Level, hash_file: Callable[[Path], str] = xxh3_of
+) -> tuple[str, str] | None:
     """Return the kind of damage and a description of it; None for an intact file."""
     path = folder / entry.path
     try:
         size = stat_within(folder, entry.path).st_size
         if size != entry.bytes:
             return "of another size", f"{entry.path}: {size:,} bytes, the manifest says {entry.bytes:,}"
-        if level != "size" and (found := xxh3_of(path)) != entry.xxh3_128:
+        if level != "size" and (found := hash_file(path)) != entry.xxh3_128:
             return "changed", f"{entry.path}: xxh3-128 is {found}, the manifest says {entry.xxh3_128}"
         if level == "provenance" and (found := _sha256_of(path)) != entry.sha256:
             return "of another SHA-256", f"{entry.path}: sha256 is {found}, the manifest says {entry.sha256}"
-    except FileNotFoundError:
+    except MissingInputFile:
         return "missing", f"{entry.path}: missing"
-    except OSError as error:
+    except InputFileError as error:
         explained = unreadable(path, error)
         if not is_damage(explained):
             raise explained from error

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from services.common.artifacts.files import describe_files, verify_files
+from services.common.artifacts.files import describe_files
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.artifacts.manifest import (
     MANIFEST,
@@ -126,17 +126,17 @@ def publish_once(
     recipe: Recipe,
     build: Callable[[Workspace], Draft],
 ) -> tuple[Artifact[M], bool]:
-    """Return the artifact at `address`, and whether this call built it; a published one is verified instead.
+    """Return the artifact at `address`, and whether this call built it.
 
-    Of two callers at once, one builds; the other waits, verifies the published artifact, and returns it. A crash at any
-    point leaves either nothing visible or the complete artifact. Raises `TryAgain` where another writer took over.
+    Only the manifest of a published artifact is read, whatever the artifact's size: the readers of its files check
+    their bytes. Of two callers at once, one builds, and the other waits and returns the published artifact. A crash at
+    any point leaves either nothing visible or the complete artifact. Raises `TryAgain` where another writer took over.
     """
     address.collection.mkdir(parents=True, exist_ok=True)
     with hold_lease(address.beside(LOCK_SUFFIX)) as held:
         lease = held.lease
         if (address.path / MANIFEST).exists():
             artifact = require_in_place(open_artifact(address.path, manifest_type))
-            verify_files(artifact.path, artifact.manifest)
             record_current(address, artifact.manifest.identity_key)
             return artifact, False
         workspace = _begin_workspace(address, lease)
@@ -235,7 +235,7 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise TryAgain(
                 f"{address.path}: another writer published a folder there first. It was left alone; the same command "
-                f"verifies it."
+                f"uses it."
             ) from error
         if not _has_inode(address.path / MANIFEST, manifest_inode):
             raise

@@ -17,11 +17,12 @@ import pytest
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import listed_file, verify_files
+from services.common.artifacts.files import copy_files, listed_file, verify_files
 from services.common.artifacts.manifest import MANIFEST, MAX_FILES, Manifest
 from services.common.artifacts.store import open_artifact
 from services.common.errors import ArtifactError, RecipeError, TryAgain, UnreadableError
-from services.common.testing.artifacts import publish
+from services.common.testing.artifacts import FILES, publish
+from services.common.testing.file_opens import noticing_opens
 from services.common.testing.manifests import forge, reseal, write_sealed
 from services.common.testing.recipes import make_recipe
 from services.common.tests.builders import REPOSITORY
@@ -247,6 +248,37 @@ def test_sizes_alone_can_be_checked_quickly(artifact: Path) -> None:
 
     with pytest.raises(ArtifactError, match="3 bytes, the manifest says 300"):
         verify_files(artifact, manifest, level="size")
+
+
+def test_a_copy_is_verified_with_one_read_of_each_file(artifact: Path, tmp_path: Path) -> None:
+    manifest = open_artifact(artifact, CompileCacheManifest).manifest
+    targets = {path: tmp_path / f"copy-{number}" for number, path in enumerate(FILES)}
+
+    with noticing_opens(artifact) as opens:
+        copy_files(artifact, manifest, targets)
+
+    assert {path: target.read_bytes() for path, target in targets.items()} == FILES
+    assert sorted(opens.paths) == sorted(artifact / path for path in FILES)
+
+
+@pytest.mark.parametrize("damage", [flip_byte, truncate_file, delete_file])
+def test_a_damaged_file_leaves_no_copy(artifact: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    manifest = open_artifact(artifact, CompileCacheManifest).manifest
+    damage(artifact)
+
+    with pytest.raises(ArtifactError, match=r"1 of 1 files are damaged:\n  graphs/two.bin: "):
+        copy_files(artifact, manifest, {"graphs/two.bin": tmp_path / "copy"})
+
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_target_that_cannot_be_written_is_no_damage_of_the_artifact(artifact: Path, tmp_path: Path) -> None:
+    manifest = open_artifact(artifact, CompileCacheManifest).manifest
+
+    with pytest.raises(FileNotFoundError) as caught:
+        copy_files(artifact, manifest, {"three.json": tmp_path / "absent" / "copy"})
+
+    assert caught.value.filename == str(tmp_path / "absent" / "copy")
 
 
 def test_the_content_digest_depends_on_the_bytes_alone(tmp_path: Path) -> None:

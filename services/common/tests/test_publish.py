@@ -30,6 +30,7 @@ from services.common.artifacts.store import (
 from services.common.errors import ArtifactError, TryAgain
 from services.common.recipe.schema import Recipe
 from services.common.testing.artifacts import FILES, ID, address_in, fill, publish
+from services.common.testing.file_opens import noticing_opens
 from services.common.testing.fork_server import start_process
 from services.common.testing.recipes import make_recipe
 from services.common.testing.waiting import wait_until
@@ -75,12 +76,27 @@ def test_publishing_again_builds_nothing(root: Path, recipe: Recipe) -> None:
     assert second == first
 
 
-def test_a_damaged_artifact_is_not_published_again_but_reported(root: Path, recipe: Recipe) -> None:
+def test_publishing_again_opens_the_manifest_alone(root: Path, recipe: Recipe) -> None:
     artifact, _ = publish(root, recipe)
     (artifact.path / "three.json").write_bytes(b"[]")
 
-    with pytest.raises(ArtifactError, match=r"three.json: xxh3-128 is"):
+    with noticing_opens(artifact.path) as opens:
+        again, is_new = publish(root, recipe)
+
+    assert (again, is_new) == (artifact, False)
+    assert opens.paths == [artifact.path / MANIFEST]
+
+
+def test_a_published_artifact_whose_manifest_is_torn_is_reported_and_not_built_again(
+    root: Path, recipe: Recipe
+) -> None:
+    artifact, _ = publish(root, recipe)
+    (artifact.path / MANIFEST).write_bytes(b"{")
+
+    with pytest.raises(ArtifactError, match=r"manifest.json: damaged"):
         publish(root, recipe)
+
+    assert (artifact.path / MANIFEST).read_bytes() == b"{"
 
 
 def test_killed_at_any_operation_it_leaves_nothing_or_the_complete_artifact(tmp_path: Path, recipe: Recipe) -> None:

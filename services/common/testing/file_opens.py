@@ -1,0 +1,70 @@
+"""Notices which files below a folder are opened, by any process of this machine, with the kernel's inotify."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_OPEN, _IS_FOLDER, _OVERFLOW = 0x20, 0x4000_0000, 0x4000
+_HEADER = struct.Struct("iIII")
+
+
+class FileOpens:
+    """The opens of files in some folders. Python's audit hooks would miss the opens of Arrow and of other processes."""
+
+    def __init__(self, descriptor: int, folders: dict[int, Path]) -> None:
+        """`folders` are the watched folders by the numbers that the kernel gave to their watches."""
+        self._descriptor, self._folders = descriptor, folders
+        self._seen: list[Path] = []
+        self._is_over = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files in the order of their opens so far. The kernel merges opens of one file that follow one another."""
+        while not self._is_over and (events := self._read()):
+            self._add(events)
+        return list(self._seen)
+
+    def close(self) -> None:
+        """Keep the opens so far, and notice no more."""
+        self.paths  # noqa: B018 - reads what the kernel still has
+        self._is_over = True
+        os.close(self._descriptor)
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._descriptor, 2**16)
+        except BlockingIOError:
+            return b""
+
+    def _add(self, events: bytes) -> None:
+        position = 0
+        while position < len(events):
+            watch, mask, _, length = _HEADER.unpack_from(events, position)
+            name = events[position + _HEADER.size :][:length].rstrip(b"\0")
+            position += _HEADER.size + length
+            assert not mask & _OVERFLOW, "more opens than the kernel remembers"
+            if name and not mask & _IS_FOLDER:
+                self._seen.append(self._folders[watch] / os.fsdecode(name))
+
+
+@contextmanager
+def noticing_opens(root: Path) -> Iterator[FileOpens]:
+    """Notice the opens of all files below `root` during the block."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    assert descriptor >= 0, os.strerror(ctypes.get_errno())
+    folders: dict[int, Path] = {}
+    opens = FileOpens(descriptor, folders)
+    try:
+        for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
+            watch = libc.inotify_add_watch(descriptor, os.fsencode(folder), _OPEN)
+            assert watch >= 0, f"{folder}: {os.strerror(ctypes.get_errno())}"
+            folders[watch] = folder
+        yield opens
+    finally:
+        opens.close()
