@@ -9,9 +9,10 @@ import xxhash
 
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import artifact_id
-from services.common.recipe.schema import Recipe, fingerprint
+from services.common.recipe.schema import Recipe
 from services.tokenizer.sources.documents import cut_file, list_inputs
-from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
+from services.tokenizer.sources.file_listing import FileListing
+from services.tokenizer.sources.file_range import FileRange, InputPartition
 from services.tokenizer.sources.file_system import read_vocabulary
 
 CONTENT_VERSION = 2
@@ -23,7 +24,7 @@ class CorpusPlan:
     """The work of one corpus, before any text is read."""
 
     artifact_id: str
-    files: tuple[tuple[InputFile, ...], ...]
+    files: tuple[FileListing, ...]
     """Files of each source, in the order of `corpus.sources`."""
     partitions: tuple[InputPartition, ...]
     links: tuple[InputLink, ...]
@@ -40,7 +41,7 @@ def plan_corpus(recipe: Recipe) -> CorpusPlan:
     A source with a weight above 1 is read again only after all sources were read once. So the copies of a document are
     far apart, and no training sequence holds two of them.
     """
-    listed = [(source, list_inputs(source, recipe.corpus.max_document_bytes)) for source in recipe.corpus.sources]
+    listed = [(source, list_inputs(source)) for source in recipe.corpus.sources]
     links = [_link("text/1", source.uri, files) for source, files in listed]
     if recipe.tokenizer.model:
         links.append(_link_vocabulary(recipe.tokenizer.model))
@@ -62,7 +63,7 @@ def plan_corpus(recipe: Recipe) -> CorpusPlan:
     ]
     return CorpusPlan(
         artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
-        files=tuple(tuple(files) for _, files in listed),
+        files=tuple(files for _, files in listed),
         partitions=tuple(
             InputPartition(index, source=number, pass_number=pass_number, file_ranges=group)
             for index, (number, pass_number, group) in enumerate(order)
@@ -96,9 +97,8 @@ def _join_neighbours(file_ranges: list[FileRange]) -> tuple[FileRange, ...]:
     return tuple(joined)
 
 
-def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:
-    # The name decides a file's format, and is a part of the text that `pydoc://` makes. So a renamed file is new input.
-    digest = fingerprint([[file.name, file.format, file.digest] for file in files])
+def _link(schema: str, uri: str, files: FileListing) -> InputLink:
+    digest = files.digest
     return InputLink(schema_id=schema, path=uri, id=digest[:16], content_digest=digest)
 
 

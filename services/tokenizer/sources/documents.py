@@ -13,8 +13,10 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import arrow, hub, jsonl, parquet, python_docs, text, wikicorpus
 from services.tokenizer.sources.document_limit import too_large
+from services.tokenizer.sources.file_discovery import list_files
+from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile
-from services.tokenizer.sources.file_system import list_files, require_unchanged
+from services.tokenizer.sources.file_version import require_unchanged
 from services.tokenizer.text_batch import TextBatch, join_small
 
 
@@ -48,24 +50,15 @@ FORMATS: dict[Format, DocumentFormat] = {
 }
 
 
-def list_inputs(source: Source, max_document_bytes: int | None = None) -> list[InputFile]:
-    """List the files of a source, in the order in which their documents enter the corpus.
-
-    With `max_document_bytes`, a large file is cut before it is hashed, because hashing a terabyte takes minutes. Errors
-    that cutting finds, such as a first line without an end, are raised before that.
-    """
+def list_inputs(source: Source) -> FileListing:
+    """List the files of a source, in the order in which their documents enter the corpus. No file is read."""
     if source.uri.startswith(python_docs.URI):
         if source.uri != python_docs.URI or source.format != "auto":
             raise RecipeError(f"{source.uri}: a source {python_docs.URI} takes no path and no format.")
-        return python_docs.list_modules()
+        return FileListing.of(python_docs.list_modules())
     if source.uri.startswith(hub.DATASETS):
         return hub.list_dataset(source)
-
-    def examine(file: InputFile) -> None:
-        if max_document_bytes is not None:
-            cut_file(file, file.bytes, max_document_bytes)
-
-    return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}), examine)
+    return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}))
 
 
 def cut_file(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:

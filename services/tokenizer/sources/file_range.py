@@ -19,10 +19,8 @@ class InputFile:
     column: str
     """The JSON key, or the Parquet or Arrow column, that holds the document."""
     bytes: int
-    digest: str
-    """A value that changes when the file's content changes."""
-    stamp: str
-    """A value that changes when the file is written, and that is known without reading the file."""
+    version: str
+    """Size and modification time of a local file, and also the ETag of a remote one: what is known without reading."""
 
 
 @dataclass(frozen=True)

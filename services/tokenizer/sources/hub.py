@@ -11,8 +11,9 @@ from urllib.parse import quote
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources.file_range import Format, InputFile
-from services.tokenizer.sources.file_system import list_paths
+from services.tokenizer.sources.file_discovery import list_paths
+from services.tokenizer.sources.file_listing import FileListing
+from services.tokenizer.sources.file_range import Format
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def with_revision(uri: str, revision: str | None) -> str:
     return f"{repository[0]}@{quote(revision, safe='')}{uri.removeprefix(repository[0])}"
 
 
-def list_dataset(source: Source) -> list[InputFile]:
+def list_dataset(source: Source) -> FileListing:
     """List the files that `datasets.load_dataset` would read for a source, in the same order.
 
     `datasets` finds the files of a name, subset, split and revision. This program reads them, without a cache of

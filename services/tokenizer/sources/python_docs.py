@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from textwrap import indent
 
-from services.common.artifacts.files import xxh3_of
 from services.common.errors import ArtifactError, DeviceError
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile, whole
-from services.tokenizer.sources.file_system import open_file, stamp_of_file
+from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.file_version import version_of_status
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 URI = "pydoc://"
@@ -75,14 +75,14 @@ def read_module(file_range: FileRange, max_document_bytes: int) -> Iterator[Text
 
 def _input_file(library: Path, name: str, file_format: Format) -> InputFile:
     path = library / name
+    status = path.stat()
     return InputFile(
         uri=str(path),
         name=name,
         format=file_format,
         column="",
-        bytes=path.stat().st_size,
-        digest=xxh3_of(path),
-        stamp=stamp_of_file(path),
+        bytes=status.st_size,
+        version=version_of_status(status),
     )
 
 

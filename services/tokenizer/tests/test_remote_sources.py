@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.server
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.sources.file_system import list_paths
+from services.tokenizer.sources.file_discovery import list_paths
 from services.tokenizer.tests.builders import make_documents, published, run, write_recipe
 from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write_gzip, write_jsonl, write_parquet
 from services.tokenizer.tools.vocabulary_tool import train_vocab
@@ -77,17 +78,26 @@ def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path) -> Non
     assert made["local"].corpus.documents_read == 3 * len(DOCUMENTS)
 
 
-def test_a_web_server_that_does_not_tell_sizes_loses_no_document(tmp_path: Path) -> None:
+def test_a_web_server_that_does_not_tell_sizes_loses_no_document(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_jsonl(tmp_path / "a.jsonl")
     with serve(tmp_path, HandlerWithoutSizes) as address:
         source = Source(uri=f"{address}/a.jsonl")
-        [before] = list_inputs(source)
-        assert before.bytes == 0
+        [file] = list_inputs(source)
+        assert file.bytes == 0
         assert read_all(source, split_bytes=100) == DOCUMENTS
+    assert "neither time nor tag of 1 files" in caplog.text  # nothing would show that the file has changed
 
-        (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b"first", b"FIRST"))
-        [after] = list_inputs(source)
-        assert before.digest != after.digest  # the digest is of the content, because the server gives no facts
+
+def test_a_file_on_a_web_server_is_known_by_its_time(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    with serve(tmp_path) as address:
+        [before] = list_inputs(Source(uri=f"{address}/a.jsonl"))
+        os.utime(tmp_path / "a.jsonl", (0, 0))
+        [after] = list_inputs(Source(uri=f"{address}/*.jsonl"))
+    assert before.version != after.version
+    assert "1970" in after.version
 
 
 def test_a_web_server_that_serves_whole_files_alone_is_named_where_a_part_is_needed(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def train_vocab(argv: list[str]) -> int:
     _require_free(path)
     # No document is kept for validation, and the length of rows changes no text.
     corpus = Corpus(name="vocabulary", sources=tuple(sources), sequence_length=8, validation_fraction=0.0)
-    files = [list_inputs(source, corpus.max_document_bytes) for source in sources]
+    files = [list_inputs(source) for source in sources]
     documents = sample_text(corpus, files, training.max_bytes)
     model = _train(documents, training.vocab_size, sources)
     _require_free(path)  # training takes minutes, and another command may have written the file

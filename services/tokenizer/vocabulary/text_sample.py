@@ -2,7 +2,7 @@
 
 A document has a key in each pass over its source, and the sample is the documents with the smallest keys, in the order
 of their keys. Keys are hashes of documents. So the same documents are sampled for any order of the sources, for other
-file names, and for partitions of another size.
+file names, and for partitions of another size. Where a source is read in part, names count among files of one size.
 """
 
 from __future__ import annotations
@@ -113,18 +113,18 @@ def _choose_file_ranges(
 ) -> tuple[list[FileRange], float]:
     """Choose file ranges with about `share` of the bytes of a source's files, and return them with their share.
 
-    Hashes of the content choose first files and then file ranges in them. The ranges have a size of their own, so that
-    `corpus.split_bytes` changes nothing.
+    Hashes of the sizes and positions choose first files and then file ranges in them. The ranges have a size of their
+    own, so that `corpus.split_bytes` changes nothing.
     """
     if share == 1:
         return [each for file in files for each in cut_file(file, max(1, file.bytes), max_document_bytes)], 1.0
     all_bytes = sum(file.bytes for file in files)
-    opened = _take(sorted(files, key=_file_hash), lambda file: file.bytes, _SPREAD * share * all_bytes)
+    opened = _take(sorted(files, key=_file_key), lambda file: file.bytes, _SPREAD * share * all_bytes)
     opened_bytes = sum(file.bytes for file in opened)
     file_ranges = [each for file in opened for each in cut_file(file, range_bytes, max_document_bytes)]
     cut_bytes = sum(each.bytes for each in file_ranges)
     wanted_bytes = share * all_bytes / opened_bytes * cut_bytes
-    chosen = _take(sorted(file_ranges, key=_range_hash), lambda each: each.bytes, wanted_bytes)
+    chosen = _take(sorted(file_ranges, key=_range_key), lambda each: each.bytes, wanted_bytes)
     chosen_bytes = sum(each.bytes for each in chosen)
     share_read = Fraction(opened_bytes, all_bytes) * Fraction(chosen_bytes, max(1, cut_bytes))
     return chosen, float(share_read)
@@ -141,9 +141,14 @@ def _take(items: Iterable[Item], size: Callable[[Item], int], wanted: Fraction) 
     return taken
 
 
-def _file_hash(file: InputFile) -> int:
-    return xxhash.xxh3_64_intdigest(file.digest.encode())
+def _file_key(file: InputFile) -> tuple[int, int]:
+    """Return a key that spreads files evenly. Names count among files of one size alone, so a renamed file stays."""
+    return _hash(f"{file.bytes}"), _hash(file.name)
 
 
-def _range_hash(file_range: FileRange) -> int:
-    return xxhash.xxh3_64_intdigest(f"{file_range.file.digest} {file_range.begin} {file_range.end}".encode())
+def _range_key(file_range: FileRange) -> tuple[int, int]:
+    return _hash(f"{file_range.file.bytes} {file_range.begin} {file_range.end}"), _hash(file_range.file.name)
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape"))

@@ -196,7 +196,7 @@ from services.common.errors import MillraceError
 from services.tokenizer.sources import document_limit
 from services.tokenizer.sources.documents import cut_file, read_documents
 from services.tokenizer.sources.file_range import InputFile
-from services.tokenizer.sources.file_system import stamp_of_file
+from services.tokenizer.sources.file_version import version_of_status
 
 def status(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -208,7 +208,7 @@ for name in sys.argv[2:]:
     path = Path(name)
     kind = {".tar": "wikicorpus", ".gz": path.stem.rpartition(".")[2]}.get(path.suffix, path.suffix[1:])
     kind = {"txt": "text"}.get(kind, kind)
-    file = InputFile(name, path.name, kind, "text", path.stat().st_size, "", stamp_of_file(path))
+    file = InputFile(name, path.name, kind, "text", path.stat().st_size, version_of_status(path.stat()))
     try:
         for batch in read_documents(cut_file(file, 10**9, limit), "replace", limit):
             pass
