@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import xxhash
 
@@ -40,6 +40,14 @@ _FILES_AT_A_TIME = 1_024
 _HASHING_THREADS = 4  # xxhash and hashlib release the GIL on blocks of this size
 
 
+class Damage(NamedTuple):
+    """A difference between a file and its entry in the manifest."""
+
+    kind: str
+    """Kind of the damage, by which damages are counted."""
+    description: str
+
+
 def describe_files(folder: Path) -> tuple[FileEntry, ...]:
     """Fsync and hash every file below `folder`; return the entries in the order of their paths."""
     paths = list_files(folder)
@@ -61,7 +69,7 @@ def verify_files(
     its bytes.
     """
     listed = _listed(folder, manifest, paths)
-    _require_undamaged(folder, listed, lambda entry: _find_damage(folder, entry, level))
+    require_undamaged(folder, len(listed), find_damages(folder, listed, level))
 
 
 def copy_files(folder: Path, manifest: Manifest, targets: Mapping[str, Path]) -> None:
@@ -72,7 +80,8 @@ def copy_files(folder: Path, manifest: Manifest, targets: Mapping[str, Path]) ->
     damaged file. An error of a target is raised unchanged.
     """
     listed = _listed(folder, manifest, targets)
-    _require_undamaged(folder, listed, lambda entry: _copy(folder, entry, targets[entry.path]))
+    damages = _find_by(lambda entry: _copy(folder, entry, targets[entry.path]), listed)
+    require_undamaged(folder, len(listed), damages)
 
 
 def _listed(folder: Path, manifest: Manifest, paths: Collection[str] | None) -> list[FileEntry]:
@@ -84,22 +93,29 @@ def _listed(folder: Path, manifest: Manifest, paths: Collection[str] | None) -> 
     return [entry for entry in manifest.files if paths is None or entry.path in paths]
 
 
-def _require_undamaged(
-    folder: Path, listed: Sequence[FileEntry], find_damage: Callable[[FileEntry], tuple[str, str] | None]
-) -> None:
-    """Raise `ArtifactError`, as `verify_files` does, where `find_damage` finds damage in one of the files."""
-    damages = ProblemList()
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        for begin in range(0, len(listed), _FILES_AT_A_TIME):
-            for damage in pool.map(find_damage, listed[begin : begin + _FILES_AT_A_TIME]):
-                if damage:
-                    damages.add(*damage)
-    if damages:
+def find_damages(folder: Path, entries: Sequence[FileEntry], level: Level) -> Iterator[Damage]:
+    """Yield the damage of each file that differs from its entry. Raises what `verify_files` raises besides damage."""
+    return _find_by(lambda entry: _find_damage(folder, entry, level), entries)
+
+
+def require_undamaged(folder: Path, num_files: int, damages: Iterable[Damage]) -> None:
+    """Raise the `ArtifactError` of `verify_files` if there is a damage among `num_files` files that were verified."""
+    problems = ProblemList()
+    for damage in damages:
+        problems.add(*damage)
+    if problems:
         raise ArtifactError(
-            f"{folder}: {len(damages)} of {len(listed)} files are damaged:\n  "
-            + "\n  ".join(damages.lines())
+            f"{folder}: {len(problems)} of {num_files} files are damaged:\n  "
+            + "\n  ".join(problems.lines())
             + f"\nDo not train on it. {_MAKE_ANEW}"
         )
+
+
+def _find_by(find: Callable[[FileEntry], Damage | None], entries: Sequence[FileEntry]) -> Iterator[Damage]:
+    """Call `find` in a few threads, and yield the damages in the order of the entries."""
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        for begin in range(0, len(entries), _FILES_AT_A_TIME):
+            yield from filter(None, pool.map(find, entries[begin : begin + _FILES_AT_A_TIME]))
 
 
 def listed_file(folder: Path, manifest: Manifest, path: str, *, level: Level = "full") -> Path:
@@ -188,7 +204,7 @@ def _read_into(file: io.FileIO, block: bytearray, path: Path) -> int:
         raise InputFileError(error.errno, error.strerror, str(path)) from error
 
 
-def _copy(folder: Path, entry: FileEntry, target: Path) -> tuple[str, str] | None:
+def _copy(folder: Path, entry: FileEntry, target: Path) -> Damage | None:
     """Copy a file. Return its damage, which leaves no copy; None for an intact file."""
     damage = _find_damage(folder, entry, "full", partial(_copy_and_hash, target=target))
     if damage:
@@ -198,22 +214,22 @@ def _copy(folder: Path, entry: FileEntry, target: Path) -> tuple[str, str] | Non
 
 def _find_damage(
     folder: Path, entry: FileEntry, level: Level, hash_file: Callable[[Path], str] = xxh3_of
-) -> tuple[str, str] | None:
+) -> Damage | None:
     """Return the kind of damage and a description of it; None for an intact file."""
     path = folder / entry.path
     try:
         size = stat_within(folder, entry.path).st_size
         if size != entry.bytes:
-            return "of another size", f"{entry.path}: {size:,} bytes, the manifest says {entry.bytes:,}"
+            return Damage("of another size", f"{entry.path}: {size:,} bytes, the manifest says {entry.bytes:,}")
         if level != "size" and (found := hash_file(path)) != entry.xxh3_128:
-            return "changed", f"{entry.path}: xxh3-128 is {found}, the manifest says {entry.xxh3_128}"
+            return Damage("changed", f"{entry.path}: xxh3-128 is {found}, the manifest says {entry.xxh3_128}")
         if level == "provenance" and (found := _sha256_of(path)) != entry.sha256:
-            return "of another SHA-256", f"{entry.path}: sha256 is {found}, the manifest says {entry.sha256}"
+            return Damage("of another SHA-256", f"{entry.path}: sha256 is {found}, the manifest says {entry.sha256}")
     except MissingInputFile:
-        return "missing", f"{entry.path}: missing"
+        return Damage("missing", f"{entry.path}: missing")
     except InputFileError as error:
         explained = unreadable(path, error)
         if not is_damage(explained):
             raise explained from error
-        return "cannot be read", f"{entry.path}: cannot be read: {error.strerror or error}"
+        return Damage("cannot be read", f"{entry.path}: cannot be read: {error.strerror or error}")
     return None

@@ -89,6 +89,11 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                 _stop(list(pool._processes.values()))
 
 
+def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node: int) -> Iterator[tuple[int, R]]:
+    """See `Launcher.map_on_nodes`. This machine is the only node, and its tasks run in this process, one by one."""
+    yield from ((index, function(item)) for index, item in enumerate(items))
+
+
 def run_tasks(
     function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
 ) -> Generator[tuple[T, R | LostTask] | None, None, None]:

@@ -99,6 +99,17 @@ class Launcher(Protocol):
         """
         ...
 
+    def map_on_nodes(
+        self, function: Callable[[T], R], items: Sequence[T], tasks_per_node: int
+    ) -> Iterator[tuple[int, R]]:
+        """Yield (index, function(item)) as tasks finish, with at most `tasks_per_node` at a time on each node that can
+        run work of the stage, however busy the node is.
+
+        It suits tasks that wait for a file system more than they compute, and that may run beside the stage's own work.
+        `function` is importable and idempotent. Raises `WorkersLost` where a task's process or node is lost.
+        """
+        ...
+
     def run_tasks(
         self, function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
     ) -> Generator[tuple[T, R | LostTask] | None, None, None]:

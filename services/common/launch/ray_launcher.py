@@ -95,6 +95,34 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
         _cancel(list(running))
 
 
+def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node: int) -> Iterator[tuple[int, R]]:
+    """See `Launcher.map_on_nodes`. The tasks take none of Ray's resources, of which workers may have taken all."""
+    connect(1)
+    with calling_ray():
+        free = [node["NodeID"] for node in _nodes_of_stage()] * tasks_per_node
+        remote = ray.remote(max_retries=0, num_cpus=0)(function)
+    waiting = list(enumerate(items))[::-1]
+    running: dict[ray.ObjectRef[Any], tuple[int, str]] = {}
+    try:
+        while waiting or running:
+            with calling_ray():
+                while waiting and free:
+                    (index, item), node = waiting.pop(), free.pop()
+                    place = NodeAffinitySchedulingStrategy(node, soft=False)
+                    running[remote.options(scheduling_strategy=place).remote(item)] = index, node
+                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+                results = [(*running.pop(reference), ray.get(reference)) for reference in done]
+            for index, node, result in results:
+                free.append(node)
+                yield index, result
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from None
+    except _LOST as error:
+        raise WorkersLost(str(error)) from error
+    finally:
+        _cancel(list(running))
+
+
 def run_tasks(
     function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
 ) -> Generator[tuple[T, R | LostTask] | None, None, None]:
@@ -140,14 +168,12 @@ def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | Lo
     """See `Launcher.map_nodes`. The tasks take no CPUs in Ray, so that a full node runs one too."""
     connect(1)
     with calling_ray():
-        group = _share_of_group(TASK_SHARE)
-        nodes = [node for node in _live_nodes() if group.keys() <= node["Resources"].keys()]
         remote = ray.remote(max_retries=0, num_cpus=0)(function)
         running = {
             remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
                 item
             ): f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            for node in nodes
+            for node in _nodes_of_stage()
         }
     deadline = time.monotonic() + NODE_SECONDS
     try:
@@ -386,6 +412,12 @@ def _no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
         f"have, free or in use:{nodes}\n"
         f"Add nodes to the stage's worker group, or stop other work on them, and run the same command again."
     )
+
+
+def _nodes_of_stage() -> list[dict[str, Any]]:
+    """Return the live nodes that declare the stage of this node: all live nodes where nodes declare no stage."""
+    group = _share_of_group(TASK_SHARE)
+    return [node for node in _live_nodes() if group.keys() <= node["Resources"].keys()]
 
 
 def _live_nodes() -> list[dict[str, Any]]:

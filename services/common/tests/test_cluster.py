@@ -103,6 +103,17 @@ def test_every_node_of_the_stage_is_asked_once_also_where_all_cpus_are_taken(lau
     assert len({name for name, _ in answers}) == len(answers)
 
 
+def test_tasks_beside_workers_run_on_every_node_of_the_stage_although_all_cpus_are_taken(launcher: Launcher) -> None:
+    dict(launcher.map_tasks(work.square, range(1), 1))  # joins the cluster
+    holders = [ray.remote(num_cpus=4, resources={"stage_trainer": 1})(_Holder).remote() for _ in range(2)]
+    ray.get([holder.hold.remote() for holder in holders])
+
+    ran_on = dict(launcher.map_on_nodes(work.name_node, range(8), 2))
+
+    assert sorted(ran_on) == list(range(8))
+    assert set(ran_on.values()) == trainer_nodes()
+
+
 @pytest.mark.parametrize(
     ("num_workers", "threads"), [(3, 1), (2, 5)], ids=["more workers than nodes", "more threads than CPUs"]
 )

@@ -1,7 +1,7 @@
 """Checks all requirements of a run before it begins: `doctor` prints one table with the next steps.
 
-It publishes nothing and takes no lease, so it may run beside a command that trains. One task checks each node; the
-command itself checks artifacts and the run's folder once.
+It publishes nothing and takes no lease, so it may run beside a command that trains. One task checks each node, and the
+nodes share the files of the corpus and of the compile cache. The command itself checks checkpoints and run folders.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import Level, total_bytes, verify_files
+from services.common.artifacts.files import Level, total_bytes
 from services.common.artifacts.lease import LEASE_SECONDS, LockState, LockWatch
+from services.common.artifacts.shared_verification import verify_on_nodes
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact
 from services.common.artifacts.upstream import open_corpus, stage_command
 from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError
+from services.common.input.files import is_damage
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import LostTask, choose_launcher
 from services.common.process.command_line import RecipeParser
@@ -60,8 +62,6 @@ from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, open_
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.stop import STOP_FILE
 
-FILES_AT_A_TIME = 32
-"""Number of files that are verified between two updates of the progress."""
 CLOCK_READINGS = 3
 SKEW_SECONDS = 1.0
 """Largest difference in seconds between the clocks of nodes, besides the uncertainty of reading them. Amazon's time
@@ -148,7 +148,7 @@ def _look_at_recipe(recipe: Recipe) -> Iterator[Finding]:
 
 def _look_at_corpus(arguments: Namespace, recipe: Recipe, level: Level, found: _Found) -> Iterator[Finding]:
     found.corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    yield _verify("corpus", found.corpus, level, arguments.root, _make("tokenizer", arguments))
+    yield _verify("corpus", found.corpus, level, arguments, _make("tokenizer", arguments))
 
 
 def _look_at_cache(arguments: Namespace, recipe: Recipe, level: Level, found: _Found) -> Iterator[Finding]:
@@ -157,28 +157,27 @@ def _look_at_cache(arguments: Namespace, recipe: Recipe, level: Level, found: _F
     if found.cache is None:
         yield ok("compile cache", "none needed: compile.enabled = false")
     else:
-        yield _verify("compile cache", found.cache, level, arguments.root, _make("compiler", arguments))
+        yield _verify("compile cache", found.cache, level, arguments, _make("compiler", arguments))
 
 
-def _verify(check: str, artifact: Artifact[Any], level: Level, root: Path, command: str) -> Finding:
-    """Verify an artifact's files. Raises `UnreadableError` for a file that this user may not read."""
-    files, done = artifact.manifest.files, 0.0
-    damages = []
+def _verify(check: str, artifact: Artifact[Any], level: Level, arguments: Namespace, command: str) -> Finding:
+    """Verify an artifact's files on all nodes. Raises `UnreadableError` for a file that this user may not read."""
+    files, done = artifact.manifest.files, 0
     with show_progress(f"verifying the {check}", total_bytes(files) / 1e6, "MB") as progress:
-        for begin in range(0, len(files), FILES_AT_A_TIME):
-            some = files[begin : begin + FILES_AT_A_TIME]
-            try:
-                verify_files(artifact.path, artifact.manifest, level=level, paths={entry.path for entry in some})
-            except UnreadableError:
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress.advance_to(done / 1e6)
+
+        try:
+            verify_on_nodes(choose_launcher(arguments.launch), artifact.path, artifact.manifest, level, advance)
+        except ArtifactError as error:
+            if not is_damage(error):
                 raise
-            except ArtifactError as error:
-                damages.append(str(error))
-            done += total_bytes(some) / 1e6
-            progress.advance_to(done)
-    if damages:
-        # A stage does not touch a published artifact, even if it is damaged.
-        away = f"mv {artifact.path} {root / f'damaged-{artifact.manifest.id}'} && {command}"
-        return problem(check, ArtifactError("\n".join(damages)), away)
+            # A stage does not touch a published artifact, even if it is damaged.
+            away = f"mv {artifact.path} {arguments.root / f'damaged-{artifact.manifest.id}'} && {command}"
+            return problem(check, error, away)
     what = "checksums" if level == "full" else "sizes"
     seen = f"{artifact.path}: {what} of {len(files):,} files, {show_size(total_bytes(files))}, are as published"
     return ok(check, seen)
@@ -236,7 +235,7 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
         if branch := job.recipe.train.branch:
             parent = open_parent(job.root, branch)
             require_same_vocabulary(job.root, parent, job.recipe, job.corpus)
-            yield _verify("parent", parent, level, job.root, f"python -m services.trainer runs --root {job.root}")
+            yield _verify("parent", parent, level, arguments, f"python -m services.trainer runs --root {job.root}")
         yield ok("checkpoints", f"none of {job.run}: it begins at step {job.recipe.train.first_step}")
         return
     state, max_steps = newest.manifest.checkpoint, job.recipe.train.max_steps
