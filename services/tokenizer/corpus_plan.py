@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import xxhash
 
@@ -54,19 +55,20 @@ def plan_corpus(recipe: Recipe) -> CorpusPlan:
         for _, files in listed
     ]
     passes = [math.ceil(source.weight) for source, _ in listed]
+    begins = list(accumulate(map(len, groups), initial=0))
     order = [
-        (number, pass_number, group)
+        (number, pass_number, first_pass_index, group)
         for pass_number in range(max(passes))
         for number, source_groups in enumerate(groups)
         if pass_number < passes[number]
-        for group in source_groups
+        for first_pass_index, group in enumerate(source_groups, begins[number])
     ]
     return CorpusPlan(
         artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
         files=tuple(files for _, files in listed),
         partitions=tuple(
-            InputPartition(index, source=number, pass_number=pass_number, file_ranges=group)
-            for index, (number, pass_number, group) in enumerate(order)
+            InputPartition(index, number, pass_number, first_pass_index, file_ranges=group)
+            for index, (number, pass_number, first_pass_index, group) in enumerate(order)
         ),
         links=tuple(links),
     )

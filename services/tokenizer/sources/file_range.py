@@ -45,6 +45,8 @@ class InputPartition:
     """Index of the source in `corpus.sources`."""
     pass_number: int
     """Number of earlier partitions with the same file ranges. It is 0 unless the source's weight is above 1."""
+    first_pass_index: int
+    """Index of the partition of the first pass that has the same file ranges, and so the same documents."""
     file_ranges: tuple[FileRange, ...]
 
     @property

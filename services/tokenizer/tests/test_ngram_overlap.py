@@ -50,7 +50,7 @@ class Encoded:
             kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=self.vocab_size, bos_id=BOS, eos_id=EOS
         )
         task = EncodeTask(
-            partition=InputPartition(index, source=0, pass_number=0, file_ranges=()),
+            partition=InputPartition(index, source=0, pass_number=0, first_pass_index=index, file_ranges=()),
             scratch=self.folder,
             vocabulary_path=self.folder / "m",
             vocabulary=vocabulary,
