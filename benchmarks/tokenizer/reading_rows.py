@@ -67,7 +67,7 @@ def _read_ours(bench: BenchmarkFolder, batch_size: int) -> RowMeasurement:
     watch = Watch()
     verify_files(corpus.path, corpus.manifest)
     verified = watch.stop()
-    stream = TokenStream.open(corpus, "train")
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
     order = np.random.default_rng(0).integers(0, stream.num_samples, SAMPLES)
     batches = order.reshape(-1, batch_size)
     measured = _read(lambda index: torch.from_numpy(stream.read(batches[index])), count=len(batches))

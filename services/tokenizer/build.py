@@ -14,7 +14,6 @@ from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.launch.launcher import Launcher
-from services.common.process.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
 from services.common.process.progress import show_progress
 from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_plan import CorpusPlan
@@ -41,7 +40,7 @@ def build_corpus(
     with phase_timer.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
-    _require_mappable(encoded, recipe)
+    _require_listable(encoded, recipe)
     with phase_timer.phase("overlap"):
         overlap = count_overlap(tasks, encoded, launcher, recipe.tokenizer.num_workers)
     with phase_timer.phase("pack"):
@@ -158,24 +157,12 @@ def _require_a_sample(encoded: Sequence[EncodedPartition], sequence_length: int)
         )
 
 
-def _require_mappable(encoded: Sequence[EncodedPartition], recipe: Recipe) -> None:
-    """Log a warning when the corpus has more files than Linux lets a process map by default.
-
-    Raises `RecipeError` when it has more files than a manifest lists. No shard is written before this.
-    """
+def _require_listable(encoded: Sequence[EncodedPartition], recipe: Recipe) -> None:
+    """Raise `RecipeError` when the corpus has more files than a manifest lists, before a shard is written."""
     corpus = recipe.corpus
     rows = [sum(partition.parts[split].tokens for partition in encoded) // corpus.sequence_length for split in SPLITS]
     num_files = sum(-(-num_rows // corpus.rows_per_shard) + 1 for num_rows in rows)
     require_listable(num_files + 1)
-    if num_files + SPARE_MAPS > DEFAULT_MAX_MAPS:
-        few = -(-sum(rows) // (DEFAULT_MAX_MAPS // 4))
-        logger.warning(
-            "the corpus will have %s files, and a reader maps all of them, which fails where vm.max_map_count is %s, "
-            "the default of Linux. Raise corpus.rows_per_shard from %s to %s or more, or run "
-            "`sysctl -w vm.max_map_count=%d` on every node that reads the corpus.",
-            f"{num_files:,}", f"{DEFAULT_MAX_MAPS:,}", f"{corpus.rows_per_shard:,}", f"{few:,}",
-            maps_to_allow(num_files),
-        )  # fmt: skip
 
 
 def _copy_vocabulary(path: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, InputPartition
 from services.tokenizer.sources.file_system import read_vocabulary
 
-CONTENT_VERSION = 2
+CONTENT_VERSION = 3
 """A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema
+from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema, shard_path, tail_path
+from services.common.artifacts.row_check import check_rows, digest_checks
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
@@ -39,15 +40,14 @@ def pack_split(
     stream = _Stream.of(split, tasks, layout.token_dtype)
     rows, tail_tokens = divmod(stream.num_tokens, layout.sequence_length)
     (folder / split / "tail").mkdir(parents=True)
-    shards: list[str] = []
+    check_digests: list[str] = []
     for first_row in range(0, rows, layout.rows_per_shard):
         last_row = min(first_row + layout.rows_per_shard, rows)
-        path = f"{split}/shard-{len(shards):05d}.arrow"
         tokens = stream.read(first_row * layout.sequence_length, last_row * layout.sequence_length)
-        _write_arrow(folder / path, _rows(*tokens, layout))
-        shards.append(path)
+        path = folder / shard_path(split, len(check_digests))
+        check_digests.append(_write_arrow(path, _rows(split, first_row, *tokens, layout)))
     tail = stream.read(rows * layout.sequence_length, stream.num_tokens)
-    _write_arrow(folder / split / "tail" / "tail.arrow", _tail(*tail, layout))
+    check_digests.append(_write_arrow(folder / tail_path(split), _tail(split, rows, *tail, layout)))
     documents = sum(partition.parts[split].documents for partition in encoded)
     return SplitCounts(
         documents=documents,
@@ -57,7 +57,7 @@ def pack_split(
         eos=documents,
         rows=rows,
         tail_tokens=tail_tokens,
-        shards=tuple(shards),
+        check_digests=tuple(check_digests),
     )
 
 
@@ -107,30 +107,43 @@ class _Stream:
         return tokens, np.concatenate(starts)
 
 
-def _rows(tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
+def _rows(split: Split, first_row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
     """Make the record batch of a shard from its tokens and the positions where documents begin."""
     schema = arrow_schema(layout.token_dtype, layout.sequence_length)
     row_of_start, position = np.divmod(starts, layout.sequence_length)
     starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // layout.sequence_length)
     input_ids = pa.FixedSizeListArray.from_arrays(_array(tokens), type=schema.field("input_ids").type)
-    return pa.record_batch([input_ids, _lists(schema, starts_per_row, position)], schema=schema)
+    ids_RL = tokens.reshape(-1, layout.sequence_length)
+    return pa.record_batch(
+        [input_ids, *_starts_and_checks(schema, split, first_row, ids_RL, starts_per_row, position)], schema=schema
+    )
 
 
-def _tail(tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
+def _tail(split: Split, row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
     """Make a record batch of one row, whose `input_ids` is as long as the tail."""
     rows = arrow_schema(layout.token_dtype, layout.sequence_length)
     schema = rows.set(0, pa.field("input_ids", pa.list_(rows.field("input_ids").type.value_field), nullable=False))
     offsets = _array(np.array([0, len(tokens)], np.int32))
     input_ids = pa.ListArray.from_arrays(offsets, _array(tokens), type=schema.field("input_ids").type)
-    return pa.record_batch([input_ids, _lists(schema, np.array([len(starts)]), starts)], schema=schema)
-
-
-def _lists(schema: pa.Schema, lengths: npt.NDArray[np.int64], values: Offsets) -> pa.ListArray:
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(
-        _array(offsets), _array(values.astype(np.int32)), type=schema.field("doc_starts").type
+    num_starts = np.array([len(starts)])
+    return pa.record_batch(
+        [input_ids, *_starts_and_checks(schema, split, row, tokens[np.newaxis], num_starts, starts)], schema=schema
     )
+
+
+def _starts_and_checks(
+    schema: pa.Schema,
+    split: Split,
+    first_row: int,
+    ids_RL: TokenIds,
+    starts_per_row: npt.NDArray[np.int64],
+    starts: Offsets,
+) -> tuple[pa.ListArray, pa.Array]:
+    """Make the columns `doc_starts` and `check` of consecutive rows."""
+    offsets, stored_starts = np.zeros(len(starts_per_row) + 1, np.int32), starts.astype(np.int32)
+    np.cumsum(starts_per_row, out=offsets[1:])
+    lists = pa.ListArray.from_arrays(_array(offsets), _array(stored_starts), type=schema.field("doc_starts").type)
+    return lists, _array(check_rows(split, first_row, ids_RL, offsets, stored_starts))
 
 
 def _array(values: npt.NDArray[Any]) -> pa.Array:
@@ -138,7 +151,10 @@ def _array(values: npt.NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-def _write_arrow(path: Path, batch: pa.RecordBatch) -> None:
+def _write_arrow(path: Path, batch: pa.RecordBatch) -> str:
+    """Write the file of a record batch, and return the digest of its column `check`."""
     # A Python file, because a full disk is then an OSError with its errno.
     with write_file(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
+    checks: Any = np.from_dlpack(batch.column("check"))
+    return digest_checks(checks)

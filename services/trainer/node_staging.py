@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import GRAPHS
-from services.common.artifacts.corpus import SPLITS, Split, tail_path
+from services.common.artifacts.corpus import SPLITS, Split
 from services.common.artifacts.files import copy_files, list_files, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
@@ -69,7 +69,7 @@ def prepare_node(job: Job, splits: Collection[Split] = SPLITS) -> None:
         if not is_to_do:
             return
         corpus = job.corpus.manifest.corpus
-        paths = {path for split in splits for path in (*corpus.splits[split].shards, tail_path(split))}
+        paths = {path for split in splits for path in corpus.row_files(split)}
         verify_files(job.corpus.path, job.corpus.manifest, paths=None if set(splits) == set(SPLITS) else paths)
         logger.info("verified the corpus %s", job.corpus.path)
         cache = compile_cache_folder(job)

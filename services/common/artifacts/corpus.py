@@ -1,15 +1,16 @@
-"""Defines corpus/2: packed token rows in Arrow files, from which `token_stream` cuts training samples.
+"""Defines corpus/3: packed token rows in Arrow files, from which `token_stream` cuts training samples.
 
 A split of T tokens is one stream of documents, and each document is BOS + tokens + EOS. Rows of L tokens are in
-`<split>/shard-*.arrow` (columns `input_ids`, `doc_starts`), and the T mod L last tokens in `<split>/tail/tail.arrow`.
+`<split>/shard-*.arrow` (columns `input_ids`, `doc_starts` and `check`), and the T mod L last tokens in
+`<split>/tail/tail.arrow`, which has the same columns and one row. The manifest alone says how many rows each file has,
+so that nothing is opened to find a row; `row_check` defines the column `check`, by which a reader trusts a row.
 Sample j is tokens [jL, jL + L] inclusive: L inputs, and L targets that are one token further. So there are
 floor((T - 1) / L) samples, and no target is lost at the end of a row or of a shard.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -17,7 +18,17 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256, Text
+from services.common.artifacts.manifest import (
+    Count,
+    Manifest,
+    ManifestModel,
+    Many,
+    Phase,
+    RelativePath,
+    Sha256,
+    Text,
+    Xxh3,
+)
 from services.common.input.problem_list import list_names
 
 Split = Literal["train", "validation"]
@@ -52,11 +63,17 @@ class SplitCounts(ManifestModel):
     eos: Count
     rows: Count
     tail_tokens: Count
-    shards: Many[RelativePath]
+    check_digests: Many[Xxh3]
+    """Digest of the column `check` of each shard in order, and then of the tail: see `row_check.digest_checks`."""
 
     @property
     def tokens(self) -> int:
         return self.document_tokens + self.bos + self.eos
+
+    @property
+    def num_shards(self) -> int:
+        """Number of the files that `shard_path` names; the tail is one more."""
+        return len(self.check_digests) - 1
 
     @model_validator(mode="after")
     def _has_borders_around_each_document(self) -> Self:
@@ -161,6 +178,17 @@ class CorpusPayload(ManifestModel):
         ends = list(accumulate(source.splits["validation"].tokens for source in self.sources))
         return tuple(map(range, [0, *ends], ends))
 
+    def row_files(self, split: Split) -> Iterator[str]:
+        """Yield the paths of the split's shards in the order of their rows, and then that of its tail."""
+        for number in range(self.splits[split].num_shards):
+            yield shard_path(split, number)
+        yield tail_path(split)
+
+    def rows_of_shard(self, split: Split, number: int) -> range:
+        """Return the numbers in the split of the rows that a shard has."""
+        rows, first = self.splits[split].rows, number * self.rows_per_shard
+        return range(first, min(first + self.rows_per_shard, rows))
+
     def num_samples(self, split: Split) -> int:
         """Return the number of training samples of a split; the last one takes a token more than its L inputs."""
         return max(0, (self.splits[split].tokens - 1) // self.sequence_length)
@@ -172,8 +200,11 @@ class CorpusPayload(ManifestModel):
             stored = counts.rows * self.sequence_length + counts.tail_tokens
             if counts.tokens != stored:
                 raise ValueError(f"{name}: {counts.tokens:,} tokens were encoded and {stored:,} are stored")
-            if len(counts.shards) != -(-counts.rows // self.rows_per_shard):
-                raise ValueError(f"{name}: {counts.rows:,} rows in {len(counts.shards):,} shards")
+            if counts.num_shards != -(-counts.rows // self.rows_per_shard):
+                raise ValueError(
+                    f"{name}: {counts.rows:,} rows in shards of {self.rows_per_shard:,}, and check_digests of "
+                    f"{len(counts.check_digests):,} files"
+                )
         kept = sum(counts.documents for counts in self.kept)
         dropped = self.documents_empty + self.documents_too_short + self.documents_not_sampled
         if kept + dropped != self.documents_read:
@@ -206,26 +237,17 @@ class CorpusPayload(ManifestModel):
 
 
 class CorpusManifest(Manifest):
-    SCHEMA: ClassVar[str] = "corpus/2"
+    SCHEMA: ClassVar[str] = "corpus/3"
 
     corpus: CorpusPayload
 
     @model_validator(mode="after")
     def _lists_what_it_is_read_from(self) -> Self:
         vocabulary = self.corpus.vocabulary
-        shards = [path for counts in self.corpus.splits.values() for path in counts.shards]
-        read = [vocabulary.path, *shards, *map(tail_path, self.corpus.splits)]
-        self.require_listed(read)
-        for split, counts in self.corpus.splits.items():
-            if list(counts.shards) != sorted(counts.shards, key=lambda path: (len(path), path)):
-                raise ValueError(
-                    f"the shards of {split} are not listed in the order of their names, which is that of the text"
-                )
-        if twice := [path for path, count in Counter(read).items() if count > 1]:
-            raise ValueError(f"{list_names(twice)}: named more than once, so that rows would be read twice")
-        for split, counts in self.corpus.splits.items():
-            if elsewhere := [path for path in counts.shards if not path.startswith(f"{split}/")]:
-                raise ValueError(f"{list_names(elsewhere)}: shards of {split}, expected below {split}/")
+        files = [path for split in SPLITS for path in self.corpus.row_files(split)]
+        if vocabulary.path in files:
+            raise ValueError(f"{vocabulary.path}: named both as the vocabulary and as a file of rows")
+        self.require_listed([vocabulary.path, *files])
         [listed] = [entry for entry in self.files if entry.path == vocabulary.path]
         if listed.sha256 != vocabulary.sha256:
             raise ValueError(f"{vocabulary.path}: sha256 {vocabulary.sha256[:12]}, `files` has {listed.sha256[:12]}")
@@ -257,6 +279,11 @@ def _require_splits(splits: Collection[Split]) -> None:
         raise ValueError(f"splits: {', '.join(splits) or 'none'}, expected {' and '.join(SPLITS)}")
 
 
+def shard_path(split: Split, number: int) -> str:
+    """Return the path of a shard. The order of the names is that of the numbers for as many as a manifest can list."""
+    return f"{split}/shard-{number:06d}.arrow"
+
+
 def tail_path(split: Split) -> str:
     """Return the path of the file with the tokens that fill no row."""
     return f"{split}/tail/tail.arrow"
@@ -268,5 +295,6 @@ def arrow_schema(token_dtype: str, sequence_length: int) -> pa.Schema:
         [
             pa.field("input_ids", pa.list_(pa.field("item", token, nullable=False), sequence_length), nullable=False),
             pa.field("doc_starts", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+            pa.field("check", pa.uint64(), nullable=False),
         ]
     )

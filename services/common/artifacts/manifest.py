@@ -46,7 +46,7 @@ def _require_relative(path: str) -> str:
     if len(path.encode()) > 4_000 or any(
         part in ("", ".", "..") or len(part.encode()) > 255 for part in path.split("/")
     ):
-        raise ValueError(f"{path[:200]!r} is no path below the artifact's folder, such as 'train/shard-00000.arrow'")
+        raise ValueError(f"{path[:200]!r} is no path below the artifact's folder, such as 'train/shard-000000.arrow'")
     if "\\" in path or not path.isprintable():
         raise ValueError(f"{path[:200]!r} has a backslash or an unprintable character")
     if path == MANIFEST:

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import GRAPHS, CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.corpus_rows import verify_rows
 from services.common.artifacts.files import locate, verify_files
 from services.common.artifacts.manifest import Manifest
 from services.common.artifacts.store import identity_key, is_id
-from services.common.artifacts.token_stream import verify_ids
 from services.common.errors import ArtifactError, DeviceError
 from services.common.recipe.schema import Kind, Recipe, fingerprint
 
@@ -26,7 +26,7 @@ def verify_artifact(folder: Path, manifest: Manifest) -> None:
     """
     verify_files(folder, manifest, level="provenance")
     if isinstance(manifest, CorpusManifest):
-        verify_ids(folder, manifest.corpus)
+        verify_rows(folder, manifest.corpus)
         _verify_vocabulary(folder, manifest)
     recipe = _require_own_recipe(folder, manifest)
     if isinstance(manifest, CompileCacheManifest):

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from services.common.errors import LimitError, MillraceError, TryAgain
 
-DEFAULT_MAX_MAPS = 65_530
-"""Default of vm.max_map_count on Linux: the most files that a process can map, its libraries included."""
 SPARE_MAPS = 8_192
 """Maps that a worker may need beside the corpus: torch's libraries, threads and allocations take 1,000 to 3,000."""
 
@@ -160,8 +158,7 @@ def explain_maps(seen: str, most: int, num_files: int | None) -> LimitError:
     wanted = f", and this work maps {num_files:,} files" if num_files else ""
     return LimitError(
         f"{seen}, and vm.max_map_count allows {most:,}{wanted}. On every node of the stage, run "
-        f"`sysctl -w vm.max_map_count={maps_to_allow(max(num_files or 0, most))}`; or make the corpus anew with a "
-        f"larger corpus.rows_per_shard, which makes fewer files."
+        f"`sysctl -w vm.max_map_count={maps_to_allow(max(num_files or 0, most))}` and run the same command."
     )
 
 

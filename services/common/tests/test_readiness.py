@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from services.common.artifacts.corpus import SPLITS, CorpusManifest, Split, SplitCounts, Vocabulary, tail_path
+from services.common.artifacts.corpus import (
+    SPLITS,
+    CorpusManifest,
+    Split,
+    SplitCounts,
+    Vocabulary,
+    shard_path,
+    tail_path,
+)
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
 from services.common.process.entry_point import exit_code_of
 from services.common.process.readiness import main
@@ -21,14 +29,16 @@ from services.common.testing.corpora import corpus_payload
 from services.common.testing.recipes import make_recipe, write_recipe
 from services.common.tests.builders import REPOSITORY
 
-NOTHING = SplitCounts(documents=0, text_bytes=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, shards=())
+NOTHING = SplitCounts(
+    documents=0, text_bytes=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, check_digests=("0" * 32,)
+)
 
 
 def publish_corpus(
     folder: Path, vocab_size: int = 300, sequence_length: int = 16, identifier: str = "c" * 16
 ) -> Artifact[CorpusManifest]:
     """Publish a corpus of one sample for the small recipe; its files have any content, because no test reads them."""
-    recipe, shard = make_recipe(folder, corpus__sequence_length=f"{sequence_length}"), "train/shard-00000.arrow"
+    recipe = make_recipe(folder, corpus__sequence_length=f"{sequence_length}")
     one_sample = SplitCounts(
         documents=1,
         text_bytes=100,
@@ -37,11 +47,11 @@ def publish_corpus(
         eos=1,
         rows=1,
         tail_tokens=1,
-        shards=(shard,),
+        check_digests=("0" * 32,) * 2,
     )
 
     def build(workspace: Workspace) -> Draft:
-        fill(workspace, {path: identifier.encode() for path in ("m", shard, *map(tail_path, SPLITS))})
+        fill(workspace, {path: identifier.encode() for path in ("m", shard_path("train", 0), *map(tail_path, SPLITS))})
         vocabulary = Vocabulary(
             kind="sentencepiece",
             path="m",
@@ -78,7 +88,7 @@ def test_a_trainer_is_ready_when_corpus_and_compile_cache_are_there(
 
     assert (exit_code, report["problem"]) == (0, None)
     assert [(link["schema"], link["name"]) for link in report["upstream"]] == [
-        ("corpus/2", "sentences"),
+        ("corpus/3", "sentences"),
         ("compile_cache/1", "small"),
     ]
     assert [(link["id"], link["content_digest"]) for link in report["upstream"]] == [

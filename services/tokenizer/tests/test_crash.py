@@ -91,7 +91,7 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(
     tmp_path: Path, recipe: Path, undisturbed: str
 ) -> None:
     root = tmp_path / "fsx"
-    milestones = ["plan.json", "000000.json", "000007.json", "shard-00001.arrow"]
+    milestones = ["plan.json", "000000.json", "000007.json", "shard-000001.arrow"]
 
     killed = []
     for milestone in milestones:
@@ -141,7 +141,7 @@ def test_a_finished_partition_is_not_encoded_again_and_a_damaged_one_is(
     torn = damaged.with_name(".000011.train.tokens.0123.tmp")
     torn.write_bytes(b"left by a killed writer")
 
-    kill_when(lambda: find_files(root, "shard-00000.arrow"), start(recipe, root))
+    kill_when(lambda: find_files(root, "shard-000000.arrow"), start(recipe, root))
 
     after = {path.name: path.stat().st_ino for path in root.rglob("00000[0-9].json") if path.name in before}
     assert not torn.exists()

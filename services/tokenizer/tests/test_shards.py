@@ -11,11 +11,9 @@ import pytest
 
 from services.common.artifacts import manifest
 from services.common.artifacts.corpus import CorpusManifest, arrow_schema
+from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.store import Artifact
-from services.common.artifacts.token_stream import TokenFile, TokenStream
-from services.common.errors import ArtifactError
-from services.common.process.limits import SPARE_MAPS
-from services.tokenizer import build
+from services.common.artifacts.token_stream import TokenStream
 from services.tokenizer.tests.builders import (
     make_documents,
     make_text,
@@ -39,8 +37,9 @@ def test_shards_follow_the_schema_and_open_with_pyarrow_alone(tmp_path: Path) ->
     corpus = published(tmp_path / "fsx")
 
     for split, counts in corpus.manifest.corpus.splits.items():
-        assert len(counts.shards) > 2
-        files = [pa.ipc.open_file(str(corpus.path / shard)) for shard in counts.shards]
+        assert counts.num_shards > 2
+        *shards, _ = corpus.manifest.corpus.row_files(split)
+        files = [pa.ipc.open_file(str(corpus.path / shard)) for shard in shards]
         assert [file.num_record_batches for file in files] == [1] * len(files)
         assert {file.schema for file in files} == {arrow_schema("uint16", 16)}
         rows = [file.get_batch(0).num_rows for file in files]
@@ -48,7 +47,7 @@ def test_shards_follow_the_schema_and_open_with_pyarrow_alone(tmp_path: Path) ->
         assert sum(rows) == counts.rows
         tail = pa.ipc.open_file(str(corpus.path / split / "tail" / "tail.arrow"))
         assert tail.get_batch(0).num_rows == 1
-        assert tail.schema.names == ["input_ids", "doc_starts"]
+        assert tail.schema.names == ["input_ids", "doc_starts", "check"]
         assert tail.schema.field("input_ids").type.value_type == pa.uint16()
     assert sorted(path.name for path in corpus.path.iterdir()) == ["manifest.json", "tokenizer", "train", "validation"]
 
@@ -130,9 +129,8 @@ def test_a_split_without_documents_has_a_tail_and_no_shards(tmp_path: Path) -> N
     corpus = published(tmp_path / "fsx")
 
     counts = corpus.manifest.corpus.splits["validation"]
-    assert (counts.documents, counts.rows, counts.tail_tokens, counts.shards) == (0, 0, 0, ())
-    tail = TokenFile.map(corpus.path, "validation/tail/tail.arrow", corpus.manifest.corpus, rows=1, num_tokens=0)
-    assert tail.tokens.tolist() == []
+    assert (counts.documents, counts.rows, counts.tail_tokens, counts.num_shards) == (0, 0, 0, 0)
+    assert CorpusRows(corpus.path, corpus.manifest.corpus).read("validation", 0).ids.tolist() == []
     assert TokenStream(corpus.path, corpus.manifest.corpus, "validation").num_samples == 0
 
 
@@ -142,22 +140,6 @@ def make_digit_model(folder: Path) -> str:
     path = folder / "digits.model"
     path.write_bytes(train_vocabulary([make_text(20_000)], 300))
     return str(path)
-
-
-def test_a_corpus_of_more_shards_than_linux_maps_is_warned_of_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = make_corpus(tmp_path)
-    monkeypatch.setattr(build, "DEFAULT_MAX_MAPS", SPARE_MAPS + 10)
-
-    assert run(recipe, tmp_path / "fsx") == 0
-
-    corpus = published(tmp_path / "fsx").manifest.corpus
-    files = sum(len(counts.shards) + 1 for counts in corpus.splits.values())
-    said = capsys.readouterr().err
-    assert f"{files:,} files" in said
-    assert "corpus.rows_per_shard from 8 to " in said
-    assert "sysctl -w vm.max_map_count=16384" in said
 
 
 def test_a_corpus_of_more_shards_than_a_manifest_lists_is_refused_before_they_are_written(
@@ -181,17 +163,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]
     return published(folder / "fsx")
 
 
-def copy_of(corpus: Artifact[CorpusManifest], folder: Path) -> Artifact[CorpusManifest]:
-    for entry in corpus.manifest.files:
-        target = folder / entry.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((corpus.path / entry.path).read_bytes())
-    return Artifact(folder, corpus.manifest)
-
-
 def test_documents_in_samples_are_where_the_tokenizer_began_them(corpus: Artifact[CorpusManifest]) -> None:
     stored = read_stream(corpus.path, "train")
-    stream = TokenStream.open(corpus, "train")
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
     batch = stream.read_documents(np.arange(stream.num_samples))
 
     document_of_token = np.searchsorted(stored.starts, np.arange(len(stored.tokens)), side="right")
@@ -203,16 +177,3 @@ def test_documents_in_samples_are_where_the_tokenizer_began_them(corpus: Artifac
         assert batch.positions[index].tolist() == (places - np.maximum(begins[places], places[0])).tolist()
     assert batch.segment_ids.max() > 1
     assert np.array_equal(batch.tokens, stream.read(np.arange(stream.num_samples)))
-
-
-def test_a_flipped_bit_is_found_at_open(corpus: Artifact[CorpusManifest], tmp_path: Path) -> None:
-    damaged = copy_of(corpus, tmp_path)
-    shard = tmp_path / corpus.manifest.corpus.splits["train"].shards[3]
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-
-    with pytest.raises(ArtifactError, match=r"train/shard-00003\.arrow: "):
-        TokenStream.open(damaged, "train")
-    assert TokenStream.open(damaged, "train", verify="size").num_samples  # sizes alone do not tell
-    assert TokenStream.open(damaged, "validation").num_samples

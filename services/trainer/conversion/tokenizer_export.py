@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.artifacts.corpus import CorpusManifest, Split
+from services.common.artifacts.corpus_rows import map_files
 from services.common.artifacts.manifest import write_durably
 from services.common.artifacts.store import Artifact
-from services.common.artifacts.token_stream import map_files
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.vocabularies.codec import Codec, load_codec

@@ -117,7 +117,6 @@ def doctor(arguments: Namespace, recipe: Recipe) -> int:
         workers=_workers_on_node(recipe, arguments.launch),
         cache_bytes=total_bytes(found.cache.manifest.files) if found.cache else 0,
         checkpoints=found.checkpoints,
-        shards=sum(len(split.shards) for split in found.corpus.manifest.corpus.splits.values()) if found.corpus else 0,
         shared=found.corpus.path if found.corpus else arguments.root if os.access(arguments.root, os.F_OK) else None,
     )
     cluster = "python -m services.trainer doctor with --launch inline checks this machine only"

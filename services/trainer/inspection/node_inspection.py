@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from services.common.artifacts.corpus_rows import MAX_MAPS
 from services.common.errors import DeviceError, LimitError, StorageError
 from services.common.hardware.image_platform import require_backend
 from services.common.hardware.instance_types import MIB
@@ -68,8 +69,6 @@ class NodeQuestion:
     """Size of the compile cache, which the node copies."""
     checkpoints: int
     """Number of checkpoints the run has."""
-    shards: int
-    """Number of the corpus's shards."""
     shared: Path | None
     """A path below the root that the command's node has, so every node must have it; None if there is none yet."""
 
@@ -285,14 +284,14 @@ def _nodes_of_a_step(question: NodeQuestion) -> float:
 
 def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OPEN_FILES + question.shards
+    needed = OPEN_FILES
     unlimited = soft == resource.RLIM_INFINITY
     seen = f"{'any number of' if unlimited else f'{soft:,}'} open files, a worker may need {needed:,}"
     if not unlimited and soft < needed:
         yield problem("open files", DeviceError(seen), f"ulimit -n {needed} (the hard limit is {hard:,})")
     else:
         yield ok("open files", seen)
-    yield from _look_at_maps(question)
+    yield from _look_at_maps()
     shm = Path("/dev/shm")  # nosec B108 # only measured
     if shm.is_dir():
         found = os.statvfs(shm)
@@ -311,15 +310,15 @@ def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
         yield from _look_at_pinned_memory()
 
 
-def _look_at_maps(question: NodeQuestion) -> Iterator[Finding]:
-    """Check the limit of memory maps: a worker maps each file of the corpus."""
+def _look_at_maps() -> Iterator[Finding]:
+    """Check the limit of memory maps, of which a worker needs as many for a corpus of any size."""
     most = max_maps()
     if most is None:
         return
-    needed = SPARE_MAPS + question.shards
+    needed = SPARE_MAPS + MAX_MAPS
     seen = f"{most:,} maps (vm.max_map_count), a worker may need {needed:,}"
     if most < needed:
-        yield problem("maps", LimitError(seen), f"sysctl -w vm.max_map_count={maps_to_allow(question.shards)}")
+        yield problem("maps", LimitError(seen), f"sysctl -w vm.max_map_count={maps_to_allow(MAX_MAPS)}")
     else:
         yield ok("maps", seen)
 

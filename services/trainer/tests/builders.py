@@ -7,7 +7,7 @@ import hashlib
 import io
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +27,11 @@ from services.common.artifacts.corpus import (
     Vocabulary,
     VocabularyKind,
     arrow_schema,
+    shard_path,
+    tail_path,
 )
 from services.common.artifacts.lease import Lease
+from services.common.artifacts.row_check import check_rows, digest_checks
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.fingerprint import program_facts
@@ -139,14 +142,20 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
         tokens = (np.cumsum(generator.integers(1, 3, rows * length + tail_tokens)) % recipe.model.vocab_size).astype(
             np.uint16
         )
-        folder = workspace.files / split
-        (folder / "tail").mkdir(parents=True, exist_ok=True)
-        shards: list[str] = []
+        (workspace.files / split / "tail").mkdir(parents=True, exist_ok=True)
+        check_digests: list[str] = []
         for first in range(0, rows, recipe.corpus.rows_per_shard):
             part = tokens[first * length : min(rows, first + recipe.corpus.rows_per_shard) * length]
-            shards.append(f"{split}/shard-{len(shards):05d}.arrow")
-            _write_rows(workspace.files / shards[-1], part, length, first * length)
-        _write_tail(folder / "tail" / "tail.arrow", tokens[rows * length :], rows * length)
+            starts = [
+                [at for at in range(length) if (row * length + at) % DOCUMENT_TOKENS == 0]
+                for row in range(first, first + len(part) // length)
+            ]
+            path = workspace.files / shard_path(split, len(check_digests))
+            check_digests.append(write_rows(path, split, first, part.reshape(-1, length), starts))
+        tail = tokens[rows * length :]
+        starts = [[at for at in range(len(tail)) if (rows * length + at) % DOCUMENT_TOKENS == 0]]
+        path = workspace.files / tail_path(split)
+        check_digests.append(write_rows(path, split, rows, tail[np.newaxis], starts))
         documents = -(-len(tokens) // DOCUMENT_TOKENS)
         splits[split] = SplitCounts(
             documents=documents,
@@ -156,7 +165,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
             eos=documents,
             rows=rows,
             tail_tokens=tail_tokens,
-            shards=tuple(shards),
+            check_digests=tuple(check_digests),
         )
     payload = corpus_payload(
         _write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
@@ -167,24 +176,21 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
     return Draft(payload)
 
 
-def _write_rows(path: Path, tokens: np.ndarray, length: int, first_token: int) -> None:
-    schema = arrow_schema("uint16", length)
-    rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=schema.field("input_ids").type)
-    row_begins = range(first_token, first_token + len(tokens), length)
-    doc_starts = [[at for at in range(length) if (begin + at) % DOCUMENT_TOKENS == 0] for begin in row_begins]
+def write_rows(
+    path: Path, split: Split, first_row: int, ids_RL: np.ndarray, doc_starts: Sequence[Sequence[int]], batches: int = 1
+) -> str:
+    """Write a shard of a corpus, in which documents begin at these positions of the rows, with checks that fit; return
+    the digest of its checks.
+    """
+    schema = arrow_schema(str(ids_RL.dtype), ids_RL.shape[1])
     starts = pa.array(doc_starts, type=schema.field("doc_starts").type)
-    _write(path, pa.record_batch([rows, starts], schema=schema))
-
-
-def _write_tail(path: Path, tokens: np.ndarray, first_token: int) -> None:
-    starts = [at for at in range(len(tokens)) if (first_token + at) % DOCUMENT_TOKENS == 0]
-    ids, doc_starts = pa.array([tokens], pa.list_(pa.uint16())), pa.array([starts], pa.list_(pa.int32()))
-    _write(path, pa.record_batch([ids, doc_starts], names=["input_ids", "doc_starts"]))
-
-
-def _write(path: Path, batch: pa.RecordBatch) -> None:
-    with pa.ipc.new_file(str(path), batch.schema) as writer:
-        writer.write_batch(batch)
+    offsets, values = starts.offsets.to_numpy(), starts.values.to_numpy().astype(np.int32)
+    checks = check_rows(split, first_row, ids_RL, offsets, values)
+    ids = pa.FixedSizeListArray.from_arrays(pa.array(ids_RL.reshape(-1)), type=schema.field("input_ids").type)
+    with pa.ipc.new_file(str(path), schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(pa.record_batch([ids, starts, pa.array(checks)], schema=schema))
+    return digest_checks(checks)
 
 
 def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vocabulary:

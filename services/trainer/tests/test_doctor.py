@@ -89,7 +89,7 @@ def test_a_flipped_bit_in_a_shard_is_named_with_what_makes_the_corpus_anew(place
     exit_code, output = doctor()
 
     assert exit_code == 3
-    assert "shard-00001.arrow: xxh3-128 is" in output
+    assert "shard-000001.arrow: xxh3-128 is" in output
     root, (corpus,) = place / "fsx", (place / "fsx/corpus").glob("*/*[0-9a-f]")
     away = f"mv {corpus} {root / f'damaged-{corpus.name}'}"
     assert f"next: {away} && python -m services.tokenizer --recipe {place / 'small.toml'} --root {root}" in output

@@ -22,11 +22,10 @@ from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.entry_point import exit_code_of
 from services.common.testing.manifests import forge
-from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe
+from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe, write_rows
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
-SHARD = "train/shard-00000.arrow"
-VALIDATION_SHARD = "validation/shard-00000.arrow"
+SHARD = "train/shard-000000.arrow"
 TAIL = "train/tail/tail.arrow"
 
 Change = Callable[[dict[str, Any]], object]
@@ -51,6 +50,7 @@ def use(folder: Path) -> None:
     for split in ("train", "validation"):
         stream = TokenStream(folder, artifact.manifest.corpus, split)
         stream.read_documents(range(stream.num_samples))
+        stream.document_begins()
 
 
 def in_corpus(**changes: Any) -> Change:
@@ -101,18 +101,11 @@ def list_no(path: str) -> Change:
         (list_no("tokenizer/tokenizer.model"), "tokenizer.model: not among the files that the manifest lists"),
         (list_no(SHARD), f"{SHARD}: not among the files that the manifest lists"),
         (list_no(TAIL), f"{TAIL}: not among the files that the manifest lists"),
-        (in_split(shards=["../x", "../x", "../x"]), "is no path below the artifact's folder"),
-        (in_split(shards=[SHARD]), "80 rows in 1 shards"),
-        (in_split(shards=[SHARD] * 3), f"{SHARD}: named more than once"),
-        (
-            in_split(shards=[SHARD, "train/shard-00001.arrow", VALIDATION_SHARD]),
-            f"{VALIDATION_SHARD}: named more than once",
-        ),
+        (in_vocabulary(path=SHARD), f"{SHARD}: named both as the vocabulary and as a file of rows"),
+        (in_split(check_digests=["0" * 32] * 3), "80 rows in shards of 32, and check_digests of 3 files"),
+        (in_split(check_digests=[]), "80 rows in shards of 32, and check_digests of 0 files"),
+        (in_split(check_digests=["0" * 31] * 4), "check_digests.*String should match pattern"),
         (in_vocabulary(sha256="0" * 64), "tokenizer.model: sha256 000000000000, `files` has "),
-        (
-            in_split(shards=["train/shard-00001.arrow", SHARD, "train/shard-00002.arrow"]),
-            "the shards of train are not listed in the order",
-        ),
         (be_made_of("elsewhere/*.jsonl", 1.0), "elsewhere.*nowhere"),
         (be_made_of("pydoc://", 2.0), "2.0.*1.0"),
         (be_made_of("nowhere", 1.0, extra_bytes=1), "train: .* text_bytes"),
@@ -120,7 +113,7 @@ def list_no(path: str) -> Change:
         (in_split(rows=80, tail_tokens=6, document_tokens=1_178), "the manifest says 6 of uint16 in 1"),
         (in_split(rows=2**70), "rows: Input should be less than"),
         (in_split(rows=-1), "rows: Input should be greater than or equal to 0"),
-        (in_corpus(rows_per_shard=80), "80 rows in 3 shards"),
+        (in_corpus(rows_per_shard=80), "80 rows in shards of 80, and check_digests of 4 files"),
         (in_corpus(sequence_length=0), "sequence_length: Input should be greater than or equal to 1"),
         (in_corpus(token_dtype="uint32"), "tokens of uint16 in 32 rows, the manifest says 512 of uint32 in 32"),
         (in_corpus(splits={}), "splits: none, expected train and validation"),
@@ -144,12 +137,16 @@ def test_a_manifest_that_does_not_fit_its_files_is_refused(corpus: Path, change:
         use(corpus)
 
 
-def write_rows(path: Path, tokens: pa.Array, starts: list[list[int]], batches: int = 1) -> None:
+def write(path: Path, tokens: pa.Array, starts: list[list[int]], batches: int = 1) -> None:
+    """Write the training split's first shard with any tokens, whose checks fit where they can be ids."""
+    if tokens.null_count == 0 and pa.types.is_unsigned_integer(tokens.type):
+        write_rows(path, "train", 0, tokens.to_numpy().reshape(-1, 16), starts, batches)
+        return
     rows = pa.FixedSizeListArray.from_arrays(tokens, 16)
-    batch = pa.record_batch([rows, pa.array(starts, pa.list_(pa.int32()))], names=["input_ids", "doc_starts"])
+    columns = [rows, pa.array(starts, pa.list_(pa.int32())), pa.array([0] * len(starts), pa.uint64())]
+    batch = pa.record_batch(columns, names=["input_ids", "doc_starts", "check"])
     with pa.ipc.new_file(str(path), batch.schema) as writer:
-        for _ in range(batches):
-            writer.write_batch(batch)
+        writer.write_batch(batch)
 
 
 DOCUMENTS = -(-512 // DOCUMENT_TOKENS)
@@ -162,27 +159,27 @@ def make_starts(rows: int = 32, documents: int = DOCUMENTS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("replace", "message"),
     [
-        (lambda path: write_rows(path, pa.array([299] * 512, pa.uint16()), make_starts()), None),
+        (lambda path: write(path, pa.array([299] * 512, pa.uint16()), make_starts()), None),
         (
-            lambda path: write_rows(path, pa.array([300] * 512, pa.uint16()), make_starts()),
+            lambda path: write(path, pa.array([300] * 512, pa.uint16()), make_starts()),
             "has the id 300, and its vocabulary has 300",
         ),
         (
-            lambda path: write_rows(path, pa.array([1] * 496, pa.uint16()), make_starts(31)),
+            lambda path: write(path, pa.array([1] * 496, pa.uint16()), make_starts(31)),
             "496 tokens of uint16 in 31 rows, the manifest says 512 of uint16 in 32",
         ),
-        (lambda path: write_rows(path, pa.array([1] * 512, pa.int16()), make_starts()), "512 tokens of int16"),
-        (lambda path: write_rows(path, pa.array([1.0] * 512), make_starts()), "512 tokens of float64"),
-        (lambda path: write_rows(path, pa.array([1] * 511 + [None], pa.uint16()), make_starts()), "cannot be read as"),
-        (lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), make_starts(), 2), "2 record batches"),
+        (lambda path: write(path, pa.array([1] * 512, pa.int16()), make_starts()), "512 tokens of int16"),
+        (lambda path: write(path, pa.array([1.0] * 512), make_starts()), "512 tokens of float64"),
+        (lambda path: write(path, pa.array([1] * 511 + [None], pa.uint16()), make_starts()), "cannot be read as"),
+        (lambda path: write(path, pa.array([1] * 512, pa.uint16()), make_starts(), 2), "2 record batches"),
         (
-            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[16], *make_starts(31, DOCUMENTS - 1)]),
+            lambda path: write(path, pa.array([1] * 512, pa.uint16()), [[16], *make_starts(31, DOCUMENTS - 1)]),
             "the doc_starts of row 0 do not rise within the row",
         ),
         (
-            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[3, 3], *make_starts(31, DOCUMENTS - 2)]),
+            lambda path: write(path, pa.array([1] * 512, pa.uint16()), [[3, 3], *make_starts(31, DOCUMENTS - 2)]),
             "the doc_starts of row 0 do not rise within the row",
         ),
         (lambda path: path.write_bytes(b"ARROW1\0\0" + bytes(200)), "cannot be read as a corpus's file"),
@@ -190,9 +187,9 @@ def make_starts(rows: int = 32, documents: int = DOCUMENTS) -> list[list[int]]:
     ],
 )
 def test_a_shard_with_other_content_than_its_manifest_says_is_refused(
-    corpus: Path, write: Callable[[Path], None], message: str | None
+    corpus: Path, replace: Callable[[Path], None], message: str | None
 ) -> None:
-    write(corpus / SHARD)
+    replace(corpus / SHARD)
     forge(corpus)
 
     if message is None:
@@ -212,7 +209,7 @@ def verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 def test_verify_counts_what_a_corpus_holds(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(corpus, capsys) == (0, "")
 
-    write_rows(corpus / SHARD, pa.array([1] * 496, pa.uint16()), make_starts(31))
+    write(corpus / SHARD, pa.array([1] * 496, pa.uint16()), make_starts(31))
     forge(corpus)
 
     exit_code, told = verify(corpus, capsys)
@@ -281,7 +278,7 @@ def test_the_file_behind_a_link_is_not_mapped(corpus: Path, tmp_path: Path) -> N
     (corpus / SHARD).symlink_to(tmp_path / "shard")
 
     with pytest.raises(ArtifactError, match="a link that leads out of "):
-        TokenStream(corpus, artifact.manifest.corpus, "train")
+        TokenStream(corpus, artifact.manifest.corpus, "train").read([0])
 
 
 def test_a_corpus_that_lies_in_the_place_of_another_is_refused(tmp_path: Path) -> None:

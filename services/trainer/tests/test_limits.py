@@ -49,7 +49,7 @@ def read_weights():
 works = {
     "verify": lambda: artifacts(["verify", str(corpus)]),
     "verify checkpoint": lambda: artifacts(["verify", str(checkpoint)]),
-    "tokens": lambda: bool(TokenStream(corpus, opened.manifest.corpus, "train")) - 1,
+    "tokens": lambda: len(TokenStream(corpus, opened.manifest.corpus, "train").read([0])) - 1,
     "shards": lambda: bool(ShardReader(state, shapes)) - 1,
     "hugging face": lambda: read_weights() or 0,
     "nxd": lambda: bool(NxdWeights(nxd, model)) - 1,
