@@ -73,7 +73,7 @@ READ_THEIR_OWN = {
     "services.common.artifacts.lease": "writes into the lock that it has read, without waiting for a pipe",
     "services.common.artifacts.manifest": "syncs folders, and reads the version of this program",
     "services.common.artifacts.process": "reads /proc or /sys",
-    "services.common.artifacts.token_stream": "maps what `locate` has found to be regular",
+    "services.common.artifacts.corpus_rows": "maps what `locate` has found to be regular",
     "services.trainer.inspection.file_system": "measures with files of its own, and reads /proc",
     "services.common.hardware.instance_types": "reads a table of this program",
     "services.common.launch.guard": "reads /proc or /sys",

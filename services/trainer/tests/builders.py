@@ -153,9 +153,8 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
             path = workspace.files / shard_path(split, len(check_digests))
             check_digests.append(write_rows(path, split, first, part.reshape(-1, length), starts))
         tail = tokens[rows * length :]
-        starts = [[at for at in range(len(tail)) if (rows * length + at) % DOCUMENT_TOKENS == 0]]
-        path = workspace.files / tail_path(split)
-        check_digests.append(write_rows(path, split, rows, tail[np.newaxis], starts))
+        tail_starts = [at for at in range(len(tail)) if (rows * length + at) % DOCUMENT_TOKENS == 0]
+        check_digests.append(_write_tail(workspace.files / tail_path(split), split, rows, tail, tail_starts))
         documents = -(-len(tokens) // DOCUMENT_TOKENS)
         splits[split] = SplitCounts(
             documents=documents,
@@ -183,13 +182,29 @@ def write_rows(
     the digest of its checks.
     """
     schema = arrow_schema(str(ids_RL.dtype), ids_RL.shape[1])
-    starts = pa.array(doc_starts, type=schema.field("doc_starts").type)
-    offsets, values = starts.offsets.to_numpy(), starts.values.to_numpy().astype(np.int32)
-    checks = check_rows(split, first_row, ids_RL, offsets, values)
     ids = pa.FixedSizeListArray.from_arrays(pa.array(ids_RL.reshape(-1)), type=schema.field("input_ids").type)
-    with pa.ipc.new_file(str(path), schema) as writer:
+    return _write(path, ids, split, first_row, ids_RL, doc_starts, batches)
+
+
+def _write_tail(path: Path, split: Split, row: int, ids: np.ndarray, doc_starts: Sequence[int]) -> str:
+    return _write(path, pa.array([ids], pa.list_(pa.uint16())), split, row, ids[np.newaxis], [doc_starts])
+
+
+def _write(
+    path: Path,
+    ids: pa.Array,
+    split: Split,
+    first_row: int,
+    ids_RL: np.ndarray,
+    doc_starts: Sequence[Sequence[int]],
+    batches: int = 1,
+) -> str:
+    starts = pa.array(doc_starts, pa.list_(pa.int32()))
+    checks = check_rows(split, first_row, ids_RL, starts.offsets.to_numpy(), starts.values.to_numpy())
+    batch = pa.record_batch([ids, starts, pa.array(checks)], names=["input_ids", "doc_starts", "check"])
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
         for _ in range(batches):
-            writer.write_batch(pa.record_batch([ids, starts, pa.array(checks)], schema=schema))
+            writer.write_batch(batch)
     return digest_checks(checks)
 
 
