@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,18 @@ from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_inter
 from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint_yet, require_of_run
 from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
 from services.trainer.job import RUN_FILE, Job, run_folder, run_name
-from services.trainer.metrics.events import count_events
-from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, StepsNewestFirst, read_attempts
+from services.trainer.metrics.commands import CommandRecord, read_commands
+from services.trainer.metrics.events import count_events, read_events
+from services.trainer.metrics.records import (
+    ATTEMPTS_FILE,
+    METRICS_FILE,
+    StepsNewestFirst,
+    read_attempts,
+    read_last_step,
+)
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.run_cost import StageCost, compute_costs, describe_costs, describe_training_cost
+from services.trainer.run_phases import divide_training
 from services.trainer.run_tree import branches_of, read_runs
 
 logger = logging.getLogger(__name__)
@@ -101,17 +109,19 @@ class StartedRun:
     def costs(self) -> list[StageCost]:
         """Costs of the stages, in the order in which they ran; the trainer's is the last."""
         cache = self.cache.manifest if self.cache else None
-        return compute_costs(self.recipe, self.folder, self.corpus.manifest, cache)
+        newest_step = read_last_step(self.folder) or {}
+        return compute_costs(self.recipe, self.corpus.manifest, cache, self.commands, newest_step)
 
+    @cached_property
+    def commands(self) -> list[CommandRecord]:
+        """Records of the commands that trained the run, oldest first."""
+        return read_commands(self.folder)
+
+    @cached_property
     def phases(self) -> dict[str, list[Phase]]:
-        """Return the timed phases of each stage, in the order in which the stages ran."""
+        """Timed phases of each stage, in the order in which the stages ran. A command that goes on ends where it is."""
         cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
-        training = []
-        for attempt in self.attempts:
-            start = datetime.fromtimestamp(attempt["started_at"], UTC)
-            training.append(Phase(name="start", started_at=start, seconds=attempt["setup_seconds"]))
-            first_step_at = start + timedelta(seconds=attempt["setup_seconds"])
-            training.append(Phase(name="train", started_at=first_step_at, seconds=attempt["train_seconds"]))
+        training = divide_training(self.commands, read_events(self.folder), self.attempts, time.time())
         return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
 
 
@@ -248,7 +258,7 @@ def summarize(run: Run) -> str:
     Unreadable lines of the metrics are skipped and counted: they hold no training state.
     """
     made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
-    rows = [_stage_row(stage, artifact, run.phases()[stage]) for stage, artifact in made.items() if artifact]
+    rows = [_stage_row(stage, artifact, run.phases[stage]) for stage, artifact in made.items() if artifact]
     numbers = run.numbers
     lines = [
         *rows,
@@ -327,7 +337,8 @@ def describe_checkpoints(run: Run) -> str:
     numbers = run.numbers
     if "checkpoint_stall_seconds" not in numbers or "tokens_per_second" not in numbers:
         return f"{every}; their cost is unknown: the run's metrics are lost"
-    stall, nodes = numbers["checkpoint_stall_seconds"], stage_nodes(run.recipe, "trainer")
+    stall = numbers["checkpoint_stall_seconds"]
+    nodes = run.commands[-1].nodes if run.commands else stage_nodes(run.recipe, "trainer")
     step_seconds = tokens_per_step(run.recipe) / numbers["tokens_per_second"]
     optimum = optimal_interval_steps(stall, step_seconds, nodes, NODE_MTBF_HOURS)
     slowest = numbers.get("slowest_checkpoint_seconds", 0.0)

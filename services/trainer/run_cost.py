@@ -10,8 +10,8 @@ command sees. Nodes that were lost and not replaced count until their command en
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -19,7 +19,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import Phase
 from services.common.recipe.schema import Recipe, Stage, stage_nodes
 from services.trainer.job import Job
-from services.trainer.metrics.commands import read_commands, sum_chip_hours, sum_cost
+from services.trainer.metrics.commands import CommandRecord, read_commands, sum_chip_hours, sum_cost
 from services.trainer.metrics.records import read_last_step
 
 SECONDS_PER_HOUR = 3_600
@@ -45,19 +45,32 @@ class StageCost:
 
 
 def compute_costs(
-    recipe: Recipe, run_folder: Path, corpus: CorpusManifest, cache: CompileCacheManifest | None
+    recipe: Recipe,
+    corpus: CorpusManifest,
+    cache: CompileCacheManifest | None,
+    commands: Sequence[CommandRecord],
+    newest_step: Mapping[str, Any],
 ) -> list[StageCost]:
-    """Return the costs of the stages, in the order in which the stages ran."""
+    """Return the costs of the stages, in the order in which the stages ran.
+
+    `commands` are the records of the commands that trained the run, and `newest_step` is the record of its newest
+    step, which is empty before the first one.
+    """
     made: list[tuple[Stage, tuple[Phase, ...]]] = [("tokenizer", tuple(corpus.corpus.phases))]
     if cache:
         made.append(("compiler", tuple(cache.compile_cache.phases)))
-    return [*(_cost_of_artifact(recipe, stage, phases) for stage, phases in made), _cost_of_training(run_folder)]
+    return [
+        *(_cost_of_artifact(recipe, stage, phases) for stage, phases in made),
+        _cost_of_training(commands, newest_step),
+    ]
 
 
 def describe_costs(job: Job) -> list[dict[str, Any]]:
     """Return the costs of a run's stages as `run.json` has them."""
     cache = job.cache.manifest if job.cache else None
-    return [asdict(each) for each in compute_costs(job.recipe, job.run_folder, job.corpus.manifest, cache)]
+    commands, newest_step = read_commands(job.run_folder), read_last_step(job.run_folder) or {}
+    found = compute_costs(job.recipe, job.corpus.manifest, cache, commands, newest_step)
+    return [asdict(each) for each in found]
 
 
 def describe_training_cost(cost: StageCost) -> str:
@@ -81,8 +94,7 @@ def _cost_of_artifact(recipe: Recipe, stage: Stage, phases: tuple[Phase, ...]) -
     return StageCost(stage, hours, hours, 0.0, chip_hours=None, dollars=None, price_source=None)
 
 
-def _cost_of_training(run_folder: Path) -> StageCost:
-    commands, newest = read_commands(run_folder), read_last_step(run_folder) or {}
+def _cost_of_training(commands: Sequence[CommandRecord], newest: Mapping[str, Any]) -> StageCost:
     nodes = commands[-1].nodes if commands else 0
     hours = [
         nodes * newest.get(name, 0.0) / SECONDS_PER_HOUR

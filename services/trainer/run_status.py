@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from services.common.artifacts.checkpoint import Ancestor
 from services.common.artifacts.store import Address
 from services.common.errors import EXIT_INTERRUPTED, TryAgain
 from services.common.input.files import parse_json, read_file
@@ -41,6 +42,8 @@ class RunStatus:
     """State and newest numbers of a run; a number is None where it is unknown."""
 
     run: str
+    parent: Ancestor | None
+    """Checkpoint of another run with which this one began; None if it is no branch, or if `run.json` is lost."""
     state: State
     exit_code: int | None
     """Exit code of the newest command; None while it runs, and if it was lost."""
@@ -85,7 +88,7 @@ def read_status(root: Path, run: str, now: float | None = None) -> RunStatus:
     folder = run_folder(root, run)
     commands, last, evaluation = read_commands(folder), read_last_step(folder), read_last_evaluation(folder)
     checkpoint_step = newest_step(Address(root, "checkpoint", run, "").collection)
-    max_steps = _read_max_steps(folder)
+    max_steps, parent = _read_description(folder)
     step = max(last["step"] if last else 0, checkpoint_step or 0)
     newest = commands[-1] if commands else None
     state = _state(newest, checkpoint_step or 0, max_steps, time.time() if now is None else now)
@@ -94,6 +97,7 @@ def read_status(root: Path, run: str, now: float | None = None) -> RunStatus:
     speed = last.get("mean_tokens_per_second", last["tokens_per_second"]) if last else None
     return RunStatus(
         run=run,
+        parent=parent,
         state=state,
         exit_code=newest.exit_code if newest else None,
         error=newest.error if newest else None,
@@ -127,12 +131,14 @@ def _state(newest: CommandRecord | None, checkpoint_step: int, max_steps: int | 
     return "stopped" if newest.exit_code in _CONTINUED else "failed"
 
 
-def _read_max_steps(folder: Path) -> int | None:
+def _read_description(folder: Path) -> tuple[int | None, Ancestor | None]:
+    """Read from `run.json` the steps after which the run is complete, and its parent."""
     try:
-        steps = parse_json(read_file(folder / RUN_FILE, folder))["recipe"]["train"]["max_steps"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return steps if type(steps) is int else None
+        described = parse_json(read_file(folder / RUN_FILE, folder))
+        steps, parent = described["recipe"]["train"]["max_steps"], described.get("parent")
+        return (steps if type(steps) is int else None), Ancestor.model_validate(parent) if parent is not None else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None, None
 
 
 def _begin(commands: Sequence[CommandRecord], last: dict[str, Any] | None) -> float | None:

@@ -13,12 +13,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from services.common.artifacts.checkpoint import Ancestor
 from services.common.artifacts.store import Address
 from services.common.errors import ArtifactError
-from services.common.input.files import parse_json, read_file
 from services.common.process.command_line import require_text
 from services.common.process.command_parser import CommandParser
 from services.trainer.checkpoints.lookup import open_checkpoint
@@ -149,21 +146,17 @@ def describe_age(age: timedelta) -> str:
 
 def _read_run(root: Path, run: str) -> RunEntry:
     status = read_status(root, run)
-    parent = _read_parent(run_folder(root, run), Address(root, "checkpoint", run, "").collection, status)
+    parent = status.parent or _parent_of_checkpoint(root, status)
     return RunEntry(run, parent.run if parent else None, parent.step if parent else 0, status)
 
 
-def _read_parent(folder: Path, collection: Path, status: RunStatus) -> Ancestor | None:
-    """Read a run's parent from its file, or from its newest checkpoint where the file is lost or damaged."""
-    try:
-        described = parse_json(read_file(folder / RUN_FILE, folder))
-        return Ancestor.model_validate(described["parent"]) if "parent" in described else None
-    except (OSError, ValueError, TypeError, ValidationError):
-        pass
-    if status.checkpoint_step is None:
+def _parent_of_checkpoint(root: Path, status: RunStatus) -> Ancestor | None:
+    """Read a run's parent from its newest checkpoint where `run.json`, which has the steps too, is lost or damaged."""
+    if status.max_steps is not None or status.checkpoint_step is None:
         return None
+    collection = Address(root, "checkpoint", status.run, "").collection
     try:
         return open_checkpoint(collection, status.checkpoint_step, lambda _: None).manifest.checkpoint.parent
     except ArtifactError as error:
-        logger.warning("whether %s is a branch is unknown: %s", folder.name, error)
+        logger.warning("whether %s is a branch is unknown: %s", status.run, error)
         return None

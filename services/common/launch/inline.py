@@ -44,7 +44,7 @@ from services.common.launch.neuron_environment import (
     set_neuron_environment,
 )
 from services.common.process.private_folder import new_name, private_folder
-from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
+from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals, name_signal
 
 logger = logging.getLogger(__name__)
 
@@ -217,9 +217,16 @@ def _wait_for_workers(workers: list[Worker]) -> None:
             if process.exitcode == _EXIT_CODE_UNKNOWN:
                 lost = f"rank {rank} (pid {process.pid}) was killed with the process that workers are forked from"
             elif process.exitcode != 0:
-                lost = f"rank {rank} (pid {process.pid}) ended with {process.exitcode}"
+                lost = f"rank {rank} (pid {process.pid}) {_describe_end(process.exitcode)}"
         if raised or lost:
             raise name_the_cause(raised, lost)
+
+
+def _describe_end(exit_code: int | None) -> str:
+    """Describe the end of a process by its exit code, which is the negative number of the signal that killed it."""
+    if exit_code is not None and -exit_code in set(signal.Signals):
+        return f"was killed by {name_signal(-exit_code)}"
+    return f"ended with {exit_code}"
 
 
 def _receive(receiver: Connection) -> Exception | None:

@@ -27,7 +27,9 @@ DRIVER_SHARE = 0.01
 NODE_SECONDS = 300.0
 """Seconds in which a task of `Launcher.map_nodes` has to end: a file system that hangs would hold it for ever."""
 
-LAUNCHERS = {"ray": "services.common.launch.ray_launcher", "inline": "services.common.launch.inline"}
+INLINE = "inline"
+"""Name of the launcher whose workers are all on the command's own node."""
+LAUNCHERS = {"ray": "services.common.launch.ray_launcher", INLINE: "services.common.launch.inline"}
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def test_a_bug_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], Worker
 
 
 def test_a_killed_worker_ends_the_group(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
-    with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) ended with -9"):
+    with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
         inline.run_workers(work.die_on_last_rank, None, new_spec(2))
 
 

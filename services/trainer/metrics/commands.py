@@ -24,9 +24,10 @@ from services.common.artifacts.process import ProcessName, is_running, this_proc
 from services.common.hardware.instance_types import read_instance_types
 from services.common.input.credentials import mask
 from services.common.input.files import open_regular_file, read_file
+from services.common.launch.launcher import INLINE
 from services.common.process.entry_point import exit_code_for
 from services.common.process.telemetry import parse_json_line
-from services.common.recipe.schema import Recipe, stage_nodes
+from services.common.recipe.schema import stage_nodes
 from services.trainer.job import Job
 from services.trainer.metrics.records import Count, Price, Timestamp
 
@@ -173,6 +174,8 @@ def _begin(job: Job) -> CommandRecord:
     process, recipe, now = this_process(), job.recipe, time.time()
     name = recipe.cluster.trainer_instance_type
     node = read_instance_types()[name] if name else None
+    is_one_node, workers = job.launch == INLINE, recipe.parallel.num_workers
+    workers_per_node = workers if is_one_node else recipe.cluster.trainer_workers_per_node
     return CommandRecord(
         attempt=job.attempt,
         node=process.node,
@@ -180,18 +183,13 @@ def _begin(job: Job) -> CommandRecord:
         process_started=process.started,
         began_at=job.started_at.timestamp(),
         seen_at=now,
-        nodes=stage_nodes(recipe, "trainer"),
-        workers=recipe.parallel.num_workers,
+        nodes=1 if is_one_node else stage_nodes(recipe, "trainer"),
+        workers=workers,
         instance_type=name,
-        chips_per_node=node.chips if node else _chips_of(recipe),
+        chips_per_node=node.chips if node else workers_per_node if recipe.parallel.device == "cuda" else None,
         dollars_per_node_hour=node.dollars_per_hour if node else None,
         price_source=node.price_source if node else None,
     )
-
-
-def _chips_of(recipe: Recipe) -> int | None:
-    """Return the GPUs of a node of unknown type, one for each worker; None for a recipe that computes on CPUs."""
-    return recipe.cluster.trainer_workers_per_node if recipe.parallel.device == "cuda" else None
 
 
 def _end_of_lines(path: Path) -> int:

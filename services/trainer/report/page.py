@@ -90,8 +90,8 @@ def make_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[st
     head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
     name = html.escape(caption)
     return (
-        f'<div class="frame" role="region" aria-label="{name}" tabindex="0"><table><caption>{name}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="frame" role="region" aria-label="{name}" tabindex="0"><table>'
+        f"<caption><span>{name}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

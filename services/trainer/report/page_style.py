@@ -54,6 +54,7 @@ figcaption { margin-bottom: auto }
 figcaption p { margin: 2px 0 8px; font-size: 13px; line-height: 1.45; color: var(--quiet); max-width: 84ch }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; padding: 0; margin: 0 0 10px;
     font-size: 13px }
+.legend.marks { margin-top: 10px }
 .legend li { display: inline-flex; align-items: center; gap: 6px }
 .legend b { font-weight: 600; font-variant-numeric: tabular-nums }
 .legend i { flex: none; width: 16px; height: 0; border-top: 2.5px solid var(--c, var(--mark)) }
@@ -102,7 +103,9 @@ svg path { fill: none; vector-effect: non-scaling-stroke; stroke-linejoin: round
     margin: 0 0 16px }
 .frame.long { max-height: 460px; overflow-y: auto }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums }
-caption { text-align: left; padding: 12px 16px 6px; font-weight: 650 }
+caption { text-align: left; font-weight: 650 }
+caption span { position: sticky; left: 0; display: block; width: max-content; max-width: calc(100vw - 60px);
+    padding: 12px 16px 6px }
 th, td { text-align: left; vertical-align: top; padding: 6px 16px; border-top: 1px solid var(--line); font-weight: 400;
   min-width: 84px }
 thead th { border-top: 0; color: var(--quiet); font-size: 13px; white-space: nowrap }

@@ -19,6 +19,7 @@ from services.common.input.files import open_regular_file
 from services.common.process.duration import write_duration
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Recipe
+from services.trainer.metrics.commands import CommandRecord
 from services.trainer.metrics.events import read_events
 from services.trainer.report.axis import write_bytes, write_number, write_share
 from services.trainer.report.chart import draw_axis_choice, draw_chart
@@ -44,7 +45,9 @@ NUMBERS_ELEMENT = "millrace-numbers"
 """Id of the page's element with the numbers of `StartedRun.numbers` and the newest evaluation as a JSON object."""
 _MOST_EVENTS, _MOST_ATTEMPTS = 200, 100
 """Characters of a cell at most. An event may hold the messages of many workers."""
-_NO_SAMPLE = "`python -m services.trainer report --sample` adds a sample here, for which it loads the whole model."
+_NO_SAMPLE = (
+    "`python -m services.trainer report --run {run} --sample` adds a sample here, for which it loads the whole model."
+)
 
 
 def write_report(run: StartedRun, sample_text: str | None = None) -> Path:
@@ -78,7 +81,7 @@ def _make_report(run: StartedRun, sample_text: str | None) -> str:
     return make_page(
         run.folder.name,
         f"Millrace run, written {written_at:%Y-%m-%d %H:%M} UTC",
-        _make_sections(run, curves, events, status, sample_text),
+        _make_sections(run, curves, events, status, written_at, sample_text),
         state=run.state if isinstance(run, Run) else "",
         numbers={**run.numbers, **newest},
         numbers_id=NUMBERS_ELEMENT,
@@ -86,7 +89,12 @@ def _make_report(run: StartedRun, sample_text: str | None) -> str:
 
 
 def _make_sections(
-    run: StartedRun, curves: RunCurves, events: Sequence[Mapping[str, Any]], status: RunStatus, sample_text: str | None
+    run: StartedRun,
+    curves: RunCurves,
+    events: Sequence[Mapping[str, Any]],
+    status: RunStatus,
+    written_at: datetime,
+    sample_text: str | None,
 ) -> Iterator[str]:
     yield make_tiles(_make_tiles(run, status))
     charts = make_charts(curves, run.recipe, events)
@@ -97,16 +105,14 @@ def _make_sections(
     yield make_section(
         "stages",
         "How long did each stage take?",
-        draw_timeline(run.phases()) + make_table("Costs", _COST_HEADINGS, map(_cost_row, run.costs)),
+        draw_timeline(run.phases) + make_table("Costs", _COST_HEADINGS, map(_cost_row, run.costs)),
         "The time between stages, which may be days, is left out. Nodes are held while commands run.",
     )
     yield make_section("lineage", "What was it made of?", "".join(_make_lineage(run)))
     yield make_section("environment", "Where did it run?", "".join(_make_environment(run)))
-    rows = [_event_row(event) for event in reversed(events[-_MOST_EVENTS:])]
-    shown = f", the newest {_MOST_EVENTS:,} of {len(events):,}" if len(events) > _MOST_EVENTS else ""
-    table = make_table(f"Events{shown}", ("time (UTC)", "event", "facts"), rows)
-    yield make_section("events", "What happened?", table or "<p>No event was recorded.</p>")
-    sample = make_text(_NO_SAMPLE if sample_text is None else sample_text)
+    happened = _make_commands(run, written_at) + (_make_events(events) or "<p>No event was recorded.</p>")
+    yield make_section("events", "What happened?", happened)
+    sample = make_text(_NO_SAMPLE.format(run=run.folder.name) if sample_text is None else sample_text)
     yield make_section("sample", "What does the model write?", sample)
     if isinstance(run, Run):
         yield make_section("summary", "Summary as text", make_text(summarize(run)))
@@ -245,7 +251,7 @@ def _make_environment(run: StartedRun) -> Iterator[str]:
     yield make_table("Program and machine", ("fact", "value"), rows)
     attempts = [
         (
-            f"{datetime.fromtimestamp(each['started_at'], UTC):%Y-%m-%d %H:%M:%S}",
+            _write_time(each["started_at"]),
             *(shorten(str(each.get(name, ""))) for name in ("launch", "workers", "first_step", "last_step")),
             write_duration(each["setup_seconds"]),
             write_duration(each["train_seconds"]),
@@ -254,8 +260,30 @@ def _make_environment(run: StartedRun) -> Iterator[str]:
         )
         for each in reversed(run.attempts[-_MOST_ATTEMPTS:])
     ]
-    headings = ("started (UTC)", "launch", "workers", "from step", "to step", "start", "training", "ended by", "misses")
+    headings = ("began (UTC)", "launch", "workers", "from step", "to step", "start", "training", "ended by", "misses")
     yield make_table("Starts of the workers that were not killed, newest first", headings, attempts)
+
+
+def _make_commands(run: StartedRun, written_at: datetime) -> str:
+    """Return a table of the commands that trained the run, the newest first."""
+    rows = [
+        (
+            _write_time(each.began_at),
+            *((_write_time(each.seen_at), "it runs") if each.lives(written_at.timestamp()) else _write_end(each)),
+            f"{each.nodes:,}",
+            f"{each.workers:,}",
+            shorten(each.error or ""),
+        )
+        for each in reversed(run.commands[-_MOST_ATTEMPTS:])
+    ]
+    headings = ("began (UTC)", "ended or last seen (UTC)", "how it ended", "nodes", "workers", "error")
+    return make_table("Commands that trained the run, newest first", headings, rows)
+
+
+def _write_end(command: CommandRecord) -> tuple[str, str]:
+    """Return when a command was last seen, and how it ended: a command that was killed could not record its end."""
+    ended = "killed, or its node was lost" if command.exit_code is None else f"exit code {command.exit_code}"
+    return _write_time(command.ended_at or command.seen_at), ended
 
 
 _COST_HEADINGS = (
@@ -274,9 +302,27 @@ def _cost_row(cost: StageCost) -> tuple[str, ...]:
 _TECHNICAL = frozenset({"event", "time", "attempt", "start", "stacks"})
 
 
+def _make_events(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the newest events, the newest first; empty if there is none."""
+    shown = f", the newest {_MOST_EVENTS:,} of {len(events):,}" if len(events) > _MOST_EVENTS else ", newest first"
+    rows = [_event_row(event) for event in reversed(events[-_MOST_EVENTS:])]
+    return make_table(f"Events{shown}", ("time (UTC)", "event", "facts"), rows)
+
+
 def _event_row(event: Mapping[str, Any]) -> tuple[str, str, str]:
     at = event.get("time")
     is_time = isinstance(at, int | float) and not isinstance(at, bool) and 0 <= at <= 4_102_444_800
-    shown = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}" if is_time and at is not None else "unknown"
-    facts = ", ".join(f"{name} {value}" for name, value in event.items() if name not in _TECHNICAL)
-    return shown, shorten(str(event["event"]).replace("_", " ")), shorten(facts)
+    facts = ", ".join(f"{_spell(name)} {_write_fact(value)}" for name, value in event.items() if name not in _TECHNICAL)
+    return _write_time(at) if is_time and at is not None else "unknown", shorten(_spell(event["event"])), shorten(facts)
+
+
+def _spell(name: Any) -> str:
+    return str(name).replace("_", " ")
+
+
+def _write_fact(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _write_time(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}"

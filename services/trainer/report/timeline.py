@@ -16,7 +16,8 @@ _MOST_PARTS = 60
 def draw_timeline(phases: Mapping[str, Sequence[Phase]]) -> str:
     """Return a bar for each stage, as long as its share of all work, and a table of the phases.
 
-    The time between stages, which may be days, is left out. Empty if no stage has a phase.
+    Below a bar, phases of one name are one sum: a run that was started often has many. The time between stages, which
+    may be days, is left out. Empty if no stage has a phase.
     """
     total = sum(phase.seconds for each in phases.values() for phase in each)
     if not total:
@@ -31,12 +32,14 @@ def draw_timeline(phases: Mapping[str, Sequence[Phase]]) -> str:
         if len(each) > len(shown):
             parts.append(sum(phase.seconds for phase in each[len(shown) :]))
         spans = "".join(f'<span style="width:{100 * part / total:.4g}%"></span>' for part in parts)
-        names = ", ".join(f"{phase.name} {write_duration(phase.seconds)}" for phase in shown[:8])
+        sums: dict[str, float] = {}
+        for phase in each:
+            sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds
+        names = ", ".join(f"{name} {write_duration(part)}" for name, part in sums.items())
         bars.append(
             f'<span>{html.escape(stage)}</span><div class="lane c{number}" aria-hidden="true">'
             f'<span style="width:{100 * begin / total:.4g}%;background:none;border:0;opacity:1"></span>{spans}</div>'
-            f'<p class="when">{html.escape(write_duration(seconds))}: {html.escape(names)}'
-            f"{f' and {len(each) - 8:,} more' if len(each) > 8 else ''}</p>"
+            f'<p class="when">{html.escape(f"{write_duration(seconds)}: {names}")}</p>'
         )
         begin += seconds
     rows = [

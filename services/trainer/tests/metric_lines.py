@@ -1,8 +1,14 @@
-"""Lines of `metrics.jsonl` and `attempts.jsonl` that tests write."""
+"""Lines of `metrics.jsonl`, `attempts.jsonl` and `commands.jsonl` that tests write."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from services.trainer.metrics.commands import CommandRecord
+
+BEGAN = 1_790_000_000.0
+"""Time to which the seconds of `make_command` are added."""
 
 STEP = {
     "step": 3,
@@ -35,3 +41,20 @@ ATTEMPT = {
 def append(path: Path, line: bytes) -> None:
     with path.open("ab") as file:
         file.write(line + b"\n")
+
+
+def make_command(began: float, seen: float, **fields: Any) -> CommandRecord:
+    """Return the record of a command that began and was last seen so many seconds after BEGAN, by default killed."""
+    values: dict[str, Any] = {
+        "attempt": f"began-{began}",
+        "node": "another",
+        "pid": 1,
+        "process_started": None,
+        "nodes": 1,
+        "workers": 2,
+        "instance_type": None,
+        "chips_per_node": None,
+        "dollars_per_node_hour": None,
+        "price_source": None,
+    }
+    return CommandRecord(**values | {"began_at": BEGAN + began, "seen_at": BEGAN + seen} | fields)

@@ -15,9 +15,10 @@ import pytest
 
 from services.common.testing.browser import Browser, find_browser
 from services.trainer.job import Job
+from services.trainer.metrics.commands import COMMANDS_FILE
 from services.trainer.report.run_report import write_report
 from services.trainer.run import open_started_run
-from services.trainer.tests.metric_lines import append
+from services.trainer.tests.metric_lines import append, make_command
 
 STEPS = 2_400
 KILLED_AT = (700, 1_500)
@@ -95,6 +96,8 @@ def write_records(run_folder: Path) -> None:
         }
         attempt |= {"graphs_compiled": 0, "new_cache_files": 0, "workers": 2, "launch": "inline", "ended_by": "stop"}
         append(run_folder / "attempts.jsonl", json.dumps(attempt).encode())
+    for command in (make_command(0, 400), make_command(500, 1_500, ended_at=1_790_001_500.0, exit_code=0)):
+        append(run_folder / COMMANDS_FILE, command.model_dump_json().encode())
     events: list[dict[str, Any]] = [
         *(
             {"event": "restart", "from_step": step, "cause": "rank 1 <was killed> by SIGKILL " * 9}
@@ -128,6 +131,7 @@ def test_a_report_is_small_and_says_what_happened(pages: list[Path]) -> None:
     for mark in ("restart", "skipped", "checkpoint", "straggler", "rollback"):
         assert f'class="mark {mark}"' in killed
     assert "rank 1 &lt;was killed&gt; by SIGKILL" in killed
+    assert killed.count("killed, or its node was lost") == killed.count("<td>exit code 0</td>") == 1
     assert "<figure" not in begun
     assert "none yet" in begun
 

@@ -35,7 +35,7 @@ def on_trainium(job: Job, started_at: datetime | None = None) -> Job:
     values["cluster"] |= {"trainer_instance_type": "trn1.32xlarge", "trainer_workers_per_node": 1}
     values["parallel"] |= {"data_parallel_size": 2}
     recipe = Recipe.model_validate_json(json.dumps(values))
-    return replace(job, recipe=recipe, started_at=started_at or job.started_at)
+    return replace(job, recipe=recipe, launch="ray", started_at=started_at or job.started_at)
 
 
 def test_a_run_that_nobody_has_trained_is_not_started(new_job: JobBuilder) -> None:
@@ -106,6 +106,14 @@ def test_a_damaged_record_of_a_command_is_left_out(new_job: JobBuilder, damage: 
 
     assert read_commands(job.run_folder) == []
     assert status_of(job).state == "not started"
+
+
+def test_a_command_without_a_cluster_holds_one_node_however_many_the_recipe_asks_for(new_job: JobBuilder) -> None:
+    job = on_trainium(new_job())
+    for launch in ("inline", "ray"):
+        with recording_command(replace(job, launch=launch)):
+            pass
+    assert [(each.nodes, each.workers) for each in read_commands(job.run_folder)] == [(1, 2), (2, 2)]
 
 
 def test_chip_hours_and_cost_count_the_nodes_of_all_commands(new_job: JobBuilder) -> None:
