@@ -1,4 +1,4 @@
-"""Builds a planned corpus in a workspace: vocabulary -> encode -> overlap -> pack."""
+"""Builds a planned corpus in a workspace: vocabulary -> duplicates -> encode -> overlap -> pack."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
 from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_plan import CorpusPlan
+from services.tokenizer.duplicates import DuplicateLists, find_duplicates
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
@@ -36,7 +37,13 @@ def build_corpus(
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
     logger.info("%s", explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder))
     folder = open_partition_folder(workspace, plan, vocabulary, recipe.tokenizer.encoder)
-    tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder)
+    duplicates = None
+    if recipe.corpus.duplicates == "drop":
+        with phase_timer.phase("duplicates"):
+            duplicates = find_duplicates(
+                folder / "duplicates", plan.partitions, recipe.corpus, launcher, recipe.tokenizer.num_workers
+            )
+    tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder, duplicates)
     with phase_timer.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
@@ -68,7 +75,12 @@ def build_corpus(
 
 
 def make_tasks(
-    recipe: Recipe, plan: CorpusPlan, vocabulary_path: Path, vocabulary: Vocabulary, scratch: Path
+    recipe: Recipe,
+    plan: CorpusPlan,
+    vocabulary_path: Path,
+    vocabulary: Vocabulary,
+    scratch: Path,
+    duplicates: DuplicateLists | None = None,
 ) -> list[EncodeTask]:
     return [
         EncodeTask(
@@ -82,6 +94,7 @@ def make_tasks(
             min_document_bytes=recipe.corpus.min_document_bytes,
             max_document_bytes=recipe.corpus.max_document_bytes,
             invalid_utf8=recipe.corpus.invalid_utf8,
+            duplicates=duplicates.of_partition(partition) if duplicates else None,
         )
         for partition in plan.partitions
     ]
@@ -93,6 +106,7 @@ _SUMMED = (
     "documents_read",
     "documents_empty",
     "documents_too_short",
+    "documents_duplicate",
     "documents_not_sampled",
     "documents_with_invalid_utf8",
 )
@@ -131,6 +145,7 @@ def _count_sources(
                 splits=splits,
                 validation_ngrams=sum(overlap[index].ngrams for index in own),
                 validation_ngrams_in_train=sum(overlap[index].ngrams_in_train for index in own),
+                documents_duplicate=sum(encoded[index].documents_duplicate for index in own),
             )
         )
     return tuple(counts)

@@ -1,6 +1,8 @@
 """The tokenizer's commands. `python -m services.tokenizer --recipe FILE` turns text into a corpus:
 
-plan -> vocabulary -> encode -> overlap -> pack -> publish
+plan -> vocabulary -> duplicates -> encode -> overlap -> pack -> publish
+
+The phase `duplicates` runs with `corpus.duplicates = "drop"` alone.
 
 `python -m services.tokenizer train-vocab` and `python -m services.tokenizer pin` are tools beside it.
 """
@@ -92,6 +94,7 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
     noted = {
         "empty documents dropped": payload.documents_empty,
         "shorter than corpus.min_document_bytes dropped": payload.documents_too_short,
+        "exact duplicates dropped": payload.documents_duplicate,
         "left out by their source's weight": payload.documents_not_sampled,
         "documents with invalid UTF-8 repaired": payload.documents_with_invalid_utf8,
     }

@@ -11,8 +11,8 @@ recipe that has the document. Three phases of tasks find the others:
 An encode task reads the duplicates of its partition from the list of its group. The phases read the text once, and they
 write and read 24 bytes for each document. They open `2 * groups * buckets` files and some more for each task, and there
 are at most MAX_GROUPS groups: a corpus of 20 billion documents has 2,400 buckets, and costs 20 million opens by all
-tasks together. A task of the first phase holds about 60 bytes for each document of its group, and a task of the second
-as much for DOCUMENTS_PER_BUCKET documents, whatever the size of the corpus.
+tasks together. A task of the first phase holds about 100 bytes for each document of its group, and a task of the second
+60 bytes for each of DOCUMENTS_PER_BUCKET documents, whatever the size of the corpus.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
 from services.common.input.files import read_file
 from services.tokenizer.atomic_file import write_file
+from services.tokenizer.duplicates import DuplicateList
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
 from services.tokenizer.sources.documents import read_documents
@@ -44,6 +45,8 @@ class EncodeTask:
     min_document_bytes: int
     max_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
+    duplicates: DuplicateList | None
+    """The exact duplicates in the partition, which are dropped; None to keep them."""
 
     def tokens_path(self, split: Split) -> Path:
         return self.scratch / f"{self.partition.index:06d}.{split}.tokens"
@@ -84,6 +87,7 @@ class EncodedPartition(ManifestModel):
     documents_read: int
     documents_empty: int
     documents_too_short: int
+    documents_duplicate: int
     documents_not_sampled: int
     documents_with_invalid_utf8: int
     parts: dict[Split, EncodedPart]
@@ -113,20 +117,25 @@ def _read_marker(task: EncodeTask) -> EncodedPartition | None:
 
 def _encode(task: EncodeTask) -> EncodedPartition:
     encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder)
-    read = empty = too_short = not_sampled = invalid = 0
+    read = empty = too_short = duplicate = not_sampled = invalid = 0
+    duplicates = task.duplicates.read() if task.duplicates else np.empty(0, np.int64)
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
         for batch in read_documents(task.partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
+            is_too_short = batch.sizes < task.min_document_bytes
+            is_duplicate = np.zeros(len(batch), np.bool_)
+            is_duplicate[duplicates[slice(*np.searchsorted(duplicates, [read, read + len(batch)]))] - read] = True
             read += len(batch)
             invalid += batch.num_repaired
-            long_enough = batch.select(batch.sizes >= task.min_document_bytes)
-            too_short += len(batch) - len(long_enough)
-            is_for_validation = are_for_validation(long_enough, task.validation_fraction)
-            is_wanted = are_for_training(long_enough, task.weight, task.partition.pass_number)
+            too_short += int(is_too_short.sum())
+            duplicate += int(is_duplicate.sum())
+            left = batch.select(~(is_too_short | is_duplicate))
+            is_for_validation = are_for_validation(left, task.validation_fraction)
+            is_wanted = are_for_training(left, task.weight, task.partition.pass_number)
             # All of them, once and whatever the weight: losses of two mixtures are compared on the same documents.
             is_wanted[is_for_validation] = task.partition.pass_number == 0
-            wanted, is_for_validation = long_enough.select(is_wanted), is_for_validation[is_wanted]
-            not_sampled += len(long_enough) - len(wanted)
+            wanted, is_for_validation = left.select(is_wanted), is_for_validation[is_wanted]
+            not_sampled += len(left) - len(wanted)
             ids, offsets = encoder.encode(wanted)
             is_kept = np.diff(offsets) > 0
             empty += len(wanted) - int(is_kept.sum())
@@ -140,6 +149,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
         documents_read=read,
         documents_empty=empty,
         documents_too_short=too_short,
+        documents_duplicate=duplicate,
         documents_not_sampled=not_sampled,
         documents_with_invalid_utf8=invalid,
         parts={split: writer.describe() for split, writer in writers.items()},

@@ -88,6 +88,7 @@ READ_THEIR_OWN = {
     "services.compiler.neuronx_cc": "reads what its own compiler has written, in its scratch folder",
     "services.compiler.trace": "reads what its parent has written, in its scratch folder",
     "services.tokenizer.encoding.compiled_kernels": "reads this program, and reads /proc",
+    "services.tokenizer.duplicates": "maps files of its own, whose checksums were compared",
     "services.tokenizer.ngram_overlap": "maps files of its own, whose checksums were compared",
     "services.tokenizer.pack": "maps files of its own, whose checksums were compared",
     "services.tokenizer.sources.file_system": "opens any file system, and local files after `require_regular_file`",

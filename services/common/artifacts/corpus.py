@@ -110,6 +110,8 @@ class SourceCounts(ManifestModel):
     """
     validation_ngrams_in_train: Count
     """Number of `validation_ngrams` that a training document of any source has, too."""
+    documents_duplicate: Count
+    """Documents of this source that were dropped as exact duplicates, of documents of any source."""
 
     @model_validator(mode="after")
     def _has_both_splits(self) -> Self:
@@ -139,6 +141,8 @@ class CorpusPayload(ManifestModel):
     """Dropped documents without a token."""
     documents_too_short: Count
     """Dropped documents of fewer bytes than `corpus.min_document_bytes`."""
+    documents_duplicate: Count
+    """Documents that were dropped as exact duplicates of an earlier document; 0 with `corpus.duplicates = "keep"`."""
     documents_not_sampled: Count
     """Documents that a pass over their source left out: those beyond the source's weight, and those of the validation
     split in each pass but the first.
@@ -206,7 +210,9 @@ class CorpusPayload(ManifestModel):
                     f"{len(counts.check_digests):,} files"
                 )
         kept = sum(counts.documents for counts in self.kept)
-        dropped = self.documents_empty + self.documents_too_short + self.documents_not_sampled
+        dropped = (
+            self.documents_too_short + self.documents_duplicate + self.documents_not_sampled + self.documents_empty
+        )
         if kept + dropped != self.documents_read:
             raise ValueError(f"{self.documents_read:,} documents read, {kept:,} kept, {dropped:,} dropped")
         if self.documents_with_invalid_utf8 > self.documents_read:
@@ -217,9 +223,14 @@ class CorpusPayload(ManifestModel):
 
     @model_validator(mode="after")
     def _comes_from_its_sources(self) -> Self:
-        """Compare each split's counts with the sums over the sources."""
+        """Compare each split's counts, and the number of duplicates, with the sums over the sources."""
         if not self.sources:
             return self
+        duplicates = sum(source.documents_duplicate for source in self.sources)
+        if duplicates != self.documents_duplicate:
+            raise ValueError(
+                f"the sources have {duplicates:,} exact duplicates, the corpus has {self.documents_duplicate:,}"
+            )
         for split, counts in self.splits.items():
             for what in SourceSplitCounts.model_fields:
                 of_sources = sum(getattr(source.splits[split], what) for source in self.sources)
@@ -271,6 +282,10 @@ class CorpusManifest(Manifest):
             if not isinstance(asked, dict) or asked.get(name) != made:
                 got = asked.get(name) if isinstance(asked, dict) else None
                 raise ValueError(f"corpus.{name}: {made:,}, the recipe asks for {got}")
+        if self.corpus.documents_duplicate and (not isinstance(asked, dict) or asked.get("duplicates") != "drop"):
+            raise ValueError(
+                f"{self.corpus.documents_duplicate:,} exact duplicates were dropped, the recipe asks to keep them"
+            )
         return self
 
 

@@ -46,9 +46,13 @@ class Identity:
     """Marks a recipe field that decides the bytes of artifacts of these kinds."""
 
     kinds: tuple[Kind, ...]
+    is_default_left_out: bool = False
+    """Whether the field's default value is no part of an id, because it gives the bytes of a recipe without the field.
+    Artifacts keep their ids when such a field is added."""
 
 
 CORPUS = Identity(("corpus",))
+CORPUS_UNLESS_DEFAULT = Identity(("corpus",), is_default_left_out=True)
 TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
 TRAINED = Identity(("checkpoint",))
 COMPILED = Identity(("compile_cache",))
@@ -180,6 +184,10 @@ class Corpus(Section):
     do not change it."""
     min_document_bytes: Annotated[int, Field(ge=0), CORPUS] = 0
     """Bytes of the shortest document; shorter ones are dropped and counted."""
+    duplicates: Annotated[Literal["keep", "drop"], CORPUS_UNLESS_DEFAULT] = "keep"
+    """Treatment of exact duplicates: `drop` keeps the first of all equal documents in the order of the sources, and
+    counts the others. Documents are equal when their text is, apart from line ends and white space at both ends. All
+    sources are compared with one another, before weights choose documents, and every document is read once more."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
     """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` ends the stage."""
     control_text: Annotated[Literal["text"], CORPUS] = "text"
@@ -642,7 +650,10 @@ def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tup
     plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if any(isinstance(mark, Identity) and kind in mark.kinds for mark in field.metadata):
+        marks = [mark for mark in field.metadata if isinstance(mark, Identity) and kind in mark.kinds]
+        if marks:
+            if value == field.default and all(mark.is_default_left_out for mark in marks):
+                continue
             if isinstance(value, Model):
                 del plain[name]["preset"]  # another way of writing the other fields
             yield prefix + name, plain[name]

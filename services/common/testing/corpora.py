@@ -23,6 +23,7 @@ def corpus_payload(
         documents_read=sum(counts.documents for counts in splits.values()),
         documents_empty=0,
         documents_too_short=0,
+        documents_duplicate=0,
         documents_not_sampled=0,
         documents_with_invalid_utf8=0,
         sources=(),

@@ -23,6 +23,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "corpus.rows_per_shard": ("7", "corpus"),
     "corpus.validation_fraction": ("0.5", "corpus"),
     "corpus.min_document_bytes": ("7", "corpus"),
+    "corpus.duplicates": ("drop", "corpus"),
     "corpus.invalid_utf8": ("reject", "corpus"),
     "corpus.max_document_bytes": ("1000", ""),
     "corpus.split_bytes": ("1000", ""),
@@ -150,6 +151,15 @@ def test_an_id_changes_with_its_marked_fields_alone(tmp_path: Path, key: str, ki
     is_changed = artifact_id(before, kind, 1, []) != artifact_id(after, kind, 1, [])
 
     assert is_changed == (kind in decided.split())
+
+
+def test_a_corpus_that_keeps_its_duplicates_has_the_id_of_a_recipe_without_the_field(tmp_path: Path) -> None:
+    """Corpora keep their ids when a field is added whose default changes no byte."""
+    kept, dropped = (load_small(tmp_path, {"corpus.duplicates": choice}) for choice in ("keep", "drop"))
+
+    assert load_small(tmp_path, {}) == kept
+    assert "corpus.duplicates" not in identity(kept, "corpus")
+    assert identity(dropped, "corpus") == {**identity(kept, "corpus"), "corpus.duplicates": "drop"}
 
 
 def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> None:

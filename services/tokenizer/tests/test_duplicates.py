@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from services.common.testing.seeds import draw_seed
 from services.tokenizer import duplicates
 from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.document_digest import normalise
-from services.tokenizer.duplicates import find_duplicates
+from services.tokenizer.duplicates import FindTask, find_duplicates
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.tests.builders import write_documents, write_recipe
 
@@ -115,6 +116,21 @@ def test_a_repeated_command_runs_the_tasks_alone_whose_file_is_damaged(tmp_path:
     made_again = {path for path, old, new in zip(files, before, after, strict=True) if old != new}
     assert made_again == {*damaged, *(path.with_name(f"{path.name}.json") for path in damaged)}
     assert finder.find(split_bytes=50, documents_per_bucket=3) == found
+
+
+def test_a_bucket_is_sorted_in_60_bytes_a_document(tmp_path: Path) -> None:
+    documents = 100_000
+    digests = np.arange(documents, dtype=np.uint64) // 2
+    (tmp_path / "group-00000.digests").write_bytes(np.stack([digests, digests, digests]).tobytes())
+
+    tracemalloc.start()
+    try:
+        found = duplicates._find(FindTask(tmp_path, 0, 1, 1, ""))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found) == documents // 2
+    assert peak < 60 * documents
 
 
 def test_cost_is_24_bytes_a_document_and_two_opens_a_group_and_bucket(

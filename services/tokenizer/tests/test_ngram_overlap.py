@@ -60,6 +60,7 @@ class Encoded:
             min_document_bytes=0,
             max_document_bytes=100,
             invalid_utf8="replace",
+            duplicates=None,
         )
         parts: dict[Split, EncodedPart] = {}
         for split, listed in documents.items():
@@ -76,7 +77,7 @@ class Encoded:
             )
         counts = dict.fromkeys(
             (*("documents_checked", "documents_read", "documents_empty", "documents_too_short"),
-             *("documents_not_sampled", "documents_with_invalid_utf8")), 0,
+             *("documents_duplicate", "documents_not_sampled", "documents_with_invalid_utf8")), 0,
         )  # fmt: skip
         encoded = EncodedPartition(vocabulary_sha256="", choice="auto", encoder="", parts=parts, **counts)
         return task, encoded

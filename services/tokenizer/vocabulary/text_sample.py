@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from services.common.recipe.schema import Corpus
+from services.tokenizer.document_digest import SeenDocuments
 from services.tokenizer.sources.documents import cut_file, read_documents
 from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.split_assignment import are_for_validation, sampling_keys
@@ -46,16 +47,21 @@ def sample_text(corpus: Corpus, files: Sequence[Sequence[InputFile]], max_bytes:
     split. The last document is cut between two characters.
 
     Sources of more than `READ_FACTOR * max_bytes` in total are read in part: so many bytes of their files, and at most
-    one file range more for each source. Memory is bounded by `max_bytes`, and about 150 bytes for each document.
+    one file range more for each source. Memory is bounded by `max_bytes`, and about 150 bytes for each document. With
+    `corpus.duplicates = "drop"` the first document that is read of several equal ones stands for all of them, and about
+    100 bytes more are kept for each document that is read.
     """
     shares = _shares_to_read(corpus, files, READ_FACTOR * max_bytes)
     range_bytes = max(_LEAST_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
     smallest = _SmallestKeys(max_bytes)
+    seen = SeenDocuments() if corpus.duplicates == "drop" else None
     for source, own_files, share in zip(corpus.sources, files, shares, strict=True):
         file_ranges, share_read = _choose_file_ranges(own_files, share, range_bytes, corpus.max_document_bytes)
         for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes):
-            is_for_training = ~are_for_validation(batch, corpus.validation_fraction)
-            wanted = batch.select(is_for_training & (batch.sizes >= max(1, corpus.min_document_bytes)))
+            wanted = batch.select(batch.sizes >= max(1, corpus.min_document_bytes))
+            if seen:
+                wanted = seen.take_new(wanted)
+            wanted = wanted.select(~are_for_validation(wanted, corpus.validation_fraction))
             for pass_number in range(math.ceil(source.weight)):
                 # Where a tenth of a source is read, each of its documents stands for ten.
                 smallest.add(wanted, share_read * sampling_keys(wanted, source.weight, pass_number))

@@ -117,6 +117,7 @@ def test_a_source_has_the_mean_of_its_own_documents(
             share=0.0,
             validation_ngrams=0,
             validation_ngrams_in_train=0,
+            documents_duplicate=0,
             splits={"train": empty, "validation": counts},
         )
         for empty in [SourceSplitCounts(documents=0, tokens=0, text_bytes=0)]
