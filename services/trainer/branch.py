@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, LossSpikes, checkpoint_id
-from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Artifact
 from services.common.errors import ArtifactError, RecipeError
@@ -19,6 +18,7 @@ from services.common.input.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Branch, Recipe
 from services.trainer.checkpoints.lookup import checkpoint_steps, find_trained_corpus, open_checkpoint
+from services.trainer.corpus import RunCorpus
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, run_name
 
@@ -34,12 +34,12 @@ _SHAPE = (
 """Fields of the model that decide the shapes of the weights and what their rows mean."""
 
 
-def name_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
+def name_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
     """Return the name of the recipe's run. Raises as `find_lineage` does."""
     return run_name(recipe, corpus, find_lineage(root, recipe, corpus).parent)
 
 
-def find_lineage(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Lineage:
+def find_lineage(root: Path, recipe: Recipe, corpus: RunCorpus) -> Lineage:
     """Return the ancestors of the recipe's run and its position in the data.
 
     They follow from the parent's checkpoint or, where the parent's run has removed it or written it again, from the
@@ -86,16 +86,16 @@ def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
 
 
 def require_same_vocabulary(
-    root: Path, parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]
+    root: Path, parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus
 ) -> None:
     """Raise `RecipeError` where the parent was trained on ids of another vocabulary, and `ArtifactError` where its
     corpus is gone, so that the vocabularies cannot be compared.
     """
     [link] = parent.manifest.inputs
-    if link.content_digest == corpus.manifest.content_digest:
+    if link.content_digest == corpus.content_digest:
         return
     found = find_trained_corpus(parent, root)
-    before, now = (each.manifest.corpus.vocabulary for each in (found, corpus))
+    before, now = found.manifest.corpus.vocabulary, corpus.payload.vocabulary
     if before.sha256 != now.sha256:
         raise RecipeError(
             f"{parent.path}: was trained with the vocabulary {before.sha256[:12]} of {found.path}, but {corpus.path} "
@@ -119,7 +119,7 @@ def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, li
     return state.loss_spikes.model_copy(update={"rollbacks": 0}) if _changes(parent, recipe) else state.loss_spikes
 
 
-def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lineage: Lineage) -> str:
+def describe_parent(root: Path, recipe: Recipe, corpus: RunCorpus, lineage: Lineage) -> str:
     """Describe where a new branch begins, and the settings in which it differs from its parent."""
     parent = lineage.parent
     assert parent
@@ -128,7 +128,7 @@ def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]
     first = _first_sample(lineage.ancestors, recipe, corpus)
     return (
         f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]}) and takes sample {first:,} of "
-        f"{corpus.manifest.name} next; {', '.join(changes) or 'no field differs'}"
+        f"{corpus.name} next; {', '.join(changes) or 'no field differs'}"
     )
 
 
@@ -138,7 +138,7 @@ def _changes(parent: Artifact[CheckpointManifest], recipe: Recipe) -> list[str]:
     return [change for change in changed if not change.startswith("train.branch")]
 
 
-def _find_own(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Iterator[Lineage]:
+def _find_own(root: Path, recipe: Recipe, corpus: RunCorpus) -> Iterator[Lineage]:
     for collection in sorted((root / "checkpoint").glob(f"{recipe.name}-*")):
         for step in reversed(checkpoint_steps(collection)):
             try:
@@ -150,7 +150,7 @@ def _find_own(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> I
             break
 
 
-def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Lineage:
+def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus) -> Lineage:
     theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
     _require_same_shapes(parent.path, theirs, recipe)
     detector = SpikeDetector(theirs)
@@ -174,9 +174,9 @@ def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artif
     return lineage
 
 
-def _first_sample(ancestors: tuple[Ancestor, ...], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> int:
+def _first_sample(ancestors: tuple[Ancestor, ...], recipe: Recipe, corpus: RunCorpus) -> int:
     """Return the number of the first sample that the branch takes of its corpus."""
-    train, digest = recipe.train, corpus.manifest.content_digest
+    train, digest = recipe.train, corpus.content_digest
     assert train.branch
     seen = next((each for each in reversed(ancestors) if each.corpus_digest == digest), None)
     if seen is None or train.branch.data == "restart":

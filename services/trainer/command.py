@@ -17,7 +17,6 @@ from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, open_artifact
 from services.common.artifacts.upstream import open_corpus
@@ -54,6 +53,7 @@ from services.trainer.command_options import (
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
+from services.trainer.corpus import RunCorpus, describe_corpus
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.inspection.checkpoint_content import inspect
@@ -115,7 +115,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     if arguments.dry_run:
         corpus = _published_corpus(arguments, recipe)
         known = describe_start(arguments.root, recipe, corpus)
-        print(describe(recipe, corpus.manifest.corpus if corpus else None, known))
+        print(describe(recipe, corpus.payload if corpus else None, known))
         return 0
     require_backend(recipe.parallel.device)
     require_trackers(arguments.tracker)
@@ -144,7 +144,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             report_published(job.checkpoint_collection, is_new=False)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
-        for problem in (explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.manifest.corpus)):
+        for problem in (explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)):
             if problem:
                 logger.warning("%s", problem)
         prepare_node(job)
@@ -189,7 +189,7 @@ def plan(arguments: Namespace, recipe: Recipe) -> int:
     """
     assumptions = read_assumptions(arguments)
     corpus = _published_corpus(arguments, recipe)
-    print(describe_plan(recipe, corpus.manifest.corpus if corpus else None, assumptions), flush=True)
+    print(describe_plan(recipe, corpus.payload if corpus else None, assumptions), flush=True)
     require_fit(recipe)
     if arguments.dry_run:
         print("\n" + describe_trace(recipe, trace_step(recipe)))
@@ -225,7 +225,7 @@ def _report(root: Path, name: str, *, with_sample: bool) -> int:
         run = open_run(root, name)
         path = write_report(run, closing_sample(run))
     else:
-        path = write_report(open_started_run(root, name))
+        path = write_report(open_started_run(root, name, verify_sizes))
     print(path)
     offer_file(path)
     return 0
@@ -248,7 +248,7 @@ def evaluate(arguments: Namespace, recipe: Recipe) -> int:
         checkpoint = open_artifact(arguments.checkpoint.absolute(), CheckpointManifest)
         verify_sizes(checkpoint)
     else:
-        own = open_corpus(recipe, arguments.recipe, arguments.root)
+        own = describe_corpus(open_corpus(recipe, arguments.recipe, arguments.root))
         collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, own), "").collection
         checkpoint = choose_checkpoint(collection, arguments.step, verify_sizes)
         require_of_run(checkpoint, recipe, own)
@@ -284,7 +284,7 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
 
 def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
-    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    corpus = _open_corpus(arguments, recipe)
     collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, corpus), "").collection
     checkpoint = choose_checkpoint(collection, arguments.step)
     require_of_run(checkpoint, recipe, corpus)
@@ -296,10 +296,10 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
 def report_training(job: Job, recipe_path: Path) -> None:
     """Write the report of a complete run. The report is a view: if it fails, the training has still succeeded.
 
-    It loads no weights, because the command's node may be too small for them.
+    It reads no weights, because the command's node may be too small for them.
     """
     try:
-        run = open_run(job.root, job.run)
+        run = open_run(job.root, job.run, verify_sizes)
         if run.checkpoint.manifest.checkpoint.skipped_steps:
             logger.warning("skipped: %s", describe_skips(run))
         write_report(run)
@@ -331,7 +331,7 @@ def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
 def _new_job(
     arguments: Namespace, recipe: Recipe, cache: Artifact[CompileCacheManifest] | None, program_fingerprint: str
 ) -> Job:
-    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    corpus = _open_corpus(arguments, recipe)
     now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
     return Job(
         recipe=recipe,
@@ -349,9 +349,13 @@ def _new_job(
     )
 
 
-def _published_corpus(arguments: Namespace, recipe: Recipe) -> Artifact[CorpusManifest] | None:
+def _open_corpus(arguments: Namespace, recipe: Recipe) -> RunCorpus:
+    return describe_corpus(open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus))
+
+
+def _published_corpus(arguments: Namespace, recipe: Recipe) -> RunCorpus | None:
     try:
-        return open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+        return _open_corpus(arguments, recipe)
     except ArtifactError:
         return None
 
@@ -361,7 +365,7 @@ def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
 
 
 def _find_name(arguments: Namespace, recipe: Recipe) -> str:
-    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    corpus = _open_corpus(arguments, recipe)
     return name_run(arguments.root, recipe, corpus)
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, checkpoint_id
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
-from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, artifact_id, open_artifact
 from services.common.artifacts.upstream import find_cache, stage_command
@@ -19,6 +18,7 @@ from services.common.program.fingerprint import explain_difference, program_fact
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.corpus import RunCorpus
 
 CONTENT_VERSION = 2
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
@@ -53,7 +53,7 @@ class Job:
     root: Path
     run: str
     """Name of the run: the recipe's name and the hash of everything that decides the weights."""
-    corpus: Artifact[CorpusManifest]
+    corpus: RunCorpus
     cache: Artifact[CompileCacheManifest] | None
     """Compile cache of the program; None if nothing is compiled or the user allows a cold start."""
     program_fingerprint: str
@@ -87,12 +87,12 @@ def run_folder(root: Path, run: str) -> Path:
     return root / "run" / run
 
 
-def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest], parent: Ancestor | None = None) -> str:
+def run_name(recipe: Recipe, corpus: RunCorpus, parent: Ancestor | None = None) -> str:
     """Return the run's name. Two commands have the same name exactly when the second continues the first.
 
     `branch.name_run` finds the parent of a branch.
     """
-    inputs = [corpus.manifest.content_digest, *([parent.content_digest] if parent else [])]
+    inputs = [corpus.content_digest, *([parent.content_digest] if parent else [])]
     digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, inputs)
     return f"{recipe.name}-{digest[:8]}"
 

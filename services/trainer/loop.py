@@ -107,17 +107,17 @@ class Training:
         self._backend = make_backend(job, environment)
         self._program = Program(recipe, self._backend)
         self._spikes = SpikeDetector(recipe)
+        self._writer = CheckpointWriter(job, self._backend.mesh, group)
         begin = resume(job, self._program, group)
         self._start_at(begin)
         if begin.recipe and group.rank == 0:
             record_changed_settings(job, begin.recipe)
         self._first_step = self._done
         self._is_program_new = True  # its first step compiles or loads the graphs
-        self._tokens = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+        self._tokens = TokenStream(corpus.path, corpus.payload, "train")
         self._validation = Validation(recipe, corpus, recipe.train.evaluation_tokens)
         self._stop_conditions = StopConditions(job, environment)
         self._stragglers, self._health = Stragglers(), HealthMeasurement(recipe)
-        self._writer = CheckpointWriter(job, self._backend.mesh, group)
         self._stop_reason = StopReason.NONE
         self._divergence: StepRecord | None = None
         self._fault: MillraceError | None = None
@@ -317,6 +317,7 @@ class Training:
         self._skipped = SkippedSteps(self._job, point.skipped_steps)
         self._schedule, self._saved_step = CheckpointSchedule(self._job.recipe), point.step
         self._spikes.go_back(point.loss_spikes)
+        self._writer.count_as_intact(point.step)
         if self._group.rank == 0:
             drop_evaluations_after(self._job.run_folder, point.step)
 

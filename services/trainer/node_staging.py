@@ -1,7 +1,8 @@
-"""Does once per node what all processes of a command need: verifies their inputs and copies the compile cache.
+"""Does once per node what all processes of a command need: copies the compile cache and verifies checkpoint files.
 
-The processes share a node-local folder named after the command's attempt. The first process to lock it does the work
-and leaves a stamp. The next command verifies again: the last process that uses the folder removes it with its stamps.
+The processes share a node-local folder named after the command's attempt. The first process to lock the folder does the
+work and leaves a stamp. The next command verifies again: the last process that uses the folder removes the stamps with
+the folder. A file is read as often as there are nodes whose workers need the file, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import GRAPHS
-from services.common.artifacts.corpus import SPLITS, Split
 from services.common.artifacts.files import copy_files, list_files, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
@@ -59,19 +59,16 @@ def working_on_node(job: Job) -> Iterator[None]:
         yield
 
 
-def prepare_node(job: Job, splits: Collection[Split] = SPLITS) -> None:
-    """Verify these splits of the corpus and copy the verified compile cache, unless another process of this command has
-    done it.
+def prepare_node(job: Job) -> None:
+    """Copy the compile cache to this node and verify its files meanwhile, unless another process of this command has
+    done so.
 
-    Raises `ArtifactError`, which names the damaged files.
+    No file of the corpus is opened: a row is checked when a worker uses the row. Raises `ArtifactError`, which names
+    the damaged files of the cache.
     """
     with _doing_once(job, "prepared") as is_to_do:
         if not is_to_do:
             return
-        corpus = job.corpus.manifest.corpus
-        paths = {path for split in splits for path in corpus.row_files(split)}
-        verify_files(job.corpus.path, job.corpus.manifest, paths=None if set(splits) == set(SPLITS) else paths)
-        logger.info("verified the corpus %s", job.corpus.path)
         cache = compile_cache_folder(job)
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir()

@@ -25,7 +25,14 @@ from services.common.input.problem_list import list_names
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_steps
-from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint_yet, require_of_run
+from services.trainer.checkpoints.lookup import (
+    Verify,
+    newest_checkpoint,
+    no_checkpoint_yet,
+    require_of_run,
+    verify_checkpoint,
+)
+from services.trainer.corpus import describe_corpus
 from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
 from services.trainer.job import RUN_FILE, Job, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
@@ -110,7 +117,7 @@ class StartedRun:
         """Costs of the stages, in the order in which they ran; the trainer's is the last."""
         cache = self.cache.manifest if self.cache else None
         newest_step = read_last_step(self.folder) or {}
-        return compute_costs(self.recipe, self.corpus.manifest, cache, self.commands, newest_step)
+        return compute_costs(self.recipe, self.corpus.manifest.corpus, cache, self.commands, newest_step)
 
     @cached_property
     def commands(self) -> list[CommandRecord]:
@@ -157,7 +164,7 @@ def write_run(job: Job) -> None:
         "schema": SCHEMA,
         "run": job.run,
         "recipe": job.recipe.model_dump(mode="json"),
-        "artifacts": {"corpus": job.corpus.manifest.id},
+        "artifacts": {"corpus": job.corpus.id},
         "paths": {
             "corpus": _below(job.root, job.corpus.path),
             "checkpoints": _below(job.root, job.checkpoint_collection),
@@ -192,16 +199,20 @@ def _below(root: Path, path: Path) -> str:
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
-def open_run(root: Path, name: str) -> Run:
+def open_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:
     """Open a run that has a checkpoint. Raises `ArtifactError` if it has none yet."""
-    run = open_started_run(root, name)
+    run = open_started_run(root, name, verify)
     if not isinstance(run, Run):
         raise no_checkpoint_yet(Address(root, "checkpoint", name, "").collection)
     return run
 
 
-def open_started_run(root: Path, name: str) -> StartedRun:
-    """Open a run, which is a `Run` if it has a checkpoint. Raises `ArtifactError` if it does not exist."""
+def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> StartedRun:
+    """Open a run, which is a `Run` if it has a checkpoint, the newest one that passes `verify`.
+
+    A caller that reads no weights passes `verify_sizes`, which reads no file of the checkpoint. Raises `ArtifactError`
+    if the run does not exist.
+    """
     folder = run_folder(root, name)
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
@@ -222,15 +233,16 @@ def open_started_run(root: Path, name: str) -> StartedRun:
     if schema != SCHEMA:
         raise ArtifactError(f"{folder / RUN_FILE}: schema {schema!r}, this program reads {SCHEMA!r}.")
     corpus = open_artifact(corpus_path, CorpusManifest)
-    if (own := run_name(recipe, corpus, parent)) != name:
+    described_corpus = describe_corpus(corpus)
+    if (own := run_name(recipe, described_corpus, parent)) != name:
         raise ArtifactError(
             f"{folder / RUN_FILE}: describes the run {own}, expected {name}. "
             f"The trainer's command for this recipe writes it again."
         )
     collection = Address(root, "checkpoint", name, "").collection
-    checkpoint = newest_checkpoint(collection)
+    checkpoint = newest_checkpoint(collection, verify)
     if checkpoint:
-        require_of_run(checkpoint, recipe, corpus)
+        require_of_run(checkpoint, recipe, described_corpus)
     evaluations, attempts = read_evaluations(folder), read_attempts(folder)
     found: dict[str, Any] = {
         "folder": folder,

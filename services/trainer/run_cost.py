@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.corpus import CorpusPayload
 from services.common.artifacts.manifest import Phase
 from services.common.recipe.schema import Recipe, Stage, stage_nodes
 from services.trainer.job import Job
@@ -46,7 +46,7 @@ class StageCost:
 
 def compute_costs(
     recipe: Recipe,
-    corpus: CorpusManifest,
+    corpus: CorpusPayload,
     cache: CompileCacheManifest | None,
     commands: Sequence[CommandRecord],
     newest_step: Mapping[str, Any],
@@ -56,7 +56,7 @@ def compute_costs(
     `commands` are the records of the commands that trained the run, and `newest_step` is the record of its newest
     step, which is empty before the first one.
     """
-    made: list[tuple[Stage, tuple[Phase, ...]]] = [("tokenizer", tuple(corpus.corpus.phases))]
+    made: list[tuple[Stage, tuple[Phase, ...]]] = [("tokenizer", tuple(corpus.phases))]
     if cache:
         made.append(("compiler", tuple(cache.compile_cache.phases)))
     return [
@@ -69,7 +69,7 @@ def describe_costs(job: Job) -> list[dict[str, Any]]:
     """Return the costs of a run's stages as `run.json` has them."""
     cache = job.cache.manifest if job.cache else None
     commands, newest_step = read_commands(job.run_folder), read_last_step(job.run_folder) or {}
-    found = compute_costs(job.recipe, job.corpus.manifest, cache, commands, newest_step)
+    found = compute_costs(job.recipe, job.corpus.payload, cache, commands, newest_step)
     return [asdict(each) for each in found]
 
 

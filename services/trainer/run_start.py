@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import Address, Artifact
+from services.common.artifacts.store import Address
 from services.common.errors import ArtifactError
 from services.common.input.files import parse_json, read_file
 from services.common.input.problem_list import list_problems
@@ -15,12 +14,13 @@ from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.trainer.branch import describe_parent, find_lineage
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
+from services.trainer.corpus import RunCorpus
 from services.trainer.job import RUN_FILE, completed_step, run_folder, run_name
 
 _RUN_ID = r"-[0-9a-f]{8}"
 
 
-def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] | None) -> dict[str, str]:
+def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | None) -> dict[str, str]:
     """Return the rows of `--dry-run` with the run's name and the step at which it begins.
 
     This reads manifests, and compares the sizes of the newest checkpoint's files.
@@ -49,7 +49,7 @@ def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] 
     return rows | {"begins at step": f"{step:,} of {last}, from {checkpoint.path}"}
 
 
-def explain_new_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
+def explain_new_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
     """Return the newest other run of the recipe's name and the fields in which it differs; empty if there is none."""
     before = _newest_other_run(root, recipe.name, run_name(recipe, corpus))
     if before is None:
@@ -73,10 +73,10 @@ def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
     return max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime, default=None)
 
 
-def _changes(described: dict[str, Any], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> list[str]:
+def _changes(described: dict[str, Any], recipe: Recipe, corpus: RunCorpus) -> list[str]:
     """List the differences between a run's description, from its file, and the recipe's run."""
     stored, before = described["recipe"], described["artifacts"]["corpus"]
     changed = [*changed_fields(stored, recipe, "checkpoint"), *changed_fields(stored, recipe, "corpus")]
-    if not changed and before != corpus.manifest.id:
-        changed.append(f"the corpus was {before} and is {corpus.manifest.id}")
+    if not changed and before != corpus.id:
+        changed.append(f"the corpus was {before} and is {corpus.id}")
     return list(dict.fromkeys(changed)) or ["no recipe field; the trainer's version or the bytes of the corpus differ"]

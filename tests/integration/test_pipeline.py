@@ -221,8 +221,8 @@ def place(root: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_commands_of_the_runbooks_end_as_their_pages_say(place: Path, call: Call) -> None:
-    """A run in good order; `checkpoint-damaged` needs another."""
-    pages = [page for page in read_runbooks() if page.path.stem != "checkpoint-damaged"]
+    """A run in good order; the pages about damage need another."""
+    pages = [page for page in read_runbooks() if not page.path.stem.endswith("-damaged")]
     lines = dict.fromkeys(line for page in pages for line in lines_that_run_here(page))
     assert len(lines) > 20
     assert [line for line in lines if not ends_as_said(line, place, call)] == []
@@ -235,6 +235,15 @@ def test_the_commands_for_a_damaged_checkpoint_end_as_their_page_says(place: Pat
     assert list(checkpoints(place / "fsx")) == ["step-00000050"]
 
 
+def test_the_commands_for_a_damaged_corpus_end_as_their_page_says(place: Path, call: Call) -> None:
+    (shard, *_) = sorted(place.glob("fsx/corpus/*/*/train/shard-*.arrow"))
+    content = shard.read_bytes()
+    flip_a_bit(shard)
+    (page,) = [page for page in read_runbooks() if page.path.stem == "corpus-damaged"]
+    assert [line for line in lines_that_run_here(page) if not ends_as_said(line, place, call)] == []
+    assert shard.read_bytes() == content
+
+
 def lines_that_run_here(page: Document) -> list[str]:
     return [line for block in page.command_blocks() if block.mark == "runs here" for line in block.lines]
 
@@ -242,7 +251,9 @@ def lines_that_run_here(page: Document) -> list[str]:
 def ends_as_said(line: str, place: Path, call: Call) -> bool:
     """Run a line of a runbook in `place`. Its comment says the exit code, if that is not 0."""
     (run_folder,) = (place / "fsx").glob("run/*/")
-    line = re.sub(r"\bRUN\b", run_folder.name, re.sub(r"\bSTEP\b", "step-00000060", line))
+    (corpus, *_) = (each for each in (place / "fsx/corpus").glob("*/*/") if (each / "manifest.json").exists())
+    names = {"RUN": run_folder.name, "STEP": "step-00000060", "CORPUS": str(corpus.relative_to(place / "fsx/corpus"))}
+    line = re.sub(r"\b(?:RUN|STEP|CORPUS)\b", lambda found: names[found[0]], line)
     said = re.search(r"# .*\bexit code (\d+)", line)
     match shlex.split(line, comments=True):
         case ["python", "-m", module, *arguments]:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from services.common.artifacts.corpus import CorpusManifest, shard_path
 from services.common.errors import ArtifactError
+from services.trainer.data import sample_indices
 from tests.soak.audit import Finding, call_artifacts
 from tests.soak.plan import SHORT_STEPS, Copied, Cycle
 
-FILES: dict[Copied, str] = {
-    "a corpus row": "corpus/*/*/train/shard-*.arrow",
+FILES: dict[Copied, str] = {  # of a corpus row see `_find_row_of_first_step`
     "the vocabulary": "corpus/*/*/tokenizer/*",
     "the compile cache": "compile_cache/*/*/graphs/**/*.so",
     "a checkpoint": "checkpoint/*/*/*.safetensors",
@@ -39,8 +40,11 @@ def check_copy(root: Path, copy: Path, copied: Copied, cycle: Cycle, call: Calla
     shutil.copytree(root, copy)
     try:
         chance = random.Random(f"{cycle.number} {copied}")
-        path = chance.choice(sorted(copy.glob(FILES[copied])))
-        _flip(path, chance, within=_ids_of_first_row(path) if copied == "a corpus row" else None)
+        if copied == "a corpus row":
+            path, within = _find_row_of_first_step(copy)
+        else:
+            path, within = chance.choice(sorted(copy.glob(FILES[copied]))), None
+        _flip(path, chance, within)
         answers = {"verify": call_artifacts("verify", copy)}
         if copied in READ_BY_TRAINER:
             new_run = (
@@ -66,11 +70,19 @@ def check_copy(root: Path, copy: Path, copied: Copied, cycle: Cycle, call: Calla
         shutil.rmtree(copy)
 
 
-def _ids_of_first_row(path: Path) -> tuple[int, int]:
-    """Return the first byte of the token ids of a shard's first row in its file, and their number of bytes."""
+def _find_row_of_first_step(root: Path) -> tuple[Path, tuple[int, int]]:
+    """Return the shard with a row that the first step of a training uses, and the place of the row's ids in the file:
+    their first byte and their number of bytes.
+    """
+    [folder] = [path.parent for path in root.glob("corpus/*/*/manifest.json")]
+    manifest = CorpusManifest.read(folder)
+    payload = manifest.corpus
+    [row] = sample_indices(payload.num_samples("train"), manifest.recipe["train"]["data_seed"], 0, 1).tolist()
+    shard, at = divmod(row, payload.rows_per_shard)
+    path = folder / shard_path("train", shard)
     with pa.ipc.open_file(str(path)) as reader:
-        ids = reader.get_batch(0).column("input_ids")[0].values.to_numpy().tobytes()
-    return path.read_bytes().index(ids), len(ids)
+        ids = reader.get_batch(0).column("input_ids")[at].values.to_numpy().tobytes()
+    return path, (path.read_bytes().index(ids), len(ids))
 
 
 def _flip(path: Path, chance: random.Random, within: tuple[int, int] | None) -> None:

@@ -24,6 +24,7 @@ from services.common.input.problem_list import list_names, list_problems, shorte
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.corpus import RunCorpus
 from services.trainer.job import run_name, tokens_after
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def verify_sizes(checkpoint: Artifact[CheckpointManifest]) -> None:
     verify_files(checkpoint.path, checkpoint.manifest, level="size")
 
 
-def verify_state(recipe: Recipe, corpus: Artifact[CorpusManifest], level: Level = "full") -> Verify:
+def verify_state(recipe: Recipe, corpus: RunCorpus, level: Level = "full") -> Verify:
     """Return a function that verifies a checkpoint of the recipe's run completely.
 
     It verifies the bytes or sizes of the files, that the manifest describes this run, that the shards hold each element
@@ -60,7 +61,7 @@ def verify_state(recipe: Recipe, corpus: Artifact[CorpusManifest], level: Level 
     return verify
 
 
-def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> None:
+def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus) -> None:
     """Raise `ArtifactError` unless the checkpoint's manifest has the recipe, corpus and tokens of this run."""
     manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
     try:
@@ -78,7 +79,7 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
         "identity_key": (manifest.identity_key, key),
         "the digests of its inputs": (
             [link.content_digest for link in manifest.inputs],
-            [corpus.manifest.content_digest],
+            [corpus.content_digest],
         ),
         "tokens": (state.tokens, tokens_after(recipe, state.parent, state.step, state.skipped_steps)),
         "the run and the step that it branched from": (

@@ -20,16 +20,16 @@ from services.trainer.checkpoints.lookup import Verify, checkpoint_steps, is_int
 logger = logging.getLogger(__name__)
 
 
-def discard_old(collection: Path, recipe: Recipe, committed_steps: Sequence[int], lease: Lease, verify: Verify) -> None:
+def discard_old(collection: Path, recipe: Recipe, intact_steps: Sequence[int], lease: Lease, verify: Verify) -> None:
     """Remove checkpoints that are older than the `keep_latest` newest intact ones, except those that stay for longer.
 
-    This process committed `committed_steps`, the last of them just now; any other checkpoint counts as intact if it
-    verifies. Damaged checkpoints that are newer than the oldest kept one stay for a person to inspect. Checkpoints of
-    later steps are ignored: they are damaged, or the run would have continued from them. A failed removal is only
-    logged.
+    The workers committed or loaded `intact_steps`, and committed the last of them just now; any other checkpoint counts
+    as intact if this process, which reads all of its files, can verify it. Damaged checkpoints that are newer than the
+    oldest kept one stay for a person to inspect. Checkpoints of later steps are ignored: they are damaged, or the run
+    would have continued from them. A failed removal is only logged.
     """
     policy = recipe.checkpoint
-    steps = [step for step in reversed(checkpoint_steps(collection)) if step <= committed_steps[-1]]
+    steps = [step for step in reversed(checkpoint_steps(collection)) if step <= intact_steps[-1]]
     kept_for_rollbacks = rollback_checkpoints(steps, recipe.train)
     intact = 0
     for step in steps:
@@ -38,7 +38,7 @@ def discard_old(collection: Path, recipe: Recipe, committed_steps: Sequence[int]
             if not is_kept_for_good and step not in kept_for_rollbacks:
                 _discard(collection / checkpoint_id(step), lease)
         elif len(steps) > policy.keep_latest:
-            intact += step in committed_steps or is_intact(collection, step, verify)
+            intact += step in intact_steps or is_intact(collection, step, verify)
 
 
 def discard_newer(collection: Path, step: int, lease: Lease) -> None:

@@ -18,6 +18,7 @@ from services.common.errors import ArtifactError
 from services.common.input.problem_list import list_names
 from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint, require_of_run, verify_checkpoint
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.corpus import describe_corpus
 from services.trainer.run import Run
 
 
@@ -42,7 +43,7 @@ def open_last(run: Run, count: int) -> list[Artifact[CheckpointManifest]]:
 
 def _open_earlier(run: Run, step: int) -> Artifact[CheckpointManifest]:
     checkpoint = open_checkpoint(run.checkpoint.path.parent, step, verify_checkpoint)
-    require_of_run(checkpoint, run.recipe, run.corpus)
+    require_of_run(checkpoint, run.recipe, describe_corpus(run.corpus))
     return checkpoint
 
 

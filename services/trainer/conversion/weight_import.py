@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, ShardOrigin, shard_name
+from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import FileEntry
@@ -61,7 +62,7 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
         partial = begin_partial(address, lease)
         files = tuple(_write_shards(partial, state.origin(job.run, rank=0), shapes, read))
     payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in files), 0))
-    draft = Draft(payload, (job.corpus.manifest.link(job.corpus.path),), files)
+    draft = Draft(payload, (job.corpus.link,), files)
     commit(address, CheckpointManifest, "trainer", recipe, draft, lease)
     return address.path
 
@@ -118,8 +119,7 @@ def _require_named(folder: Path, digest: str, named: str | None) -> None:
 
 
 def _require_same_vocabulary(folder: Path, job: Job) -> None:
-    manifest = job.corpus.manifest
-    vocabulary = manifest.corpus.vocabulary
+    vocabulary = job.corpus.payload.vocabulary
     name = Path(vocabulary.path).name
     for path in (folder / name, folder / VOCABULARY_FOLDER / name):
         if not os.path.lexists(path):  # the folder may have its vocabulary in another form
@@ -128,7 +128,7 @@ def _require_same_vocabulary(folder: Path, job: Job) -> None:
         found = hashlib.sha256(content).hexdigest()
         if found == vocabulary.sha256:
             continue
-        ours = listed_file(job.corpus.path, manifest, vocabulary.path)
+        ours = listed_file(job.corpus.path, CorpusManifest.read(job.corpus.path), vocabulary.path)
         if vocabulary.kind == "tokenizer_json" and _have_same_rules(path, content, read_file(ours)):
             continue
         raise RecipeError(

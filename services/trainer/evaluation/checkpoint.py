@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.checkpoint import CheckpointManifest
-from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
@@ -30,6 +29,7 @@ from services.common.recipe.schema import Recipe
 from services.trainer.agreement import require_same_program
 from services.trainer.checkpoints.loader import load_weights
 from services.trainer.checkpoints.lookup import find_trained_corpus
+from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
@@ -39,7 +39,6 @@ from services.trainer.worker_start import describe_workers
 
 logger = logging.getLogger(__name__)
 
-EVALUATED: tuple[Split, ...] = ("validation",)
 RESULT_FILE = "evaluation.json"
 COLUMNS = ("", "loss", "standard error", "bits per byte", "perplexity", "tokens", "documents")
 
@@ -81,7 +80,7 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
         "checkpoint": str(checkpoint.path),
         "run": checkpoint.manifest.name,
         "step": checkpoint.manifest.checkpoint.step,
-        "corpus": job.corpus.manifest.id,
+        "corpus": job.corpus.id,
         "corpus_path": str(job.corpus.path),
         **evaluated,
     }
@@ -92,7 +91,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
     job, checkpoint = evaluation_job.job, evaluation_job.checkpoint
     configure_logging("trainer", rank=environment.rank)
     with working_on_node(job), joined_group(environment) as group:
-        group.wait_for_work(lambda: prepare_node(job, splits=EVALUATED))
+        group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         program = Program(job.recipe, make_backend(job, environment))
         load_weights(job, program, group, checkpoint)
@@ -145,15 +144,13 @@ def require_same_model(checkpoint: Artifact[CheckpointManifest], recipe: Recipe)
             )  # fmt: skip
 
 
-def require_same_vocabulary(
-    checkpoint: Artifact[CheckpointManifest], corpus: Artifact[CorpusManifest], root: Path
-) -> None:
+def require_same_vocabulary(checkpoint: Artifact[CheckpointManifest], corpus: RunCorpus, root: Path) -> None:
     """Raise `ArtifactError` unless the checkpoint was trained on a corpus of this corpus's vocabulary."""
     [link] = checkpoint.manifest.inputs
-    if link.content_digest == corpus.manifest.content_digest:
+    if link.content_digest == corpus.content_digest:
         return
     found = find_trained_corpus(checkpoint, root)
-    theirs, ours = (each.manifest.corpus.vocabulary for each in (found, corpus))
+    theirs, ours = found.manifest.corpus.vocabulary, corpus.payload.vocabulary
     if theirs.sha256 != ours.sha256:
         raise ArtifactError(
             f"{corpus.path}: its vocabulary has the sha256 {ours.sha256[:12]}, but {checkpoint.path} was trained with "

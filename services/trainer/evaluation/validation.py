@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
+from services.trainer.corpus import RunCorpus
 from services.trainer.data import permute, read_micro_batch
 from services.trainer.evaluation.losses import Evaluation, LossTotals
 
@@ -32,9 +31,9 @@ PERMUTATION_SEED = -1
 class Validation:
     """The targets of a corpus's validation split on which states are evaluated."""
 
-    def __init__(self, recipe: Recipe, corpus: Artifact[CorpusManifest], num_tokens: int | None) -> None:
+    def __init__(self, recipe: Recipe, corpus: RunCorpus, num_tokens: int | None) -> None:
         """Choose `num_tokens` targets, rounded up to whole samples, or all of them for None."""
-        self._recipe, self._corpus = recipe, corpus.manifest.corpus
+        self._recipe, self._corpus = recipe, corpus.payload
         self._stream = TokenStream(corpus.path, self._corpus, "validation")
         self._samples = choose_samples(self._stream, num_tokens)
 

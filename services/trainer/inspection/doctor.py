@@ -42,6 +42,7 @@ from services.trainer.checkpoints.lookup import (
     verify_sizes,
     verify_state,
 )
+from services.trainer.corpus import describe_corpus
 from services.trainer.inspection.file_system import existing_place
 from services.trainer.inspection.findings import (
     Finding,
@@ -185,12 +186,13 @@ def _verify(check: str, artifact: Artifact[Any], level: Level, arguments: Namesp
 def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
     """Describe the run that a command with this recipe would continue."""
     assert found.corpus
-    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, found.corpus)
+    corpus = describe_corpus(found.corpus)
+    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
     return Job(
         recipe=recipe,
         root=arguments.root,
-        run=run_name(recipe, found.corpus, lineage.parent),
-        corpus=found.corpus,
+        run=run_name(recipe, corpus, lineage.parent),
+        corpus=corpus,
         cache=found.cache,
         program_fingerprint=found.program,
         waivers=(),

@@ -41,7 +41,7 @@ class MetricsRecorder:
 
     def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
         self._recipe, self._backend, self._group = job.recipe, backend, group
-        self._run_folder, self._corpus = job.run_folder, job.corpus.manifest.id
+        self._run_folder, self._corpus = job.run_folder, job.corpus.id
         self._parent = job.lineage.parent
         self._step_tokens = tokens_per_step(job.recipe)
         per_token = {"mfu": palm_flops_per_token(job.recipe), "mfu_causal": causal_flops_per_token(job.recipe)}

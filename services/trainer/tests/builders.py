@@ -41,6 +41,7 @@ from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing import recipes
 from services.common.testing.corpora import corpus_payload
 from services.trainer.branch import find_lineage
+from services.trainer.corpus import describe_corpus
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
 
@@ -83,12 +84,13 @@ def make_program(recipe: Recipe) -> Program:
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
     """Make a job for eager training in this process."""
-    now, lineage = datetime.now(UTC), find_lineage(root, recipe, corpus)
+    described = describe_corpus(corpus)
+    now, lineage = datetime.now(UTC), find_lineage(root, recipe, described)
     job = Job(
         recipe=recipe,
         root=root,
-        run=run_name(recipe, corpus, lineage.parent),
-        corpus=corpus,
+        run=run_name(recipe, described, lineage.parent),
+        corpus=described,
         cache=None,
         program_fingerprint=fingerprint(program_facts(recipe)),
         waivers=(),

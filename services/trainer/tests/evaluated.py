@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import Artifact
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.recipes import load_with
 from services.trainer.checkpoints.loader import load_weights
 from services.trainer.checkpoints.lookup import choose_checkpoint
 from services.trainer.conversion.export import export
+from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
@@ -58,9 +57,7 @@ def target_losses(job: Job, folder: Path, *, within_documents: bool = False) -> 
     return np.asarray(torch.cat(losses))
 
 
-def evaluate_here(
-    job: Job, corpus: Artifact[CorpusManifest] | None = None, tokens: int | None = None, **overrides: str
-) -> Evaluation:
+def evaluate_here(job: Job, corpus: RunCorpus | None = None, tokens: int | None = None, **overrides: str) -> Evaluation:
     """Evaluate the newest checkpoint of the run in this process, with another recipe than the run's."""
     recipe = load_with(write_recipe(job.root.parent), **overrides)
     program = make_program(recipe)

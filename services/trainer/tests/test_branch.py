@@ -61,7 +61,7 @@ def samples(job: Job, step: int) -> Counter[int]:
 
 
 def expected(job: Job, first: int, count: int) -> Counter[int]:
-    num_samples = job.corpus.manifest.corpus.num_samples("train")
+    num_samples = job.corpus.payload.num_samples("train")
     return Counter(sample_indices(num_samples, job.recipe.train.data_seed, first, count).tolist())
 
 

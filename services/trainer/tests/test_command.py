@@ -353,19 +353,6 @@ def test_a_missing_corpus_names_the_command_that_makes_one(
     assert f"python -m services.tokenizer --recipe {recipe}" in output
 
 
-def test_a_flipped_byte_in_a_shard_never_trains(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
-) -> None:
-    shard = corpus.path / "train" / "shard-000001.arrow"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    shard.write_bytes(content)
-    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx")
-    assert exit_code == 3
-    assert "train/shard-000001.arrow: xxh3-128 is" in output
-    assert not read_run(tmp_path / "fsx").records
-
-
 def test_a_corpus_of_another_vocabulary_is_refused_with_both_sizes(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
 ) -> None:

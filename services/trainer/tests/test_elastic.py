@@ -73,7 +73,7 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
     assert state_hash(checkpoints(root)["step-00000020"]) == state_hash(checkpoints(straight.root)["step-00000020"])
 
     size, seed = job.recipe.batch.global_batch_size, job.recipe.train.seed
-    num_samples = job.corpus.manifest.corpus.num_samples("train")
+    num_samples = job.corpus.payload.num_samples("train")
     audited = samples_of_committed_steps(job, attempts)
     assert sorted(audited) == list(range(STEPS))
     for step, samples in audited.items():

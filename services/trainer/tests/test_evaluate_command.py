@@ -86,8 +86,8 @@ def test_another_text_is_evaluated_with_the_same_vocabulary_alone(
     assert record["tokens"] == 10 * 16 + 4
     exit_code, output = call(capfd, evaluated_run, ONE, f"--corpus={other.path}")
     assert exit_code == 3
-    for corpus in (evaluated_run.corpus, other):
-        assert corpus.manifest.corpus.vocabulary.sha256[:12] in output
+    for payload in (evaluated_run.corpus.payload, other.manifest.corpus):
+        assert payload.vocabulary.sha256[:12] in output
 
 
 def test_imported_weights_are_evaluated_before_a_step_by_the_command_and_by_the_run(

@@ -17,6 +17,7 @@ import pytest
 from services.common.artifacts.corpus import SourceCounts, SourceSplitCounts
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.corpus import describe_corpus
 from services.trainer.evaluation.losses import estimate_standard_error
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
@@ -40,7 +41,7 @@ def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_ste
     assert last["tokens"] == len(transformers_losses) == TOKENS - 1
     assert last["loss"] == pytest.approx(transformers_losses.mean(), abs=1e-5)
     assert last["perplexity"] == pytest.approx(math.exp(transformers_losses.mean()), rel=1e-5)
-    assert last["corpus"] == evaluated_run.corpus.manifest.id
+    assert last["corpus"] == evaluated_run.corpus.id
     untrained = Validation(evaluated_run.recipe, evaluated_run.corpus, None).evaluate(
         make_program(evaluated_run.recipe)
     )
@@ -74,7 +75,7 @@ def test_bits_per_byte_are_those_of_the_text_s_tokens(
     """BOS, the first token of a document, and EOS, its last one, do not count, as in lm-evaluation-harness."""
     _, begins = read_split(evaluated_run.corpus.path)
     text = [position - 1 for document in documents_of(begins, TOKENS) for position in document[1:-1]]
-    counts = evaluated_run.corpus.manifest.corpus.splits["validation"]
+    counts = evaluated_run.corpus.payload.splits["validation"]
 
     assert len(text) == counts.document_tokens
     bits = transformers_losses[text].sum() / math.log(2)
@@ -109,7 +110,7 @@ def test_a_source_has_the_mean_of_its_own_documents(
 ) -> None:
     """Three sources, two of them with one uri, and the last one without validation documents."""
     _, begins = read_split(evaluated_run.corpus.path)
-    payload, border = evaluated_run.corpus.manifest.corpus, begins[20]
+    payload, border = evaluated_run.corpus.payload, begins[20]
     sources = tuple(
         SourceCounts(
             uri=uri,
@@ -128,8 +129,7 @@ def test_a_source_has_the_mean_of_its_own_documents(
         )
     )
     changed = payload.model_copy(update={"sources": sources})
-    manifest = evaluated_run.corpus.manifest.model_copy(update={"corpus": changed})
-    found = evaluate_here(evaluated_run, replace(evaluated_run.corpus, manifest=manifest)).sources
+    found = evaluate_here(evaluated_run, replace(evaluated_run.corpus, payload=changed)).sources
 
     assert list(found) == ["a (1)", "b"]
     assert (found["a (1)"].tokens, found["b"].tokens) == (border - 1, TOKENS - border)
@@ -140,7 +140,7 @@ def test_a_source_has_the_mean_of_its_own_documents(
 def test_a_bounded_evaluation_takes_the_same_rows_from_all_of_the_split(
     evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:
-    payload = evaluated_run.corpus.manifest.corpus
+    payload = evaluated_run.corpus.payload
     stream = TokenStream(evaluated_run.corpus.path, payload, "validation")
     samples = choose_samples(stream, 10 * 16 - 3)  # rounded up to 10 rows of 16 targets
     rows = np.concatenate([transformers_losses[sample * 16 : sample * 16 + 16] for sample in samples])
@@ -161,7 +161,7 @@ def test_a_split_of_any_size_has_one_loss_for_each_target(
 ) -> None:
     recipe = make_recipe(tmp_path, batch__micro_batch_size="4")
     corpus = make_corpus(tmp_path, recipe, rows, tail_tokens=tail_tokens)
-    validation = Validation(recipe, corpus, None)
+    validation = Validation(recipe, describe_corpus(corpus), None)
     tokens, _ = read_split(corpus.path)
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
     padded = stream.read(np.arange(stream.num_padded_samples))[:, 1:].flatten()
@@ -175,9 +175,10 @@ def test_a_split_of_any_size_has_one_loss_for_each_target(
 
 def test_a_split_without_documents_has_nothing_to_evaluate(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
-    assert Validation(recipe, make_corpus(tmp_path, recipe), 0).is_empty
+    assert Validation(recipe, describe_corpus(make_corpus(tmp_path, recipe)), 0).is_empty
     other = make_recipe(tmp_path, corpus__validation_fraction="0.2")
-    assert Validation(other, make_corpus(tmp_path, other, rows=0, tail_tokens=0), None).is_empty
+    empty = make_corpus(tmp_path, other, rows=0, tail_tokens=0)
+    assert Validation(other, describe_corpus(empty), None).is_empty
 
 
 @pytest.mark.parametrize(

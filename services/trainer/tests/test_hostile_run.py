@@ -270,7 +270,7 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
     with hold_lease(tmp_path / "run.lock") as held:
-        discard_old(collection, recipe, committed_steps=[1_000_000_000], lease=held.lease, verify=verify_checkpoint)
+        discard_old(collection, recipe, intact_steps=[1_000_000_000], lease=held.lease, verify=verify_checkpoint)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

@@ -15,8 +15,10 @@ from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.trainer.checkpoints.loader import load_part
+from services.common.testing.file_opens import noticing_opens
+from services.trainer.checkpoints.loader import load_part, resume
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.job import Job, completed_step
@@ -155,11 +157,29 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     recipe = job.recipe.model_copy(update={"checkpoint": policy})
 
     assert job.lease
-    discard_old(job.checkpoint_collection, recipe, committed_steps=[8], lease=job.lease, verify=verify_checkpoint)
+    discard_old(job.checkpoint_collection, recipe, intact_steps=[8], lease=job.lease, verify=verify_checkpoint)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
     assert list(checkpoints(job.root)) == ["step-00000008", "step-00000010"]  # and the older damaged ones may go
+
+
+def test_a_checkpoint_that_the_workers_loaded_is_not_read_again_when_old_ones_are_removed(
+    new_job: Callable[..., Job],
+) -> None:
+    settings = {"checkpoint__interval_steps": "2", "checkpoint__keep_latest": "2"}
+    job = new_job(train__max_steps="4", **settings)
+    train(job, ALONE)
+    shard = job.checkpoint_address(4).path / shard_name(0)
+
+    with noticing_opens(shard.parent) as opens:
+        resumed = new_job(train__max_steps="6", **settings)
+        resume(resumed, make_program(resumed.recipe), ProcessGroup(0, 1))
+        opens_of_a_load = opens.paths.count(shard)
+        train(new_job(train__max_steps="6", **settings), ALONE)
+
+    assert list(checkpoints(job.root)) == ["step-00000004", "step-00000006"]
+    assert opens.paths.count(shard) == 2 * opens_of_a_load > 0
 
 
 def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Callable[..., Job]) -> None:
@@ -172,7 +192,7 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
     assert job.lease
-    discard_old(job.checkpoint_collection, job.recipe, committed_steps=[10], lease=job.lease, verify=verify_checkpoint)
+    discard_old(job.checkpoint_collection, job.recipe, intact_steps=[10], lease=job.lease, verify=verify_checkpoint)
 
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 

@@ -47,7 +47,7 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     write, losses, patch = CheckpointWriter._write, Program._micro_losses, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:
-        if environment.rank == 1:  # as on a node with a large corpus to verify
+        if environment.rank == 1:  # as on a node with a large compile cache to copy
             time.sleep(SLOW_SECONDS)
         prepare_node(job)
 

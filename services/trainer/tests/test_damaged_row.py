@@ -1,0 +1,94 @@
+"""A damaged row of the corpus ends all workers at the step that uses the row; once it is restored the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from services.common.artifacts.corpus import CorpusManifest, shard_path
+from services.common.artifacts.store import Artifact
+from services.trainer.data import sample_indices
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import call_trainer, checkpoints, read_run, state_hash, train_alone
+
+BATCH, STEPS = 8, 9
+OPTIONS = (f"--train.max_steps={STEPS}", "--train.evaluation_tokens=0", "--checkpoint.interval_steps=2")
+"""Nine steps of two workers, which use most of the 80 rows. The save after step 6 waits for that after step 4."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Artifact[CorpusManifest]:
+    return make_corpus(tmp_path / "fsx", make_recipe(tmp_path))
+
+
+def rows_of_steps(corpus: Artifact[CorpusManifest]) -> list[set[int]]:
+    """Return the rows that each step uses: those of its samples, and the rows after them, for the last targets."""
+    samples = sample_indices(corpus.manifest.corpus.num_samples("train"), 0, 0, STEPS * BATCH).reshape(STEPS, BATCH)
+    return [{*step, *(step + 1)} for step in samples]
+
+
+def row_first_used_by(corpus: Artifact[CorpusManifest], step: int, rank: int) -> int:
+    """Return a row that this step is the first to use, and in it a worker of two alone."""
+    before = set().union(*rows_of_steps(corpus)[: step - 1])
+    samples = sample_indices(corpus.manifest.corpus.num_samples("train"), 0, (step - 1) * BATCH, BATCH)
+    own, other = np.split(samples, 2)[:: 1 if rank == 0 else -1]
+    return next(int(row) for row in own if row not in before | {*other, *(other + 1)})
+
+
+def flip_a_bit_of_row(corpus: Artifact[CorpusManifest], row: int) -> tuple[Path, bytes]:
+    """Flip a bit of a row's ids. Return the path of the shard, and its content before."""
+    shard, at = divmod(row, corpus.manifest.corpus.rows_per_shard)
+    path = corpus.path / shard_path("train", shard)
+    with pa.ipc.open_file(str(path)) as file:
+        ids = file.get_batch(0).column("input_ids")[at].values.to_numpy().tobytes()
+    before = path.read_bytes()
+    assert before.count(ids) == 1
+    content = bytearray(before)
+    content[before.index(ids) + len(ids) // 2] ^= 1
+    path.write_bytes(content)
+    return path, before
+
+
+@pytest.mark.parametrize("launch", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_row_that_one_worker_finds_damaged_ends_all_and_the_run_goes_on_once_it_is_restored(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str], launch: str
+) -> None:
+    straight = tmp_path / "straight"
+    make_corpus(straight, make_recipe(tmp_path))
+    assert train_alone(capfd, recipe, straight, *OPTIONS)[0] == 0
+    row = row_first_used_by(corpus, step=7, rank=1)
+    shard, content = flip_a_bit_of_row(corpus, row)
+
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", *OPTIONS, f"--launch={launch}")
+
+    assert exit_code == 3, output
+    assert f"{shard}: row {row % 32} of this file, row {row} of train" in output
+    assert f"python -m services.common.artifacts verify {corpus.path}" in output
+    assert len(read_run(tmp_path / "fsx").records) == 6
+    newest = [*checkpoints(tmp_path / "fsx")][-1]
+    assert newest >= "step-00000004"
+
+    shard.write_bytes(content)
+    assert call_trainer(capfd, recipe, tmp_path / "fsx", *OPTIONS, f"--launch={launch}")[0] == 0
+    resumed = read_run(tmp_path / "fsx")
+    assert resumed.starts[-1].endswith(newest)
+    assert {each["step"]: each["loss"] for each in resumed.records} == dict(enumerate(read_run(straight).losses, 1))
+    last = f"step-{STEPS:08d}"
+    assert state_hash(checkpoints(tmp_path / "fsx")[last]) == state_hash(checkpoints(straight)[last])
+
+
+def test_a_damaged_row_that_no_step_uses_does_not_end_a_run(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, *_ = rows_of_steps(corpus)
+    flip_a_bit_of_row(corpus, next(row for row in range(80) if row not in first))
+
+    assert train_alone(capfd, recipe, tmp_path / "fsx", "--train.max_steps=1", "--train.evaluation_tokens=0")[0] == 0

@@ -1,0 +1,85 @@
+"""A command opens the manifest of a corpus, and of the corpus's files only those whose rows it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.artifacts.corpus import shard_path
+from services.common.artifacts.manifest import MANIFEST
+from services.common.testing.file_opens import noticing_opens
+from services.trainer.data import sample_indices
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import call_trainer, train_alone
+
+BATCH, ROWS_PER_SHARD = 8, 2
+OPTIONS = (f"--corpus.rows_per_shard={ROWS_PER_SHARD}", "--train.evaluation_tokens=0")
+ONE = ("--parallel.data_parallel_size=1",)
+
+Opens = Callable[..., set[str]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and a corpus of 80 rows in 40 shards, on which the tests of this module train in turn."""
+    folder = tmp_path_factory.mktemp("start")
+    write_recipe(folder)
+    make_corpus(folder / "fsx", make_recipe(folder, corpus__rows_per_shard=str(ROWS_PER_SHARD)))
+    return folder
+
+
+@pytest.fixture
+def opens_of(place: Path, capfd: pytest.CaptureFixture[str]) -> Opens:
+    """Run a command that succeeds, and return the corpus's files that it opened."""
+    [corpus] = place.glob("fsx/corpus/*/*/")
+
+    def run(command: str, *options: str) -> set[str]:
+        call = train_alone if command == "train" else call_in_turn(command)
+        with noticing_opens(corpus) as opens:
+            exit_code, output = call(capfd, place / "small.toml", place / "fsx", *OPTIONS, *options)
+        assert exit_code == 0, output
+        return {path.relative_to(corpus).as_posix() for path in opens.paths}
+
+    return run
+
+
+def call_in_turn(command: str) -> Callable[..., tuple[int, str]]:
+    return lambda *arguments: call_trainer(*arguments, *ONE, command=command)
+
+
+def files_of_step(step: int) -> set[str]:
+    """Return the shards with the rows of a step's samples and the rows after them."""
+    samples = sample_indices(80, 0, (step - 1) * BATCH, BATCH)
+    return {shard_path("train", int(row) // ROWS_PER_SHARD) for row in {*samples, *(samples + 1)} if row < 80}
+
+
+def test_a_start_and_a_resume_open_the_shards_of_their_own_steps_alone(opens_of: Opens) -> None:
+    assert opens_of("train", "--train.max_steps=1") - {"train/tail/tail.arrow"} == {MANIFEST, *files_of_step(1)}
+    assert opens_of("train", "--train.max_steps=2") - {"train/tail/tail.arrow"} == {MANIFEST, *files_of_step(2)}
+    assert len(files_of_step(1)) < 20
+    assert opens_of("train", "--train.max_steps=2") == {MANIFEST}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "read"),
+    [
+        ("plan", (), ""),
+        ("doctor", ("--quick",), ""),
+        ("report", (), ""),
+        ("inspect-checkpoint", (), ""),
+        ("sample", ("--prompt=a", "--tokens=1"), "tokenizer/"),
+        ("evaluate", ("--tokens=16",), "validation/"),
+    ],
+)
+def test_other_commands_open_no_shard_that_they_do_not_use(
+    opens_of: Opens, command: str, options: tuple[str, ...], read: str
+) -> None:
+    opens_of("train", "--train.max_steps=2")
+
+    opened = opens_of(command, "--train.max_steps=2", *options)
+
+    assert MANIFEST in opened
+    assert {path for path in opened - {MANIFEST} if not read or not path.startswith(read)} == set()
+    assert bool(read) == (opened != {MANIFEST})
