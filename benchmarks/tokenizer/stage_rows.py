@@ -79,25 +79,24 @@ def encode_2(bench: BenchmarkFolder) -> RowMeasurement:
 
 def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
     """The count of the validation split's n-grams that are in train, one process, beside the encode tasks before it."""
+    from services.common.artifacts.corpus import SPLITS  # noqa: PLC0415
     from services.common.launch import inline  # noqa: PLC0415
     from services.common.recipe.file import load_recipe  # noqa: PLC0415
-    from services.tokenizer.build import make_tasks  # noqa: PLC0415
-    from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
     from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
+    from services.tokenizer.encoded_partitions import EncodedPartitions  # noqa: PLC0415
     from services.tokenizer.ngram_overlap import count_overlap  # noqa: PLC0415
-    from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
 
     recipe = load_recipe(bench.write_recipe(1), {"corpus.validation_fraction": "0.01"})
-    plan = plan_corpus(recipe)
-    bench.output.mkdir(exist_ok=True)
-    tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
+    tasks, partitions = _plan_tasks(bench, recipe)
     watch = Watch()
-    encoded = [encode_partition(task) for task in tasks]
+    encoded = EncodedPartitions(partitions)
+    for index, task in enumerate(tasks):
+        encoded.add(index, encode_partition(task))
     encoding = watch.stop()
     watch = Watch()
     overlap = count_overlap(tasks, encoded, inline, num_workers=1)
     measured = watch.stop()
-    measured.tokens = sum(partition.tokens for partition in encoded)
+    measured.tokens = sum(encoded.totals(split).tokens for split in SPLITS)
     ngrams, in_train = sum(each.ngrams for each in overlap), sum(each.ngrams_in_train for each in overlap)
     measured.notes.append(
         f"{measured.cpu_seconds:.2f} s beside {encoding.cpu_seconds:.2f} s of the encode tasks with their self-check"
@@ -146,17 +145,28 @@ def _stage(bench: BenchmarkFolder, num_workers: int) -> RowMeasurement:
     return measured
 
 
+def _plan_tasks(bench: BenchmarkFolder, recipe: Any) -> tuple[Any, Any]:
+    """Write the plan and the vocabulary into the output folder; return the encode tasks and the plan's partitions."""
+    from services.common.launch import inline  # noqa: PLC0415
+    from services.tokenizer.build import make_tasks  # noqa: PLC0415
+    from services.tokenizer.corpus_inputs import list_corpus_inputs  # noqa: PLC0415
+    from services.tokenizer.partition_plan import plan_partitions  # noqa: PLC0415
+    from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
+
+    bench.output.mkdir(exist_ok=True)
+    inputs = list_corpus_inputs(recipe)
+    plan = plan_partitions(bench.output / "plan", recipe, inputs.listings, inline)
+    vocabulary = provide_vocabulary(recipe, inputs, bench.output)
+    partitions = plan.read_partitions()
+    return make_tasks(recipe, plan.path, partitions, *vocabulary, bench.output), partitions
+
+
 def _encode_tasks(bench: BenchmarkFolder, num_processes: int) -> RowMeasurement:
     """Encode partitions in processes. A process that is done takes the next partition, as with the launchers."""
     from services.common.recipe.file import load_recipe  # noqa: PLC0415
-    from services.tokenizer.build import make_tasks  # noqa: PLC0415
-    from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
-    from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
 
     recipe = load_recipe(bench.write_recipe(num_processes))
-    plan = plan_corpus(recipe)
-    bench.output.mkdir(exist_ok=True)
-    tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
+    tasks = list(_plan_tasks(bench, recipe)[0])
     num_taken = _CONTEXT.Value("q", 0)
     measured = _time_processes(_prepare_encoding_partitions, (tasks, num_taken), num_processes)
     measured.notes.append(f"{len(tasks)} partitions")

@@ -1,6 +1,6 @@
 """The tokenizer's commands. `python -m services.tokenizer --recipe FILE` turns text into a corpus:
 
-plan -> vocabulary -> duplicates -> encode -> overlap -> pack -> publish
+list -> plan -> vocabulary -> duplicates -> encode -> overlap -> pack -> publish
 
 The phase `duplicates` runs with `corpus.duplicates = "drop"` alone.
 
@@ -26,7 +26,7 @@ from services.common.process.progress_record import report_published, reporting_
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.derived import describe
 from services.tokenizer.build import build_corpus
-from services.tokenizer.corpus_plan import plan_corpus
+from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.tools.pinning import pin
 from services.tokenizer.tools.vocabulary_tool import train_vocab
 
@@ -61,9 +61,9 @@ def make_corpus(argv: list[str]) -> int:
         print(describe(recipe, None))
         return 0
     phase_timer = PhaseTimer()
-    with phase_timer.phase("plan"):
-        plan = plan_corpus(recipe)
-    address = Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id)
+    with phase_timer.phase("list"):
+        inputs = list_corpus_inputs(recipe)
+    address = Address(arguments.root, "corpus", recipe.corpus.name, inputs.artifact_id)
     with export_metrics((), arguments):
         corpus, is_new = publish_with_notices(
             address,
@@ -71,7 +71,7 @@ def make_corpus(argv: list[str]) -> int:
             "tokenizer",
             recipe,
             arguments.recipe,
-            lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer),
+            lambda workspace: build_corpus(workspace, recipe, inputs, choose_launcher(arguments.launch), phase_timer),
         )
     report_published(corpus.path, is_new)
     print(summarize(corpus, is_new, time.perf_counter() - start))

@@ -32,8 +32,8 @@ from services.common.process.progress import show_progress
 from services.common.recipe.schema import Corpus
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.document_digest import digest_documents
+from services.tokenizer.plan_folder import PlanFolder
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.file_range import InputPartition
 from services.tokenizer.task_marker import read_marker, write_marker
 
 DOCUMENTS_PER_BUCKET = 2**23
@@ -70,10 +70,9 @@ class DuplicateLists:
     folder: Path
     partitions_per_group: int
 
-    def of_partition(self, partition: InputPartition) -> DuplicateList:
-        """Return the list for a partition of any pass: every pass over a source drops the same documents."""
-        first = partition.first_pass_index
-        return DuplicateList(_list_path(self.folder, first // self.partitions_per_group), first)
+    def of_partition(self, first_pass_index: int) -> DuplicateList:
+        """Return the list for the partitions of all passes that read the same file ranges as this one of the first."""
+        return DuplicateList(_list_path(self.folder, first_pass_index // self.partitions_per_group), first_pass_index)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,10 @@ class DigestTask:
 
     folder: Path
     group: int
-    partitions: Sequence[InputPartition]
+    plan: Path
+    """Folder of the plan."""
+    partitions: range
+    """Indices of the group's partitions."""
     min_document_bytes: int
     max_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
@@ -125,7 +127,7 @@ class WrittenFile(ManifestModel):
 
 def find_duplicates(
     folder: Path,
-    partitions: Sequence[InputPartition],
+    plan: PlanFolder,
     corpus: Corpus,
     launcher: Launcher,
     num_workers: int,
@@ -134,19 +136,20 @@ def find_duplicates(
 ) -> DuplicateLists:
     """Write the lists of duplicates below `folder`, and return where the list of each partition is.
 
-    `partitions` are in the order of the corpus, and those of the first pass over each source come first: no other is
-    read. The same documents are found for partitions, groups and buckets of any size, for any number of workers, and
-    after a crash. A task whose file is complete is not run again.
+    Only partitions of the first pass over each source are read, which come first in a plan. The same documents are
+    found for partitions, groups and buckets of any size, for any number of workers, and after a crash. A task whose
+    file is complete is not run again.
     """
     folder.mkdir(exist_ok=True)
-    count = sum(partition.pass_number == 0 for partition in partitions)
+    count = int((plan.read_partitions()["pass_number"] == 0).sum())
     per_group = max(1, -(-count // max_groups))
     groups = [range(begin, min(begin + per_group, count)) for begin in range(0, count, per_group)]
     digest_tasks = [
         DigestTask(
             folder=folder,
             group=number,
-            partitions=partitions[group.start : group.stop],
+            plan=plan.path,
+            partitions=group,
             min_document_bytes=corpus.min_document_bytes,
             max_document_bytes=corpus.max_document_bytes,
             invalid_utf8=corpus.invalid_utf8,
@@ -187,7 +190,7 @@ def digest_group(task: DigestTask) -> WrittenFile:
     The file has three rows of uint64: the high halves of the digests, their low halves, and the documents' positions.
     Its columns are sorted. Documents without a byte and those below `corpus.min_document_bytes` have no column.
     """
-    first, last = task.partitions[0].index, task.partitions[-1].index
+    first, last = task.partitions[0], task.partitions[-1]
     return _write_once(_digests_path(task.folder, task.group), f"partitions {first} to {last}", lambda: _digest(task))
 
 
@@ -206,7 +209,8 @@ def list_group(task: ListTask) -> WrittenFile:
 def _digest(task: DigestTask) -> npt.NDArray[np.uint64]:
     digests: list[bytes] = []
     positions: list[Positions] = [np.empty(0, np.uint64)]
-    for partition in task.partitions:
+    plan = PlanFolder(task.plan)
+    for partition in map(plan.read_partition, task.partitions):
         read = 0
         for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
             is_wanted = batch.sizes >= max(1, task.min_document_bytes)

@@ -25,16 +25,21 @@ from services.tokenizer.atomic_file import write_file
 from services.tokenizer.duplicates import DuplicateList
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
+from services.tokenizer.plan_folder import PlanFolder
+from services.tokenizer.scratch_tree import path_in_tree
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.file_range import InputPartition
 from services.tokenizer.split_assignment import are_for_training, are_for_validation
+from services.tokenizer.text_batch import TextBatch
 
 
 @dataclass(frozen=True)
 class EncodeTask:
     """The input of `encode_partition`, which is sent to a worker process."""
 
-    partition: InputPartition
+    index: int
+    """Number of the partition in the plan."""
+    plan: Path
+    """Folder of the plan."""
     scratch: Path
     vocabulary_path: Path
     vocabulary: Vocabulary
@@ -49,14 +54,14 @@ class EncodeTask:
     """The exact duplicates in the partition, which are dropped; None to keep them."""
 
     def tokens_path(self, split: Split) -> Path:
-        return self.scratch / f"{self.partition.index:06d}.{split}.tokens"
+        return path_in_tree(self.scratch, self.index, f".{split}.tokens")
 
     def starts_path(self, split: Split) -> Path:
-        return self.scratch / f"{self.partition.index:06d}.{split}.starts"
+        return path_in_tree(self.scratch, self.index, f".{split}.starts")
 
     @property
     def marker_path(self) -> Path:
-        return self.scratch / f"{self.partition.index:06d}.json"
+        return path_in_tree(self.scratch, self.index, ".json")
 
 
 class EncodedPart(ManifestModel):
@@ -82,6 +87,8 @@ class EncodedPartition(ManifestModel):
     choice: EncoderChoice
     """The recipe's `tokenizer.encoder`. A task with another choice does not use this result."""
     encoder: str
+    text_xxh3: str
+    """Hash of the documents that were read, with those that went into no split."""
     documents_checked: int
     """Documents that the worker compared with the reference during this task."""
     documents_read: int
@@ -117,11 +124,15 @@ def _read_marker(task: EncodeTask) -> EncodedPartition | None:
 
 def _encode(task: EncodeTask) -> EncodedPartition:
     encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder)
+    partition = PlanFolder(task.plan).read_partition(task.index)
+    task.marker_path.parent.mkdir(exist_ok=True)
+    text_hash = _TextHash()
     read = empty = too_short = duplicate = not_sampled = invalid = 0
     duplicates = task.duplicates.read() if task.duplicates else np.empty(0, np.int64)
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
-        for batch in read_documents(task.partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
+        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
+            text_hash.update(batch)
             is_too_short = batch.sizes < task.min_document_bytes
             is_duplicate = np.zeros(len(batch), np.bool_)
             is_duplicate[duplicates[slice(*np.searchsorted(duplicates, [read, read + len(batch)]))] - read] = True
@@ -131,9 +142,9 @@ def _encode(task: EncodeTask) -> EncodedPartition:
             duplicate += int(is_duplicate.sum())
             left = batch.select(~(is_too_short | is_duplicate))
             is_for_validation = are_for_validation(left, task.validation_fraction)
-            is_wanted = are_for_training(left, task.weight, task.partition.pass_number)
+            is_wanted = are_for_training(left, task.weight, partition.pass_number)
             # All of them, once and whatever the weight: losses of two mixtures are compared on the same documents.
-            is_wanted[is_for_validation] = task.partition.pass_number == 0
+            is_wanted[is_for_validation] = partition.pass_number == 0
             wanted, is_for_validation = left.select(is_wanted), is_for_validation[is_wanted]
             not_sampled += len(left) - len(wanted)
             ids, offsets = encoder.encode(wanted)
@@ -145,6 +156,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
         vocabulary_sha256=task.vocabulary.sha256,
         choice=task.encoder,
         encoder=encoder.name,
+        text_xxh3=text_hash.hexdigest(),
         documents_checked=encoder.take_documents_checked(),
         documents_read=read,
         documents_empty=empty,
@@ -157,6 +169,21 @@ def _encode(task: EncodeTask) -> EncodedPartition:
     with write_file(task.marker_path) as file:
         file.write(encoded.model_dump_json().encode())
     return encoded
+
+
+class _TextHash:
+    """Hashes documents as they are read; the hash is the same for batches of any size."""
+
+    def __init__(self) -> None:
+        self._text, self._sizes = xxhash.xxh3_128(), xxhash.xxh3_128()
+
+    def update(self, batch: TextBatch) -> None:
+        if len(batch):
+            self._text.update(batch.text[batch.begins[0] : batch.ends[-1]].data)
+            self._sizes.update(batch.sizes.data)
+
+    def hexdigest(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self._text.digest() + self._sizes.digest())
 
 
 @dataclass

@@ -4,9 +4,10 @@ A loss on text that a model has trained on is no loss on new text. Equal documen
 quotation can be in documents of both. So tasks on the workers look up the n-grams of each partition's training
 documents in the set of the validation split's n-grams, and the counts go into the manifest.
 
-Every token of the training split is read once, and every token of the validation split twice. A task writes the indices
-of the n-grams that it found, at most four bytes for a token, and a marker: when a command is repeated, a task whose
-marker fits its file is not run again. Each task loads the set, whose size is bounded.
+Every token of both splits is read once, by tasks. A task over training documents writes the indices of the n-grams that
+it found, at most four bytes for a token, and a marker: when a command is repeated, a task whose marker fits its file is
+not run again. Each of these tasks loads the set, whose size is bounded. A task over validation documents reads the
+partitions of a folder of scratch, and returns the hashes that are candidates for the set.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask
+from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.ngram_set import LARGEST_HASH, Hashes, NgramHasher, NgramSet
+from services.tokenizer.scratch_tree import NUMBERS_PER_FOLDER
+from services.tokenizer.task_sequence import TaskSequence, map_largest_first
 
 MAX_NGRAMS = 2**18
 """Most n-grams of the validation split that are looked up, which bounds their set to 14 MiB. A larger split is sampled
@@ -50,13 +54,21 @@ class NgramOverlap:
 
 
 @dataclass(frozen=True)
+class ValidationTask:
+    """The input of `hash_validation`, which is sent to a worker process."""
+
+    encoded: tuple[EncodeTask, ...]
+    """The tasks that encoded the partitions."""
+    limit: int
+    """Largest hash that is returned."""
+
+
+@dataclass(frozen=True)
 class OverlapTask:
     """The input of `find_ngrams`, which is sent to a worker process."""
 
     encoded: EncodeTask
     """The task that encoded the partition."""
-    tokens_xxh3: str
-    """Checksum of the partition's training tokens."""
     set_path: Path
     """File of the hashes of the validation split's n-grams, in rising order."""
     set_xxh3: str
@@ -83,39 +95,65 @@ class FoundNgrams(ManifestModel):
 
 def count_overlap(
     tasks: Sequence[EncodeTask],
-    encoded: Sequence[EncodedPartition],
+    encoded: EncodedPartitions,
     launcher: Launcher,
     num_workers: int,
     max_ngrams: int = MAX_NGRAMS,
 ) -> list[NgramOverlap]:
-    """Return the counts of each partition's validation documents, in the order of the tasks."""
-    num_tokens = sum(partition.parts["validation"].document_tokens for partition in encoded)
+    """Return the counts of each source's validation documents."""
+    num_sources = int(encoded.sources.max(initial=-1)) + 1
+    num_tokens = encoded.totals("validation").document_tokens
     if num_tokens == 0:
-        return [NgramOverlap()] * len(tasks)
+        return [NgramOverlap()] * num_sources
     limit = LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
-    held_out = NgramSet(np.unique(np.concatenate([_hash_part(task, "validation", limit) for task in tasks])))
+    own = _hash_sources(tasks, encoded, launcher, num_workers, limit)
+    held_out = NgramSet(np.unique(np.concatenate(own)))
     set_path = tasks[0].scratch / "validation.ngrams"
     with write_file(set_path) as file:
         file.write(held_out.hashes.data)
     set_xxh3 = xxhash.xxh3_128_hexdigest(held_out.hashes.data)
-    overlap_tasks = [
-        OverlapTask(task, partition.parts["train"].tokens_xxh3, set_path, set_xxh3, limit)
-        for task, partition in zip(tasks, encoded, strict=True)
-    ]
+    overlap_tasks = TaskSequence(len(tasks), lambda index: OverlapTask(tasks[index], set_path, set_xxh3, limit))
     is_in_train = np.zeros(len(held_out.hashes), np.bool_)
-    train_tokens = sum(partition.parts["train"].tokens for partition in encoded)
-    num_workers = min(num_workers, 1 + train_tokens // TOKENS_PER_WORKER)
-    with show_progress("overlap", train_tokens, "tokens") as progress:
+    sizes = encoded.tokens("train")
+    with show_progress("overlap", int(sizes.sum()), "tokens") as progress:
         done_tokens = 0
-        for index, _ in launcher.map_tasks(find_ngrams, overlap_tasks, num_workers):
+        for index, _ in map_largest_first(
+            launcher, find_ngrams, overlap_tasks, sizes, _workers_for(sizes, num_workers)
+        ):
             is_in_train[np.fromfile(overlap_tasks[index].found_path, np.uint32)] = True
-            done_tokens += encoded[index].parts["train"].tokens
+            done_tokens += int(sizes[index])
             progress.advance_to(done_tokens)
     counts = []
-    for task in tasks:
-        ngrams = held_out.find(_hash_part(task, "validation", limit))
+    for hashes in own:
+        ngrams = held_out.find(hashes)
         counts.append(NgramOverlap(len(ngrams), int(is_in_train[ngrams].sum())))
     return counts
+
+
+def _workers_for(sizes: npt.NDArray[np.int64], num_workers: int) -> int:
+    return min(num_workers, 1 + int(sizes.sum()) // TOKENS_PER_WORKER)
+
+
+def _hash_sources(
+    tasks: Sequence[EncodeTask], encoded: EncodedPartitions, launcher: Launcher, num_workers: int, limit: int
+) -> list[Hashes]:
+    """Return the hashes up to `limit` of each source's validation documents; one that is there twice is twice."""
+    sizes = encoded.tokens("validation")
+    begins = range(0, len(tasks), NUMBERS_PER_FOLDER)
+    folders = TaskSequence(
+        len(begins), lambda folder: ValidationTask(tuple(tasks[begins[folder] :][:NUMBERS_PER_FOLDER]), limit)
+    )
+    own: dict[int, list[Hashes]] = {source: [] for source in range(int(encoded.sources.max(initial=-1)) + 1)}
+    for folder, hashes in launcher.map_tasks(hash_validation, folders, _workers_for(sizes, num_workers)):
+        for index, each in enumerate(hashes, start=begins[folder]):
+            own[int(encoded.sources[index])].append(each)
+    return [np.concatenate([np.empty(0, np.uint64), *hashes]) for hashes in own.values()]
+
+
+def hash_validation(task: ValidationTask) -> list[Hashes]:
+    """Return the hashes up to `task.limit` of the n-grams of every partition's validation documents."""
+    empty = np.empty(0, np.uint64)
+    return [np.concatenate([empty, *_hash_blocks(each, "validation", task.limit)]) for each in task.encoded]
 
 
 def find_ngrams(task: OverlapTask) -> FoundNgrams:
@@ -130,7 +168,14 @@ def _read_marker(task: OverlapTask) -> FoundNgrams | None:
         is_whole = xxh3_of(task.found_path) == done.found_xxh3
     except (FileNotFoundError, ValidationError):
         return None
-    return done if is_whole and (done.tokens_xxh3, done.set_xxh3) == (task.tokens_xxh3, task.set_xxh3) else None
+    is_own = (done.tokens_xxh3, done.set_xxh3) == (_tokens_xxh3(task.encoded), task.set_xxh3)
+    return done if is_whole and is_own else None
+
+
+def _tokens_xxh3(task: EncodeTask) -> str:
+    """Return the checksum of the partition's training tokens, which its encode task has left in its marker."""
+    marker = EncodedPartition.model_validate_json(read_file(task.marker_path, task.scratch))
+    return marker.parts["train"].tokens_xxh3
 
 
 def _find_ngrams(task: OverlapTask) -> FoundNgrams:
@@ -142,18 +187,13 @@ def _find_ngrams(task: OverlapTask) -> FoundNgrams:
     with write_file(task.found_path) as file:
         file.write(indices.data)
     found = FoundNgrams(
-        tokens_xxh3=task.tokens_xxh3,
+        tokens_xxh3=_tokens_xxh3(task.encoded),
         set_xxh3=task.set_xxh3,
         found_xxh3=xxhash.xxh3_128_hexdigest(indices.data),
     )
     with write_file(task.marker_path) as file:
         file.write(found.model_dump_json().encode())
     return found
-
-
-def _hash_part(task: EncodeTask, split: Split, limit: int) -> Hashes:
-    """Return the hashes up to `limit` of all n-grams of a partition's documents in one split."""
-    return np.concatenate([np.empty(0, np.uint64), *_hash_blocks(task, split, limit)])
 
 
 def _hash_blocks(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]:

@@ -16,7 +16,8 @@ import pyarrow as pa
 from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema, shard_path, tail_path
 from services.common.artifacts.row_check import check_rows, digest_checks
 from services.tokenizer.atomic_file import write_file
-from services.tokenizer.encode_task import EncodedPartition, EncodeTask
+from services.tokenizer.encode_task import EncodeTask
+from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 
 
@@ -30,7 +31,7 @@ class ShardLayout:
 
 
 def pack_split(
-    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedPartition], layout: ShardLayout
+    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: EncodedPartitions, layout: ShardLayout
 ) -> SplitCounts:
     """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`, and return the split's counts.
 
@@ -48,13 +49,13 @@ def pack_split(
         check_digests.append(_write_arrow(path, _rows(split, first_row, *tokens, layout)))
     tail = stream.read(rows * layout.sequence_length, stream.num_tokens)
     check_digests.append(_write_arrow(folder / tail_path(split), _tail(split, rows, *tail, layout)))
-    documents = sum(partition.parts[split].documents for partition in encoded)
+    totals = encoded.totals(split)
     return SplitCounts(
-        documents=documents,
-        text_bytes=sum(partition.parts[split].text_bytes for partition in encoded),
-        document_tokens=sum(partition.parts[split].document_tokens for partition in encoded),
-        bos=documents,
-        eos=documents,
+        documents=totals.documents,
+        text_bytes=totals.text_bytes,
+        document_tokens=totals.document_tokens,
+        bos=totals.documents,
+        eos=totals.documents,
         rows=rows,
         tail_tokens=tail_tokens,
         check_digests=tuple(check_digests),

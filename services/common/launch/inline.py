@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
+from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -71,14 +72,15 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
         yield from ((index, function(item)) for index, item in enumerate(items))
         return
     with ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin_tasks) as pool:
-        waiting = list(enumerate(items))[::-1]
+        waiting = enumerate(items)
         running: dict[Future[R], int] = {}
         try:
-            while waiting or running:
-                while waiting and len(running) < num_workers:
-                    index, item = waiting.pop()
+            while True:
+                for index, item in islice(waiting, num_workers - len(running)):
                     with _starting_processes():  # the pool starts them one by one
                         running[pool.submit(function, item)] = index
+                if not running:
+                    return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield running.pop(future), future.result()

@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
 
@@ -76,14 +77,15 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     group = _share_of_group(TASK_SHARE)
     _wait_for_room({"CPU": 1.0, **group}, 1)
     remote = ray.remote(max_retries=3, num_cpus=1, resources=group)(function)
-    waiting = list(enumerate(items))[::-1]
+    waiting = enumerate(items)
     running: dict[ray.ObjectRef[Any], int] = {}
     try:
-        while waiting or running:
+        while True:
             with calling_ray():
-                while waiting and len(running) < num_workers:
-                    index, item = waiting.pop()
+                for index, item in islice(waiting, num_workers - len(running)):
                     running[remote.remote(item)] = index
+                if not running:
+                    return
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
                 results = [(running.pop(reference), ray.get(reference)) for reference in done]
             yield from results

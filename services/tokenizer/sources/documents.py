@@ -35,18 +35,20 @@ class DocumentFormat:
     The arguments are the file range and `max_document_bytes`. Memory stays within a small multiple of the limit,
     whatever size the file declares.
     """
+    is_cut_by_size: bool = False
+    """Whether `cut` opens no file."""
     locate: Callable[[FileRange, int], str] = text.locate
     """Returns a document's place for an error. The arguments are the file range and the document's number, from 0."""
 
 
 FORMATS: dict[Format, DocumentFormat] = {
-    "text": DocumentFormat(text.cut, text.read),
-    "jsonl": DocumentFormat(jsonl.cut, jsonl.read, jsonl.locate),
-    "parquet": DocumentFormat(parquet.cut, parquet.read, parquet.locate),
-    "arrow": DocumentFormat(arrow.cut, arrow.read, arrow.locate),
+    "text": DocumentFormat(text.cut, text.read, is_cut_by_size=True),
+    "jsonl": DocumentFormat(jsonl.cut, jsonl.read, locate=jsonl.locate),
+    "parquet": DocumentFormat(parquet.cut, parquet.read, locate=parquet.locate),
+    "arrow": DocumentFormat(arrow.cut, arrow.read, locate=arrow.locate),
     "wikicorpus": DocumentFormat(wikicorpus.cut, wikicorpus.read),
-    "python_module": DocumentFormat(python_docs.cut, python_docs.read_module),
-    "python_topics": DocumentFormat(python_docs.cut, python_docs.read_topics),
+    "python_module": DocumentFormat(python_docs.cut, python_docs.read_module, is_cut_by_size=True),
+    "python_topics": DocumentFormat(python_docs.cut, python_docs.read_topics, is_cut_by_size=True),
 }
 
 

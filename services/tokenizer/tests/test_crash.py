@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from services.common.recipe.schema import Recipe
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer.build import make_tasks
-from services.tokenizer.corpus_plan import plan_corpus
+from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.encode_task import EncodeTask, encode_partition
-from services.tokenizer.scratch import open_partition_folder
+from services.tokenizer.scratch import open_partition_folder, plan_folder_of
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -37,6 +37,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
+from services.tokenizer.tests.plans import tasks_in, write_plan
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 ALONE = "--tokenizer.num_workers=1"
@@ -152,9 +153,7 @@ def test_a_finished_partition_is_not_encoded_again_and_a_damaged_one_is(
 
 def test_partitions_of_another_encoder_are_encoded_again(tmp_path: Path, recipe: Path) -> None:
     """A user changes to the reference because the fast encoder was wrong."""
-    loaded = load_recipe(recipe)
-    plan = plan_corpus(loaded)
-    task = make_tasks(loaded, plan, *provide_vocabulary(loaded, plan, tmp_path), tmp_path)[0]
+    task = tasks_in(tmp_path, load_recipe(recipe))[0]
 
     assert encode_partition(task).encoder == "chunk kernel"
     by_reference = encode_partition(replace(task, encoder="reference"))
@@ -175,18 +174,22 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
 
         done = encode_partition(new[0])
         before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
-        old[0].marker_path.parent.mkdir()  # the folder was discarded, and the old writer makes it again
-        encode_partition(old[0])
+        with pytest.raises(FileNotFoundError):  # the folder was discarded
+            encode_partition(old[0])
+        if changed == "encoder":  # the plan is the same, and the old writer makes its own folder again
+            old[0].scratch.mkdir()
+            encode_partition(old[0])
 
         assert encode_partition(new[0]) == done
         assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
 
 
-def begin_tasks(recipe: Recipe, workspace: Workspace) -> list[EncodeTask]:
-    plan = plan_corpus(recipe)
-    path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
-    folder = open_partition_folder(workspace, plan, vocabulary, recipe.tokenizer.encoder)
-    return make_tasks(recipe, plan, path, vocabulary, folder)
+def begin_tasks(recipe: Recipe, workspace: Workspace) -> Sequence[EncodeTask]:
+    inputs = list_corpus_inputs(recipe)
+    plan = write_plan(plan_folder_of(workspace, recipe, inputs), recipe)
+    path, vocabulary = provide_vocabulary(recipe, inputs, workspace.scratch)
+    folder = open_partition_folder(workspace, plan.path, vocabulary, recipe.tokenizer.encoder)
+    return make_tasks(recipe, plan.path, plan.read_partitions(), path, vocabulary, folder)
 
 
 def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path, undisturbed: str) -> None:

@@ -16,11 +16,11 @@ from services.common.launch import inline
 from services.common.recipe.file import load_recipe
 from services.common.testing.seeds import draw_seed
 from services.tokenizer import duplicates
-from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.document_digest import normalise
 from services.tokenizer.duplicates import FindTask, find_duplicates
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.tests.builders import write_documents, write_recipe
+from services.tokenizer.tests.plans import write_plan
 
 LEAST_BYTES = 3
 TEXTS = [b"", b" ", b"\n", b"ab", b" a ", b"a\xff", b"a\xef\xbf\xbd", b"one\r\ntwo\r", b"one\ntwo", b" one\ntwo\n\n"]
@@ -38,12 +38,14 @@ class Finder:
         recipe = write_recipe(
             self.folder, self._text, corpus__split_bytes=split_bytes, corpus__min_document_bytes=LEAST_BYTES
         )
-        corpus, partitions = load_recipe(recipe).corpus, plan_corpus(load_recipe(recipe)).partitions
-        lists = find_duplicates(self.folder / f"{split_bytes}", partitions, corpus, inline, 1, **limits)
+        corpus = load_recipe(recipe).corpus
+        plan = write_plan(self.folder / f"plan-{split_bytes}", load_recipe(recipe))
+        partitions = [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
+        lists = find_duplicates(self.folder / f"{split_bytes}", plan, corpus, inline, 1, **limits)
         found: list[int] = []
         num_read = 0
         for partition in partitions:
-            found += (num_read + lists.of_partition(partition).read()).tolist()
+            found += (num_read + lists.of_partition(partition.first_pass_index).read()).tolist()
             num_read += sum(map(len, read_documents(partition.file_ranges, "replace", corpus.max_document_bytes)))
         return found
 

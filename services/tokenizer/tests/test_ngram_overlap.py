@@ -16,8 +16,9 @@ from services.common.artifacts.corpus import Split, Vocabulary
 from services.common.launch import inline
 from services.tokenizer import ngram_overlap
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask
+from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
-from services.tokenizer.sources.file_range import InputPartition
+from services.tokenizer.plan_folder import PARTITION
 from services.tokenizer.tests.builders import make_text, published, read_stream, run, write_documents, write_recipe
 
 BOS, EOS, N = 1, 2, 13
@@ -40,17 +41,25 @@ class Encoded:
     folder: Path
     vocab_size: int
 
-    def write(self, *partitions: dict[Split, list[list[int]]]) -> tuple[list[EncodeTask], list[EncodedPartition]]:
+    def write(self, *partitions: dict[Split, list[list[int]]]) -> tuple[list[EncodeTask], EncodedPartitions]:
+        """Write partitions, each of another source."""
         self.folder.mkdir()
-        written = [self._write(index, documents) for index, documents in enumerate(partitions)]
-        return [task for task, _ in written], [encoded for _, encoded in written]
+        planned = np.zeros(len(partitions), PARTITION)
+        planned["source"] = range(len(partitions))
+        tasks, results = [], EncodedPartitions(planned)
+        for index, documents in enumerate(partitions):
+            task, encoded = self._write(index, documents)
+            tasks.append(task)
+            results.add(index, encoded)
+        return tasks, results
 
     def _write(self, index: int, documents: dict[Split, list[list[int]]]) -> tuple[EncodeTask, EncodedPartition]:
         vocabulary = Vocabulary(
             kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=self.vocab_size, bos_id=BOS, eos_id=EOS
         )
         task = EncodeTask(
-            partition=InputPartition(index, source=0, pass_number=0, first_pass_index=index, file_ranges=()),
+            index=index,
+            plan=self.folder,
             scratch=self.folder,
             vocabulary_path=self.folder / "m",
             vocabulary=vocabulary,
@@ -62,6 +71,7 @@ class Encoded:
             invalid_utf8="replace",
             duplicates=None,
         )
+        task.marker_path.parent.mkdir(exist_ok=True)
         parts: dict[Split, EncodedPart] = {}
         for split, listed in documents.items():
             sizes = [len(ids) for ids in listed]
@@ -79,7 +89,10 @@ class Encoded:
             (*("documents_checked", "documents_read", "documents_empty", "documents_too_short"),
              *("documents_duplicate", "documents_not_sampled", "documents_with_invalid_utf8")), 0,
         )  # fmt: skip
-        encoded = EncodedPartition(vocabulary_sha256="", choice="auto", encoder="", parts=parts, **counts)
+        encoded = EncodedPartition(
+            vocabulary_sha256="", choice="auto", encoder="", text_xxh3="0" * 32, parts=parts, **counts
+        )
+        task.marker_path.write_bytes(encoded.model_dump_json().encode())
         return task, encoded
 
 
@@ -196,9 +209,9 @@ def test_train_is_read_once_and_not_again_when_the_command_is_repeated(tmp_path:
     counts = count_overlap(tasks, encoded, inline, 1)
 
     times = {split: [mapped.count(task.tokens_path(split)) for task in tasks] for split in ("train", "validation")}
-    assert times == {"train": [1] * 8, "validation": [2] * 8}
+    assert times == {"train": [1] * 8, "validation": [1] * 8}
     found = [task.marker_path.with_suffix(".ngrams") for task in tasks]
-    assert all(path.stat().st_size <= 4 * part.parts["train"].tokens for path, part in zip(found, encoded, strict=True))
+    assert all(path.stat().st_size <= 4 * size for path, size in zip(found, encoded.tokens("train"), strict=True))
 
     mapped.clear()
     before = [path.stat().st_ino for path in found]

@@ -18,7 +18,7 @@ import pytest
 
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
-from services.tokenizer.corpus_plan import plan_corpus
+from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import (
     MAX_DOCUMENT_BYTES,
@@ -29,6 +29,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
+from services.tokenizer.tests.plans import plan_in
 from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write_gzip, write_jsonl, write_parquet
 
 
@@ -158,7 +159,7 @@ def test_a_large_jsonl_is_cut_and_small_files_share_a_partition(tmp_path: Path) 
         write_recipe(tmp_path, tmp_path / "large.jsonl", tmp_path / "small", corpus__split_bytes=2_000)
     )
 
-    partitions = plan_corpus(recipe).partitions
+    partitions = plan_in(tmp_path, recipe)
 
     files_per_partition = [len({each.file.name for each in partition.file_ranges}) for partition in partitions]
     assert max(files_per_partition) > 5
@@ -189,7 +190,7 @@ def test_neighbouring_row_groups_are_read_at_once(tmp_path: Path) -> None:
     table = pa.table({"text": DOCUMENTS})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     recipe = load_recipe(write_recipe(tmp_path, tmp_path / "a.parquet", corpus__split_bytes=2_000))
-    partitions = plan_corpus(recipe).partitions
+    partitions = plan_in(tmp_path, recipe)
     assert [len(partition.file_ranges) for partition in partitions] == [1] * len(partitions)
     assert [partition.file_ranges[0].begin for partition in partitions[1:]] == [
         partition.file_ranges[0].end for partition in partitions[:-1]
@@ -228,9 +229,9 @@ def test_other_file_systems_are_read_through_fsspec(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/texts/a.txt", make_documents(1, mean_bytes=3_000)[0])
     recipe = write_recipe(tmp_path, "memory://texts/*.txt", tokenizer__train__vocab_size=300, model__vocab_size=300)
-    before = plan_corpus(load_recipe(recipe)).artifact_id
+    before = list_corpus_inputs(load_recipe(recipe)).artifact_id
     assert run(recipe, tmp_path / "fsx") == 0
     assert decode_documents(published(tmp_path / "fsx").path, "train") == make_documents(1, mean_bytes=3_000)
 
     memory.pipe("/texts/a.txt", b"something else")
-    assert plan_corpus(load_recipe(recipe)).artifact_id != before
+    assert list_corpus_inputs(load_recipe(recipe)).artifact_id != before

@@ -18,7 +18,7 @@ import sentencepiece
 
 from services.common.recipe.file import load_recipe
 from services.common.vocabularies.sentencepiece_model import load_model
-from services.tokenizer.corpus_plan import CorpusPlan, plan_corpus
+from services.tokenizer.corpus_inputs import CorpusInputs, list_corpus_inputs
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_range import FileRange
 from services.tokenizer.split_assignment import are_for_validation
@@ -136,10 +136,10 @@ def test_the_order_of_the_sources_changes_neither_vocabulary_nor_bytes_per_token
 
 def plan_sample(
     folder: Path, max_bytes: int, *weighted: tuple[Path, float], **settings: Any
-) -> tuple[list[bytes], CorpusPlan]:
+) -> tuple[list[bytes], CorpusInputs]:
     recipe = load_recipe(write_recipe(folder, sources=sources(*weighted), **settings))
-    plan = plan_corpus(recipe)
-    return sample_text(recipe.corpus, plan.files, max_bytes), plan
+    inputs = list_corpus_inputs(recipe)
+    return sample_text(recipe.corpus, inputs.listings, max_bytes), inputs
 
 
 def count_bytes(documents: Sequence[bytes], kind: bytes) -> int:
@@ -179,12 +179,12 @@ def test_bytes_that_are_read_are_bounded_by_those_of_the_sample(
     small = write_lines(tmp_path / "small.jsonl", [f"small {line:05d} {'x' * 30}" for line in range(5_000)])
     for max_bytes in (20_000, 80_000):
         read.clear()
-        sample, plan = plan_sample(tmp_path, max_bytes, (large, 1.0), (small, 0.01))
+        sample, inputs = plan_sample(tmp_path, max_bytes, (large, 1.0), (small, 0.01))
 
         assert sum(map(len, sample)) == max_bytes
         bytes_of_file_ranges = [file_range.bytes for file_range in read]
         assert sum(bytes_of_file_ranges) <= 8 * max_bytes + 2 * max(bytes_of_file_ranges)
-        assert sum(bytes_of_file_ranges) < sum(file.bytes for files in plan.files for file in files) / 6
+        assert sum(bytes_of_file_ranges) < sum(file.bytes for files in inputs.listings for file in files) / 6
         assert len(read) <= 8 * 256 + 2
         assert len({file_range.file for file_range in read}) > 4
         assert small in {Path(file_range.file.uri) for file_range in read}

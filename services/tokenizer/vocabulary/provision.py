@@ -12,7 +12,7 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import read_file
 from services.common.recipe.schema import Recipe, VocabularyTraining
-from services.tokenizer.corpus_plan import CorpusPlan
+from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.scratch import VOCABULARY
 from services.tokenizer.sources.file_system import read_vocabulary
 from services.tokenizer.vocabulary.description import describe_vocabulary
@@ -22,7 +22,7 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 logger = logging.getLogger(__name__)
 
 
-def provide_vocabulary(recipe: Recipe, plan: CorpusPlan, scratch: Path) -> tuple[Path, Vocabulary]:
+def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> tuple[Path, Vocabulary]:
     """Return the path of the vocabulary in `scratch`, and its description. A file that is there already is used.
 
     Raises `ArtifactError` for a file that is no usable vocabulary, and `RecipeError` when its size is not
@@ -32,9 +32,9 @@ def provide_vocabulary(recipe: Recipe, plan: CorpusPlan, scratch: Path) -> tuple
     if path.exists():
         content = read_file(path, scratch)
     elif recipe.tokenizer.train:
-        content = _train_on_corpus(recipe, recipe.tokenizer.train, plan)
+        content = _train_on_corpus(recipe, recipe.tokenizer.train, inputs)
     else:
-        content = _read_given(recipe, plan)
+        content = _read_given(recipe, inputs)
     vocabulary = _describe(content, recipe)
     if not path.exists():
         write_durably(path, content)
@@ -55,21 +55,23 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
     return vocabulary
 
 
-def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: CorpusPlan) -> bytes:
-    documents = sample_text(recipe.corpus, plan.files, training.max_bytes)
+def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, inputs: CorpusInputs) -> bytes:
+    documents = sample_text(recipe.corpus, inputs.listings, training.max_bytes)
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         raise ArtifactError(
-            f"The corpus is empty: the {plan.num_input_files:,} files of corpus.sources hold no training text, and a "
+            f"The corpus is empty: the {inputs.num_files:,} files of corpus.sources hold no training text, and a "
             f"vocabulary is trained on it. Add text to corpus.sources."
         )
     logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
     return train_vocabulary(documents, training.vocab_size)
 
 
-def _read_given(recipe: Recipe, plan: CorpusPlan) -> bytes:
+def _read_given(recipe: Recipe, inputs: CorpusInputs) -> bytes:
     uri = str(recipe.tokenizer.model)
     content = read_vocabulary(uri)
-    if xxhash.xxh3_128_hexdigest(content) != plan.links[-1].content_digest:
-        raise ArtifactError(f"{uri}: the file has changed since the corpus was planned. Run the same command again.")
+    if inputs.vocabulary_link is None or xxhash.xxh3_128_hexdigest(content) != inputs.vocabulary_link.content_digest:
+        raise ArtifactError(
+            f"{uri}: the file has changed since the corpus's inputs were listed. Run the same command again."
+        )
     return content

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ import xxhash
 from services.common.recipe.schema import Corpus
 from services.tokenizer.document_digest import SeenDocuments
 from services.tokenizer.sources.documents import cut_file, read_documents
+from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.split_assignment import are_for_validation, sampling_keys
 from services.tokenizer.text_batch import TextBatch
@@ -40,23 +41,23 @@ one period or one subject, so that text of few files would be no sample."""
 Item = TypeVar("Item")
 
 
-def sample_text(corpus: Corpus, files: Sequence[Sequence[InputFile]], max_bytes: int) -> list[bytes]:
+def sample_text(corpus: Corpus, listings: Sequence[FileListing], max_bytes: int) -> list[bytes]:
     """Return documents of the training split with `max_bytes` of text, or all of them when there are fewer.
 
-    `files` are those of each source of `corpus`. Each source has the share of the text that it has of the training
-    split. The last document is cut between two characters.
+    `listings` are the files of each source of `corpus`. Each source has the share of the text that it has of the
+    training split. The last document is cut between two characters.
 
     Sources of more than `READ_FACTOR * max_bytes` in total are read in part: so many bytes of their files, and at most
     one file range more for each source. Memory is bounded by `max_bytes`, and about 150 bytes for each document. With
     `corpus.duplicates = "drop"` the first document that is read of several equal ones stands for all of them, and about
     100 bytes more are kept for each document that is read.
     """
-    shares = _shares_to_read(corpus, files, READ_FACTOR * max_bytes)
+    shares = _shares_to_read(corpus, listings, READ_FACTOR * max_bytes)
     range_bytes = max(_LEAST_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
     smallest = _SmallestKeys(max_bytes)
     seen = SeenDocuments() if corpus.duplicates == "drop" else None
-    for source, own_files, share in zip(corpus.sources, files, shares, strict=True):
-        file_ranges, share_read = _choose_file_ranges(own_files, share, range_bytes, corpus.max_document_bytes)
+    for source, listing, share in zip(corpus.sources, listings, shares, strict=True):
+        file_ranges, share_read = _choose_file_ranges(listing, share, range_bytes, corpus.max_document_bytes)
         for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes):
             wanted = batch.select(batch.sizes >= max(1, corpus.min_document_bytes))
             if seen:
@@ -91,16 +92,16 @@ class _SmallestKeys:
         return list(take_first((document for _, document in sorted(self._heap, reverse=True)), self._max_bytes))
 
 
-def _shares_to_read(corpus: Corpus, files: Sequence[Sequence[InputFile]], budget: int) -> list[Fraction]:
+def _shares_to_read(corpus: Corpus, listings: Sequence[FileListing], budget: int) -> list[Fraction]:
     """Return the share of each source that is read, so that all of them have at most `budget` bytes.
 
     A source is read in proportion to its weight, or as a whole when its weight asks for more than that. The numbers are
     exact, because a sum of floats depends on the order of the sources.
     """
-    sizes = [max(1, sum(file.bytes for file in own_files)) for own_files in files]
+    sizes = [max(1, int(listing.sizes.sum())) for listing in listings]
     weights = [Fraction(source.weight) for source in corpus.sources]
-    shares = [Fraction(1)] * len(files)
-    partial, left = set(range(len(files))), Fraction(budget)
+    shares = [Fraction(1)] * len(listings)
+    partial, left = set(range(len(listings))), Fraction(budget)
     while partial:
         rate = left / sum(weights[number] * sizes[number] for number in partial)
         whole = {number for number in partial if rate * weights[number] >= 1}
@@ -115,17 +116,17 @@ def _shares_to_read(corpus: Corpus, files: Sequence[Sequence[InputFile]], budget
 
 
 def _choose_file_ranges(
-    files: Sequence[InputFile], share: Fraction, range_bytes: int, max_document_bytes: int
-) -> tuple[list[FileRange], float]:
+    listing: FileListing, share: Fraction, range_bytes: int, max_document_bytes: int
+) -> tuple[Iterable[FileRange], float]:
     """Choose file ranges with about `share` of the bytes of a source's files, and return them with their share.
 
     Hashes of the sizes and positions choose first files and then file ranges in them. The ranges have a size of their
-    own, so that `corpus.split_bytes` changes nothing.
+    own, so that `corpus.split_bytes` changes nothing. Memory is 16 bytes for a file, and more for chosen files.
     """
     if share == 1:
-        return [each for file in files for each in cut_file(file, max(1, file.bytes), max_document_bytes)], 1.0
-    all_bytes = sum(file.bytes for file in files)
-    opened = _take(sorted(files, key=_file_key), lambda file: file.bytes, _SPREAD * share * all_bytes)
+        return (each for file in listing for each in cut_file(file, max(1, file.bytes), max_document_bytes)), 1.0
+    all_bytes = int(listing.sizes.sum())
+    opened = _take(_in_order_of_keys(listing), lambda file: file.bytes, _SPREAD * share * all_bytes)
     opened_bytes = sum(file.bytes for file in opened)
     file_ranges = [each for file in opened for each in cut_file(file, range_bytes, max_document_bytes)]
     cut_bytes = sum(each.bytes for each in file_ranges)
@@ -147,9 +148,14 @@ def _take(items: Iterable[Item], size: Callable[[Item], int], wanted: Fraction) 
     return taken
 
 
-def _file_key(file: InputFile) -> tuple[int, int]:
-    """Return a key that spreads files evenly. Names count among files of one size alone, so a renamed file stays."""
-    return _hash(f"{file.bytes}"), _hash(file.name)
+def _in_order_of_keys(listing: FileListing) -> Iterator[InputFile]:
+    """Yield files in an order that spreads them evenly.
+
+    Names count among files of one size alone, so that a file that was renamed keeps its place.
+    """
+    by_size = np.fromiter((_hash(f"{size}") for size in listing.sizes.tolist()), np.uint64, len(listing))
+    by_name = np.fromiter((_hash(file.name) for file in listing), np.uint64, len(listing))
+    return (listing[int(number)] for number in np.lexsort((by_name, by_size)))
 
 
 def _range_key(file_range: FileRange) -> tuple[int, int]:

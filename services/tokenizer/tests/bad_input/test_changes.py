@@ -13,7 +13,7 @@ import pytest
 from services.common.errors import ArtifactError
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
-from services.tokenizer.corpus_plan import plan_corpus
+from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
 from services.tokenizer.tests.builders import (
@@ -121,7 +121,7 @@ def test_a_vocabulary_that_changes_after_the_plan_is_not_taken(tmp_path: Path, m
     recipe = load_recipe(
         write_recipe(tmp_path, tmp_path / "a.parquet", tokenizer__model=str(given), model__vocab_size=PIECES)
     )
-    plan = plan_corpus(recipe)
+    inputs = list_corpus_inputs(recipe)
     given.write_bytes(train_vocabulary(make_documents(60, seed=9), PIECES))
     with pytest.raises(ArtifactError, match=r"given\.model: .*changed"):
-        provide_vocabulary(recipe, plan, tmp_path)
+        provide_vocabulary(recipe, inputs, tmp_path)

@@ -1,0 +1,58 @@
+"""The inputs of a corpus, and the corpus's id, which follows from them before any file is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+from services.common.artifacts.manifest import InputLink
+from services.common.artifacts.store import artifact_id
+from services.common.recipe.schema import Recipe
+from services.tokenizer.sources.documents import list_inputs
+from services.tokenizer.sources.file_listing import FileListing
+from services.tokenizer.sources.file_system import read_vocabulary
+
+CONTENT_VERSION = 3
+"""A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
+
+
+@dataclass(frozen=True)
+class CorpusInputs:
+    """The files of a corpus's sources, and the vocabulary that the recipe names."""
+
+    artifact_id: str
+    listings: tuple[FileListing, ...]
+    """Files of each source, in the order of `corpus.sources`."""
+    vocabulary_link: InputLink | None
+    """The link to the vocabulary that the recipe names; None where a vocabulary is trained."""
+
+    @property
+    def num_files(self) -> int:
+        return sum(map(len, self.listings))
+
+    def link(self, recipe: Recipe, text_digests: list[str]) -> tuple[InputLink, ...]:
+        """Return the inputs that the manifest names: one link for each source, then one for a given vocabulary.
+
+        `text_digests` are hashes of the documents of each source, as the encode tasks have read them.
+        """
+        links = [
+            InputLink(schema_id="text/1", path=source.uri, id=listing.digest[:16], content_digest=text_digest)
+            for source, listing, text_digest in zip(recipe.corpus.sources, self.listings, text_digests, strict=True)
+        ]
+        return (*links, self.vocabulary_link) if self.vocabulary_link else tuple(links)
+
+
+def list_corpus_inputs(recipe: Recipe) -> CorpusInputs:
+    """List the files of all sources. A named vocabulary, which is small, is the only file that is read."""
+    listings = tuple(list_inputs(source) for source in recipe.corpus.sources)
+    vocabulary_link = _link_vocabulary(recipe.tokenizer.model) if recipe.tokenizer.model else None
+    digests = [listing.digest for listing in listings]
+    if vocabulary_link:
+        digests.append(vocabulary_link.content_digest)
+    return CorpusInputs(artifact_id(recipe, "corpus", CONTENT_VERSION, digests), listings, vocabulary_link)
+
+
+def _link_vocabulary(uri: str) -> InputLink:
+    digest = xxhash.xxh3_128_hexdigest(read_vocabulary(uri))
+    return InputLink(schema_id="vocabulary/1", path=uri, id=digest[:16], content_digest=digest)

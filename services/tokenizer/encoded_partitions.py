@@ -1,0 +1,85 @@
+"""The results of all encode tasks, as sums and columns: about 60 bytes of memory for a partition."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from services.common.artifacts.corpus import SPLITS, SourceSplitCounts, Split
+from services.tokenizer.encode_task import EncodedPartition
+from services.tokenizer.encoding.encoder import BOS_AND_EOS
+from services.tokenizer.plan_folder import Partitions
+
+SUMMED = (
+    "documents_checked",
+    "documents_read",
+    "documents_empty",
+    "documents_too_short",
+    "documents_duplicate",
+    "documents_not_sampled",
+    "documents_with_invalid_utf8",
+)
+"""Counts of a corpus that are sums of its partitions' counts."""
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class SplitTotals:
+    """Sums over all partitions of a split."""
+
+    documents: int
+    text_bytes: int
+    document_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.document_tokens + BOS_AND_EOS * self.documents
+
+
+class EncodedPartitions:
+    """Adds up results of encode tasks in any order. `partitions` are those of the plan."""
+
+    def __init__(self, partitions: Partitions) -> None:
+        self.sources: npt.NDArray[np.int32] = partitions["source"]
+        self._is_first_pass: npt.NDArray[np.bool_] = partitions["pass_number"] == 0
+        self.encoders: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self.documents, self.text_bytes, self.document_tokens = (
+            {split: np.zeros(len(partitions), np.int64) for split in SPLITS} for _ in range(3)
+        )
+        self.duplicates = np.zeros(len(partitions), np.int64)
+        self._text_digests = np.zeros((len(partitions), _DIGEST_BYTES), np.uint8)
+
+    def add(self, index: int, encoded: EncodedPartition) -> None:
+        self.encoders.add(encoded.encoder)
+        self.counts.update({count: getattr(encoded, count) for count in SUMMED})
+        self._text_digests[index] = np.frombuffer(bytes.fromhex(encoded.text_xxh3), np.uint8)
+        self.duplicates[index] = encoded.documents_duplicate
+        for split, part in encoded.parts.items():
+            self.documents[split][index] = part.documents
+            self.text_bytes[split][index] = part.text_bytes
+            self.document_tokens[split][index] = part.document_tokens
+
+    def tokens(self, split: Split) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of every partition in a split, with BOS and EOS."""
+        return self.document_tokens[split] + BOS_AND_EOS * self.documents[split]
+
+    def totals(self, split: Split) -> SplitTotals:
+        columns = self.documents[split], self.text_bytes[split], self.document_tokens[split]
+        return SplitTotals(*(int(column.sum()) for column in columns))
+
+    def totals_of_source(self, source: int, split: Split) -> SourceSplitCounts:
+        is_own = self.sources == source
+        return SourceSplitCounts(
+            documents=int(self.documents[split][is_own].sum()),
+            tokens=int(self.tokens(split)[is_own].sum()),
+            text_bytes=int(self.text_bytes[split][is_own].sum()),
+        )
+
+    def text_digest(self, source: int) -> str:
+        """Return a hash of the documents of a source, as they were read, in the order of the corpus."""
+        return xxhash.xxh3_128_hexdigest(self._text_digests[(self.sources == source) & self._is_first_pass].tobytes())

@@ -1,0 +1,141 @@
+"""Plans the partitions of a corpus: tasks cut the input files, and the command groups the file ranges.
+
+Time: one open of every file, by tasks on all nodes, and about a microsecond of the command for a file range. Memory of
+the command: 40 bytes for a partition; file ranges are read and written one block after another.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+
+from services.common.errors import ArtifactError
+from services.common.launch.launcher import Launcher
+from services.common.process.progress import show_progress
+from services.common.recipe.schema import Recipe
+from services.tokenizer.atomic_file import write_file
+from services.tokenizer.cut_task import CutTask, cut_block
+from services.tokenizer.plan_folder import PARTITION, Partitions, PlanFolder, Ranges
+from services.tokenizer.sources.documents import FORMATS
+from services.tokenizer.sources.file_listing import FileListing
+from services.tokenizer.task_sequence import TaskSequence
+
+_LOCAL_FILES_PER_WORKER, _REMOTE_FILES_PER_WORKER = 4_096, 256
+"""Files for which a worker is started: one opens so many in about the time that another one takes to start."""
+
+
+def plan_partitions(folder: Path, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> PlanFolder:
+    """Cut the files into partitions of about `corpus.split_bytes`, and return the folder of the plan.
+
+    A plan that an earlier command has finished there is used again, and so are the results of tasks. Raises
+    `RecipeError` when the recipe does not fit a file, and `ArtifactError` when a file is damaged.
+    """
+    plan = PlanFolder(folder)
+    if plan.is_finished():
+        return plan
+    (folder / "cuts").mkdir(parents=True, exist_ok=True)
+    plan.write_files(listings)
+    _cut(plan, recipe, listings, launcher)
+    with write_file(plan.partitions_path) as file:
+        file.write(_group(plan, recipe, listings).tobytes())
+    plan.finish()
+    return plan
+
+
+def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> None:
+    sizes = [block.num_rows for listing in listings for block in listing.blocks]
+    tasks = TaskSequence(
+        len(sizes), lambda block: CutTask(plan.path, block, recipe.corpus.split_bytes, recipe.corpus.max_document_bytes)
+    )
+    done = 0
+    with show_progress("plan", sum(sizes), "files") as progress:
+        for block, _ in launcher.map_tasks(cut_block, tasks, _num_workers(recipe, listings)):
+            done += sizes[block]
+            progress.advance_to(done)
+
+
+def _num_workers(recipe: Recipe, listings: Sequence[FileListing]) -> int:
+    """Return the number of workers that the files are worth. A file that is cut by its size alone is worth none."""
+    work = 0.0
+    for listing in listings:
+        files_per_worker = _REMOTE_FILES_PER_WORKER if "://" in listing[0].uri else _LOCAL_FILES_PER_WORKER
+        for block in listing.blocks:
+            formats = pc.unique(block.column("format")).to_pylist()
+            if not all(FORMATS[file_format].is_cut_by_size for file_format in formats):
+                work += block.num_rows / files_per_worker
+    return max(1, min(recipe.tokenizer.num_workers, math.ceil(work)))
+
+
+def _group(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing]) -> Partitions:
+    """Write the file ranges of all blocks, and return the partitions in the order of the corpus.
+
+    A source with a weight above 1 is read again only after all sources were read once. So the copies of a document are
+    far apart, and no training sequence holds two of them.
+    """
+    groups = [_Grouping(recipe.corpus.split_bytes) for _ in listings]
+    block = first_range = 0
+    with write_file(plan.ranges_path) as file:
+        for grouping, listing in zip(groups, listings, strict=True):
+            grouping.begin(first_range)
+            for _ in listing.blocks:
+                ranges = plan.read_cut(block)
+                if ranges is None:
+                    raise ArtifactError(
+                        f"{plan.cut_path(block)}: the result of a task was lost before it was used. Run the same "
+                        f"command again."
+                    )
+                file.write(ranges.tobytes())
+                grouping.add(ranges)
+                first_range += len(ranges)
+                block += 1
+    passes = [math.ceil(source.weight) for source in recipe.corpus.sources]
+    begins = list(accumulate(map(len, groups), initial=0))
+    ordered = [
+        grouping.partitions(number, pass_number, begins[number])
+        for pass_number in range(max(passes))
+        for number, grouping in enumerate(groups)
+        if pass_number < passes[number]
+    ]
+    return np.concatenate(ordered)
+
+
+class _Grouping:
+    """Groups consecutive file ranges into groups of at most `split_bytes`. A larger range is alone in its group."""
+
+    def __init__(self, split_bytes: int) -> None:
+        self._split_bytes = split_bytes
+        self._room = 0
+        self._next = 0
+        self._firsts, self._sizes = array("q"), array("q")
+
+    def begin(self, first_range: int) -> None:
+        self._next = first_range
+
+    def add(self, ranges: Ranges) -> None:
+        for size in ranges["bytes"].tolist():
+            if not self._firsts or size > self._room:
+                self._firsts.append(self._next)
+                self._sizes.append(0)
+                self._room = self._split_bytes
+            self._room -= size
+            self._sizes[-1] += size
+            self._next += 1
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def partitions(self, source: int, pass_number: int, first_index: int) -> Partitions:
+        """Return the groups as partitions of one pass. `first_index` is that of the source in the first pass."""
+        partitions = np.empty(len(self), PARTITION)
+        partitions["first_pass_index"] = np.arange(first_index, first_index + len(self))
+        partitions["source"], partitions["pass_number"] = source, pass_number
+        partitions["first"] = self._firsts
+        partitions["end"] = [*self._firsts[1:], self._next]
+        partitions["bytes"] = self._sizes
+        return partitions
