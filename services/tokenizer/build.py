@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
-from services.common.artifacts.manifest import require_listable, write_durably
+from services.common.artifacts.manifest import FileEntry, require_listable, sync_folder
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
@@ -22,8 +22,9 @@ from services.tokenizer.encode_task import EncodeTask, encode_partition
 from services.tokenizer.encoded_partitions import SUMMED, EncodedPartitions
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
+from services.tokenizer.hashed_file import write_hashed_file
 from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
-from services.tokenizer.pack import ShardLayout, pack_split
+from services.tokenizer.pack import ShardLayout, pack_splits
 from services.tokenizer.partition_plan import plan_partitions
 from services.tokenizer.plan_folder import Partitions
 from services.tokenizer.scratch import open_partition_folder, plan_folder_of
@@ -58,13 +59,14 @@ def build_corpus(
     with phase_timer.phase("overlap"):
         overlap = count_overlap(tasks, encoded, launcher, recipe.tokenizer.num_workers)
     with phase_timer.phase("pack"):
-        _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
+        vocabulary_entry = _copy_vocabulary(vocabulary_path, workspace.files, vocabulary)
         layout = ShardLayout(
             token_dtype=token_dtype(vocabulary.vocab_size),
             sequence_length=recipe.corpus.sequence_length,
             rows_per_shard=recipe.corpus.rows_per_shard,
         )
-        counts = {split: pack_split(workspace.files, split, tasks, encoded, layout) for split in SPLITS}
+        counts, entries = pack_splits(workspace.files, folder, encoded, layout, launcher, recipe.tokenizer.num_workers)
+        sync_folder(workspace.files)
     payload = CorpusPayload(
         vocabulary=vocabulary,
         token_dtype=layout.token_dtype,
@@ -79,7 +81,8 @@ def build_corpus(
         phases=tuple(phase_timer.phases),
     )
     text_digests = [encoded.text_digest(source) for source in range(len(recipe.corpus.sources))]
-    return Draft(payload, inputs.link(recipe, text_digests))
+    files = sorted([vocabulary_entry, *entries], key=lambda entry: entry.path)
+    return Draft(payload, inputs.link(recipe, text_digests), tuple(files))
 
 
 def make_tasks(
@@ -169,6 +172,11 @@ def _require_listable(encoded: EncodedPartitions, recipe: Recipe) -> None:
     require_listable(num_files + 1)
 
 
-def _copy_vocabulary(path: Path, target: Path) -> None:
+def _copy_vocabulary(path: Path, folder: Path, vocabulary: Vocabulary) -> FileEntry:
+    """Write the vocabulary to its place below `folder`, and return the manifest's entry of the file."""
+    target = folder / vocabulary.path
     target.parent.mkdir()
-    write_durably(target, read_file(path))
+    with write_hashed_file(target) as file:
+        file.write(read_file(path))
+    sync_folder(target.parent)
+    return file.entry(vocabulary.path)

@@ -1,11 +1,14 @@
-"""Packs the token files of all partitions into shards: prefix sums over the partitions in plan order, then copies."""
+"""Packs the tokens of all partitions into shards: a task for each file, which copies tokens and needs no other task.
+
+Each token is read once and written once, on whichever node runs the task. A task hashes the bytes that it writes and
+returns the manifest's entry of its file, so that nobody reads a shard to publish it. The bytes are the same for any
+number of workers. A task holds one shard in memory.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +16,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema, shard_path, tail_path
+from services.common.artifacts.corpus import SPLITS, Split, SplitCounts, arrow_schema, shard_path, tail_path
+from services.common.artifacts.manifest import FileEntry, sync_folder
 from services.common.artifacts.row_check import check_rows, digest_checks
-from services.tokenizer.atomic_file import write_file
-from services.tokenizer.encode_task import EncodeTask
+from services.common.errors import ArtifactError
+from services.common.launch.launcher import Launcher
+from services.common.process.progress import show_progress
+from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
+from services.tokenizer.hashed_file import write_hashed_file
+from services.tokenizer.task_sequence import map_largest_first
+from services.tokenizer.token_runs import TokenRuns
+
+BYTES_PER_WORKER = 2**28
+"""Bytes of tokens for which a worker is started; one packs so many in about the time that another takes to start."""
 
 
 @dataclass(frozen=True)
@@ -30,82 +42,131 @@ class ShardLayout:
     rows_per_shard: int
 
 
-def pack_split(
-    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: EncodedPartitions, layout: ShardLayout
-) -> SplitCounts:
-    """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`, and return the split's counts.
+@dataclass(frozen=True)
+class PackTask:
+    """The input of `pack_file`, which is sent to a worker process: tokens [begin, end) of a split go into a file."""
 
-    Documents and their tokens are counted by the encoder, rows and tail by the size of the token files. So a manifest
-    whose counts do not add up shows a lost token.
+    folder: Path
+    """Folder of the files to publish."""
+    encoded: Path
+    """Folder of the encoded partitions."""
+    split: Split
+    layout: ShardLayout
+    shard: int | None
+    """Number of the shard; None for the tail."""
+    begin: int
+    end: int
+
+    @property
+    def path(self) -> str:
+        """Path of the file in the corpus."""
+        return tail_path(self.split) if self.shard is None else shard_path(self.split, self.shard)
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """The result of a task."""
+
+    entry: FileEntry
+    check_digest: str
+    tokens: int
+    documents: int
+    """Number of documents that begin in the file."""
+
+
+def pack_splits(
+    folder: Path,
+    encoded_folder: Path,
+    encoded: EncodedPartitions,
+    layout: ShardLayout,
+    launcher: Launcher,
+    num_workers: int,
+) -> tuple[dict[Split, SplitCounts], list[FileEntry]]:
+    """Write the shards and the tails of all splits below `folder`; return the splits' counts and the files' entries.
+
+    Documents and their tokens are counted by the encoder, and rows and tail by the tasks that have written them. So a
+    manifest whose counts do not add up shows a lost token.
     """
-    stream = _Stream.of(split, tasks, layout.token_dtype)
-    rows, tail_tokens = divmod(stream.num_tokens, layout.sequence_length)
-    (folder / split / "tail").mkdir(parents=True)
-    check_digests: list[str] = []
-    for first_row in range(0, rows, layout.rows_per_shard):
-        last_row = min(first_row + layout.rows_per_shard, rows)
-        tokens = stream.read(first_row * layout.sequence_length, last_row * layout.sequence_length)
-        path = folder / shard_path(split, len(check_digests))
-        check_digests.append(_write_arrow(path, _rows(split, first_row, *tokens, layout)))
-    tail = stream.read(rows * layout.sequence_length, stream.num_tokens)
-    check_digests.append(_write_arrow(folder / tail_path(split), _tail(split, rows, *tail, layout)))
+    tasks: list[PackTask] = []
+    for split in SPLITS:
+        (folder / split / "tail").mkdir(parents=True)
+        TokenRuns(encoded_folder, split, layout.token_dtype).write_begins(encoded.tokens(split))
+        tasks += _plan_files(folder, encoded_folder, split, encoded.totals(split).tokens, layout)
+    packed = _pack(tasks, layout, launcher, num_workers)
+    for split in SPLITS:
+        for path in (folder / split).glob(f"**/*{TEMPORARY_SUFFIX}"):  # of a task that was lost with its node
+            path.unlink(missing_ok=True)
+        sync_folder(folder / split / "tail")
+        sync_folder(folder / split)
+    counts = {split: _count(split, tasks, packed, encoded, layout) for split in SPLITS}
+    return counts, [file.entry for file in packed]
+
+
+def _plan_files(
+    folder: Path, encoded_folder: Path, split: Split, num_tokens: int, layout: ShardLayout
+) -> list[PackTask]:
+    tokens_of_rows = num_tokens - num_tokens % layout.sequence_length
+    tokens_per_shard = layout.rows_per_shard * layout.sequence_length
+    tasks = [
+        PackTask(folder, encoded_folder, split, layout, shard, begin, min(begin + tokens_per_shard, tokens_of_rows))
+        for shard, begin in enumerate(range(0, tokens_of_rows, tokens_per_shard))
+    ]
+    return [*tasks, PackTask(folder, encoded_folder, split, layout, None, tokens_of_rows, num_tokens)]
+
+
+def _pack(tasks: Sequence[PackTask], layout: ShardLayout, launcher: Launcher, num_workers: int) -> list[PackedFile]:
+    """Run the tasks, and return their results in the order of the tasks."""
+    sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
+    packed: dict[int, PackedFile] = {}
+    done_bytes = 0
+    num_workers = min(num_workers, 1 + int(sizes.sum()) // BYTES_PER_WORKER)
+    with show_progress("pack", int(sizes.sum()), "bytes") as progress:
+        for index, file in map_largest_first(launcher, pack_file, tasks, sizes, num_workers):
+            packed[index] = file
+            done_bytes += int(sizes[index])
+            progress.advance_to(done_bytes)
+    return [packed[index] for index in range(len(tasks))]
+
+
+def _count(
+    split: Split,
+    tasks: Sequence[PackTask],
+    packed: Sequence[PackedFile],
+    encoded: EncodedPartitions,
+    layout: ShardLayout,
+) -> SplitCounts:
+    """Return a split's counts. Raises `ArtifactError` when the files do not begin as many documents as were encoded."""
+    own = [file for task, file in zip(tasks, packed, strict=True) if task.split == split]
     totals = encoded.totals(split)
+    begun = sum(file.documents for file in own)
+    if begun != totals.documents:
+        raise ArtifactError(
+            f"{split}: {totals.documents:,} documents were encoded, and {begun:,} begin in the shards. Files in the "
+            f"scratch folder have changed. Run the same command again."
+        )
     return SplitCounts(
         documents=totals.documents,
         text_bytes=totals.text_bytes,
         document_tokens=totals.document_tokens,
         bos=totals.documents,
         eos=totals.documents,
-        rows=rows,
-        tail_tokens=tail_tokens,
-        check_digests=tuple(check_digests),
+        rows=sum(file.tokens for file in own[:-1]) // layout.sequence_length,
+        tail_tokens=own[-1].tokens,
+        check_digests=tuple(file.check_digest for file in own),
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The tokens of one partition, and the position in the split at which they begin."""
-
-    begin: int
-    num_tokens: int
-    tokens_path: Path
-    starts_path: Path
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """The tokens of a split in plan order, read from the token files by position."""
-
-    runs: list[_Run]
-    token_dtype: str
-    num_tokens: int
-
-    @classmethod
-    def of(cls, split: Split, tasks: Sequence[EncodeTask], token_dtype: str) -> _Stream:
-        sizes = [task.tokens_path(split).stat().st_size // np.dtype(token_dtype).itemsize for task in tasks]
-        begins = list(accumulate(sizes, initial=0))
-        runs = [
-            _Run(begin, size, task.tokens_path(split), task.starts_path(split))
-            for task, begin, size in zip(tasks, begins, sizes, strict=False)
-            if size
-        ]
-        return cls(runs, token_dtype, begins[-1])
-
-    def read(self, begin: int, end: int) -> tuple[TokenIds, Offsets]:
-        """Return tokens [begin, end) of the split, and the positions among them at which documents begin."""
-        tokens: TokenIds = np.empty(end - begin, self.token_dtype)
-        starts: list[Offsets] = [np.empty(0, np.int64)]
-        first = max(0, bisect_right(self.runs, begin, key=lambda run: run.begin) - 1)
-        for run in self.runs[first:]:
-            if run.begin >= end:
-                break
-            low, high = max(begin - run.begin, 0), min(end - run.begin, run.num_tokens)
-            at = run.begin - begin
-            tokens[at + low : at + high] = np.memmap(run.tokens_path, self.token_dtype, mode="r")[low:high]
-            run_starts = np.memmap(run.starts_path, np.int64, mode="r")
-            from_document, to_document = np.searchsorted(run_starts, [low, high])
-            starts.append(run_starts[from_document:to_document] + at)
-        return tokens, np.concatenate(starts)
+def pack_file(task: PackTask) -> PackedFile:
+    """Write a shard or a tail. Two processes that run the same task write the same bytes."""
+    layout = task.layout
+    tokens, starts = TokenRuns(task.encoded, task.split, layout.token_dtype).read(task.begin, task.end)
+    make = _tail if task.shard is None else _rows
+    batch = make(task.split, task.begin // layout.sequence_length, tokens, starts, layout)
+    # A Python file, because a full disk is then an OSError with its errno.
+    with write_hashed_file(task.folder / task.path) as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    checks: Any = np.from_dlpack(batch.column("check"))
+    return PackedFile(file.entry(task.path), digest_checks(checks), len(tokens), len(starts))
 
 
 def _rows(split: Split, first_row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
@@ -150,12 +211,3 @@ def _starts_and_checks(
 def _array(values: npt.NDArray[Any]) -> pa.Array:
     # pa.array() gives the same array, but first imports pandas where it is installed.
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def _write_arrow(path: Path, batch: pa.RecordBatch) -> str:
-    """Write the file of a record batch, and return the digest of its column `check`."""
-    # A Python file, because a full disk is then an OSError with its errno.
-    with write_file(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
-    checks: Any = np.from_dlpack(batch.column("check"))
-    return digest_checks(checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from services.common.artifacts import manifest
 from services.common.artifacts.corpus import CorpusManifest, arrow_schema
 from services.common.artifacts.corpus_rows import CorpusRows
+from services.common.artifacts.files import describe_files
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenStream
+from services.tokenizer import pack
 from services.tokenizer.tests.builders import (
     make_documents,
     make_text,
@@ -75,12 +78,15 @@ def test_doc_starts_are_where_documents_begin(tmp_path: Path) -> None:
     assert stream.starts == np.flatnonzero(stream.tokens == 1).tolist()
 
 
-def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(tmp_path: Path) -> None:
+def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "BYTES_PER_WORKER", 1)
     recipe = make_corpus(tmp_path)
     runs = {
         "one": ["--tokenizer.num_workers=1"],
         "two": ["--tokenizer.num_workers=2"],
-        "three": ["--tokenizer.num_workers=3", "--corpus.split_bytes=700"],
+        "four": ["--tokenizer.num_workers=4", "--corpus.split_bytes=700"],
         "whole": ["--corpus.split_bytes=1000000000"],
     }
     assert [run(recipe, tmp_path / name, *arguments) for name, arguments in runs.items()] == [0, 0, 0, 0]
@@ -88,6 +94,46 @@ def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(tmp_path:
     made = {name: published(tmp_path / name) for name in runs}
     assert len({corpus.manifest.content_digest for corpus in made.values()}) == 1
     assert len({corpus.manifest.id for corpus in made.values()}) == 1
+    # The tasks hash what they write. Nobody has read the files since.
+    assert made["four"].manifest.files == describe_files(made["four"].path)
+
+
+def test_what_a_lost_pack_task_has_left_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_and_run_again(task: pack.PackTask) -> pack.PackedFile:
+        path = task.folder / task.path
+        path.with_name(f".{path.name}.0123.tmp").write_bytes(b"half of a sh")
+        assert pack_file(task) == pack_file(task)
+        return pack_file(task)
+
+    pack_file = pack.pack_file
+    monkeypatch.setattr(pack, "pack_file", lose_and_run_again)
+    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
+
+    corpus = published(tmp_path / "fsx")
+    assert not list(corpus.path.rglob("*.tmp"))
+    assert corpus.manifest.files == describe_files(corpus.path)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "starts"])
+def test_a_partition_that_loses_its_end_before_it_is_packed_is_named_and_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A node that is lost may not have written to the disk what its finished tasks have written."""
+    recipe, pack_splits = make_corpus(tmp_path), pack.pack_splits
+
+    def pack_what_is_left(folder: Path, encoded_folder: Path, *arguments: Any) -> Any:
+        damaged = encoded_folder / "000" / f"000003.train.{kind}"
+        os.truncate(damaged, damaged.stat().st_size - 8)
+        return pack_splits(folder, encoded_folder, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("services.tokenizer.build.pack_splits", pack_what_is_left)
+        assert run(recipe, tmp_path / "fsx") == 3
+    assert "same command again" in capsys.readouterr().err
+    assert run(recipe, tmp_path / "fsx") == 0
+    assert run(recipe, tmp_path / "undisturbed") == 0
+    made = [published(tmp_path / name).manifest.content_digest for name in ("fsx", "undisturbed")]
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow
