@@ -40,6 +40,7 @@ from benchmarks.tokenizer.stage_rows import (
     anchor,
     cold_1,
     cold_2,
+    duplicates_1,
     encode_1,
     encode_2,
     overlap_1,
@@ -54,7 +55,7 @@ REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 32_000
 TRAINING_BYTES = 20_000_000
 ENCODING = (anchor, tokenizers_batch, sentencepiece_batch, fastokens_batch, kernel_cold, kernel_warm)
-PROCESSES = (cold_1, cold_2, warm_1, warm_2, encode_1, encode_2, overlap_1, stage_1, stage_2)
+PROCESSES = (cold_1, cold_2, warm_1, warm_2, encode_1, encode_2, overlap_1, stage_1, stage_2, duplicates_1)
 READING = (read_anchor, read_memmap, read_ours, read_ours_eight)
 ROWS = {row.__name__: row for row in (*ENCODING, *PROCESSES, *READING)}
 # The table compares single cores, and Rayon would use all of them.

@@ -67,6 +67,11 @@ def stage_2(bench: BenchmarkFolder) -> RowMeasurement:
     return measured
 
 
+def duplicates_1(bench: BenchmarkFolder) -> RowMeasurement:
+    """The whole stage in one process with `corpus.duplicates = "drop"`, to be compared with `stage_1`."""
+    return _stage(bench, 1, "--corpus.duplicates=drop")
+
+
 def encode_1(bench: BenchmarkFolder) -> RowMeasurement:
     """The stage's encode tasks in one process, without its start and its self-check."""
     return _encode_tasks(bench, num_processes=1)
@@ -125,7 +130,7 @@ def warm_2(bench: BenchmarkFolder) -> RowMeasurement:
     return _kernel_processes(bench, num_processes=2, is_warm=True)
 
 
-def _stage(bench: BenchmarkFolder, num_workers: int) -> RowMeasurement:
+def _stage(bench: BenchmarkFolder, num_workers: int, *overrides: str) -> RowMeasurement:
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
     from services.common.artifacts.store import open_artifact  # noqa: PLC0415
     from services.tokenizer.command import main  # noqa: PLC0415
@@ -134,13 +139,15 @@ def _stage(bench: BenchmarkFolder, num_workers: int) -> RowMeasurement:
     compile_kernels(np.dtype(np.uint16))
     recipe = bench.write_recipe(num_workers)
     watch = Watch()
-    exit_code = main(["--recipe", str(recipe), "--root", str(bench.output), "--launch", "inline"])
+    exit_code = main(["--recipe", str(recipe), "--root", str(bench.output), "--launch", "inline", *overrides])
     measured = watch.stop()
     (folder,) = bench.output.glob("corpus/*/*/manifest.json")
     payload = open_artifact(folder.parent, CorpusManifest).manifest.corpus
     measured.tokens = sum(counts.tokens for counts in payload.splits.values())
     measured.stored_bytes = bytes_below(folder.parent) - bench.model.stat().st_size
     measured.notes.append(", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in payload.phases))
+    if payload.documents_duplicate:
+        measured.notes.append(f"{payload.documents_duplicate:,} of {payload.documents_read:,} documents are duplicates")
     measured.notes.append(f"{payload.documents_checked:,} documents checked, exit code {exit_code}")
     return measured
 

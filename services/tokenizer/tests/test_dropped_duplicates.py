@@ -90,7 +90,12 @@ def test_the_first_source_keeps_a_document_and_every_pass_drops_the_same(
     assert "duplicates" in {phase.name for phase in manifest.corpus.phases}
 
 
-def test_any_partitions_and_processes_keep_what_a_set_keeps(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    "runs", [((10**9, 1), (300, 1), (1_000, 2)), pytest.param(((10**9, 1), (1, 4)), marks=pytest.mark.slow)]
+)
+def test_any_partitions_and_processes_keep_what_a_set_keeps(
+    tmp_path: Path, model: Path, runs: Sequence[tuple[int, int]]
+) -> None:
     chosen = random.Random(draw_seed())
     left, right = make_repeated(chosen, 90), make_repeated(chosen, 60)
     text = Text(tmp_path, model, (left, 1), (right, 1))
@@ -98,7 +103,7 @@ def test_any_partitions_and_processes_keep_what_a_set_keeps(tmp_path: Path, mode
     made = [
         text.publish(f"{split_bytes}", corpus__split_bytes=split_bytes, corpus__validation_fraction=0.3,
                      tokenizer__num_workers=workers)
-        for split_bytes, workers in ((10**9, 1), (300, 1), (1_000, 2))
+        for split_bytes, workers in runs
     ]  # fmt: skip
 
     path, manifest = made[0]
@@ -109,7 +114,7 @@ def test_any_partitions_and_processes_keep_what_a_set_keeps(tmp_path: Path, mode
     assert len(validation) > 3
     assert manifest.corpus.documents_duplicate == len(left + right) - len(kept) > 80
     assert {each.content_digest for _, each in made} == {manifest.content_digest}
-    assert [each.corpus.sources for _, each in made[1:]] == [manifest.corpus.sources] * 2
+    assert [each.corpus.sources for _, each in made[1:]] == [manifest.corpus.sources] * (len(runs) - 1)
 
 
 def test_short_documents_go_before_duplicates_and_weights_choose_after_them(tmp_path: Path, model: Path) -> None:
