@@ -28,12 +28,23 @@ def micro_batches(
     stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0
 ) -> Iterator[MicroBatch]:
     """Yield this worker's micro-batches of the batch with this number, in order."""
-    batch = recipe.batch
-    share = mesh.share(batch.global_batch_size)
-    first = offset_samples + number * batch.global_batch_size + share.start
-    samples = sample_indices(stream.num_samples, recipe.train.data_seed, first, len(share))
-    for start in range(0, len(share), batch.micro_batch_size):
-        yield read_micro_batch(stream, samples[start : start + batch.micro_batch_size], recipe)
+    samples, size = _own_samples(stream, recipe, number, mesh, offset_samples), recipe.batch.micro_batch_size
+    for start in range(0, len(samples), size):
+        yield read_micro_batch(stream, samples[start : start + size], recipe)
+
+
+def prefetch_batch(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0) -> None:
+    """Let the kernel read this worker's samples of the batch with this number while the process computes."""
+    stream.prefetch(_own_samples(stream, recipe, number, mesh, offset_samples))
+
+
+def _own_samples(
+    stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int
+) -> npt.NDArray[np.int64]:
+    """Return the indices of this worker's samples of the batch with this number."""
+    share = mesh.share(recipe.batch.global_batch_size)
+    first = offset_samples + number * recipe.batch.global_batch_size + share.start
+    return sample_indices(stream.num_samples, recipe.train.data_seed, first, len(share))
 
 
 def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:

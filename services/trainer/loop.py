@@ -23,7 +23,7 @@ from services.common.program.step import Program
 from services.trainer.agreement import WorkerStep, require_same_outcome, require_same_program, require_same_state
 from services.trainer.checkpoints.loader import ResumePoint, resume, roll_back
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
-from services.trainer.data import micro_batches
+from services.trainer.data import micro_batches, prefetch_batch
 from services.trainer.evaluation.records import drop_evaluations_after, has_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
@@ -141,6 +141,8 @@ class Training:
             batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh, offset))
             data_seconds = time.perf_counter() - started
             result = self._program.train_step(step, batches, self._skipped.total)
+            # While the device computes. After a rollback the next batch is another one, which is then read when due.
+            prefetch_batch(self._tokens, recipe, self._spikes.batch_of(step + 1), self._backend.mesh, offset)
             numbers = self._backend.defer(result._asdict()).read()
             is_applied, loss = bool(numbers["is_applied"]), numbers["loss"]
             self._skipped.count(is_applied)

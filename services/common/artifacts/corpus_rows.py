@@ -7,7 +7,10 @@ corpus of any size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +128,20 @@ class CorpusRows:
         """
         return self.map(split, self._number(split, row)).read(self.folder, split, row, self.corpus.sequence_length)
 
+    def prefetch(self, split: Split, row: int) -> None:
+        """Map the file of a row, and ask the kernel to read the row's pages while this process goes on.
+
+        Damage that this meets is left to `read`. The kernel keeps the pages also where the file is unmapped meanwhile.
+        """
+        try:
+            file = self.map(split, self._number(split, row))
+        except ArtifactError:
+            return
+        at, length = row - file.rows.start, self.corpus.sequence_length
+        begin, end = file.start_offsets[at : at + 2].tolist()
+        for values in (file.tokens[at * length : (at + 1) * length], file.starts[begin:end], file.checks[at : at + 1]):
+            _request_pages(values)
+
     def locate(self, split: Split, row: int) -> Path:
         """Return the path of the file that has a row."""
         return self.map(split, self._number(split, row)).path
@@ -214,6 +231,22 @@ def _map_batch(path: Path) -> pa.RecordBatch:
 
 def _view(values: pa.Array) -> Any:
     return np.from_dlpack(values)  # a view; `to_numpy` imports pandas where that is installed: 0.4 s
+
+
+def _request_pages(values: npt.NDArray[Any]) -> None:
+    """Ask the kernel to read the pages of a view of a mapped file, which it may leave undone."""
+    address = values.ctypes.data
+    page = address - address % mmap.PAGESIZE
+    _load_madvise()(page, address + values.nbytes - page, mmap.MADV_WILLNEED)
+
+
+@cache
+def _load_madvise() -> Callable[[int, int, int], int]:
+    # The `madvise` of Python's `mmap` is for its own maps, each of which keeps a descriptor.
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise.restype = ctypes.c_int
+    return madvise
 
 
 def _show(check: int | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import uuid
 from collections import Counter
@@ -27,6 +28,7 @@ from pydantic import (
     WrapValidator,
     field_validator,
 )
+from pydantic.dataclasses import dataclass
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.credentials import mask
@@ -42,7 +44,13 @@ _SLICE = 1_000
 """Entries of a list that pydantic checks at a time, so that the errors of a million bad entries never exist at once."""
 
 
+_PLAIN_PATH = re.compile(r"(?:[a-z0-9_][a-z0-9_.-]{0,99}/){0,9}[a-z0-9_][a-z0-9_.-]{0,99}", re.ASCII | re.IGNORECASE)
+"""Paths that need no closer look, which are those of shards: a manifest may have 300,000."""
+
+
 def _require_relative(path: str) -> str:
+    if _PLAIN_PATH.fullmatch(path) and path != MANIFEST:
+        return path
     if len(path.encode()) > 4_000 or any(
         part in ("", ".", "..") or len(part.encode()) > 255 for part in path.split("/")
     ):
@@ -97,13 +105,23 @@ class ManifestModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
 
 
-class FileEntry(ManifestModel):
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class FileEntry:
+    """Size and checksums of one file of an artifact.
+
+    Not a model, whose instances have two dictionaries each: 0.5 GB for the 300,000 files that a manifest can list.
+    """
+
     path: RelativePath
     bytes: Count
     xxh3_128: Xxh3
     """Checksum that readers compare: 24 GB/s on a core, where sha256 reaches 1.8."""
     sha256: Sha256
     """Checksum that is recorded for provenance."""
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return the fields as a manifest has them, in a tenth of the time that `dataclasses.asdict` takes."""
+        return {"path": self.path, "bytes": self.bytes, "xxh3_128": self.xxh3_128, "sha256": self.sha256}
 
 
 class InputLink(ManifestModel):
@@ -260,7 +278,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def content_digest(files: tuple[FileEntry, ...]) -> str:
-    return fingerprint([entry.model_dump(mode="json") for entry in files])
+    return fingerprint([entry.to_json() for entry in files])
 
 
 def write_durably(path: Path, content: bytes, fence: Callable[[], None] = lambda: None) -> None:

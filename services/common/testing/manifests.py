@@ -30,7 +30,7 @@ def forge(folder: Path, change: Callable[[Fields], object] = lambda fields: None
     """Do the same as `reseal`, with entries that fit the files as they are now."""
 
     def describe_then_change(fields: Fields) -> None:
-        fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
+        fields["files"] = [entry.to_json() for entry in describe_files(folder)]
         change(fields)
 
     reseal(folder, describe_then_change)

@@ -175,7 +175,7 @@ class CheckpointWriter:
     def _commit(self) -> None:
         assert self._writing
         entry, self._writing = self._writing.result(), None
-        entries = tuple(FileEntry.model_validate(each) for each in self._group.gather(entry.model_dump(mode="json")))
+        entries = tuple(FileEntry(**each) for each in self._group.gather(entry.to_json()))
         if self._group.rank == 0:
             self._committing = self._thread.submit(self._publish, entries)
 
