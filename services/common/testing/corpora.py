@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from services.common.artifacts.corpus import CorpusPayload, Split, SplitCounts, Vocabulary
 
 
 def corpus_payload(
-    vocabulary: Vocabulary, splits: Mapping[Split, SplitCounts], *, sequence_length: int, rows_per_shard: int
+    vocabulary: Vocabulary,
+    splits: Mapping[Split, SplitCounts],
+    *,
+    sequence_length: int,
+    rows_per_shard: int,
+    token_dtype: Literal["uint16", "uint32"] = "uint16",
 ) -> CorpusPayload:
     """Return the payload of a corpus without an encoder and without dropped documents."""
     return CorpusPayload(
         vocabulary=vocabulary,
-        token_dtype="uint16",
+        token_dtype=token_dtype,
         sequence_length=sequence_length,
         rows_per_shard=rows_per_shard,
         encoder="none",
