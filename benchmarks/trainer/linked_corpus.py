@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def _fill_split(folder: Path, recipe: Recipe, split: Split, num_shards: int) -> 
                 source, linked, digest = folder / path, entry, written
         else:
             os.link(source, folder / path)
-            entry, written = linked.model_copy(update={"path": path}), digest
+            entry, written = replace(linked, path=path), digest
         entries.append(entry)
         digests.append(written)
     digests.append(write_rows(folder / tail_path(split), split, rows, _ids(recipe, 1)[:, :1], [[0]]))

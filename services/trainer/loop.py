@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import MillraceError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
@@ -114,8 +115,9 @@ class Training:
             record_changed_settings(job, begin.recipe)
         self._first_step = self._done
         self._is_program_new = True  # its first step compiles or loads the graphs
-        self._tokens = TokenStream(corpus.path, corpus.payload, "train")
-        self._validation = Validation(recipe, corpus, recipe.train.evaluation_tokens)
+        rows = CorpusRows(corpus.path, corpus.payload)  # for both splits, so that the worker has one bound of maps
+        self._tokens = TokenStream(corpus.path, corpus.payload, "train", rows)
+        self._validation = Validation(recipe, corpus, recipe.train.evaluation_tokens, rows)
         self._stop_conditions = StopConditions(job, environment)
         self._stragglers, self._health = Stragglers(), HealthMeasurement(recipe)
         self._stop_reason = StopReason.NONE

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
@@ -31,10 +32,15 @@ PERMUTATION_SEED = -1
 class Validation:
     """The targets of a corpus's validation split on which states are evaluated."""
 
-    def __init__(self, recipe: Recipe, corpus: RunCorpus, num_tokens: int | None) -> None:
-        """Choose `num_tokens` targets, rounded up to whole samples, or all of them for None."""
+    def __init__(
+        self, recipe: Recipe, corpus: RunCorpus, num_tokens: int | None, rows: CorpusRows | None = None
+    ) -> None:
+        """Choose `num_tokens` targets, rounded up to whole samples, or all of them for None.
+
+        A process that reads the training split, too, gives the `rows` that both splits read from.
+        """
         self._recipe, self._corpus = recipe, corpus.payload
-        self._stream = TokenStream(corpus.path, self._corpus, "validation")
+        self._stream = TokenStream(corpus.path, self._corpus, "validation", rows)
         self._samples = choose_samples(self._stream, num_tokens)
 
     @property
