@@ -134,9 +134,9 @@ def _stage(bench: BenchmarkFolder, num_workers: int, *overrides: str) -> RowMeas
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
     from services.common.artifacts.store import open_artifact  # noqa: PLC0415
     from services.tokenizer.command import main  # noqa: PLC0415
-    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415
+    from services.tokenizer.encoding.chunk_encoder import load_kernels  # noqa: PLC0415
 
-    compile_kernels(np.dtype(np.uint16))
+    load_kernels(np.dtype(np.uint16))
     recipe = bench.write_recipe(num_workers)
     watch = Watch()
     exit_code = main(["--recipe", str(recipe), "--root", str(bench.output), "--launch", "inline", *overrides])

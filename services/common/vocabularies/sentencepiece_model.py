@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 import sentencepiece
@@ -13,13 +14,25 @@ from services.common.errors import ArtifactError
 # Field numbers of sentencepiece_model.proto. Nine fields need no generated code, and the Python classes that come with
 # sentencepiece need a newer protobuf than the Neuron images have.
 _PIECE, _TRAINER_SPEC, _NORMALIZER_SPEC = 1, 2, 3
-_PIECE_TYPE = 3
+_PIECE_KIND = 3
 _MODEL_TYPE, _WHITESPACE_AS_SUFFIX = 3, 24
 _CHARSMAP, _DUMMY_PREFIX, _REMOVE_WHITESPACES, _ESCAPE_WHITESPACES, _RULE_TSV = 2, 3, 4, 5, 6
 _BPE = 2
-_USER_DEFINED = 4
+_PIECE_KIND_TAG = bytes([3 << 3])
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class PieceKind(IntEnum):
+    """The field `type` of a piece in sentencepiece_model.proto."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    """Such a piece is cut out of a text before anything is merged."""
+    UNUSED = 5
+    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,8 @@ class SentencePieceSettings:
     removes_extra_whitespaces: bool
     escapes_whitespaces: bool
     puts_whitespace_last: bool
-    has_user_defined_pieces: bool
-    """Whether there are pieces that are cut out of a text before anything is merged."""
+    piece_kinds: tuple[int, ...]
+    """The `PieceKind` of every piece, in the order of their ids."""
 
 
 def load_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
@@ -45,12 +58,12 @@ def load_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
         raise ArtifactError(f"Not a SentencePiece model ({error}).") from error
 
 
-@lru_cache(maxsize=1)  # 0.2 s in Python for 32,000 pieces
+@lru_cache(maxsize=1)  # 0.03 s in Python for 32,000 pieces
 def read_settings(model: bytes) -> SentencePieceSettings:
     """Return the settings of a model that `load_model` has accepted."""
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
-    has_user_defined_pieces = False
+    piece_kinds: list[int] = []
     for number, value in _fields(model):
         if isinstance(value, bytes):
             if number == _TRAINER_SPEC:
@@ -58,7 +71,9 @@ def read_settings(model: bytes) -> SentencePieceSettings:
             elif number == _NORMALIZER_SPEC:
                 normalizer = dict(_fields(value))
             elif number == _PIECE:
-                has_user_defined_pieces |= (_PIECE_TYPE, _USER_DEFINED) in _fields(value)
+                # Normal pieces have no field for their kind, and a search for its tag is faster than `_fields`.
+                kind = dict(_fields(value)).get(_PIECE_KIND) if _PIECE_KIND_TAG in value else None
+                piece_kinds.append(kind if isinstance(kind, int) else PieceKind.NORMAL)
     return SentencePieceSettings(
         is_bpe=trainer.get(_MODEL_TYPE, 1) == _BPE,
         changes_characters=bool(normalizer.get(_CHARSMAP) or normalizer.get(_RULE_TSV)),
@@ -66,7 +81,7 @@ def read_settings(model: bytes) -> SentencePieceSettings:
         removes_extra_whitespaces=bool(normalizer.get(_REMOVE_WHITESPACES, 1)),
         escapes_whitespaces=bool(normalizer.get(_ESCAPE_WHITESPACES, 1)),
         puts_whitespace_last=bool(trainer.get(_WHITESPACE_AS_SUFFIX, 0)),
-        has_user_defined_pieces=has_user_defined_pieces,
+        piece_kinds=tuple(piece_kinds),
     )
 
 

@@ -6,46 +6,14 @@ Two numbers of 32 bits share one of 64. A merge is `rank << 32 | id` of the merg
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
+from services.tokenizer.encoding.chunk_tables import FILTER_SHIFT, NO_MERGE, SLOT_MULTIPLIER, SLOT_SHIFT
 from services.tokenizer.encoding.kernel_options import inlined, inner
 
-CACHED_BYTES = 255
-"""Bytes of the longest chunk that `merge_chunk` takes, and that the table of seen chunks holds."""
-
 _MERGED_AWAY = np.int32(-2)  # -1 is NO_SYMBOL
-_NO_MERGE = np.int64(0x7FFFFFFFFFFFFFFF)
 _RANK_SHIFT = 32
 _LOW_BITS = 0xFFFFFFFF
-
-
-class LongChunk(NamedTuple):
-    """Memory for a chunk of more than CACHED_BYTES: its symbols as a doubly linked list, and a heap of merges."""
-
-    symbols: npt.NDArray[np.int32]
-    begins: npt.NDArray[np.int32]
-    following: npt.NDArray[np.int32]
-    preceding: npt.NDArray[np.int32]
-    heap: npt.NDArray[np.int64]
-
-
-class Scratch(NamedTuple):
-    """Memory in which the kernels work. It keeps nothing between two documents."""
-
-    text: npt.NDArray[np.uint8]
-    """A document: a space, the document's bytes, and PADDING_BYTES."""
-    borders: npt.NDArray[np.uint32]
-    """[BLOCK_BYTES + 1] positions in a block of the text."""
-    symbols: npt.NDArray[np.int32]
-    """[CACHED_BYTES + 2] pieces of the chunk that is encoded."""
-    symbol_begins: npt.NDArray[np.int32]
-    """[CACHED_BYTES + 2] positions of the symbols in the chunk."""
-    merges: npt.NDArray[np.int64]
-    """[CACHED_BYTES + 2] merges of each symbol with the next one."""
-    long: LongChunk
 
 
 @inner
@@ -57,9 +25,13 @@ def merge_chunk(begin, end, tables, scratch, ids, count):
     text, symbols, begins, merges = scratch.text, scratch.symbols, scratch.symbol_begins, scratch.merges
     num_symbols = _split_characters(begin, end, text, tables, symbols, begins)
     for index in range(num_symbols - 1):
-        merges[index] = _find_merge(symbols[index], symbols[index + 1], tables)
+        left, right = text[begin + begins[index]], text[begin + begins[index + 1]]
+        if left | right < 0x80:
+            merges[index] = tables.merges_of_ascii[np.intp(left) << 7 | np.intp(right)]
+        else:
+            merges[index] = _find_merge(symbols[index], symbols[index + 1], tables)
     while num_symbols > 1:
-        best, at = _NO_MERGE >> _RANK_SHIFT, -1
+        best, at = NO_MERGE >> _RANK_SHIFT, -1
         for index in range(num_symbols - 1):
             if merges[index] >> _RANK_SHIFT < best:
                 best, at = merges[index] >> _RANK_SHIFT, index
@@ -112,7 +84,7 @@ def merge_long_chunk(begin, end, tables, scratch, ids, count):
             continue
         right = following[at]
         merge = _find_merge(symbols[at], symbols[right], tables)
-        if merge == _NO_MERGE or merge >> _RANK_SHIFT != item >> _RANK_SHIFT:
+        if merge == NO_MERGE or merge >> _RANK_SHIFT != item >> _RANK_SHIFT:
             continue
         symbols[at] = np.int32(merge & _LOW_BITS)
         symbols[right] = _MERGED_AWAY
@@ -132,8 +104,8 @@ def merge_long_chunk(begin, end, tables, scratch, ids, count):
 
 @inner
 def _offer(heap, size, merge, position):
-    """Add the merge of a symbol with the next one to the heap, unless it is _NO_MERGE. Return the heap's new size."""
-    if merge == _NO_MERGE:
+    """Add the merge of a symbol with the next one to the heap, unless it is NO_MERGE. Return the heap's new size."""
+    if merge == NO_MERGE:
         return size
     item = (merge >> _RANK_SHIFT) << _RANK_SHIFT | position
     at = size
@@ -208,25 +180,33 @@ def code_point_at(text, at):
 
 @inner
 def _find_merge(left, right, tables):
-    """Return the merge of two symbols, or _NO_MERGE when they make no piece."""
+    """Return the merge of two symbols, or NO_MERGE when they make no piece."""
     if left < 0 or right < 0:
-        return _NO_MERGE
-    slot = _find_slot(np.int64(left) << 32 | np.int64(right), tables.merge_keys, tables)
-    return tables.merge_values[slot] if tables.merge_keys[slot] >= 0 else _NO_MERGE
+        return NO_MERGE
+    key = np.int64(left) << 32 | np.int64(right)
+    hashed = np.uint64(key) * SLOT_MULTIPLIER
+    bit = hashed >> FILTER_SHIFT
+    if (tables.merge_filter[bit >> np.uint64(6)] >> (bit & np.uint64(63))) & np.uint64(1) == 0:
+        return NO_MERGE
+    merges = tables.merges
+    mask = np.uint64(merges.size // 2 - 1)
+    slot = (hashed >> SLOT_SHIFT) & mask
+    while True:
+        found = merges[slot << np.uint64(1)]
+        if found == key:
+            return merges[slot << np.uint64(1) | np.uint64(1)]
+        if found == -1:
+            return NO_MERGE
+        slot = (slot + np.uint64(1)) & mask
 
 
 @inlined
 def are_in_a_piece(left, right, tables):
     """Return whether a piece has two characters, of which one is not ASCII, next to each other."""
+    key = left << 32 | right
     pairs = tables.pairs_of_characters
-    return pairs[_find_slot(left << 32 | right, pairs, tables)] >= 0
-
-
-@inlined
-def _find_slot(key, keys, tables):
-    """Return the slot of a key in a hash table of `ChunkTables`, or the empty slot where the key belongs."""
-    mask = np.uint64(keys.size - 1)
-    slot = ((np.uint64(key) * tables.slot_multiplier) >> tables.slot_shift) & mask
-    while keys[slot] != -1 and keys[slot] != key:
+    mask = np.uint64(pairs.size - 1)
+    slot = ((np.uint64(key) * SLOT_MULTIPLIER) >> SLOT_SHIFT) & mask
+    while pairs[slot] != -1 and pairs[slot] != key:
         slot = (slot + np.uint64(1)) & mask
-    return slot
+    return pairs[slot] >= 0

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.vocabularies.sentencepiece_model import load_model, read_settings
-from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES, LongChunk, Scratch
-from services.tokenizer.encoding.chunk_kernel import (
+from services.tokenizer.encoding.chunk_tables import ChunkTables, build_tables
+from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
+from services.tokenizer.encoding.kernel_memory import (
     BLOCK_BYTES,
+    CACHED_BYTES,
     ENTRY_WORDS,
+    GROUP_CHUNKS,
     PADDING_BYTES,
     USED_ENTRIES,
     ChunkCache,
-    encode_documents,
-    rehash,
+    LongChunk,
+    Scratch,
 )
-from services.tokenizer.encoding.chunk_tables import ChunkTables, build_tables
-from services.tokenizer.encoding.compiled_kernels import compile_once
-from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
+from services.tokenizer.encoding.kernel_store import load_kernel
+from services.tokenizer.encoding.machine_code import Kernel
 from services.tokenizer.text_batch import TextBatch
 
 _FIRST_ENTRIES = 2**17
@@ -28,6 +31,14 @@ _MOST_ENTRIES = 2**22  # 128 MiB
 _LONG_CHUNKS_BYTES = 32 * 2**20
 _LONG_IDS = 8 * 2**20
 _FIRST_LONG_CHUNK_BYTES = 2**16
+_LINE_WORDS = 8
+
+
+class Kernels(NamedTuple):
+    """The kernels that are linked into this process, by their names in `chunk_kernel`."""
+
+    encode_documents: Kernel
+    rehash: Kernel
 
 
 class ChunkEncoder:
@@ -39,6 +50,7 @@ class ChunkEncoder:
         self._tables = tables
         self._bos_id, self._eos_id, self._adds_prefix = bos_id, eos_id, adds_prefix
         self._dtype = dtype
+        self._kernels = load_kernels(dtype)
         self._cache = _empty_cache(_FIRST_ENTRIES, dtype)
         self._ids: npt.NDArray[Any] = np.empty(0, dtype)
         self._scratch = _scratch(0)
@@ -47,9 +59,8 @@ class ChunkEncoder:
     def from_model(cls, model: bytes) -> ChunkEncoder:
         processor = load_model(model)
         dtype = np.dtype(token_dtype(processor.vocab_size()))
-        compile_kernels(dtype)
         return cls(
-            build_tables(processor),
+            build_tables(model),
             processor.bos_id(),
             processor.eos_id(),
             read_settings(model).adds_dummy_prefix,
@@ -65,18 +76,16 @@ class ChunkEncoder:
         return self._ids[:count].copy(), offsets
 
     def _encode(self, batch: TextBatch, offsets: Offsets) -> int:
-        return int(
-            encode_documents(
-                *map(_read_only, (batch.text, batch.begins, batch.ends)),
-                self._bos_id,
-                self._eos_id,
-                self._tables,
-                self._adds_prefix,
-                self._cache,
-                self._scratch,
-                self._ids,
-                offsets,
-            )
+        return self._kernels.encode_documents(
+            *map(np.ascontiguousarray, (batch.text, batch.begins, batch.ends)),
+            self._bos_id,
+            self._eos_id,
+            self._tables,
+            int(self._adds_prefix),
+            self._cache,
+            self._scratch,
+            self._ids,
+            offsets,
         )
 
     def _make_room(self, batch: TextBatch) -> None:
@@ -86,18 +95,18 @@ class ChunkEncoder:
         longest = int(batch.sizes.max(initial=0))
         if len(self._scratch.text) < longest + 1 + PADDING_BYTES:
             self._scratch = _scratch(longest)._replace(long=self._scratch.long)
-        self._cache = _with_room(self._cache)
+        self._cache = _with_room(self._cache, self._kernels)
 
 
-def _with_room(cache: ChunkCache) -> ChunkCache:
+def _with_room(cache: ChunkCache, kernels: Kernels) -> ChunkCache:
     """Return a table with room for a batch: doubled when it fills up, emptied when it cannot grow."""
     num_entries = len(cache.entries) // ENTRY_WORDS
     used = (cache.used / [num_entries, len(cache.long_chunks), len(cache.long_ids)]).tolist()
     used_entries = used.pop(USED_ENTRIES)
     if used_entries > 0.6 and num_entries < _MOST_ENTRIES:
         # Four times the size is slower: the operating system has to clear the pages, and 184 MB took a fifth longer.
-        entries = np.zeros(2 * num_entries * ENTRY_WORDS, np.uint64)
-        rehash(cache.entries, entries)
+        entries = _empty_entries(2 * num_entries)
+        kernels.rehash(cache.entries, entries)
         return cache._replace(entries=entries)
     if used_entries > 0.74 or max(used) > 7 / 8:
         cache.entries[:] = 0
@@ -105,47 +114,52 @@ def _with_room(cache: ChunkCache) -> ChunkCache:
     return cache
 
 
-def compile_kernels(dtype: np.dtype[Any]) -> None:
-    """Compile the kernels for ids of a type, unless numba's folder on this machine has them."""
-    compile_once(dtype.name, lambda: load_kernels(dtype))
+@cache
+def load_kernels(dtype: np.dtype[Any]) -> Kernels:
+    """Link the kernels for ids of a type into this process. Those that no file on this machine has are compiled."""
+    return Kernels(**{name: load_kernel(name, example) for name, example in examples_of_arguments(dtype).items()})
 
 
-def load_kernels(dtype: np.dtype[Any]) -> None:
-    """Load the kernels for ids of a type into this process. Numba compiles those that its folder lacks."""
+def examples_of_arguments(dtype: np.dtype[Any]) -> dict[str, tuple[Any, ...]]:
+    """Return arguments of every kernel, with the types that they have for ids of a type."""
     tables = ChunkTables(
         is_soft=np.zeros(0, np.uint8),
         pairs_of_characters=np.zeros(0, np.int64),
-        merge_keys=np.zeros(0, np.int64),
-        merge_values=np.zeros(0, np.int64),
+        merges=np.zeros(0, np.int64),
+        merge_filter=np.zeros(0, np.uint64),
+        merges_of_ascii=np.zeros(0, np.int64),
         id_of_code_point=np.zeros(0, np.int32),
         id_of_byte=np.zeros(0, np.int32),
-        slot_multiplier=np.uint64(0),
-        slot_shift=np.uint64(0),
     )
-    ChunkEncoder(tables, bos_id=0, eos_id=0, adds_prefix=True, dtype=dtype).encode(TextBatch.of([]))
-    rehash(np.zeros(0, np.uint64), np.zeros(ENTRY_WORDS, np.uint64))
-
-
-def _read_only(values: Any) -> npt.NDArray[Any]:
-    """Return a read-only view. Arrays in Arrow's memory are read-only, and numba would compile for both kinds."""
-    view = np.ascontiguousarray(values).view()
-    view.flags.writeable = False
-    return view
+    positions, words = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+    documents = (np.zeros(0, np.uint8), positions, positions)
+    memory = (_empty_cache(0, dtype), _scratch(0), np.zeros(0, dtype), positions)
+    return {"encode_documents": (*documents, 0, 0, tables, 0, *memory), "rehash": (words, words)}
 
 
 def _empty_cache(num_entries: int, dtype: np.dtype[Any]) -> ChunkCache:
     return ChunkCache(
-        entries=np.zeros(num_entries * ENTRY_WORDS, np.uint64),
+        entries=_empty_entries(num_entries),
         long_chunks=np.zeros(_LONG_CHUNKS_BYTES, np.uint8),
         long_ids=np.zeros(_LONG_IDS, dtype),
         used=np.zeros(3, np.int64),
     )
 
 
+def _empty_entries(num_entries: int) -> npt.NDArray[np.uint64]:
+    """Return a table that begins at a cache line, so that no entry is in two lines."""
+    words = np.zeros(num_entries * ENTRY_WORDS + _LINE_WORDS, np.uint64)
+    begin = -(words.ctypes.data // words.itemsize) % _LINE_WORDS
+    return words[begin : begin + num_entries * ENTRY_WORDS]
+
+
 def _scratch(longest_document: int) -> Scratch:
     return Scratch(
         text=np.zeros(longest_document + 1 + PADDING_BYTES, np.uint8),
         borders=np.empty(BLOCK_BYTES + 1, np.uint32),
+        first_words=np.empty(GROUP_CHUNKS, np.uint64),
+        second_words=np.empty(GROUP_CHUNKS, np.uint64),
+        slots=np.empty(GROUP_CHUNKS, np.uint64),
         symbols=np.empty(CACHED_BYTES + 2, np.int32),
         symbol_begins=np.empty(CACHED_BYTES + 2, np.int32),
         merges=np.empty(CACHED_BYTES + 2, np.int64),

@@ -27,33 +27,25 @@ does not vectorise such a loop: the search for borders then runs at 1.0 instead 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
-from services.tokenizer.encoding.bpe_kernel import (
+from services.tokenizer.encoding.bpe_kernel import are_in_a_piece, code_point_at, merge_chunk, merge_long_chunk
+from services.tokenizer.encoding.kernel_memory import (
+    BLOCK_BYTES,
     CACHED_BYTES,
-    are_in_a_piece,
-    code_point_at,
-    merge_chunk,
-    merge_long_chunk,
+    ENTRY_WORDS,
+    GROUP_CHUNKS,
+    USED_CHUNK_BYTES,
+    USED_ENTRIES,
+    USED_IDS,
 )
-from services.tokenizer.encoding.kernel_options import inlined, inner, kernel
-from services.tokenizer.encoding.unaligned import load_word, store_word
+from services.tokenizer.encoding.kernel_options import inlined, inner
+from services.tokenizer.encoding.unaligned import load_word, prefetch, store_word
 
-BLOCK_BYTES = 1 << 16
-"""Bytes of text in which all borders are found before the chunks are looked up."""
 SHORT_BYTES = 16
 """Bytes of the longest chunk that is its own key in the table."""
-PADDING_BYTES = 24
-"""Bytes behind a buffer's content that loads and stores of whole words may touch."""
-
-ENTRY_WORDS = 4
 FIRST_KEY, SECOND_KEY, SIZES, IDS = (np.uint64(word) for word in range(ENTRY_WORDS))
 """Offsets of an entry's words."""
-USED_ENTRIES, USED_CHUNK_BYTES, USED_IDS = range(3)
-"""Indices of the counts in `ChunkCache.used`."""
 WORD_BYTES = 8
 
 _ENTRY_STRIDE = np.uint64(ENTRY_WORDS)
@@ -67,18 +59,7 @@ _FIRST_WORD = np.array([(1 << 8 * min(size, 8)) - 1 for size in range(SHORT_BYTE
 _SECOND_WORD = np.array([(1 << 8 * max(size - 8, 0)) - 1 for size in range(SHORT_BYTES + 1)], np.uint64)
 
 
-class ChunkCache(NamedTuple):
-    """A hash table from chunks to their ids, with linear probing. The module's docstring shows an entry."""
-
-    entries: npt.NDArray[np.uint64]
-    """ENTRY_WORDS words for each slot. A slot is empty when its word SIZES is 0."""
-    long_chunks: npt.NDArray[np.uint8]
-    long_ids: npt.NDArray[Any]
-    used: npt.NDArray[np.int64]
-    """Numbers of entries, of bytes in `long_chunks` and of items in `long_ids`."""
-
-
-@kernel
+@inner
 def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, cache, scratch, ids, offsets):
     """Write ids and offsets as `Encoder.encode` returns them, and return the number of ids.
 
@@ -102,9 +83,10 @@ def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, ca
     return count
 
 
-@kernel
+@inner
 def rehash(old, new):
-    """Copy all entries of the table `old` into the empty table `new`."""
+    """Copy all entries of the table `old` into the empty table `new`, and return their number."""
+    count = 0
     mask = np.uint64(new.size // ENTRY_WORDS - 1)
     for begin in range(0, old.size, ENTRY_WORDS):
         entry = np.uint64(begin)
@@ -118,6 +100,8 @@ def rehash(old, new):
             slot = (slot + np.uint64(1)) & mask
         for word in range(ENTRY_WORDS):
             new[slot * _ENTRY_STRIDE + np.uint64(word)] = old[entry + np.uint64(word)]
+        count += 1
+    return count
 
 
 @inlined
@@ -165,15 +149,23 @@ def _encode_text(begin, end, tables, cache, scratch, ids, count):
             num_borders += np.uint32(1)
         # A border at the begin of the text would end an empty chunk.
         first = np.uint32(1) if block_begin == begin and borders[np.uint32(0)] == 0 else np.uint32(0)
-        for index in range(first, num_borders):
-            chunk_end = block_begin + np.intp(borders[np.uint32(index)])
-            if chunk_end - chunk_begin <= SHORT_BYTES:
-                count = _encode_short(chunk_begin, chunk_end, tables, cache, scratch, ids, count)
-            else:
-                count = _encode_long(chunk_begin, chunk_end, tables, cache, scratch, ids, count)
-                if count < 0:
-                    return count
-            chunk_begin = chunk_end
+        for begin_of_group in range(first, num_borders, GROUP_CHUNKS):
+            end_of_group = min(begin_of_group + GROUP_CHUNKS, np.intp(num_borders))
+            _prefetch_entries(block_begin, chunk_begin, begin_of_group, end_of_group, cache, scratch)
+            for index in range(begin_of_group, end_of_group):
+                chunk_end = block_begin + np.intp(borders[np.uint32(index)])
+                size = chunk_end - chunk_begin
+                if size <= SHORT_BYTES:
+                    at = np.uint32(index - begin_of_group)
+                    words = scratch.first_words[at], scratch.second_words[at]
+                    count = _find_short(
+                        chunk_begin, chunk_end, words, scratch.slots[at], tables, cache, scratch, ids, count
+                    )
+                else:
+                    count = _encode_long(chunk_begin, chunk_end, tables, cache, scratch, ids, count)
+                    if count < 0:
+                        return count
+                chunk_begin = chunk_end
         block_begin = block_end
     return count
 
@@ -195,14 +187,39 @@ def _find_borders(block, byte_before, is_soft, borders):
 
 
 @inlined
-def _encode_short(begin, end, tables, cache, scratch, ids, count):
-    """Encode the chunk `scratch.text[begin:end]` of at most SHORT_BYTES, and return the new count of ids."""
+def _prefetch_entries(block_begin, chunk_begin, begin, end, cache, scratch):
+    """Prefetch the entries of a group of chunks, and write the chunks' words and slots to `scratch`.
+
+    The group's chunks end at `borders[begin:end]`, and the first one begins at `chunk_begin`. Most of the time of a
+    search is the wait for the entry, and the entries of a group are waited for together. What is written for a chunk of
+    more than SHORT_BYTES has no meaning.
+    """
+    text, borders = scratch.text, scratch.borders
+    mask = np.uint64(cache.entries.size // ENTRY_WORDS - 1)
+    for index in range(begin, end):
+        chunk_end = block_begin + np.intp(borders[np.uint32(index)])
+        size = np.uint64(min(chunk_end - chunk_begin, SHORT_BYTES))
+        first = load_word(text, chunk_begin) & _FIRST_WORD[size]
+        second = load_word(text, chunk_begin + WORD_BYTES) & _SECOND_WORD[size]
+        slot = (_hash_short(first, second, size) >> _HASH_SHIFT) & mask
+        prefetch(cache.entries, np.intp(slot * _ENTRY_STRIDE))
+        at = np.uint32(index - begin)
+        scratch.first_words[at] = first
+        scratch.second_words[at] = second
+        scratch.slots[at] = slot
+        chunk_begin = chunk_end
+
+
+@inlined
+def _find_short(begin, end, words, slot, tables, cache, scratch, ids, count):
+    """Encode the chunk `scratch.text[begin:end]` of at most SHORT_BYTES, and return the new count of ids.
+
+    `words` are the chunk's bytes, and the search in the table begins at `slot`.
+    """
     entries = cache.entries
     size = np.uint64(end - begin)
-    first = load_word(scratch.text, begin) & _FIRST_WORD[size]
-    second = load_word(scratch.text, begin + WORD_BYTES) & _SECOND_WORD[size]
+    first, second = words
     mask = np.uint64(entries.size // ENTRY_WORDS - 1)
-    slot = (_hash_short(first, second, size) >> _HASH_SHIFT) & mask
     while True:
         entry = slot * _ENTRY_STRIDE
         sizes = entries[entry + SIZES]
@@ -215,6 +232,17 @@ def _encode_short(begin, end, tables, cache, scratch, ids, count):
         if has_key and sizes & _CHUNK_BYTES_MASK == size:
             return _copy_ids(entry, cache, ids, count)
         slot = (slot + np.uint64(1)) & mask
+
+
+@inner
+def _encode_short(begin, end, tables, cache, scratch, ids, count):
+    """Encode the chunk `scratch.text[begin:end]` of at most SHORT_BYTES, and return the new count of ids."""
+    size = np.uint64(end - begin)
+    first = load_word(scratch.text, begin) & _FIRST_WORD[size]
+    second = load_word(scratch.text, begin + WORD_BYTES) & _SECOND_WORD[size]
+    mask = np.uint64(cache.entries.size // ENTRY_WORDS - 1)
+    slot = (_hash_short(first, second, size) >> _HASH_SHIFT) & mask
+    return _find_short(begin, end, (first, second), slot, tables, cache, scratch, ids, count)
 
 
 @inner

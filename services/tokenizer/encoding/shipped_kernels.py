@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from services.tokenizer.encoding.compiled_kernels import common_processor, is_common_processor
+from services.tokenizer.encoding.chunk_encoder import examples_of_arguments
+from services.tokenizer.encoding.kernel_store import common_processor, is_common_processor, read_or_compile
 
 
 def compile_into(folder: Path) -> None:
@@ -18,12 +19,11 @@ def compile_into(folder: Path) -> None:
         print(f"no kernels were compiled: they do not run on {platform.machine()}, where numba compiles on first use")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"NUMBA_CACHE_DIR": str(folder), **common_processor()}
-    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415 - numba reads the variables when it is imported
-
+    os.environ |= common_processor()  # before numba is imported, which reads the variables then
     for dtype in (np.uint16, np.uint32):
-        compile_kernels(np.dtype(dtype))
-    for path in [folder, *folder.rglob("*")]:
+        for name, arguments in examples_of_arguments(np.dtype(dtype)).items():
+            read_or_compile(folder, name, arguments)
+    for path in [folder, *folder.iterdir()]:
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 

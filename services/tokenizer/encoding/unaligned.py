@@ -1,4 +1,4 @@
-"""Loads and stores of eight bytes at any index of an array, which numba has no operation for.
+"""Loads and stores of eight bytes at any index of an array, and prefetches, which numba has no operations for.
 
 Bounds are not checked: the caller must make sure that the array holds eight bytes from `index` on.
 """
@@ -9,10 +9,13 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 _WORD = ir.IntType(64)
 _BYTE = ir.IntType(8)
+_READ_INTO_ALL_CACHES = 0, 3, 1
+"""Arguments of `llvm.prefetch`: for reading, into all levels of the cache, and data instead of instructions."""
 
 
 @intrinsic
@@ -34,6 +37,21 @@ def store_word(typing_context: Any, array: Any, index: Any, word: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.uint64), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Ask the processor to load item `index` of the array into its caches, and do not wait for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, number = _BYTE.as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        address = builder.bitcast(_address(context, builder, signature, arguments), pointer)
+        builder.call(function, [address, *(number(flag) for flag in _READ_INTO_ALL_CACHES)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

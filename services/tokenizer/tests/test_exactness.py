@@ -8,11 +8,7 @@ import io
 import json
 import random
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,27 +23,17 @@ from services.common.testing.seeds import draw_seed
 from services.common.vocabularies.fuzz import fuzz_documents
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding import chunk_encoder
-from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES
 from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
-from services.tokenizer.encoding.chunk_kernel import (
-    BLOCK_BYTES,
-    ENTRY_WORDS,
-    FIRST_KEY,
-    IDS,
-    SECOND_KEY,
-    SHORT_BYTES,
-    SIZES,
-)
+from services.tokenizer.encoding.chunk_kernel import FIRST_KEY, IDS, SECOND_KEY, SHORT_BYTES, SIZES
 from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
-from services.tokenizer.encoding.compiled_kernels import compile_once
+from services.tokenizer.encoding.kernel_memory import BLOCK_BYTES, CACHED_BYTES, ENTRY_WORDS
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
 from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (
     MAX_DOCUMENT_BYTES,
-    REPOSITORY,
     make_documents,
     make_text,
     published,
@@ -264,43 +250,6 @@ def test_the_documents_that_come_first_are_compared_too() -> None:
     )
     with pytest.raises(DeviceError, match="zyxwvu"):
         checked.encode(TextBatch.of([*make_documents(50), b"once a zyxwvu"]))
-
-
-def test_workers_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    compiled: list[str] = []
-
-    def compile_slowly() -> None:
-        time.sleep(0.2)
-        compiled.append("kernel")
-
-    def work(_: int) -> int:
-        compile_once("uint16", compile_slowly)
-        return len(compiled)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(4))) == [1, 1, 1, 1]
-
-
-WITHOUT_NUMBA = """
-import sys
-from services.tokenizer.command import main
-code = main(sys.argv[1:])
-print("numba" in sys.modules, code)
-"""
-
-
-def test_the_reference_needs_no_compiler(tmp_path: Path) -> None:
-    text = write_documents(tmp_path / "text", make_documents(60))
-    recipe = write_recipe(tmp_path, text)
-    command = [sys.executable, "-c", WITHOUT_NUMBA, "--recipe", str(recipe), "--root", str(tmp_path / "fsx")]
-    options = ["--launch", "inline", '--tokenizer.encoder="reference"']
-    done = subprocess.run([*command, *options], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-
-    assert done.stdout.endswith("False 0\n"), done.stderr
-    assert run(recipe, tmp_path / "kernel") == 0
-    digests = {published(tmp_path / name).manifest.content_digest for name in ("fsx", "kernel")}
-    assert len(digests) == 1
 
 
 def make_ranks(documents: list[bytes], count: int) -> bytes:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.vocabularies.codec import Codec
-from services.common.vocabularies.sentencepiece_model import SentencePieceSettings, load_model, read_settings
+from services.common.vocabularies.sentencepiece_model import PieceKind, SentencePieceSettings, load_model, read_settings
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, read_ranks
 from services.common.vocabularies.tokenizer_json import load_tokenizer
 
@@ -119,7 +119,7 @@ def _require_convertible(settings: SentencePieceSettings, normal: Mapping[str, i
     checks = [
         (settings.is_bpe, "The SentencePiece model is not a BPE model."),
         (not settings.puts_whitespace_last, "The SentencePiece model writes spaces at the end of words."),
-        (not settings.has_user_defined_pieces, "The SentencePiece model has user-defined pieces."),
+        (PieceKind.USER_DEFINED not in settings.piece_kinds, "The SentencePiece model has user-defined pieces."),
         (not has_unused, "The SentencePiece model has unused pieces."),
         (not without_piece, f"The characters {without_piece[:3]} of SentencePiece pieces are no pieces themselves."),
         # normalizers.Precompiled applies the table to grapheme clusters, and gives other text for some of them.
