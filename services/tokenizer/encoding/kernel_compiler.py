@@ -14,7 +14,10 @@ KERNELS = {"encode_documents": encode_documents, "rehash": rehash}
 
 def compile_kernel(name: str, arguments: tuple[Any, ...]) -> MachineCode:
     """Compile a kernel for arguments of these types."""
-    types_of_arguments = tuple(types.int64 if isinstance(value, int) else typeof(value) for value in arguments)
+    types_of_arguments = tuple(
+        types.int64 if isinstance(value, int) else typeof(value)  # type: ignore[no-untyped-call]
+        for value in arguments
+    )
     kernel = KERNELS[name]
     kernel.compile(types_of_arguments)
     compiled = kernel.overloads[types_of_arguments]

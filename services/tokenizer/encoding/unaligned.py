@@ -46,7 +46,8 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer, number = _BYTE.as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        name = "llvm.prefetch.p0i8"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
         address = builder.bitcast(_address(context, builder, signature, arguments), pointer)
         builder.call(function, [address, *(number(flag) for flag in _READ_INTO_ALL_CACHES)])
         return context.get_dummy_value()
