@@ -26,7 +26,7 @@ from rich.text import Text
 from deploy.exit_codes import EXIT_AGAIN
 from services.common.errors import EXIT_INTERRUPTED
 from services.common.process.duration import write_duration
-from services.common.process.progress import parse_progress_line, says_already_published
+from services.common.process.progress import parse_progress_line, parse_published_line
 from services.common.process.progress_record import ALREADY_PUBLISHED, PUBLISHED, ProgressRecord
 
 State = Literal["waiting", "running", "published", "skipped", "failed", "stopped"]
@@ -170,9 +170,9 @@ class PipelineView:
         if record := parse_progress_line(stage, line):
             self.report(stage, record)
             return
-        if says_already_published(line):
-            folder = line.partition("/")
-            self.report(stage, ProgressRecord(stage, ALREADY_PUBLISHED, note=folder[1] + folder[2]))
+        if record := parse_published_line(stage, line):
+            with self._lock:
+                self._rows[stage].progress = record
         if self.is_live:
             self._console.print(Text.from_ansi(line), soft_wrap=True)
         else:

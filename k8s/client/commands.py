@@ -190,7 +190,9 @@ def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float 
     nodes, started = nodes_of(job), (job.get("status") or {}).get("startTime")
     dollars_per_hour = None if dollars_per_node_hour is None else nodes * dollars_per_node_hour
     since = datetime.fromisoformat(started) if started else None
-    view.begin(deployment.stage, f"attempt {number} on {nodes} nodes", dollars_per_hour, since)
+    view.begin(
+        deployment.stage, f"attempt {number} on {nodes:,} node{'' if nodes == 1 else 's'}", dollars_per_hour, since
+    )
 
 
 def show_log(api: Api, stage_name: str) -> int:

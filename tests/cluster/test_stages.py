@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,37 @@ def test_three_stages_make_what_plain_containers_make(harness: Harness, referenc
     assert harness.head()["metadata"]["uid"] == head
     assert f"trained to step {STEPS}" in harness.log_of("trainer")
     assert "already published" in deploy(harness, "tokenizer")
+
+
+def test_runs_of_a_pipeline_are_listed_compared_and_reported(untrained: Harness, tmp_path: Path) -> None:
+    """The pipeline names what was published before, and the pages of runs come from their cluster to this machine."""
+    home = tmp_path / "home"
+    deploy(untrained, ARGS="--train.max_steps=15")
+    said = make(untrained, "pipeline", RECIPE=str(untrained.recipe), ARGS="--train.max_steps=20 --train.seed=1")
+    for stage, kind in zip(STAGES[:2], ("corpus", "compile_cache"), strict=True):
+        artifact = one(untrained.root, f"{kind}/*/[0-9a-f]*/manifest.json").relative_to(untrained.root)
+        assert f"pipeline: {stage}: skipped, already published: /fsx/{artifact}\n" in said
+    first, second = runs = sorted(folder.name for folder in (untrained.root / "run").iterdir() if folder.is_dir())
+    assert re.search(rf"pipeline: trainer: published, /fsx/checkpoint/({first}|{second})\n", said)
+
+    listed = make(untrained, "runs")
+    for run in runs:
+        assert re.search(rf"^{run} +done +(15 of 15|20 of 20) ", listed, re.MULTILINE), listed
+    compared = make(untrained, "compare", RUNS=f"{first},{second}", TO=str(home))
+    assert re.search(r"^train\.seed +(0 +1|1 +0)$", compared, re.MULTILINE), compared
+    assert make(untrained, "report", RUN=first, TO=str(home)).count(str(home / "report.html")) == 1
+    assert [path.name for path in sorted(home.iterdir())] == ["comparison.html", "report.html"]
+    assert '<meta name="millrace-state"' in (home / "report.html").read_text(encoding="utf-8")
+    assert untrained.api.find_all("Job", "millrace.dev/component=one-off") == []
+
+
+def make(harness: Harness, target: str, **variables: str) -> str:
+    """Call a target of the Makefile for this cluster, which must succeed, and return what it printed."""
+    words = ["make", "-s", target, "TARGET=kuberay", *(f"{name}={value}" for name, value in variables.items())]
+    environment = os.environ | {"OVERLAY": str(harness.overlay)}
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_worker_pod_is_killed_and_the_weights_are_the_same(untrained: Harness, reference: dict[str, str]) -> None:

@@ -163,6 +163,27 @@ def test_a_terminal_shows_brackets_of_an_error_or_a_path(terminal: io.StringIO) 
     assert "exit code 2: /data/[/x].toml: [notify] webhook: got [a]" in terminal.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("published  /fsx/corpus/notes/6b", "published, /fsx/corpus/notes/6b"),
+        ("published: /fsx/compile_cache/a b/3b", "published, /fsx/compile_cache/a b/3b"),
+        ("trained to step 1,300: /fsx/checkpoint/tiny-1", "published, /fsx/checkpoint/tiny-1"),
+        ("already published: /fsx/compile_cache/tiny/3b", "skipped, already published: /fsx/compile_cache/tiny/3b"),
+        ("the run is complete: step 9 of 9, /fsx/checkpoint/t", "skipped, already published: /fsx/checkpoint/t"),
+        ("published in Nature", "published"),
+    ],
+)
+def test_where_an_artifact_is_follows_from_the_log_alone(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with PipelineView(["compiler"]) as view:
+        view.begin("compiler")
+        view.take_line("compiler", line)
+        view.end("compiler", 0)
+    assert f"pipeline: compiler: {said}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "value"), [("CI", "1"), ("TERM", "dumb")])
 def test_logs_of_ci_and_dumb_terminals_get_plain_lines(
     name: str, value: str, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,8 @@ import rich.console
 import rich.progress
 
 from services.common.process.progress_record import (
+    ALREADY_PUBLISHED,
+    PUBLISHED,
     ProgressRecord,
     measuring,
     report_advance,
@@ -28,7 +30,10 @@ _PLAIN_LINE = re.compile(
     r"(?P<title>[a-z][a-z ]*): (?P<done>[0-9,]+)/(?P<total>[0-9,]+) (?P<unit>[A-Za-z][A-Za-z ]*)"
     r"(?:, (?P<note>.+?))??(?:, (?P<left>[0-9,]+) s left)?"
 )
-_SAYS_PUBLISHED = ("already published", "the run is complete")
+# Lines of the stages' commands. The trainer has a checkpoint collection instead of one artifact.
+_PUBLISHED_LINE = re.compile(
+    r"(?P<is_old>already published|the run is complete: [^/]*)|(?:published|trained to step [0-9,]+):?\s+(?=/)"
+)
 _SLOW_FACTOR = 5.0
 _SAMPLE_SECONDS, _RATE_SAMPLES = 5.0, 60
 """Seconds between two samples of the rate, and their number: five minutes, or more where advances are slow."""
@@ -92,9 +97,13 @@ def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
     )
 
 
-def says_already_published(line: str) -> bool:
-    """Tell whether a line of a stage's log says that the stage has found its artifact published."""
-    return line.startswith(_SAYS_PUBLISHED)
+def parse_published_line(stage: str, line: str) -> ProgressRecord | None:
+    """Return the record of a stage whose artifact is complete, if a line of its log says so, else None."""
+    found = _PUBLISHED_LINE.match(line)
+    if found is None:
+        return None
+    phase, (_, slash, folder) = ALREADY_PUBLISHED if found["is_old"] else PUBLISHED, line.strip().partition("/")
+    return ProgressRecord(stage, phase, note=slash + folder, time=time.time())
 
 
 def _read_number(text: str | None) -> float | None:
