@@ -17,6 +17,7 @@ from typing import TextIO
 from deploy.client.pipeline_view import PipelineView
 from deploy.client.request import DeployRequest, user_name
 from deploy.client.requested_recipe import read_requested_recipe
+from deploy.exit_codes import EXIT_AGAIN
 from deploy.good_images import find_image_before
 from k8s.client.deployment_manifests import write_manifests
 from k8s.client.deployment_plan import describe_plan
@@ -181,7 +182,12 @@ def _plan_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None) -
 
 
 def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float | None, record: Record) -> None:
-    """Show whether the deployment's attempt has its pods. Its cost counts from the start of the attempt's RayJob."""
+    """Show whether the deployment's attempt has its pods. Its cost counts from the start of the attempt's RayJob.
+
+    After the last attempt the stage is shown as before, until its pods have left.
+    """
+    if record.outcome or (record.attempts and record.attempts[-1].exit_code != EXIT_AGAIN):
+        return
     deployment, number = record.deployment, len(record.attempts) + 1
     job = api.find("RayJob", deployment.rayjob_name(number))
     if job is None:

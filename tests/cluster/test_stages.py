@@ -145,6 +145,8 @@ def test_runs_of_a_pipeline_are_listed_compared_and_reported(untrained: Harness,
     for stage, kind in zip(STAGES[:2], ("corpus", "compile_cache"), strict=True):
         artifact = one(untrained.root, f"{kind}/*/[0-9a-f]*/manifest.json").relative_to(untrained.root)
         assert f"pipeline: {stage}: skipped, already published: /fsx/{artifact}\n" in said
+    assert "attempt 1: its pods are being placed" in said
+    assert "attempt 2" not in said
     first, second = runs = sorted(folder.name for folder in (untrained.root / "run").iterdir() if folder.is_dir())
     assert re.search(rf"pipeline: trainer: published, /fsx/checkpoint/({first}|{second})\n", said)
 

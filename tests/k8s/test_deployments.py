@@ -392,6 +392,7 @@ def test_the_view_of_a_pipeline_counts_the_cost_of_an_attempt_s_nodes(
         watch.look(record)
         watch.take("encode: 5/10 bytes, 3 s left")
         watch.take("already published  /fsx/corpus/notes/1")
+        watch.look(replace(record, attempts=(Outcome(0, "done"),)))
         return 0
 
     monkeypatch.setattr(commands, "deploy_stage", deploy)
@@ -402,5 +403,6 @@ def test_the_view_of_a_pipeline_counts_the_cost_of_an_attempt_s_nodes(
     assert f"pipeline: tokenizer: running, attempt 1 on {nodes} nodes" in said.out
     assert "pipeline: tokenizer: skipped, already published: /fsx/corpus/notes/1" in said.out
     assert "encode: " not in said.out + said.err
+    assert "attempt 2" not in said.out
     assert f"${nodes * 25:,.2f} so far" in said.out
     assert "make pipeline A=b" in said.err
