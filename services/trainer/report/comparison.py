@@ -16,12 +16,7 @@ from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
 from services.trainer.metrics.records import StepsNewestFirst
 from services.trainer.report.chart import (
-    BITS_PER_BYTE,
-    L2_NORM,
     NATS_PER_TOKEN,
-    NO_UNIT,
-    SHARE,
-    TOKENS_PER_SECOND,
     Chart,
     Curve,
     Positions,
@@ -30,6 +25,15 @@ from services.trainer.report.chart import (
 )
 from services.trainer.report.page import make_grid, make_page, make_section, make_table
 from services.trainer.report.run_curves import RunCurves
+from services.trainer.report.shared_charts import (
+    BITS_PER_BYTE_CHART,
+    GOODPUT_CHART,
+    GRADIENT_NORM_CHART,
+    LEARNING_RATE_CHART,
+    LOSS_CHART,
+    MFU_CHART,
+    THROUGHPUT_CHART,
+)
 
 COMPARISON_FILE = "comparison.html"
 
@@ -94,14 +98,10 @@ def _make_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         return [curve for run in runs for curve in run.evaluation(field)]
 
     return [
-        Chart(
-            "loss",
-            "Training loss, moving mean",
-            NATS_PER_TOKEN,
-            "Better: lower after the same tokens. Losses compare only between runs of one vocabulary and corpus.",
+        LOSS_CHART(
+            "Better: lower after the same tokens. These are moving means of the training loss, which compares between "
+            "runs of one vocabulary and corpus alone.",
             smoothed("loss"),
-            may_be_logarithmic=True,
-            is_wide=True,
         ),
         Chart(
             "validation-loss",
@@ -111,50 +111,20 @@ def _make_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
             evaluation("loss"),
             may_be_logarithmic=True,
         ),
-        Chart(
-            "bits-per-byte",
-            "Validation, bits per byte",
-            BITS_PER_BYTE,
-            "Better: lower. It compares runs with different vocabularies, too.",
-            evaluation("bits_per_byte"),
+        BITS_PER_BYTE_CHART(
+            "Better: lower. It compares runs with different vocabularies, too.", evaluation("bits_per_byte")
         ),
-        Chart(
-            "gradient-norm",
-            "Gradient norm before clipping",
-            L2_NORM,
+        GRADIENT_NORM_CHART(
             "Better: level and without peaks; a run whose norm rises above the others' is about to diverge.",
             smoothed("gradient_norm"),
-            may_be_logarithmic=True,
         ),
-        Chart(
-            "learning-rate",
-            "Learning rate",
-            NO_UNIT,
+        LEARNING_RATE_CHART(
             "It shows where the schedules differ, which explains most differences of the loss.",
             smoothed("learning_rate"),
         ),
-        Chart(
-            "throughput",
-            "Throughput",
-            TOKENS_PER_SECOND,
-            "Better: higher on the same nodes. First steps of processes are left out.",
-            smoothed("tokens_per_second"),
-            begins_at_zero=True,
+        THROUGHPUT_CHART(
+            "Better: higher on the same nodes. First steps of processes are left out.", smoothed("tokens_per_second")
         ),
-        Chart(
-            "mfu",
-            "Model FLOPs utilization (MFU)",
-            SHARE,
-            "Better: higher. It compares runs on different numbers of devices.",
-            smoothed("mfu"),
-            begins_at_zero=True,
-        ),
-        Chart(
-            "goodput",
-            "Goodput",
-            SHARE,
-            "Better: higher: the share of all time that made progress.",
-            smoothed("goodput"),
-            begins_at_zero=True,
-        ),
+        MFU_CHART("Better: higher. It compares runs on different numbers of devices.", smoothed("mfu")),
+        GOODPUT_CHART("Better: higher: the share of all time that made progress.", smoothed("goodput")),
     ]

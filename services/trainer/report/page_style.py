@@ -36,7 +36,7 @@ a { color: var(--accent) }
 .bar { display: block; height: 5px; margin: 7px 0 5px; border-radius: 3px; background: var(--bar); overflow: hidden }
 .bar > span { display: block; height: 100%; border-radius: 3px; background: var(--c0) }
 
-.choice { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 26px 0 0 }
+.choice { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 26px 0 14px }
 .choice fieldset { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 2px; border: 0; padding: 0; margin: 0 }
 .choice legend { float: left; padding: 0 10px 0 0; color: var(--quiet); font-size: 13px }
 .choice label { position: relative; font-size: 13px }
@@ -54,7 +54,6 @@ figcaption { margin-bottom: auto }
 figcaption p { margin: 2px 0 8px; font-size: 13px; line-height: 1.45; color: var(--quiet); max-width: 84ch }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; padding: 0; margin: 0 0 10px;
     font-size: 13px }
-.legend.marks { margin-top: 10px }
 .legend li { display: inline-flex; align-items: center; gap: 6px }
 .legend b { font-weight: 600; font-variant-numeric: tabular-nums }
 .legend i { flex: none; width: 16px; height: 0; border-top: 2.5px solid var(--c, var(--mark)) }

@@ -8,20 +8,26 @@ from typing import Any, NamedTuple
 
 from services.common.recipe.schema import Recipe
 from services.trainer.report.chart import (
-    BITS_PER_BYTE,
     BYTES,
     L2_NORM,
     NATS_PER_TOKEN,
-    NO_UNIT,
     RATIO,
     SECONDS,
     SHARE,
-    TOKENS_PER_SECOND,
     Chart,
     Curve,
     Unit,
 )
 from services.trainer.report.run_curves import RunCurves
+from services.trainer.report.shared_charts import (
+    BITS_PER_BYTE_CHART,
+    GOODPUT_CHART,
+    GRADIENT_NORM_CHART,
+    LEARNING_RATE_CHART,
+    LOSS_CHART,
+    MFU_CHART,
+    THROUGHPUT_CHART,
+)
 
 
 class ChartSection(NamedTuple):
@@ -66,6 +72,10 @@ class _ChartedRun:
         few_marks = [mark for mark in self.marks if mark.kind in _WHOLE_HEIGHT]
         self.make = partial(Chart, marks=few_marks, positions=self.positions)
 
+    def share(self, chart: partial[Chart], healthy: str, curves: Sequence[Curve], **others: Any) -> Chart:
+        """Make one of the charts of `shared_charts`, with the marks of this run unless `others` has other ones."""
+        return chart(healthy, curves, **{**self.make.keywords, **others})
+
     def one(self, metric: str, name: str, color: int = 0) -> list[Curve]:
         return list(self.curves.curve(metric, name, self.positions, color))
 
@@ -75,18 +85,14 @@ class _ChartedRun:
 
 def _chart_learning(run: _ChartedRun, max_grad_norm: float) -> list[Chart]:
     return [
-        run.make(
-            "loss",
-            "Loss",
-            NATS_PER_TOKEN,
+        run.share(
+            LOSS_CHART,
             "Healthy: both fall, fast at first and then ever more slowly, and validation stays close to training.",
             [
                 *run.smooth("loss", "training"),
                 *run.curves.evaluation("loss", "validation", run.positions, 1, with_errors=True),
             ],
             marks=run.marks,
-            may_be_logarithmic=True,
-            is_wide=True,
         ),
         run.make(
             "validation-by-source",
@@ -96,13 +102,10 @@ def _chart_learning(run: _ChartedRun, max_grad_norm: float) -> list[Chart]:
             list(run.curves.evaluation_by_source("loss", run.positions)),
             may_be_logarithmic=True,
         ),
-        run.make(
-            "bits-per-byte",
-            "Validation, bits per byte",
-            BITS_PER_BYTE,
+        run.share(
+            BITS_PER_BYTE_CHART,
             "Healthy: falls with the loss. It can be compared between runs with different vocabularies.",
             list(run.curves.evaluation("bits_per_byte", "validation", run.positions, 1)),
-            may_be_logarithmic=True,
         ),
         run.make(
             "worst-micro-batch",
@@ -112,22 +115,16 @@ def _chart_learning(run: _ChartedRun, max_grad_norm: float) -> list[Chart]:
             run.smooth("loss_max", "worst micro-batch"),
             may_be_logarithmic=True,
         ),
-        run.make(
-            "gradient-norm",
-            "Gradient norm before clipping",
-            L2_NORM,
+        run.share(
+            GRADIENT_NORM_CHART,
             "Healthy: high in the first steps, then level; a slow rise or many peaks announce that the loss diverges.",
             run.smooth("gradient_norm", "gradient"),
             reference=("clipped above", max_grad_norm),
-            may_be_logarithmic=True,
         ),
-        run.make(
-            "learning-rate",
-            "Learning rate",
-            NO_UNIT,
+        run.share(
+            LEARNING_RATE_CHART,
             "Healthy: rises in the warm-up, then falls as the recipe's schedule says.",
             run.one("learning_rate", "learning rate"),
-            may_be_logarithmic=True,
         ),
     ]
 
@@ -181,29 +178,20 @@ def _chart_speed(run: _ChartedRun) -> list[Chart]:
     if not any(point.value for curve in spread for point in curve.points):  # a single worker has no spread
         spread = []
     return [
-        run.make(
-            "throughput",
-            "Throughput",
-            TOKENS_PER_SECOND,
+        run.share(
+            THROUGHPUT_CHART,
             "Healthy: level. First steps of processes, which load or compile graphs, are left out here.",
             run.smooth("tokens_per_second", "all workers"),
-            begins_at_zero=True,
         ),
-        run.make(
-            "mfu",
-            "Model FLOPs utilization (MFU)",
-            SHARE,
+        run.share(
+            MFU_CHART,
             "Healthy: level, and as high as other runs of this model on these devices.",
             [*run.smooth("mfu", "PaLM's convention"), *run.smooth("mfu_causal", "causal attention counted once", 1)],
-            begins_at_zero=True,
         ),
-        run.make(
-            "goodput",
-            "Goodput",
-            SHARE,
+        run.share(
+            GOODPUT_CHART,
             "Healthy: rises towards 100% and falls only at restarts: the share of all time that made progress.",
             run.one("goodput", "goodput"),
-            begins_at_zero=True,
         ),
         run.make(
             "step-time",
