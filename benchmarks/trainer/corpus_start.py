@@ -5,7 +5,7 @@
 A round trains one step of two workers on a corpus of one shard, and one step on a corpus of --shards shards:
 
 first step       seconds from the command's start to the end of the first step
-CPU              seconds of CPU of the command and all of its processes
+CPU              seconds of CPU until then, of the command and all of its processes
 command, worker  largest memory of the command's process, and of a worker, in MB (VmHWM)
 opened           files of the corpus that were opened by any process, the manifest not counted
 """
@@ -32,7 +32,7 @@ from benchmarks.trainer.linked_corpus import publish_linked_corpus
 from services.common.artifacts.manifest import MANIFEST
 from services.common.testing import recipes
 from services.common.testing.file_opens import noticing_opens
-from services.trainer.metrics.records import read_metrics
+from services.trainer.metrics.records import METRICS_FILE, read_metrics
 from services.trainer.tests.builders import make_corpus
 
 SHARDS = 200_000
@@ -108,35 +108,36 @@ def measure_start(recipe: Path, root: Path) -> Start:
             stdout=subprocess.DEVNULL,
             env={**os.environ, "RAY_ADDRESS": ""},
         )
-        usage, peaks = _follow(command)
+        cpu_seconds, peaks = _follow(command, folder)
         [run] = folder.glob("run/*/")
         [step] = read_metrics(run).lines
         return Start(
             first_step_seconds=step["time"] - started_at,
-            cpu_seconds=usage,
+            cpu_seconds=cpu_seconds,
             command_megabytes=peaks["command"] / 1e6,
             worker_megabytes=peaks["worker"] / 1e6,
             opened=len({path for path in opens.paths if path.name != MANIFEST}),
         )
 
 
-def _follow(command: subprocess.Popen[bytes]) -> tuple[float, dict[str, float]]:
-    """Wait for the command's end. Return its CPU seconds, and the largest memory of each kind of its processes."""
-    peaks = {"command": 0.0, "worker": 0.0}
-    while True:
-        pid, status, usage = os.wait4(command.pid, os.WNOHANG)
-        if pid:
-            command.returncode = os.waitstatus_to_exitcode(status)
-            break
+def _follow(command: subprocess.Popen[bytes], root: Path) -> tuple[float, dict[str, float]]:
+    """Wait for the command's end. Return the CPU seconds of its processes until its first step, and the largest memory
+    of each kind of these processes.
+    """
+    peaks, cpu_seconds = {"command": 0.0, "worker": 0.0}, dict[int, float]()
+    while command.poll() is None:
+        is_starting = not any(root.glob(f"run/*/{METRICS_FILE}"))
         with suppress(psutil.Error):
-            for process in [(root := psutil.Process(command.pid)), *root.children(recursive=True)]:
+            for process in [(parent := psutil.Process(command.pid)), *parent.children(recursive=True)]:
                 with suppress(psutil.Error, OSError):
                     kind = "worker" if _is_worker(process) else "command"
                     peaks[kind] = max(peaks[kind], _peak_bytes(process.pid))
+                    if is_starting:
+                        cpu_seconds[process.pid] = sum(process.cpu_times()[:2])
         time.sleep(POLL_SECONDS)
     if command.returncode:
         raise RuntimeError(f"the command ended with {command.returncode}")
-    return usage.ru_utime + usage.ru_stime, peaks
+    return sum(cpu_seconds.values()), peaks
 
 
 def _is_worker(process: psutil.Process) -> bool:

@@ -23,6 +23,7 @@ class RunCorpus:
     link: InputLink
     """The input that checkpoints of the run name."""
     payload: CorpusPayload
+    """The geometry and the counts, without the digests of checks."""
 
     @property
     def id(self) -> str:
@@ -36,4 +37,4 @@ class RunCorpus:
 
 def describe_corpus(corpus: Artifact[CorpusManifest]) -> RunCorpus:
     manifest = corpus.manifest
-    return RunCorpus(corpus.path, manifest.name, manifest.link(corpus.path), manifest.corpus)
+    return RunCorpus(corpus.path, manifest.name, manifest.link(corpus.path), manifest.corpus.without_digests())

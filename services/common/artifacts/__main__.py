@@ -20,6 +20,7 @@ from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import is_damage, parse_json, read_file, unreadable
 from services.common.input.problem_list import ProblemList
+from services.common.launch.launcher import LAUNCHERS, choose_launcher
 from services.common.process.entry_point import run_program
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
@@ -42,14 +43,14 @@ def main(argv: list[str]) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check every artifact at or below DIR; exit with 3 for a damaged one."""
-    folders = _find_published(arguments.dir)
+    folders, launcher = _find_published(arguments.dir), choose_launcher(arguments.launch)
     if not folders:
         raise ArtifactError(f"{arguments.dir}: no published artifact here (no {MANIFEST} below it).")
     damaged = ProblemList()
     for folder in folders:
         try:
             manifest = read_manifest(folder)
-            verify_artifact(folder, manifest)
+            verify_artifact(folder, manifest, launcher)
         except ArtifactError as error:
             damaged.add("damaged artifacts", str(error))
             print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {folder}", flush=True)
@@ -260,6 +261,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         else:
             command.add_argument(
                 "dir", type=Path, metavar="DIR", nargs="?", default=Path("fsx"), help="a root (default: ./fsx)"
+            )
+        if name == "verify":
+            command.add_argument(
+                "--launch",
+                choices=tuple(LAUNCHERS),
+                default="inline",
+                help="inline: read on this machine; ray: all nodes of the Ray cluster of RAY_ADDRESS share the files, "
+                "beside whatever runs there (default: inline)",
             )
         if name == "gc":
             command.add_argument(

@@ -70,11 +70,6 @@ class SplitCounts(ManifestModel):
     def tokens(self) -> int:
         return self.document_tokens + self.bos + self.eos
 
-    @property
-    def num_shards(self) -> int:
-        """Number of the files that `shard_path` names; the tail is one more."""
-        return len(self.check_digests) - 1
-
     @model_validator(mode="after")
     def _has_borders_around_each_document(self) -> Self:
         if not self.documents == self.bos == self.eos:
@@ -184,9 +179,21 @@ class CorpusPayload(ManifestModel):
 
     def row_files(self, split: Split) -> Iterator[str]:
         """Yield the paths of the split's shards in the order of their rows, and then that of its tail."""
-        for number in range(self.splits[split].num_shards):
+        for number in range(self.num_shards(split)):
             yield shard_path(split, number)
         yield tail_path(split)
+
+    def num_shards(self, split: Split) -> int:
+        """Return the number of the files that `shard_path` names; the tail is one more."""
+        return -(-self.splits[split].rows // self.rows_per_shard)
+
+    def without_digests(self) -> Self:
+        """Return a copy without the digests of checks, which only a verification of the whole corpus compares.
+
+        The copy has the same size for a corpus of any number of shards; the digests of 200,000 take 16 MB.
+        """
+        splits = {split: counts.model_copy(update={"check_digests": ()}) for split, counts in self.splits.items()}
+        return self.model_copy(update={"splits": splits})
 
     def rows_of_shard(self, split: Split, number: int) -> range:
         """Return the numbers in the split of the rows that a shard has."""
@@ -204,7 +211,7 @@ class CorpusPayload(ManifestModel):
             stored = counts.rows * self.sequence_length + counts.tail_tokens
             if counts.tokens != stored:
                 raise ValueError(f"{name}: {counts.tokens:,} tokens were encoded and {stored:,} are stored")
-            if counts.num_shards != -(-counts.rows // self.rows_per_shard):
+            if len(counts.check_digests) != self.num_shards(name) + 1:
                 raise ValueError(
                     f"{name}: {counts.rows:,} rows in shards of {self.rows_per_shard:,}, and check_digests of "
                     f"{len(counts.check_digests):,} files"

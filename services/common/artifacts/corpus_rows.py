@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from services.common.artifacts.corpus import SPLITS, CorpusPayload, Split, shard_path, tail_path
+from services.common.artifacts.corpus import CorpusPayload, Split, shard_path, tail_path
 from services.common.artifacts.files import locate
 from services.common.artifacts.row_check import check_row, digest_checks
 from services.common.errors import ArtifactError
@@ -58,7 +58,7 @@ class RowFile(NamedTuple):
         `TryAgain` for lack of maps, memory or descriptors, which says nothing about the file.
         """
         counts = corpus.splits[split]
-        if number == counts.num_shards:
+        if number == corpus.num_shards(split):
             path, rows = tail_path(split), range(counts.rows, counts.rows + 1)
             num_tokens = counts.tail_tokens
         else:
@@ -159,27 +159,13 @@ class CorpusRows:
 
     def _number(self, split: Split, row: int) -> int:
         """Return the number of the file that has a row of the split."""
-        counts = self.corpus.splits[split]
-        return counts.num_shards if row == counts.rows else row // self.corpus.rows_per_shard
-
-
-def verify_rows(folder: Path, corpus: CorpusPayload) -> None:
-    """Read all rows of a corpus, with one map at a time.
-
-    Raises `ArtifactError` for a row that does not fit its check, for checks that do not fit the manifest, for an id
-    outside the vocabulary, for another number of documents than the manifest says, and as `RowFile.map` does.
-    """
-    for split in SPLITS:
-        counts, documents = corpus.splits[split], 0
-        for file, digest in zip(map_files(folder, corpus, split), counts.check_digests, strict=True):
-            _verify_file(folder, corpus, split, file, digest)
-            documents += len(file.starts)
-        require_documents(folder, corpus, split, documents)
+        corpus = self.corpus
+        return corpus.num_shards(split) if row == corpus.splits[split].rows else row // corpus.rows_per_shard
 
 
 def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[RowFile]:
     """Map the shards of a split and then its tail. A caller that keeps none of them needs one map at a time."""
-    for number in range(corpus.splits[split].num_shards + 1):
+    for number in range(corpus.num_shards(split) + 1):
         yield RowFile.map(folder, corpus, split, number)
 
 
@@ -192,17 +178,19 @@ def require_documents(folder: Path, corpus: CorpusPayload, split: Split, found: 
         )
 
 
-def _verify_file(folder: Path, corpus: CorpusPayload, split: Split, file: RowFile, digest: str) -> None:
-    length = corpus.sequence_length
+def verify_row_file(folder: Path, corpus: CorpusPayload, split: Split, number: int) -> tuple[str, int]:
+    """Read all rows of the file with this number in its split. Return the digest of its checks, and the number of
+    documents that begin in the file.
+
+    Raises `ArtifactError` for a row that does not fit its check, for an id outside the vocabulary, and as `RowFile.map`
+    does.
+    """
+    file, length = RowFile.map(folder, corpus, split, number), corpus.sequence_length
     for row in file.rows:
         file.read(folder, split, row, length)
-    if (found := digest_checks(file.checks)) != digest:
-        raise ArtifactError(
-            f"{file.path}: its column check has the digest {found}, the manifest says {digest}, so its rows are "
-            f"those of another corpus. {advise_verify(folder)}"
-        )
     if len(file.tokens) and (largest := int(file.tokens.max())) >= corpus.vocabulary.vocab_size:
         raise explain_foreign_id(file.path, largest, corpus.vocabulary.vocab_size)
+    return digest_checks(file.checks), len(file.starts)
 
 
 def explain_foreign_id(path: Path, largest: int, vocab_size: int) -> ArtifactError:

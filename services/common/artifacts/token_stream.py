@@ -93,7 +93,7 @@ class TokenStream:
         """
         length = self.sequence_length
         begins: list[npt.NDArray[np.int64]] = []
-        for number in range(self._corpus.splits[self._split].num_shards + 1):
+        for number in range(self._corpus.num_shards(self._split) + 1):
             file = self._rows.map(self._split, number)
             starts_per_row = np.diff(file.start_offsets)
             if file.start_offsets[0] != 0 or file.start_offsets[-1] != len(file.starts) or np.any(starts_per_row < 0):

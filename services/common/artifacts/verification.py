@@ -10,23 +10,25 @@ from pydantic import ValidationError
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import GRAPHS, CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.corpus_rows import verify_rows
-from services.common.artifacts.files import locate, verify_files
+from services.common.artifacts.files import locate
 from services.common.artifacts.manifest import Manifest
+from services.common.artifacts.shared_verification import verify_on_nodes, verify_rows_on_nodes
 from services.common.artifacts.store import identity_key, is_id
 from services.common.errors import ArtifactError, DeviceError
+from services.common.launch.launcher import Launcher
 from services.common.recipe.schema import Kind, Recipe, fingerprint
 
 
-def verify_artifact(folder: Path, manifest: Manifest) -> None:
-    """Check an artifact's files, and its manifest against its files, its recipe and its place.
+def verify_artifact(folder: Path, manifest: Manifest, launcher: Launcher) -> None:
+    """Check an artifact's files on all nodes of the launcher, and its manifest against files, recipe and place.
 
     Raises `ArtifactError` for damage or a contradiction, and `DeviceError` without a library for the vocabulary. All
-    files are read twice, those of a corpus three times; the kernel's cache has them from the second time on.
+    files are read twice, those of a corpus three times; on one machine the kernel's cache may have them from the second
+    time on.
     """
-    verify_files(folder, manifest, level="provenance")
+    verify_on_nodes(launcher, folder, manifest, "provenance")
     if isinstance(manifest, CorpusManifest):
-        verify_rows(folder, manifest.corpus)
+        verify_rows_on_nodes(launcher, folder, manifest.corpus)
         _verify_vocabulary(folder, manifest)
     recipe = _require_own_recipe(folder, manifest)
     if isinstance(manifest, CompileCacheManifest):

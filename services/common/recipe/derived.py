@@ -52,7 +52,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     counts = corpus.splits["train"]
     steps = corpus.num_samples("train") / batch.global_batch_size
     return rows | {
-        "training tokens": f"{counts.tokens:,} in {counts.num_shards:,} shards",
+        "training tokens": f"{counts.tokens:,} in {corpus.num_shards('train'):,} shards",
         "steps per epoch": f"{steps:,.1f}",
         "epochs in max_steps": f"{num_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
     }

@@ -14,12 +14,15 @@ import pyarrow as pa
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, shard_path, tail_path
-from services.common.artifacts.corpus_rows import CorpusRows, verify_rows
+from services.common.artifacts.corpus_rows import CorpusRows
+from services.common.artifacts.shared_verification import verify_rows_on_nodes
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError
+from services.common.launch.launcher import choose_launcher
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe
 
+INLINE = choose_launcher("inline")
 SHARD = shard_path("train", 1)
 """Shard of the rows 32 to 63."""
 ROW, ROW_IN_SHARD = 39, 7
@@ -205,14 +208,14 @@ def test_verify_finds_a_shard_of_another_corpus_whose_rows_fit_their_checks(
         }
     )
 
-    verify_rows(corpus, published.manifest.corpus)
+    verify_rows_on_nodes(INLINE, corpus, published.manifest.corpus)
     assert rows_found_damaged(TokenStream(corpus, other, "train")) == {}
     with pytest.raises(ArtifactError, match="those of another corpus"):
-        verify_rows(corpus, other)
+        verify_rows_on_nodes(INLINE, corpus, other)
 
 
 def test_verify_names_the_first_damaged_row(published: Artifact[CorpusManifest], corpus: Path) -> None:
     flip(corpus / SHARD, places_of_row(corpus / SHARD)["ids"].begin)
 
     with pytest.raises(ArtifactError, match=f"row {ROW} of train"):
-        verify_rows(corpus, published.manifest.corpus)
+        verify_rows_on_nodes(INLINE, corpus, published.manifest.corpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from services.common.artifacts.corpus import shard_path
 from services.common.artifacts.manifest import MANIFEST
 from services.common.testing.file_opens import noticing_opens
 from services.trainer.data import sample_indices
+from services.trainer.job import Job
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import call_trainer, train_alone
 
@@ -49,17 +51,26 @@ def call_in_turn(command: str) -> Callable[..., tuple[int, str]]:
     return lambda *arguments: call_trainer(*arguments, *ONE, command=command)
 
 
-def files_of_step(step: int) -> set[str]:
-    """Return the shards with the rows of a step's samples and the rows after them."""
-    samples = sample_indices(80, 0, (step - 1) * BATCH, BATCH)
+def files_from_step(step: int) -> set[str]:
+    """Return the shards that a run opens which does this step alone. They have the rows of the samples of the step and
+    of the next one, which are prefetched, and the rows after these.
+    """
+    samples = sample_indices(80, 0, (step - 1) * BATCH, 2 * BATCH)
     return {shard_path("train", int(row) // ROWS_PER_SHARD) for row in {*samples, *(samples + 1)} if row < 80}
 
 
 def test_a_start_and_a_resume_open_the_shards_of_their_own_steps_alone(opens_of: Opens) -> None:
-    assert opens_of("train", "--train.max_steps=1") - {"train/tail/tail.arrow"} == {MANIFEST, *files_of_step(1)}
-    assert opens_of("train", "--train.max_steps=2") - {"train/tail/tail.arrow"} == {MANIFEST, *files_of_step(2)}
-    assert len(files_of_step(1)) < 20
+    assert opens_of("train", "--train.max_steps=1") - {"train/tail/tail.arrow"} == {MANIFEST, *files_from_step(1)}
+    assert opens_of("train", "--train.max_steps=2") - {"train/tail/tail.arrow"} == {MANIFEST, *files_from_step(2)}
+    assert len(files_from_step(1)) < 40
     assert opens_of("train", "--train.max_steps=2") == {MANIFEST}
+
+
+def test_a_worker_gets_the_same_bytes_for_a_corpus_of_any_number_of_shards(new_job: Callable[..., Job]) -> None:
+    few, many = new_job("few", corpus__rows_per_shard="9"), new_job("many", corpus__rows_per_shard="1")
+
+    assert many.corpus.payload.num_shards("train") - few.corpus.payload.num_shards("train") == 71
+    assert abs(len(pickle.dumps(many)) - len(pickle.dumps(few))) < 71
 
 
 @pytest.mark.parametrize(
