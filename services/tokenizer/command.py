@@ -18,13 +18,14 @@ from services.common.artifacts.files import total_bytes
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Address, Artifact
 from services.common.errors import RecipeError
-from services.common.launch.launcher import choose_launcher
+from services.common.launch.launcher import Launcher, choose_launcher
 from services.common.launch.metrics_export import export_metrics
 from services.common.notices.stage_notices import publish_with_notices
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.derived import describe
+from services.common.recipe.schema import Recipe
 from services.tokenizer.build import build_corpus
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.tools.pinning import pin
@@ -60,22 +61,31 @@ def make_corpus(argv: list[str]) -> int:
     if arguments.dry_run:
         print(describe(recipe, None))
         return 0
+    launcher = choose_launcher(arguments.launch)
+    with launcher.keep_processes(recipe.tokenizer.num_workers):
+        corpus, is_new = _publish(arguments, recipe, launcher)
+    report_published(corpus.path, is_new)
+    print(summarize(corpus, is_new, time.perf_counter() - start))
+    return 0
+
+
+def _publish(
+    arguments: argparse.Namespace, recipe: Recipe, launcher: Launcher
+) -> tuple[Artifact[CorpusManifest], bool]:
+    """Return the recipe's corpus, and whether this call made it."""
     phase_timer = PhaseTimer()
     with phase_timer.phase("list"):
         inputs = list_corpus_inputs(recipe)
     address = Address(arguments.root, "corpus", recipe.corpus.name, inputs.artifact_id)
     with export_metrics((), arguments):
-        corpus, is_new = publish_with_notices(
+        return publish_with_notices(
             address,
             CorpusManifest,
             "tokenizer",
             recipe,
             arguments.recipe,
-            lambda workspace: build_corpus(workspace, recipe, inputs, choose_launcher(arguments.launch), phase_timer),
+            lambda workspace: build_corpus(workspace, recipe, inputs, launcher, phase_timer),
         )
-    report_published(corpus.path, is_new)
-    print(summarize(corpus, is_new, time.perf_counter() - start))
-    return 0
 
 
 def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) -> str:

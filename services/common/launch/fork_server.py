@@ -50,7 +50,7 @@ class ForkedProcess(ForkServerProcess):
 
     def run(self) -> None:
         if os.getpid() != _imported_by:
-            _end_with(_imported_by)
+            end_with(_imported_by)
         os.environ.clear()
         os.environ.update(self._environment)
         tempfile.tempdir = None  # chosen by the server's environment
@@ -88,7 +88,7 @@ def begin_server() -> None:
     """Make this process, a fork server that is about to fork, what `start_server` asked for."""
     request = os.environ.get(_REQUEST, "").split()
     if request:
-        _end_with(int(request[0]))
+        end_with(int(request[0]))
         import_modules(request[1:], can_fork=True)
 
 
@@ -111,7 +111,7 @@ def import_modules(modules: Sequence[str], *, can_fork: bool) -> None:
     gc.enable()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent, the process `parent`, ends."""
     if IS_SUPPORTED:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)

@@ -62,6 +62,9 @@ FAMILY_END_SECONDS = 2.0
 LEFT_SECONDS = 30.0
 """Seconds for which the guard searches after the command's end: a process with much memory takes seconds to die."""
 
+GUARD_THREAD = "guard"
+"""Name of the command's thread that waits for messages from the guard."""
+
 _INTERRUPT = signal.SIGURG
 """Signal that interrupts a system call of the main thread: it has no other use here, and its handler does nothing."""
 _SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only measured and swept
@@ -107,7 +110,7 @@ class Guard:
         """Let the guard act on stop signals and on frozen processes. Has to be called in the main thread."""
         self._socket.send(_HEED)
         self._socket.setblocking(False)  # a signal handler must not wait
-        Thread(target=_obey, args=(self._socket,), name="guard", daemon=True).start()
+        Thread(target=_obey, args=(self._socket,), name=GUARD_THREAD, daemon=True).start()
         signal.signal(_INTERRUPT, lambda signum, frame: None)
         signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
         call_before_forced_end(self.leave_rest)

@@ -25,6 +25,7 @@ import psutil
 
 from services.common.errors import MillraceError, WorkersLost
 from services.common.launch import fork_server
+from services.common.launch.guard import GUARD_THREAD
 from services.common.launch.launcher import (
     LOOPBACK_INTERFACE,
     LostTask,
@@ -49,8 +50,13 @@ from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_si
 
 logger = logging.getLogger(__name__)
 
-# spawn, not fork: the command has threads (leases, progress), and a fork would copy locks that they hold.
+# spawn, not fork: the command has threads (leases, progress), and a fork would copy locks that they hold. Only
+# `keep_processes` forks, before these threads start.
 _CONTEXT = multiprocessing.get_context("spawn")
+
+_FORK = multiprocessing.get_context("fork")
+_kept_pools: list[ProcessPoolExecutor] = []
+"""The pool of `keep_processes`, if there is one."""
 
 POLL_SECONDS = 1.0
 
@@ -71,7 +77,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     if num_workers == 1 or len(items) <= 1:
         yield from ((index, function(item)) for index, item in enumerate(items))
         return
-    with ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin_tasks) as pool:
+    with _pool_of(num_workers) as pool:
         waiting = enumerate(items)
         running: dict[Future[R], int] = {}
         try:
@@ -89,6 +95,42 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
         finally:
             if running:  # after an error; the pool would wait for these tasks, which may take hours
                 _stop(list(pool._processes.values()))
+
+
+@contextmanager
+def keep_processes(num_workers: int) -> Iterator[None]:
+    """See `Launcher.keep_processes`. The processes are forked where that is safe, and start within milliseconds.
+
+    A process that is forked has imported everything that this one has; a process that is spawned takes half a second
+    for that. So a second process is never slower than none.
+    """
+    if num_workers == 1 or not _can_fork():
+        yield
+        return
+    with ProcessPoolExecutor(num_workers, mp_context=_FORK, initializer=_begin_forked, initargs=(os.getpid(),)) as pool:
+        with _starting_processes():
+            pool.submit(os.getpid)  # starts all processes: later there are threads that a fork would not copy
+        _kept_pools.append(pool)
+        try:
+            yield
+        finally:
+            _kept_pools.remove(pool)
+
+
+@contextmanager
+def _pool_of(num_workers: int) -> Iterator[ProcessPoolExecutor]:
+    """The pool of the processes that are kept, or a new one."""
+    if _kept_pools:
+        yield _kept_pools[-1]
+        return
+    with ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin_tasks) as pool:
+        yield pool
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process is safe: no other thread may hold a lock, and the guard's only waits."""
+    others = {thread.name for thread in threading.enumerate()} - {threading.main_thread().name, GUARD_THREAD}
+    return fork_server.IS_SUPPORTED and not others and threading.current_thread() is threading.main_thread()
 
 
 def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node: int) -> Iterator[tuple[int, R]]:
@@ -302,6 +344,16 @@ def _unregister(name: Sized, rtype: str) -> None:
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None and tracker._check_alive():
         tracker.unregister(name, rtype)
+
+
+def _begin_forked(parent: int) -> None:
+    """Leave what belongs to the command: its guard hears of the command's signals by the descriptor for wake-ups."""
+    signal.set_wakeup_fd(-1)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    fork_server.end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _begin_tasks() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -112,6 +113,13 @@ class Launcher(Protocol):
 
         It suits tasks that wait for a file system more than they compute, and that may run beside the stage's own work.
         `function` is importable and idempotent. Raises `WorkersLost` where a task's process or node is lost.
+        """
+        ...
+
+    def keep_processes(self, num_workers: int) -> AbstractContextManager[None]:
+        """Keep processes for the tasks of all `map_tasks` calls within the block, where a launcher can do so cheaply.
+
+        Has to be called before the command has threads of its own.
         """
         ...
 

@@ -16,7 +16,7 @@ import pickle  # nosec B403 # only the driver's own bytes are loaded
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
@@ -123,6 +123,11 @@ def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node:
         raise WorkersLost(str(error)) from error
     finally:
         _cancel(list(running))
+
+
+def keep_processes(num_workers: int) -> AbstractContextManager[None]:
+    """See `Launcher.keep_processes`. Ray keeps its processes by itself."""
+    return nullcontext()
 
 
 def run_tasks(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +54,55 @@ def test_the_error_of_a_task_comes_back_without_waiting_for_the_others() -> None
 def test_a_killed_task_is_a_lost_worker() -> None:
     with pytest.raises(WorkersLost):
         list(inline.map_tasks(work.die_or_square, [0, 1, 2], 2))
+
+
+def run_in_kept_processes() -> set[int]:
+    return set(dict(inline.map_tasks(work.process_id, range(8), 2)).values())
+
+
+@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="forks on Linux alone")
+def test_the_tasks_of_several_calls_run_in_processes_that_are_kept() -> None:
+    with inline.keep_processes(2):
+        seen = run_in_kept_processes() | run_in_kept_processes()
+        assert len(seen) <= 2
+        assert os.getpid() not in seen
+        with pytest.raises(ArtifactError, match="task 1 found damage"):
+            list(inline.map_tasks(work.fail_or_block, [0, 1], 2))
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in seen))
+    assert not seen & run_in_kept_processes()
+
+
+def test_no_process_is_forked_from_one_with_threads() -> None:
+    """A lock that a thread holds would stay locked in the forked process."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    with inline.keep_processes(2):
+        is_over.set()
+        thread.join()
+        first, second = run_in_kept_processes(), run_in_kept_processes()
+    assert not first & second
+
+
+KEEPING = """
+import os, sys, time
+from services.common.launch import inline
+from services.common.tests import work
+with inline.keep_processes(2):
+    print(*set(dict(inline.map_tasks(work.process_id, range(8), 2)).values()), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="forks on Linux alone")
+def test_kept_processes_end_with_a_killed_command() -> None:
+    command = subprocess.Popen([sys.executable, "-c", KEEPING], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    seen = [int(pid) for pid in command.stdout.readline().split()]
+    assert seen
+    command.kill()
+    command.communicate()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in seen))
 
 
 def run_until_done(launcher: Launcher, folder: Path, num_workers: int) -> tuple[dict[int, int], set[int]]:
