@@ -49,6 +49,7 @@ _OTHERS = (
     Command("services.common.hardware.image_platform"),
     Command("benchmarks.tokenizer"),
     Command("benchmarks.trainer"),
+    Command("benchmarks.tokenizer.many_files"),
     Command("benchmarks.trainer.start_rows"),
     Command("docs.site.picture"),
 )

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,13 +163,13 @@ def _ask_locally(entry: os.DirEntry[str], base: Path) -> FoundFile:
 
 def _search_remotely(file_system: Any, path: str, is_wanted: Callable[[str], object]) -> Iterator[FoundFile]:
     file_system.invalidate_cache()
-    if file_system.isdir(path):
-        infos = {found: info for found, info in file_system.find(path, detail=True).items() if is_wanted(found)}
-    else:
-        infos = {found: info for found, info in file_system.glob(path, detail=True).items() if info["type"] == "file"}
+    is_folder = file_system.isdir(path)
+    infos = (file_system.find if is_folder else file_system.glob)(path, detail=True)
     file_system.invalidate_cache()  # holds the same dictionaries
     for found in sorted(infos):
-        yield _found(found, infos.pop(found))
+        info = infos.pop(found)  # so that memory for the listing comes free as the listing grows
+        if is_wanted(found) if is_folder else info["type"] == "file":
+            yield FoundFile(found, size_of(info), version_of_facts(info))
 
 
 def _ask(file_system: Any, path: str) -> FoundFile:
@@ -181,10 +181,6 @@ def _ask(file_system: Any, path: str) -> FoundFile:
     file_system.invalidate_cache(path)
     info = file_system.info(path)
     return FoundFile(path, size_of(info), version_of_facts(info) or version_of_size(info))
-
-
-def _found(path: str, info: Mapping[str, Any]) -> FoundFile:
-    return FoundFile(path, size_of(info), version_of_facts(info))
 
 
 def _require_reachable(file_system: Any, path: str) -> None:
@@ -289,7 +285,7 @@ def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base
         name = file.path.removeprefix(base).lstrip("/")
         return InputFile(uri, name, file_format, column, file.bytes, version)
 
-    listing = FileListing.of(map(describe, chosen) if is_local else _map_in_threads(describe, chosen))
+    listing = FileListing.of(map(describe, chosen) if is_local else _map_in_threads_where_asked(describe, chosen))
     if unversioned:
         logger.warning(
             "%s: the server tells neither time nor tag of %s files. A file that is replaced by another one of the same "
@@ -298,10 +294,12 @@ def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base
     return listing
 
 
-def _map_in_threads(
+def _map_in_threads_where_asked(
     describe: Callable[[tuple[FoundFile, Format]], InputFile], chosen: Iterable[tuple[FoundFile, Format]]
 ) -> Iterator[InputFile]:
+    """Describe remote files; in threads where the file system has to be asked about a file."""
     remaining = iter(chosen)
     with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as pool:
         while some := list(islice(remaining, _FILES_AT_A_TIME)):
-            yield from pool.map(describe, some)
+            is_asked = any(file.version is None for file, _ in some)
+            yield from (pool.map if is_asked else map)(describe, some)

@@ -69,15 +69,18 @@ def require_unchanged(file: InputFile) -> Iterator[None]:
 
     Otherwise a corpus could hold two versions of a file. An error in the block that a change explains is replaced.
     """
-    changed = ArtifactError(
-        f"{file.uri}: the file changed while the corpus was made from it. Nothing was published. "
-        f"Run the same command again when the file is complete."
-    )
     try:
         yield
     except ArtifactError as error:
         if find_version(file.uri) != file.version:
-            raise changed from error
+            raise _changed(file) from error
         raise
     if find_version(file.uri) != file.version:
-        raise changed
+        raise _changed(file)
+
+
+def _changed(file: InputFile) -> ArtifactError:
+    return ArtifactError(
+        f"{file.uri}: the file changed while the corpus was made from it. Nothing was published. "
+        f"Run the same command again when the file is complete."
+    )
