@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import xxhash
@@ -21,6 +22,18 @@ class Text:
     @property
     def bytes(self) -> int:
         return sum(map(len, self.documents))
+
+    def repeat_to(self, num_bytes: int) -> Text:
+        """Return this text, repeated until it has `num_bytes` at least. An encoder knows most words of a repetition."""
+        if self.bytes >= num_bytes:
+            return self
+        documents, room = [], num_bytes
+        for document in cycle(self.documents):
+            documents.append(document)
+            room -= len(document)
+            if room <= 0:
+                break
+        return Text(documents, f"{self.description}, repeated to {num_bytes - room:,} bytes")
 
 
 def read_text(folder: Path | None, max_bytes: int, *, half: int | None = None) -> Text:

@@ -1,6 +1,7 @@
 """Measures the tokenizer and its alternatives on the same text, in one run.
 
     python -m benchmarks.tokenizer                          100 MB of the installed packages, 3 rounds, 2 vocabularies
+    python -m benchmarks.tokenizer --megabytes 60,200,1000 --only stage_1,stage_2         one and two processes
     python -m benchmarks.tokenizer --text DIR --megabytes 300 --rounds 5 --model llama2.model --only kernel_warm,anchor
 
 Every row of the table runs in its own process. The rows of a round run one after another, so that other load on the
@@ -67,17 +68,25 @@ def main(argv: Sequence[str]) -> int:
     if arguments.row:
         run_row(arguments.row, BenchmarkFolder(arguments.folder), arguments.result)
         return 0
-    text = read_text(arguments.text, arguments.megabytes * 10**6, half=None if arguments.text else 0)
-    print(f"machine   {describe_machine()}\ntext      {text.description}")
+    print(f"machine   {describe_machine()}")
+    vocabularies = _vocabularies(arguments.model)
+    for megabytes in arguments.megabytes:
+        text = read_text(arguments.text, megabytes * 10**6, half=None if arguments.text else 0)
+        _measure(text.repeat_to(megabytes * 10**6), vocabularies, arguments)
+    return 0
+
+
+def _measure(text: Text, vocabularies: dict[str, bytes], arguments: argparse.Namespace) -> None:
+    """Measure the rows for a text with every vocabulary, and print a table for each."""
+    print(f"\ntext      {text.description}")
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-", dir=arguments.work) as folder:
-        for name, model in _vocabularies(arguments.model).items():
+        for name, model in vocabularies.items():
             print(f"\nvocabulary {name}")
             bench = BenchmarkFolder(Path(folder) / name)
             bench.fill(text, model)
             rows = arguments.only or tuple(ROWS)
             measured = measure_rounds(rows, arguments.rounds, partial(_run_in_process, bench))
             print(table(measured, text), flush=True)
-    return 0
 
 
 def run_row(name: str, bench: BenchmarkFolder, result: Path) -> None:
@@ -173,7 +182,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenizer", description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, help="a folder of text files (default: the installed packages)")
     parser.add_argument("--model", type=Path, help="a SentencePiece model, which replaces the one trained on code")
-    parser.add_argument("--megabytes", type=int, default=100, help="size of the text (default: 100)")
+    parser.add_argument(
+        "--megabytes",
+        type=lambda sizes: tuple(map(int, sizes.split(","))),
+        default=(100,),
+        metavar="SIZE,...",
+        help="sizes of the text (default: 100); a size above that of the source repeats its text",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
     parser.add_argument("--only", type=_rows, metavar="ROW,...", help=f"rows to run (default: all): {', '.join(ROWS)}")
     parser.add_argument("--work", type=Path, help="folder for temporary files")

@@ -22,6 +22,7 @@ from services.common.artifacts.row_check import check_rows, digest_checks
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
+from services.tokenizer.arrow_arrays import array_of_numbers
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
@@ -174,7 +175,7 @@ def _rows(split: Split, first_row: int, tokens: TokenIds, starts: Offsets, layou
     schema = arrow_schema(layout.token_dtype, layout.sequence_length)
     row_of_start, position = np.divmod(starts, layout.sequence_length)
     starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // layout.sequence_length)
-    input_ids = pa.FixedSizeListArray.from_arrays(_array(tokens), type=schema.field("input_ids").type)
+    input_ids = pa.FixedSizeListArray.from_arrays(array_of_numbers(tokens), type=schema.field("input_ids").type)
     ids_RL = tokens.reshape(-1, layout.sequence_length)
     return pa.record_batch(
         [input_ids, *_starts_and_checks(schema, split, first_row, ids_RL, starts_per_row, position)], schema=schema
@@ -185,8 +186,8 @@ def _tail(split: Split, row: int, tokens: TokenIds, starts: Offsets, layout: Sha
     """Make a record batch of one row, whose `input_ids` is as long as the tail."""
     rows = arrow_schema(layout.token_dtype, layout.sequence_length)
     schema = rows.set(0, pa.field("input_ids", pa.list_(rows.field("input_ids").type.value_field), nullable=False))
-    offsets = _array(np.array([0, len(tokens)], np.int32))
-    input_ids = pa.ListArray.from_arrays(offsets, _array(tokens), type=schema.field("input_ids").type)
+    offsets = array_of_numbers(np.array([0, len(tokens)], np.int32))
+    input_ids = pa.ListArray.from_arrays(offsets, array_of_numbers(tokens), type=schema.field("input_ids").type)
     num_starts = np.array([len(starts)])
     return pa.record_batch(
         [input_ids, *_starts_and_checks(schema, split, row, tokens[np.newaxis], num_starts, starts)], schema=schema
@@ -204,10 +205,7 @@ def _starts_and_checks(
     """Make the columns `doc_starts` and `check` of consecutive rows."""
     offsets, stored_starts = np.zeros(len(starts_per_row) + 1, np.int32), starts.astype(np.int32)
     np.cumsum(starts_per_row, out=offsets[1:])
-    lists = pa.ListArray.from_arrays(_array(offsets), _array(stored_starts), type=schema.field("doc_starts").type)
-    return lists, _array(check_rows(split, first_row, ids_RL, offsets, stored_starts))
-
-
-def _array(values: npt.NDArray[Any]) -> pa.Array:
-    # pa.array() gives the same array, but first imports pandas where it is installed.
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    lists = pa.ListArray.from_arrays(
+        array_of_numbers(offsets), array_of_numbers(stored_starts), type=schema.field("doc_starts").type
+    )
+    return lists, array_of_numbers(check_rows(split, first_row, ids_RL, offsets, stored_starts))

@@ -133,7 +133,7 @@ class PlanFolder:
         )
 
     def _read_ranges(self, ranges: Ranges) -> Iterator[FileRange]:
-        number, block = -1, pa.RecordBatch.from_pylist([], SCHEMA)
+        number, block = -1, SCHEMA.empty_table()
         for file, begin, end, size in ranges.tolist():
             if file // BLOCK_FILES != number:
                 number = file // BLOCK_FILES

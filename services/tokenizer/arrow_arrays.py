@@ -1,0 +1,25 @@
+"""Arrow arrays from numbers and text. `pyarrow.array` makes equal ones, and first imports pandas, in 0.25 s of CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+
+def array_of_numbers(values: npt.NDArray[Any]) -> pa.Array:
+    """Return the array of these numbers. Nothing is copied."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def array_of_text(values: Sequence[str]) -> pa.Array:
+    """Return the array of these strings, of less than 2 GiB in all."""
+    encoded = [value.encode() for value in values]
+    offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int32, len(encoded) + 1)
+    return pa.Array.from_buffers(
+        pa.string(), len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    )
