@@ -133,11 +133,10 @@ class PlanFolder:
         )
 
     def _read_ranges(self, ranges: Ranges) -> Iterator[FileRange]:
-        number, block = -1, SCHEMA.empty_table()
+        number = -1
         for file, begin, end, size in ranges.tolist():
             if file // BLOCK_FILES != number:
-                number = file // BLOCK_FILES
-                block = self._blocks.get_batch(number)
+                number, block = file // BLOCK_FILES, self._blocks.get_batch(file // BLOCK_FILES)
             [input_file] = read_files(block.slice(file % BLOCK_FILES, 1))
             yield FileRange(input_file, begin, end, size)
 

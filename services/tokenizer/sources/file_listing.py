@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from services.tokenizer.arrow_arrays import array_of_numbers, array_of_text
+from services.tokenizer.arrow_arrays import array_of_numbers, array_of_text, numbers_of
 from services.tokenizer.sources.file_range import InputFile
 
 BLOCK_FILES = 256
@@ -72,7 +72,7 @@ class FileListing(Sequence[InputFile]):
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of every file."""
-        columns = [block.column("bytes").to_numpy() for block in self.blocks]
+        columns = [numbers_of(block.column("bytes"), np.int64) for block in self.blocks]
         return np.concatenate([np.empty(0, np.int64), *columns])
 
     @property
