@@ -48,9 +48,7 @@ def build_corpus(
     duplicates = None
     if recipe.corpus.duplicates == "drop":
         with phase_timer.phase("duplicates"):
-            duplicates = find_duplicates(
-                folder / "duplicates", plan, recipe.corpus, launcher, recipe.tokenizer.num_workers
-            )
+            duplicates = find_duplicates(folder, plan, recipe.corpus, launcher, recipe.tokenizer.num_workers)
     tasks = make_tasks(recipe, plan.path, partitions, vocabulary_path, vocabulary, folder, duplicates)
     with phase_timer.phase("encode"):
         encoded = _encode(tasks, partitions, launcher, recipe.tokenizer.num_workers)

@@ -3,16 +3,18 @@
 The order of the corpus decides which of several equal documents is kept: the first one, in the first source of the
 recipe that has the document. Three phases of tasks find the others:
 
-1. digest: a task reads a group of neighbouring partitions, and writes the digests of their documents, sorted.
+1. digest: a task reads a group of neighbouring partitions, and writes the digests of their documents, sorted, and once
+   each: which documents repeat another one of the group is known by then.
 2. find: a task takes one bucket, which is a range of digests, from the files of all groups, sorts it, and writes the
    positions of all documents but the first of each digest.
 3. list: a task takes the duplicates of one group from the files of all buckets.
 
 An encode task reads the duplicates of its partition from the list of its group. The phases read the text once, and they
-write and read 24 bytes for each document. They open `2 * groups * buckets` files and some more for each task, and there
-are at most MAX_GROUPS groups: a corpus of 20 billion documents has 2,400 buckets, and costs 20 million opens by all
-tasks together. A task of the first phase holds about 100 bytes for each document of its group, and a task of the second
-60 bytes for each of DOCUMENTS_PER_BUCKET documents, whatever the size of the corpus.
+write and read 24 bytes for each document. They open `groups * (2 * buckets + 1)` files for reading, of at most
+MAX_GROUPS groups: a corpus of 20 billion documents has 2,400 buckets, and costs 20 million opens by all tasks together.
+A task of the first phase holds about 130 bytes for each document of its group. A task of the second holds 60 bytes for
+each of DIGESTS_PER_BUCKET digests, whatever the size of the corpus, and however often one document is in it: a bucket
+has a digest at most once for each group.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from services.common.process.progress import show_progress
 from services.common.recipe.schema import Corpus
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.document_digest import digest_documents
+from services.tokenizer.mapped_array import map_array
 from services.tokenizer.plan_folder import PlanFolder
+from services.tokenizer.scratch_tree import path_in_tree
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.task_marker import read_marker, write_marker
+from services.tokenizer.task_sequence import map_largest_first
 
-DOCUMENTS_PER_BUCKET = 2**23
-"""Documents of a bucket, give or take a per mille, because digests are spread evenly. A task sorts them in 0.5 GB."""
+DIGESTS_PER_BUCKET = 2**23
+"""Digests of a bucket, give or take a per mille, because digests are spread evenly. A task sorts them in 0.5 GB."""
 MAX_GROUPS = 4_096
 """Most groups of partitions. Every bucket is read from the files of all groups, and with a file for each of 745,000
 partitions (50 TB of text) the tasks would open 180 times as many files."""
@@ -112,7 +117,7 @@ class ListTask:
     """Indices of the group's partitions."""
     num_buckets: int
     inputs_xxh3: str
-    """Checksum of the results of all find tasks."""
+    """Checksum of the results of all digest and find tasks."""
 
 
 class WrittenFile(ManifestModel):
@@ -121,7 +126,7 @@ class WrittenFile(ManifestModel):
     inputs: str
     """What the file was made of. A task of other inputs makes its file again."""
     documents: int
-    """Documents that the file has a column or a position of."""
+    """Different digests in the file of a group, and positions in the other two files."""
     xxh3: str
 
 
@@ -131,17 +136,18 @@ def find_duplicates(
     corpus: Corpus,
     launcher: Launcher,
     num_workers: int,
-    documents_per_bucket: int = DOCUMENTS_PER_BUCKET,
+    digests_per_bucket: int = DIGESTS_PER_BUCKET,
     max_groups: int = MAX_GROUPS,
 ) -> DuplicateLists:
-    """Write the lists of duplicates below `folder`, and return where the list of each partition is.
+    """Write the lists of duplicates into the partition folder, and return where the list of each partition is.
 
     Only partitions of the first pass over each source are read, which come first in a plan. The same documents are
     found for partitions, groups and buckets of any size, for any number of workers, and after a crash. A task whose
     file is complete is not run again.
     """
-    folder.mkdir(exist_ok=True)
-    count = int((plan.read_partitions()["pass_number"] == 0).sum())
+    partitions = plan.read_partitions()
+    bytes_of_partitions = partitions["bytes"][partitions["pass_number"] == 0]
+    count = len(bytes_of_partitions)
     per_group = max(1, -(-count // max_groups))
     groups = [range(begin, min(begin + per_group, count)) for begin in range(0, count, per_group)]
     digest_tasks = [
@@ -156,27 +162,37 @@ def find_duplicates(
         )
         for number, group in enumerate(groups)
     ]
-    digests = _run(launcher, digest_group, digest_tasks, num_workers, "digest documents")
-    num_buckets = max(1, -(-sum(file.documents for file in digests) // documents_per_bucket))
+    sizes = np.array([bytes_of_partitions[group.start : group.stop].sum() for group in groups], np.int64)
+    digests = _run(launcher, digest_group, digest_tasks, sizes, num_workers, ("digest documents", "bytes"))
+    num_buckets = max(1, -(-sum(file.documents for file in digests) // digests_per_bucket))
     inputs_xxh3 = _checksum_of(digests)
     find_tasks = [FindTask(folder, bucket, num_buckets, len(groups), inputs_xxh3) for bucket in range(num_buckets)]
-    found = _run(launcher, find_in_bucket, find_tasks, num_workers, "find duplicates")
-    inputs_xxh3 = _checksum_of(found)
+    ones = np.ones(num_buckets, np.int64)
+    found = _run(launcher, find_in_bucket, find_tasks, ones, num_workers, ("find duplicates", "buckets"))
+    inputs_xxh3 = _checksum_of([*digests, *found])
     list_tasks = [ListTask(folder, number, group, num_buckets, inputs_xxh3) for number, group in enumerate(groups)]
     # The lists of a corpus of one bucket are made sooner than another process starts.
-    _run(launcher, list_group, list_tasks, min(num_workers, num_buckets), "list duplicates")
+    num_workers = min(num_workers, num_buckets)
+    _run(launcher, list_group, list_tasks, np.ones(len(groups), np.int64), num_workers, ("list duplicates", "lists"))
     return DuplicateLists(folder, per_group)
 
 
 def _run(
-    launcher: Launcher, function: Callable[[T], WrittenFile], tasks: Sequence[T], num_workers: int, title: str
+    launcher: Launcher,
+    function: Callable[[T], WrittenFile],
+    tasks: Sequence[T],
+    sizes: npt.NDArray[np.int64],
+    num_workers: int,
+    title_and_unit: tuple[str, str],
 ) -> list[WrittenFile]:
-    """Run the tasks, and return their results in the order of the tasks."""
+    """Run the tasks, the largest first, and return their results in the order of the tasks."""
     results: dict[int, WrittenFile] = {}
-    with show_progress(title, len(tasks), "tasks") as progress:
-        for index, result in launcher.map_tasks(function, tasks, num_workers):
+    with show_progress(title_and_unit[0], int(sizes.sum()), title_and_unit[1]) as progress:
+        done = 0
+        for index, result in map_largest_first(launcher, function, tasks, sizes, num_workers):
             results[index] = result
-            progress.advance_to(len(results))
+            done += int(sizes[index])
+            progress.advance_to(done)
     return [results[index] for index in range(len(tasks))]
 
 
@@ -187,17 +203,18 @@ def _checksum_of(files: Iterable[WrittenFile]) -> str:
 def digest_group(task: DigestTask) -> WrittenFile:
     """Write the digests of the documents of a group's partitions, unless the file is complete.
 
-    The file has three rows of uint64: the high halves of the digests, their low halves, and the documents' positions.
-    Its columns are sorted. Documents without a byte and those below `corpus.min_document_bytes` have no column.
+    The file is an array of uint64: a number n, n high halves of digests, n low halves, n positions, and the positions
+    of documents that repeat one of the n, rising. The n digests are different, and in rising order. Documents without
+    a byte and those below `corpus.min_document_bytes` have no digest.
     """
-    first, last = task.partitions[0], task.partitions[-1]
-    return _write_once(_digests_path(task.folder, task.group), f"partitions {first} to {last}", lambda: _digest(task))
+    inputs = f"partitions {task.partitions}"
+    return _write_once(_digests_path(task.folder, task.group), inputs, lambda: _digest(task))
 
 
 def find_in_bucket(task: FindTask) -> WrittenFile:
-    """Write the positions of a bucket's duplicates, rising, unless the file is complete."""
-    path = _bucket_path(task.folder, task.bucket)
-    return _write_once(path, f"{task.num_buckets} buckets of {task.inputs_xxh3}", lambda: _find(task))
+    """Write the positions of the documents, rising, whose digest an earlier group has, too, unless they are written."""
+    inputs = f"bucket {task.bucket} of {task.num_buckets} of {task.inputs_xxh3}"
+    return _write_once(_bucket_path(task.folder, task.bucket), inputs, lambda: _find(task))
 
 
 def list_group(task: ListTask) -> WrittenFile:
@@ -206,7 +223,7 @@ def list_group(task: ListTask) -> WrittenFile:
     return _write_once(_list_path(task.folder, task.group), inputs, lambda: _list(task))
 
 
-def _digest(task: DigestTask) -> npt.NDArray[np.uint64]:
+def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
     digests: list[bytes] = []
     positions: list[Positions] = [np.empty(0, np.uint64)]
     plan = PlanFolder(task.plan)
@@ -218,36 +235,55 @@ def _digest(task: DigestTask) -> npt.NDArray[np.uint64]:
             positions.append(_position(partition.index) + (read + np.flatnonzero(is_wanted)).astype(np.uint64))
             read += len(batch)
     high, low = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).reshape(-1, 2).T
-    return _sort(np.stack([high, low, np.concatenate(positions)]))
+    columns, is_repeated = _sort(np.stack([high, low, np.concatenate(positions)]))
+    first = columns[:, ~is_repeated]
+    repeated = np.sort(columns[2, is_repeated])
+    return first.shape[1], np.concatenate([np.array([first.shape[1]], np.uint64), first.ravel(), repeated])
 
 
-def _find(task: FindTask) -> Positions:
-    slices = []
+def _read_digests(folder: Path, group: int) -> tuple[npt.NDArray[np.uint64], Positions]:
+    """Return the columns of digests and positions of a group, and the positions of its repeated documents."""
+    values = map_array(_digests_path(folder, group), np.uint64)
+    end = 1 + 3 * int(values[0])
+    return values[1:end].reshape(3, -1), values[end:]
+
+
+def _find(task: FindTask) -> tuple[int, Positions]:
+    least = task.bucket * 2**64 // task.num_buckets
+    largest = (task.bucket + 1) * 2**64 // task.num_buckets - 1
+    slices = [np.empty((3, 0), np.uint64)]
     for group in range(task.num_groups):
-        columns = _map(_digests_path(task.folder, group)).reshape(3, -1)
-        ends = [task.bucket * 2**64 // task.num_buckets, (task.bucket + 1) * 2**64 // task.num_buckets - 1]
-        first = np.searchsorted(columns[0], np.uint64(ends[0]), "left")
-        last = np.searchsorted(columns[0], np.uint64(ends[1]), "right")
-        slices.append(columns[:, first:last])
-    high, low, positions = _sort(np.concatenate(slices, axis=1))
-    is_duplicate = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-    return np.sort(positions[1:][is_duplicate])
+        columns, _ = _read_digests(task.folder, group)
+        first = np.searchsorted(columns[0], np.uint64(least), "left")
+        end = np.searchsorted(columns[0], np.uint64(largest), "right")
+        slices.append(columns[:, first:end])
+    columns, is_repeated = _sort(np.concatenate(slices, axis=1))
+    repeated = np.sort(columns[2, is_repeated])
+    return len(repeated), repeated
 
 
-def _sort(columns: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Sort columns by their digests. The sort is stable, so that columns of one digest stay in the corpus's order."""
-    high, low, _ = columns
-    return columns[:, np.lexsort((low, high))]
+def _sort(columns: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Sort columns of digests and positions by digest, and mark all columns of each digest but the first.
+
+    The sort is stable: columns of one digest stay in the order in which they are given, that of the corpus.
+    """
+    high, low, _ = columns = columns[:, np.lexsort((columns[1], columns[0]))]
+    is_repeated = np.zeros(len(high), np.bool_)
+    is_repeated[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+    return columns, is_repeated
 
 
-def _list(task: ListTask) -> Positions:
+def _list(task: ListTask) -> tuple[int, Positions]:
+    _, repeated = _read_digests(task.folder, task.group)
     paths = [_bucket_path(task.folder, bucket) for bucket in range(task.num_buckets)]
-    return np.sort(np.concatenate([_select(path, task.partitions.start, task.partitions.stop) for path in paths]))
+    found = [_select(path, task.partitions.start, task.partitions.stop) for path in paths]
+    duplicates = np.sort(np.concatenate([repeated, *found]))
+    return len(duplicates), duplicates
 
 
 def _select(path: Path, first: int, end: int) -> Positions:
     """Return the positions in a file that are in partitions [first, end)."""
-    positions = _map(path)
+    positions = map_array(path, np.uint64)
     return positions[slice(*np.searchsorted(positions, np.array([_position(first), _position(end)])))]
 
 
@@ -256,32 +292,31 @@ def _position(partition: int) -> np.uint64:
     return np.uint64(partition << _NUMBER_BITS)
 
 
-def _map(path: Path) -> npt.NDArray[np.uint64]:
-    """Return the content of a file as an array; an empty file cannot be mapped."""
-    return np.asarray(np.memmap(path, np.uint64, mode="r")) if path.stat().st_size else np.empty(0, np.uint64)
+def _write_once(path: Path, inputs: str, make: Callable[[], tuple[int, npt.NDArray[np.uint64]]]) -> WrittenFile:
+    """Write an array to `path` and then its marker, unless the marker of the same inputs fits the file.
 
-
-def _write_once(path: Path, inputs: str, make: Callable[[], npt.NDArray[np.uint64]]) -> WrittenFile:
-    """Write an array to `path` and then its marker, unless the marker of the same inputs fits the file."""
+    `make` returns the number of documents and the array.
+    """
     marker_path = path.with_name(f"{path.name}.json")
     done = read_marker(marker_path, path.parent, WrittenFile, lambda result: {path: result.xxh3})
     if done and done.inputs == inputs:
         return done
-    values = np.ascontiguousarray(make())
+    documents, values = make()
+    path.parent.mkdir(exist_ok=True)
     with write_file(path) as file:
         file.write(values.data)
-    written = WrittenFile(inputs=inputs, documents=values.shape[-1], xxh3=xxhash.xxh3_128_hexdigest(values.data))
+    written = WrittenFile(inputs=inputs, documents=documents, xxh3=xxhash.xxh3_128_hexdigest(values.data))
     write_marker(marker_path, written)
     return written
 
 
 def _digests_path(folder: Path, group: int) -> Path:
-    return folder / f"group-{group:05d}.digests"
+    return path_in_tree(folder, group, ".digests")
 
 
 def _bucket_path(folder: Path, bucket: int) -> Path:
-    return folder / f"bucket-{bucket:05d}.duplicates"
+    return path_in_tree(folder, bucket, ".bucket")
 
 
 def _list_path(folder: Path, group: int) -> Path:
-    return folder / f"group-{group:05d}.duplicates"
+    return path_in_tree(folder, group, ".duplicates")

@@ -15,12 +15,9 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import ValidationError
 
 from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
-from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
-from services.common.input.files import read_file
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.duplicates import DuplicateList
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
@@ -29,6 +26,7 @@ from services.tokenizer.plan_folder import PlanFolder
 from services.tokenizer.scratch_tree import path_in_tree
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.split_assignment import are_for_training, are_for_validation
+from services.tokenizer.task_marker import read_marker, write_marker
 from services.tokenizer.text_batch import TextBatch
 
 
@@ -111,15 +109,14 @@ def encode_partition(task: EncodeTask) -> EncodedPartition:
 
 def _read_marker(task: EncodeTask) -> EncodedPartition | None:
     """Return the result of a task that was run before, or None when its files are incomplete or of other settings."""
-    try:
-        done = EncodedPartition.model_validate_json(read_file(task.marker_path, task.scratch))
-        files = [(task.tokens_path(split), part.tokens_xxh3) for split, part in done.parts.items()]
-        files += [(task.starts_path(split), part.starts_xxh3) for split, part in done.parts.items()]
-        is_whole = all(xxh3_of(path) == checksum for path, checksum in files)
-    except (FileNotFoundError, ValidationError):
-        return None
-    has_same_settings = (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
-    return done if is_whole and has_same_settings else None
+
+    def checksums(done: EncodedPartition) -> dict[Path, str]:
+        tokens = {task.tokens_path(split): part.tokens_xxh3 for split, part in done.parts.items()}
+        return tokens | {task.starts_path(split): part.starts_xxh3 for split, part in done.parts.items()}
+
+    done = read_marker(task.marker_path, task.scratch, EncodedPartition, checksums)
+    has_same_settings = done and (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
+    return done if has_same_settings else None
 
 
 def _encode(task: EncodeTask) -> EncodedPartition:
@@ -166,8 +163,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
         documents_with_invalid_utf8=invalid,
         parts={split: writer.describe() for split, writer in writers.items()},
     )
-    with write_file(task.marker_path) as file:
-        file.write(encoded.model_dump_json().encode())
+    write_marker(task.marker_path, encoded)
     return encoded
 
 

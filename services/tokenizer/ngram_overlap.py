@@ -15,15 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import ValidationError
 
 from services.common.artifacts.corpus import Split
-from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
 from services.common.input.files import read_file
 from services.common.launch.launcher import Launcher
@@ -32,8 +29,10 @@ from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import token_dtype
+from services.tokenizer.mapped_array import map_array
 from services.tokenizer.ngram_set import LARGEST_HASH, Hashes, NgramHasher, NgramSet
 from services.tokenizer.scratch_tree import NUMBERS_PER_FOLDER
+from services.tokenizer.task_marker import read_marker, write_marker
 from services.tokenizer.task_sequence import TaskSequence, map_largest_first
 
 MAX_NGRAMS = 2**18
@@ -163,13 +162,11 @@ def find_ngrams(task: OverlapTask) -> FoundNgrams:
 
 def _read_marker(task: OverlapTask) -> FoundNgrams | None:
     """Return the result of a task that was run before, or None when its file is incomplete or of other input."""
-    try:
-        done = FoundNgrams.model_validate_json(read_file(task.marker_path, task.encoded.scratch))
-        is_whole = xxh3_of(task.found_path) == done.found_xxh3
-    except (FileNotFoundError, ValidationError):
-        return None
-    is_own = (done.tokens_xxh3, done.set_xxh3) == (_tokens_xxh3(task.encoded), task.set_xxh3)
-    return done if is_whole and is_own else None
+    done = read_marker(
+        task.marker_path, task.encoded.scratch, FoundNgrams, lambda result: {task.found_path: result.found_xxh3}
+    )
+    is_own = done and (done.tokens_xxh3, done.set_xxh3) == (_tokens_xxh3(task.encoded), task.set_xxh3)
+    return done if is_own else None
 
 
 def _tokens_xxh3(task: EncodeTask) -> str:
@@ -179,7 +176,7 @@ def _tokens_xxh3(task: EncodeTask) -> str:
 
 
 def _find_ngrams(task: OverlapTask) -> FoundNgrams:
-    held_out = NgramSet(_map(task.set_path, np.uint64))
+    held_out = NgramSet(map_array(task.set_path, np.uint64))
     is_found = np.zeros(len(held_out.hashes), np.bool_)
     for hashes in _hash_blocks(task.encoded, "train", task.limit):
         is_found[held_out.find(hashes)] = True
@@ -191,19 +188,14 @@ def _find_ngrams(task: OverlapTask) -> FoundNgrams:
         set_xxh3=task.set_xxh3,
         found_xxh3=xxhash.xxh3_128_hexdigest(indices.data),
     )
-    with write_file(task.marker_path) as file:
-        file.write(found.model_dump_json().encode())
+    write_marker(task.marker_path, found)
     return found
 
 
 def _hash_blocks(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]:
     vocab_size = task.vocabulary.vocab_size
-    tokens, starts = _map(task.tokens_path(split), token_dtype(vocab_size)), _map(task.starts_path(split), np.int64)
+    tokens = map_array(task.tokens_path(split), token_dtype(vocab_size))
+    starts = map_array(task.starts_path(split), np.int64)
     hasher = NgramHasher(vocab_size, _BLOCK_TOKENS)
     for begin in range(0, len(tokens), _BLOCK_TOKENS):
         yield hasher.hash_block(tokens, starts, begin, min(begin + _BLOCK_TOKENS, len(tokens)), limit)
-
-
-def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return the content of a file as an array; an empty file cannot be mapped."""
-    return np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)

@@ -28,6 +28,7 @@ from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import write_durably
 from services.common.input.files import parse_json, read_file
 from services.tokenizer.atomic_file import write_file
+from services.tokenizer.mapped_array import map_array
 from services.tokenizer.scratch_tree import path_in_tree
 from services.tokenizer.sources.file_listing import BLOCK_FILES, SCHEMA, FileListing, read_files
 from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
@@ -122,8 +123,8 @@ class PlanFolder:
 
     def read_partition(self, index: int) -> InputPartition:
         """Return a partition. Adjacent ranges of a file are joined, so that the file is opened once for all of them."""
-        partition = np.memmap(self.partitions_path, PARTITION, mode="r")[index]
-        ranges = np.memmap(self.ranges_path, RANGE, mode="r")[partition["first"] : partition["end"]]
+        partition = map_array(self.partitions_path, PARTITION)[index]
+        ranges = map_array(self.ranges_path, RANGE)[partition["first"] : partition["end"]]
         return InputPartition(
             index=index,
             source=int(partition["source"]),

@@ -17,6 +17,7 @@ from services.common.artifacts.corpus import Split
 from services.common.errors import ArtifactError
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
+from services.tokenizer.mapped_array import map_array
 from services.tokenizer.scratch_tree import path_in_tree
 
 
@@ -63,7 +64,7 @@ class TokenRuns:
 
     def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield the number, the begin and the end of every partition with tokens in [begin, end)."""
-        begins = np.memmap(self._begins_path, np.int64, mode="r")
+        begins = map_array(self._begins_path, np.int64)
         index = int(np.searchsorted(begins, begin, side="right")) - 1
         while index < len(begins) - 1 and begins[index] < end:
             if begins[index] < begins[index + 1]:
@@ -71,8 +72,7 @@ class TokenRuns:
             index += 1
 
     def _map(self, index: int, kind: str, dtype: str) -> npt.NDArray[np.int64]:
-        path = self._path(index, kind)
-        return np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
+        return map_array(self._path(index, kind), dtype)
 
     def _path(self, index: int, kind: str) -> Path:
         return path_in_tree(self.folder, index, f".{self.split}.{kind}")

@@ -178,17 +178,17 @@ def test_a_killed_command_goes_on_with_the_digests_that_it_has(
 
     root = tmp_path / "fsx"
     process = start(text.write_recipe(corpus__split_bytes=20_000, tokenizer__num_workers=2), root)
-    wait_until(lambda: list(root.rglob("group-00003.digests.json")), process=process)
+    wait_until(lambda: list(root.rglob("000003.digests.json")), process=process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not is_anything_published(root)
-    done = {path.name for path in root.rglob("group-*.digests.json")}
+    done = {path.name for path in root.rglob("*.digests.json")}
 
     made: list[str] = []
     original = duplicates._digest
 
-    def digest_and_record(task: DigestTask) -> npt.NDArray[np.uint64]:
-        made.append(f"group-{task.group:05d}.digests.json")
+    def digest_and_record(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
+        made.append(f"{task.group:06d}.digests.json")
         return original(task)
 
     monkeypatch.setattr(duplicates, "_digest", digest_and_record)

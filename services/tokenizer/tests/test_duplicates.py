@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import shutil
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from services.common.testing.seeds import draw_seed
 from services.tokenizer import duplicates
 from services.tokenizer.document_digest import normalise
 from services.tokenizer.duplicates import FindTask, find_duplicates
+from services.tokenizer.mapped_array import map_array
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.tests.builders import write_documents, write_recipe
 from services.tokenizer.tests.plans import write_plan
@@ -41,7 +42,9 @@ class Finder:
         corpus = load_recipe(recipe).corpus
         plan = write_plan(self.folder / f"plan-{split_bytes}", load_recipe(recipe))
         partitions = [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
-        lists = find_duplicates(self.folder / f"{split_bytes}", plan, corpus, inline, 1, **limits)
+        folder = self.folder / f"{split_bytes}"
+        folder.mkdir(exist_ok=True)
+        lists = find_duplicates(folder, plan, corpus, inline, 1, **limits)
         found: list[int] = []
         num_read = 0
         for partition in partitions:
@@ -90,72 +93,97 @@ def test_any_partitions_groups_and_buckets_find_what_a_set_finds(tmp_path: Path)
 
     for split_bytes in (1, 100, 10**6):
         assert finder.find(split_bytes=split_bytes) == expected
-        assert finder.find(split_bytes=split_bytes, documents_per_bucket=7, max_groups=4) == expected
-        assert finder.find(split_bytes=split_bytes, documents_per_bucket=1, max_groups=1) == expected
+        assert finder.find(split_bytes=split_bytes, digests_per_bucket=7, max_groups=4) == expected
+        assert finder.find(split_bytes=split_bytes, digests_per_bucket=1, max_groups=1) == expected
 
 
 def test_texts_without_duplicates_and_no_texts_at_all_have_empty_lists(tmp_path: Path) -> None:
     assert Finder(tmp_path / "distinct", [b"one", b"two", b"three"]).find(split_bytes=1) == []
     assert Finder(tmp_path / "empty", [b"", b""]).find(split_bytes=1) == []
+    assert Finder(tmp_path / "none", [b""]).find(split_bytes=1) == []
 
 
 def test_a_repeated_command_runs_the_tasks_alone_whose_file_is_damaged(tmp_path: Path) -> None:
     """A killed command leaves some files, and their tasks are not run again."""
-    finder = Finder(tmp_path, [b"text %d" % (number // 2) for number in range(40)])
-    found = finder.find(split_bytes=50, documents_per_bucket=10)
-    files = sorted((tmp_path / "50").iterdir())
+    finder = Finder(tmp_path, [b"text %d" % (number % 20) for number in range(40)])
+    found = finder.find(split_bytes=50, digests_per_bucket=10)
+    files = sorted((tmp_path / "50" / "000").iterdir())
     before = [path.stat().st_ino for path in files]
-    assert {path.suffix for path in files} == {".digests", ".duplicates", ".json"}
+    assert {path.suffix for path in files} == {".digests", ".bucket", ".duplicates", ".json"}
 
-    damaged = [next((tmp_path / "50").glob(name)) for name in ("*1.digests", "bucket-*2.duplicates", "group-*3.dup*s")]
+    damaged = [files[0].with_name(name) for name in ("000001.digests", "000001.bucket", "000003.duplicates")]
     for path in damaged:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-    assert finder.find(split_bytes=50, documents_per_bucket=10) == found == list(range(1, 40, 2))
+    assert finder.find(split_bytes=50, digests_per_bucket=10) == found == list(range(20, 40))
 
     after = [path.stat().st_ino for path in files]
     made_again = {path for path, old, new in zip(files, before, after, strict=True) if old != new}
     assert made_again == {*damaged, *(path.with_name(f"{path.name}.json") for path in damaged)}
-    assert finder.find(split_bytes=50, documents_per_bucket=3) == found
+    assert finder.find(split_bytes=50, digests_per_bucket=3) == found
 
 
-def test_a_bucket_is_sorted_in_60_bytes_a_document(tmp_path: Path) -> None:
-    documents = 100_000
-    digests = np.arange(documents, dtype=np.uint64) // 2
-    (tmp_path / "group-00000.digests").write_bytes(np.stack([digests, digests, digests]).tobytes())
+def test_a_bucket_is_sorted_in_60_bytes_a_digest(tmp_path: Path) -> None:
+    count = 100_000
+    digests = np.arange(count, dtype=np.uint64)
+    (tmp_path / "000").mkdir()
+    for group in range(2):
+        content = np.concatenate([np.array([count], np.uint64), digests, digests, digests + group * count])
+        (tmp_path / "000" / f"{group:06d}.digests").write_bytes(content.tobytes())
 
     tracemalloc.start()
     try:
-        found = duplicates._find(FindTask(tmp_path, 0, 1, 1, ""))
+        num_found, found = duplicates._find(FindTask(tmp_path, bucket=0, num_buckets=1, num_groups=2, inputs_xxh3=""))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(found) == documents // 2
-    assert peak < 60 * documents
+    assert num_found == count
+    assert np.array_equal(found, digests + count)
+    assert peak < 60 * 2 * count
 
 
-def test_cost_is_24_bytes_a_document_and_two_opens_a_group_and_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass(frozen=True)
+class Cost:
+    opens: int
+    bytes_of_digests: int
+
+
+@pytest.fixture
+def find_and_count(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cost]:
+    """Find duplicates, and count the opens of all tasks and the bytes of the groups' files."""
     opened: list[Path] = []
-    original = duplicates._map
 
-    def map_and_record(path: Path) -> npt.NDArray[np.uint64]:
+    def map_and_record(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[np.uint64]:
         opened.append(path)
-        return original(path)
+        return map_array(path, dtype)
 
-    monkeypatch.setattr(duplicates, "_map", map_and_record)
-    finder = Finder(tmp_path, [b"text %d" % (number % 50) for number in range(100)])
-    for groups in (100, 7, 3):
-        for documents_per_bucket, buckets in ((100, 1), (10, 10)):
-            opened.clear()
-            limits = {"documents_per_bucket": documents_per_bucket, "max_groups": groups}
-            assert finder.find(split_bytes=1, **limits) == list(range(50, 100))
+    def find(folder: Path, documents: Sequence[bytes], expected: list[int], **limits: int) -> Cost:
+        opened.clear()
+        assert Finder(folder, documents).find(split_bytes=1, **limits) == expected
+        by_tasks = opened[: -len(documents)]  # the test reads the list of every partition
+        digests = {path for path in by_tasks if path.suffix == ".digests"}
+        return Cost(len(by_tasks), sum(path.stat().st_size for path in digests))
 
-            by_tasks = opened[: -len(finder.documents)]  # the test reads the list of every partition
-            assert len(by_tasks) == 2 * groups * buckets
-            digests = {path for path in by_tasks if path.suffix == ".digests"}
-            assert len(digests) == groups
-            assert sum(path.stat().st_size for path in digests) == 24 * len(finder.documents)
-            shutil.rmtree(tmp_path / "1")
+    monkeypatch.setattr(duplicates, "map_array", map_and_record)
+    return find
+
+
+@pytest.mark.parametrize(("groups", "buckets"), [(60, 1), (60, 10), (7, 1), (7, 10)])
+def test_cost_is_24_bytes_a_document_and_two_opens_for_each_group_and_bucket(
+    tmp_path: Path, find_and_count: Callable[..., Cost], groups: int, buckets: int
+) -> None:
+    documents = [b"text %d" % number for number in range(60)]
+    cost = find_and_count(tmp_path, documents, [], digests_per_bucket=60 // buckets, max_groups=groups)
+
+    assert cost == Cost(opens=groups * (2 * buckets + 1), bytes_of_digests=24 * len(documents) + 8 * groups)
+
+
+def test_one_document_again_and_again_is_in_a_bucket_once_for_each_group(
+    tmp_path: Path, find_and_count: Callable[..., Cost]
+) -> None:
+    """A page that says "not found" may be a tenth of a crawl, and all of its copies have one digest."""
+    expected = list(range(1, 60))
+    cost = find_and_count(tmp_path, [b"not found"] * 60, expected, digests_per_bucket=4, max_groups=4)
+
+    assert cost == Cost(opens=4 * (2 * 1 + 1), bytes_of_digests=4 * (8 + 24) + 8 * 56)

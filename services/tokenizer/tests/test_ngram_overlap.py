@@ -17,6 +17,7 @@ from services.common.launch import inline
 from services.tokenizer import ngram_overlap
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask
 from services.tokenizer.encoded_partitions import EncodedPartitions
+from services.tokenizer.mapped_array import map_array
 from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
 from services.tokenizer.plan_folder import PARTITION
 from services.tokenizer.tests.builders import make_text, published, read_stream, run, write_documents, write_recipe
@@ -189,13 +190,13 @@ def test_without_a_validation_split_nothing_is_counted(tmp_path: Path, capsys: p
 def mapped(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Paths of the files that the count reads, in order."""
     paths: list[Path] = []
-    original: Callable[..., Any] = ngram_overlap._map
+    original: Callable[..., Any] = map_array
 
     def map_and_record(path: Path, dtype: Any) -> Any:
         paths.append(path)
         return original(path, dtype)
 
-    monkeypatch.setattr(ngram_overlap, "_map", map_and_record)
+    monkeypatch.setattr(ngram_overlap, "map_array", map_and_record)
     return paths
 
 
