@@ -23,7 +23,7 @@ from services.tokenizer.duplicates import DuplicateList
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
 from services.tokenizer.plan_folder import PlanFolder
-from services.tokenizer.scratch_tree import path_in_tree
+from services.tokenizer.scratch_tree import path_in_tree, starts_path, tokens_path
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.split_assignment import are_for_training, are_for_validation
 from services.tokenizer.task_marker import read_marker, write_marker
@@ -52,10 +52,10 @@ class EncodeTask:
     """The exact duplicates in the partition, which are dropped; None to keep them."""
 
     def tokens_path(self, split: Split) -> Path:
-        return path_in_tree(self.scratch, self.index, f".{split}.tokens")
+        return tokens_path(self.scratch, self.index, split)
 
     def starts_path(self, split: Split) -> Path:
-        return path_in_tree(self.scratch, self.index, f".{split}.starts")
+        return starts_path(self.scratch, self.index, split)
 
     @property
     def marker_path(self) -> Path:

@@ -18,7 +18,7 @@ from services.common.errors import ArtifactError
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 from services.tokenizer.mapped_array import map_array
-from services.tokenizer.scratch_tree import path_in_tree
+from services.tokenizer.scratch_tree import starts_path, tokens_path
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ class TokenRuns:
         starts: list[Offsets] = [np.empty(0, np.int64)]
         for index, first, last in self._runs(begin, end):
             low, high = max(begin, first) - first, min(end, last) - first
-            own = self._map(index, "tokens", self.token_dtype)
+            path = tokens_path(self.folder, index, self.split)
+            own = map_array(path, self.token_dtype)
             if len(own) != last - first:
                 raise ArtifactError(
-                    f"{self._path(index, 'tokens')}: has {len(own):,} tokens and its task wrote {last - first:,}. "
+                    f"{path}: has {len(own):,} tokens and its task wrote {last - first:,}. "
                     f"Run the same command again, which encodes the partition anew."
                 )
             at = first - begin
             tokens[at + low : at + high] = own[low:high]
-            own_starts = self._map(index, "starts", "int64")
+            own_starts = map_array(starts_path(self.folder, index, self.split), np.int64)
             from_document, to_document = np.searchsorted(own_starts, [low, high])
             starts.append(own_starts[from_document:to_document] + at)
         return tokens, np.concatenate(starts)
@@ -70,9 +71,3 @@ class TokenRuns:
             if begins[index] < begins[index + 1]:
                 yield index, int(begins[index]), int(begins[index + 1])
             index += 1
-
-    def _map(self, index: int, kind: str, dtype: str) -> npt.NDArray[np.int64]:
-        return map_array(self._path(index, kind), dtype)
-
-    def _path(self, index: int, kind: str) -> Path:
-        return path_in_tree(self.folder, index, f".{self.split}.{kind}")
