@@ -133,8 +133,11 @@ def warm_2(bench: BenchmarkFolder) -> RowMeasurement:
 def _stage(bench: BenchmarkFolder, num_workers: int, *overrides: str) -> RowMeasurement:
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
     from services.common.artifacts.store import open_artifact  # noqa: PLC0415
-    from services.tokenizer.command import main  # noqa: PLC0415
+    from services.common.process.entry_point import importing  # noqa: PLC0415
     from services.tokenizer.encoding.chunk_encoder import load_kernels  # noqa: PLC0415
+
+    with importing():  # as the program does
+        from services.tokenizer.command import main  # noqa: PLC0415
 
     load_kernels(np.dtype(np.uint16))
     recipe = bench.write_recipe(num_workers)
