@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
 
@@ -24,6 +26,21 @@ LONGEST = (
     "services/trainer/tests/test_parallel.py",
 )
 """Longest test files. Two processes share the files, and should not end with one of these."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without collecting garbage, and let later collections leave the imported modules out.
+
+    Imports make no garbage. The search for it took 4 of the 15 s of CPU in which all files of tests are imported, and a
+    search among all modules takes 0.5 s.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import pytest
 
 from services.common.launch import inline
-from services.common.launch.fork_server import ForkContext, ForkedProcess
+from services.common.launch.fork_server import ForkContext, ForkedProcess, start_server
 
 _preloaded = [__name__]
 
@@ -20,10 +18,10 @@ _preloaded = [__name__]
 def preload(*modules: str) -> None:
     """Have the server import these. To be called while a test's module is imported: the first process starts it."""
     _preloaded.extend(modules)
-    multiprocessing.set_forkserver_preload(_preloaded)
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    start_server(_preloaded)
     child = ForkedProcess(target=function, args=arguments)
     child.start()
     return child
@@ -32,7 +30,7 @@ def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerP
 @contextmanager
 def forking_workers() -> Iterator[None]:
     """The inline launcher starts forks instead of new interpreters, which import torch for 2.5 s of CPU each."""
-    forkserver.ensure_running()  # here, because it hands down which signals are blocked
+    start_server(_preloaded)  # here, because it hands down which signals are blocked
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inline, "_CONTEXT", ForkContext())
         yield

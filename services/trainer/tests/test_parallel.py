@@ -28,11 +28,11 @@ from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
-WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "4"}
+WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "2"}
 """Overrides for a run of one worker, whose model two workers can share."""
 SPLIT = {**WHOLE, "parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"}
 SHARED = {**WHOLE, "parallel__data_parallel_size": "4", "parallel__zero_stage": "1"}
-HALF, FULL = {"train__max_steps": "4"}, {"train__max_steps": "8"}
+HALF, FULL = {"train__max_steps": "2"}, {"train__max_steps": "4"}
 
 
 class Runs(NamedTuple):
@@ -61,7 +61,7 @@ def losses(job: Job) -> list[float]:
 
 
 def final_state(job: Job) -> str:
-    return state_hash(checkpoints(job.root)["step-00000008"])
+    return state_hash(checkpoints(job.root)["step-00000004"])
 
 
 def exported(job: Job) -> dict[str, torch.Tensor]:
@@ -73,10 +73,10 @@ def exported(job: Job) -> dict[str, torch.Tensor]:
 
 
 def continue_alone(runs: Runs, job: Job, copy: str) -> Job:
-    """The run's state after step 4, continued by one worker."""
+    """The run's state after step 2, continued by one worker."""
     alone = runs.new_job(copy, **WHOLE, **FULL)
     shutil.copytree(job.checkpoint_collection, alone.checkpoint_collection)
-    shutil.rmtree(alone.checkpoint_address(8).path, ignore_errors=True)
+    shutil.rmtree(alone.checkpoint_address(4).path, ignore_errors=True)
     train(alone, ALONE)
     return alone
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_of_split_models_has_identical_losses_and_state(runs: Runs
 
 
 def test_each_worker_writes_what_it_owns_and_no_other_does(runs: Runs) -> None:
-    folder = checkpoints(runs.straight.root)["step-00000008"]
+    folder = checkpoints(runs.straight.root)["step-00000004"]
     owned: list[dict[str, Any]] = [safetensors.torch.load_file(folder / shard_name(rank)) for rank in range(4)]
     numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in owned]
 
@@ -99,9 +99,9 @@ def test_a_damaged_shard_of_one_worker_lets_all_fall_back_alike(runs: Runs) -> N
     for rank in range(4):
         log = (runs.damaged.run_folder / "logs" / f"rank-{rank:05d}.log").read_text()
         assert "shard-00002.safetensors: xxh3-128 is" in log
-    assert read_run(runs.damaged.root).starts[-1].endswith("step-00000004")
+    assert read_run(runs.damaged.root).starts[-1].endswith("step-00000002")
     [event] = read_events(runs.damaged.run_folder)
-    assert (event["event"], event["to_step"]) == ("fallback", 4)
+    assert (event["event"], event["to_step"]) == ("fallback", 2)
     assert "shard-00002.safetensors: xxh3-128 is" in event["damages"][0]
     assert final_state(runs.damaged) == final_state(runs.straight)
 
@@ -109,7 +109,7 @@ def test_a_damaged_shard_of_one_worker_lets_all_fall_back_alike(runs: Runs) -> N
 def test_a_checkpoint_of_split_models_continues_on_one_worker(runs: Runs) -> None:
     alone = continue_alone(runs, runs.straight, "whole")
 
-    assert losses(alone) == pytest.approx(losses(runs.straight)[4:], rel=2e-6, abs=0)
+    assert losses(alone) == pytest.approx(losses(runs.straight)[2:], rel=2e-6, abs=0)
     ours = exported(alone)
     for name, weight in exported(runs.straight).items():
         torch.testing.assert_close(weight, ours[name], rtol=0, atol=2e-5)
@@ -129,14 +129,14 @@ def test_a_checkpoint_of_sharded_optimizers_continues_on_one_worker_bit_for_bit(
 
 def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs: Runs) -> None:
     records = read_metrics(runs.poisoned.run_folder).lines
-    assert [record["skipped_steps"] for record in records] == [0, 0, 1, 1]
-    assert losses(runs.poisoned)[:2] == losses(runs.straight)[:2]
+    assert [record["skipped_steps"] for record in records] == [0, 1]
+    assert losses(runs.poisoned)[:1] == losses(runs.straight)[:1]
     # Computed again they are no numbers again, also on rank 2, which has the other half of the model.
     [event] = read_events(runs.poisoned.run_folder)
-    assert (event["event"], event["cause"], event["step"], event["ranks"]) == ("nan", "data", 3, [2, 3])
+    assert (event["event"], event["cause"], event["step"], event["ranks"]) == ("nan", "data", 2, [2, 3])
     # States were compared before it was saved, and loads nowhere unless all workers skipped alike.
     alone = continue_alone(runs, runs.poisoned, "healthy")
-    assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 4
+    assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 2
 
 
 def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -> None:
@@ -145,12 +145,12 @@ def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -
 
     job = runs.new_job("partly", **SPLIT, **FULL)
     shutil.copytree(runs.straight.checkpoint_collection, job.checkpoint_collection)
-    flip_a_bit(job.checkpoint_address(8).path / shard_name(2))
+    flip_a_bit(job.checkpoint_address(4).path / shard_name(2))
     problems = []
     for rank in range(4):
         group = ProcessGroup.fake(4, rank)
         program = Program(job.recipe, TorchNative(make_mesh(job.recipe, rank, 4), 1, "exact"))
-        problems.append(load_part(job, program.state.read(), 8))
+        problems.append(load_part(job, program.state.read(), 4))
         group.leave()
 
     # Rank 3 has a part of the matrices of rank 2's model, and with it the norms, which rank 2 writes.

@@ -246,9 +246,9 @@ def train_in_turn(jobs: list[Job], environment: WorkerEnvironment) -> None:
     for number, job in enumerate(jobs):
         with pytest.MonkeyPatch.context() as patch:
             if job.root.name == "poisoned" and environment.rank == 3:
-                poison(patch, 2)
+                poison(patch, 1)
             if job.root.name == "damaged" and environment.rank == 0 and checkpoints(job.root):
-                flip_a_bit(checkpoints(job.root)["step-00000008"] / shard_name(2))
+                flip_a_bit(checkpoints(job.root)["step-00000004"] / shard_name(2))
             train(job, replace(environment, rendezvous=f"{environment.rendezvous}-{number}"))
 
 

@@ -119,7 +119,7 @@ def sum_activations(folder: Path, environment: WorkerEnvironment) -> None:
     group.leave()
 
 
-PARALLEL_STEPS, MANY_STEPS = 4, 8
+PARALLEL_STEPS, MANY_STEPS = 2, 6
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 COPIES_APART = "tensor 4, 2 key-value heads, each on workers 2 apart"
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
@@ -127,7 +127,7 @@ MESHES_OF_TWO = {"data 2": (2, 1), "tensor 2": (1, 2)}
 SIZES = (8, 4, 2)
 OF_EIGHT = {"batch__global_batch_size": "16"}
 """Overrides that give each of 8 workers a micro-batch."""
-EIGHT_STEPS = 6
+EIGHT_STEPS = 4
 
 
 def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str]:
@@ -251,7 +251,7 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
     torch.save(results, folder / f"{rank}.pt")
 
 
-HEALTH_STEPS = 3
+HEALTH_STEPS = 2
 _SMALL = {"compile__enabled": "false", "optimizer__max_grad_norm": "0.5", "optimizer__weight_decay": "0.1"}
 HEALTH_MODELS = {
     "plain": {**_SMALL, "model__num_key_value_heads": "2"},
