@@ -6,15 +6,27 @@ from functools import cache
 from typing import Any
 
 import pytest
-from botocore.loaders import JSONFileLoader
+from botocore.loaders import JSONFileLoader, Loader
 
 
 def share_service_models(patch: pytest.MonkeyPatch) -> None:
-    """Shares the models until the patch ends, which is safe because clients only read them."""
-    read = JSONFileLoader.load_file
+    """Shares the models, and the list of services that have one, until the patch ends. Clients only read them.
+
+    A session lists 450 folders for each list of services, a fifth of the time that a simulated account takes to begin.
+    """
+    read, list_services = JSONFileLoader.load_file, Loader.list_available_services
 
     @cache
     def load_file(path: str) -> Any:
         return read(JSONFileLoader(), path)
 
+    services: dict[tuple[str, ...], list[str]] = {}
+
+    def list_available_services(loader: Any, type_name: str) -> list[str]:
+        key = (type_name, *loader.search_paths)
+        if key not in services:
+            services[key] = list_services(loader, type_name)
+        return services[key]
+
     patch.setattr(JSONFileLoader, "load_file", lambda loader, path: load_file(path))
+    patch.setattr(Loader, "list_available_services", list_available_services)

@@ -44,7 +44,7 @@ DOCUMENTS = [
         "don'ſ IT'S 1234567 aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa hello world",
     )),
 ]  # fmt: skip
-OTHER_TEXT = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "services/common").rglob("*.py"))]
+OTHER_TEXT = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "services/common/recipe").glob("*.py"))]
 """Text from which vocabularies are trained; the corpus has other documents."""
 
 Vocabulary = Callable[[], bytes]
@@ -120,6 +120,7 @@ def make_corpus(folder: Path, content: bytes, size: int) -> Artifact[CorpusManif
         tokenizer__model=str(folder / "vocabulary"),
         model__vocab_size=size,
         corpus__validation_fraction=VALIDATION,
+        corpus__rows_per_shard=10_000,  # a shard for each few rows would be a thousand files
         tokenizer__encoder="reference",
     )
     assert run(recipe, folder / "fsx") == 0
