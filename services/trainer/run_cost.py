@@ -35,7 +35,9 @@ class StageCost:
     computing_node_hours: float
     """Node-hours of the steps that led to the newest state, or of the phases that made the artifact."""
     lost_node_hours: float
-    """Node-hours of steps that were done again, and of restarts, from the last step before to the first one after."""
+    """Node-hours of steps that were done again, and of the commands from the last step before a restart to the first
+    one after.
+    """
     chip_hours: float | None
     """Hours for which accelerators were held, times their number; None on CPUs."""
     dollars: float | None
