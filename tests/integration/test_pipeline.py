@@ -252,10 +252,12 @@ def lines_that_run_here(page: Document) -> list[str]:
 
 def ends_as_said(line: str, place: Path, call: Call) -> bool:
     """Run a line of a runbook in `place`. Its comment says the exit code, if that is not 0."""
-    (run_folder,) = (place / "fsx").glob("run/*/")
-    (corpus, *_) = (each for each in (place / "fsx/corpus").glob("*/*/") if (each / "manifest.json").exists())
-    names = {"RUN": run_folder.name, "STEP": "step-00000060", "CORPUS": str(corpus.relative_to(place / "fsx/corpus"))}
-    line = re.sub(r"\b(?:RUN|STEP|CORPUS)\b", lambda found: names[found[0]], line)
+    names: dict[str, Callable[[], str]] = {
+        "RUN": lambda: next((place / "fsx").glob("run/*/")).name,
+        "STEP": lambda: "step-00000060",
+        "CORPUS": lambda: "/".join(next((place / "fsx").glob("corpus/*/*/manifest.json")).parts[-3:-1]),
+    }
+    line = re.sub(rf"\b(?:{'|'.join(names)})\b", lambda found: names[found[0]](), line)
     said = re.search(r"# .*\bexit code (\d+)", line)
     match shlex.split(line, comments=True):
         case ["python", "-m", module, *arguments]:
