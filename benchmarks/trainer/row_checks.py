@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +74,8 @@ def make_rows(folder: Path, steps: int) -> dict[str, Callable[[], float]]:
     }
     steps_of = {row: _prepare_step(recipe, corpus) for row, recipe in zip(STEPS, (eager, compiled), strict=True)}
     return {
-        **{row: lambda step=step: _measure(step, steps) for row, step in steps_of.items()},
-        **{row: lambda stream=stream: _measure_reading(stream) for row, stream in streams.items()},
+        **{row: partial(_measure, step, steps) for row, step in steps_of.items()},
+        **{row: partial(_measure_reading, stream) for row, stream in streams.items()},
     }
 
 
@@ -86,9 +87,9 @@ def make_table(medians: dict[str, float]) -> str:
         share = a_sample * recipe.batch.global_batch_size / medians[row]
         lines.append(f"| {row} | {medians[row] * 1e3:,.1f} ms | {share:.4%} |")
     for row in ("checked", "unchecked"):
-        share = f"{a_sample / medians[row]:.0%}" if row == "checked" else ""
+        of_reading = f"{a_sample / medians[row]:.0%}" if row == "checked" else ""
         what = f"read a sample of {recipe.corpus.sequence_length} tokens, {row}"
-        lines.append(f"| {what} | {medians[row] * 1e6:,.2f} us | {share} |")
+        lines.append(f"| {what} | {medians[row] * 1e6:,.2f} us | {of_reading} |")
     return "\n".join(lines)
 
 
