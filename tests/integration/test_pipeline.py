@@ -18,7 +18,6 @@ import pytest
 
 from services.common.testing import fork_server
 from services.common.testing.waiting import wait_until
-from services.compiler.tests.inductor import SOONER
 from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
 from tests.architecture.documents import Document, read_runbooks
 from tests.command import call as call_command
@@ -93,8 +92,7 @@ def kill_while_compiling(options: tuple[str, ...]) -> None:
     """kill -9 the compiler stage after its first compiled files: no process survives, and nothing is published."""
     collection = Path(options[-1]) / "compile_cache" / "small"
     command = [sys.executable, "-m", "services.compiler", *options]
-    environment = {**os.environ, **SOONER}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, text=True) as process:
         wait_until(lambda: any(collection.glob("*.scratch/*/compile/cache/*/*")), 120, process=process)
         at_work = psutil.Process(process.pid).children(recursive=True)
         process.kill()

@@ -23,7 +23,6 @@ from services.common.testing.disks import mounted
 from services.common.testing.recipes import write_recipe
 from services.common.testing.waiting import wait_until
 from services.compiler.__main__ import main
-from services.compiler.tests.inductor import SOONER
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -32,6 +31,10 @@ SMALLER: dict[str, Any] = {
     "parallel__data_parallel_size": 2,
     "batch__global_batch_size": 4,
 }
+
+
+SOONER = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+"""Environment that skips what Inductor compiles outside of the cache before its first kernel: 20 s of CPU."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
