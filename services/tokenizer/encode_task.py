@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,14 +110,22 @@ def encode_partition(task: EncodeTask) -> EncodedPartition:
 
 def _read_marker(task: EncodeTask) -> EncodedPartition | None:
     """Return the result of a task that was run before, or None when its files are incomplete or of other settings."""
-
-    def checksums(done: EncodedPartition) -> dict[Path, str]:
-        tokens = {task.tokens_path(split): part.tokens_xxh3 for split, part in done.parts.items()}
-        return tokens | {task.starts_path(split): part.starts_xxh3 for split, part in done.parts.items()}
-
-    done = read_marker(task.marker_path, task.scratch, EncodedPartition, checksums)
+    done = read_whole_partition(task.scratch, task.index)
     has_same_settings = done and (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
     return done if has_same_settings else None
+
+
+def read_whole_partition(scratch: Path, index: int, splits: Collection[Split] = SPLITS) -> EncodedPartition | None:
+    """Return the result of the task that encoded a partition, or None when its marker or a file is not whole.
+
+    The partition's files of these splits are read and compared with the checksums in the marker.
+    """
+
+    def checksums(done: EncodedPartition) -> dict[Path, str]:
+        tokens = {tokens_path(scratch, index, split): done.parts[split].tokens_xxh3 for split in splits}
+        return tokens | {starts_path(scratch, index, split): done.parts[split].starts_xxh3 for split in splits}
+
+    return read_marker(path_in_tree(scratch, index, ".json"), scratch, EncodedPartition, checksums)
 
 
 def _encode(task: EncodeTask) -> EncodedPartition:

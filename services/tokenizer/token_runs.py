@@ -16,6 +16,7 @@ import numpy.typing as npt
 from services.common.artifacts.corpus import Split
 from services.common.errors import ArtifactError
 from services.tokenizer.atomic_file import write_file
+from services.tokenizer.encode_task import read_whole_partition
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 from services.tokenizer.mapped_array import map_array
 from services.tokenizer.scratch_tree import starts_path, tokens_path
@@ -43,17 +44,20 @@ class TokenRuns:
     def read(self, begin: int, end: int) -> tuple[TokenIds, Offsets]:
         """Return tokens [begin, end) of the split, and the positions among them at which documents begin.
 
-        Raises `ArtifactError` for a partition's file of another size than its task has told.
+        The files of a partition are compared with their checksums by the read that has the partition's first token, so
+        once for a split that is read in parts. They are not synced, and a node that was lost may have left zeros in
+        them. Raises `ArtifactError` for a partition's file that is not as its task wrote it.
         """
         tokens: TokenIds = np.empty(end - begin, self.token_dtype)
         starts: list[Offsets] = [np.empty(0, np.int64)]
         for index, first, last in self._runs(begin, end):
             low, high = max(begin, first) - first, min(end, last) - first
             path = tokens_path(self.folder, index, self.split)
+            is_to_check = begin <= first < end
             own = map_array(path, self.token_dtype)
-            if len(own) != last - first:
+            if len(own) != last - first or (is_to_check and not read_whole_partition(self.folder, index, [self.split])):
                 raise ArtifactError(
-                    f"{path}: has {len(own):,} tokens and its task wrote {last - first:,}. "
+                    f"{path}: is not as its task wrote it ({len(own):,} of {last - first:,} tokens, or other bytes). "
                     f"Run the same command again, which encodes the partition anew."
                 )
             at = first - begin

@@ -114,16 +114,23 @@ def test_what_a_lost_pack_task_has_left_is_not_published(tmp_path: Path, monkeyp
     assert corpus.manifest.files == describe_files(corpus.path)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "starts"])
+@pytest.mark.parametrize(("kind", "keeps_its_size"), [("tokens", False), ("tokens", True), ("starts", True)])
 def test_a_partition_that_loses_its_end_before_it_is_packed_is_named_and_encoded_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    keeps_its_size: bool,
 ) -> None:
     """A node that is lost may not have written to the disk what its finished tasks have written."""
     recipe, pack_splits = make_corpus(tmp_path), pack.pack_splits
 
     def pack_what_is_left(folder: Path, encoded_folder: Path, *arguments: Any) -> Any:
         damaged = encoded_folder / "000" / f"000003.train.{kind}"
-        os.truncate(damaged, damaged.stat().st_size - 8)
+        size = damaged.stat().st_size
+        os.truncate(damaged, size - 8)
+        if keeps_its_size:
+            os.truncate(damaged, size)  # with zeros, as of blocks that never reached the disk
         return pack_splits(folder, encoded_folder, *arguments)
 
     with monkeypatch.context() as patch:
