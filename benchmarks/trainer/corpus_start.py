@@ -68,8 +68,8 @@ ROWS: dict[str, Callable[[Start], float]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer.corpus_start")
-    parser.add_argument("--shards", type=int, default=SHARDS, help="shards of the large corpus")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=SHARDS, help=f"shards of the large corpus (default: {SHARDS:,})")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians are printed (default: 3)")
     arguments = parser.parse_args()
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as name:

@@ -51,8 +51,8 @@ class UncheckedRows(CorpusRows):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer.row_checks")
-    parser.add_argument("--steps", type=int, default=200, help="steps of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200, help="steps of a round (default: 200)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, of which medians are printed (default: 5)")
     arguments = parser.parse_args()
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as name:

@@ -92,6 +92,8 @@ def make_tasks(
     scratch: Path,
     duplicates: DuplicateLists | None = None,
 ) -> TaskSequence[EncodeTask]:
+    """Return the encode tasks of the partitions in the plan's order. `scratch` is the folder of their results."""
+
     def make_task(index: int) -> EncodeTask:
         return EncodeTask(
             index=index,

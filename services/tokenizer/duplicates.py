@@ -19,10 +19,10 @@ has a digest at most once for each group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ import xxhash
 
 from services.common.artifacts.manifest import ManifestModel
 from services.common.launch.launcher import Launcher
-from services.common.process.progress import show_progress
 from services.common.recipe.schema import Corpus
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.document_digest import digest_documents
@@ -39,7 +38,7 @@ from services.tokenizer.plan_folder import PlanFolder
 from services.tokenizer.scratch_tree import path_in_tree
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.task_marker import read_marker, write_marker
-from services.tokenizer.task_sequence import map_largest_first
+from services.tokenizer.task_sequence import run_largest_first
 
 DIGESTS_PER_BUCKET = 2**23
 """Digests of a bucket, give or take a per mille, because digests are spread evenly. A task sorts them in 0.5 GB."""
@@ -48,7 +47,6 @@ MAX_GROUPS = 4_096
 partitions (50 TB of text) the tasks would open 180 times as many files."""
 _NUMBER_BITS = 36
 
-T = TypeVar("T")
 Positions = npt.NDArray[np.uint64]
 """Places of documents in the corpus. The high 28 bits of a position are the partition's index, and the low 36 bits the
 document's number among all documents that are read from the partition. Rising positions are the corpus's order."""
@@ -163,37 +161,23 @@ def find_duplicates(
         for number, group in enumerate(groups)
     ]
     sizes = np.array([bytes_of_partitions[group.start : group.stop].sum() for group in groups], np.int64)
-    digests = _run(launcher, digest_group, digest_tasks, sizes, num_workers, ("digest documents", "bytes"))
+    digests = run_largest_first(
+        launcher, digest_group, digest_tasks, sizes, num_workers, title="digest documents", unit="bytes"
+    )
     num_buckets = max(1, -(-sum(file.documents for file in digests) // digests_per_bucket))
     inputs_xxh3 = _checksum_of(digests)
     find_tasks = [FindTask(folder, bucket, num_buckets, len(groups), inputs_xxh3) for bucket in range(num_buckets)]
     ones = np.ones(num_buckets, np.int64)
-    found = _run(launcher, find_in_bucket, find_tasks, ones, num_workers, ("find duplicates", "buckets"))
+    found = run_largest_first(
+        launcher, find_in_bucket, find_tasks, ones, num_workers, title="find duplicates", unit="buckets"
+    )
     inputs_xxh3 = _checksum_of([*digests, *found])
     list_tasks = [ListTask(folder, number, group, num_buckets, inputs_xxh3) for number, group in enumerate(groups)]
     # The lists of a corpus of one bucket are made sooner than another process starts.
     num_workers = min(num_workers, num_buckets)
-    _run(launcher, list_group, list_tasks, np.ones(len(groups), np.int64), num_workers, ("list duplicates", "lists"))
+    ones = np.ones(len(groups), np.int64)
+    run_largest_first(launcher, list_group, list_tasks, ones, num_workers, title="list duplicates", unit="lists")
     return DuplicateLists(folder, per_group)
-
-
-def _run(
-    launcher: Launcher,
-    function: Callable[[T], WrittenFile],
-    tasks: Sequence[T],
-    sizes: npt.NDArray[np.int64],
-    num_workers: int,
-    title_and_unit: tuple[str, str],
-) -> list[WrittenFile]:
-    """Run the tasks, the largest first, and return their results in the order of the tasks."""
-    results: dict[int, WrittenFile] = {}
-    with show_progress(title_and_unit[0], int(sizes.sum()), title_and_unit[1]) as progress:
-        done = 0
-        for index, result in map_largest_first(launcher, function, tasks, sizes, num_workers):
-            results[index] = result
-            done += int(sizes[index])
-            progress.advance_to(done)
-    return [results[index] for index in range(len(tasks))]
 
 
 def _checksum_of(files: Iterable[WrittenFile]) -> str:

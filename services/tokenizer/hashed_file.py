@@ -39,7 +39,7 @@ class HashedFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Do nothing: whoever has opened the file closes it. pyarrow calls this method."""
+        """Do nothing, because `write_hashed_file` closes the file. pyarrow calls this method."""
 
     def entry(self, path: str) -> FileEntry:
         """Return the manifest's entry for the file, whose path in the artifact is `path`."""

@@ -21,13 +21,12 @@ from services.common.artifacts.manifest import FileEntry, sync_folder
 from services.common.artifacts.row_check import check_rows, digest_checks
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
-from services.common.process.progress import show_progress
 from services.tokenizer.arrow_arrays import array_of_numbers
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 from services.tokenizer.hashed_file import write_hashed_file
-from services.tokenizer.task_sequence import map_largest_first
+from services.tokenizer.task_sequence import run_largest_first
 from services.tokenizer.token_runs import TokenRuns
 
 BYTES_PER_WORKER = 2**28
@@ -118,15 +117,8 @@ def _plan_files(
 def _pack(tasks: Sequence[PackTask], layout: ShardLayout, launcher: Launcher, num_workers: int) -> list[PackedFile]:
     """Run the tasks, and return their results in the order of the tasks."""
     sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
-    packed: dict[int, PackedFile] = {}
-    done_bytes = 0
     num_workers = min(num_workers, 1 + int(sizes.sum()) // BYTES_PER_WORKER)
-    with show_progress("pack", int(sizes.sum()), "bytes") as progress:
-        for index, file in map_largest_first(launcher, pack_file, tasks, sizes, num_workers):
-            packed[index] = file
-            done_bytes += int(sizes[index])
-            progress.advance_to(done_bytes)
-    return [packed[index] for index in range(len(tasks))]
+    return run_largest_first(launcher, pack_file, tasks, sizes, num_workers, title="pack", unit="bytes")
 
 
 def _count(

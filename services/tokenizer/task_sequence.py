@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.launch.launcher import Launcher
+from services.common.process.progress import show_progress
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,3 +53,27 @@ def map_largest_first(
     ordered = TaskSequence(len(tasks), lambda place: tasks[int(order[place])])
     for place, result in launcher.map_tasks(function, ordered, num_workers):
         yield int(order[place]), result
+
+
+def run_largest_first(
+    launcher: Launcher,
+    function: Callable[[T], R],
+    tasks: Sequence[T],
+    sizes: npt.NDArray[np.int64],
+    num_workers: int,
+    *,
+    title: str,
+    unit: str,
+) -> list[R]:
+    """Run the tasks in falling order of their sizes, and return their results in the order of the tasks.
+
+    The progress has the title, and counts the sizes in the unit.
+    """
+    results: dict[int, R] = {}
+    done = 0
+    with show_progress(title, int(sizes.sum()), unit) as progress:
+        for index, result in map_largest_first(launcher, function, tasks, sizes, num_workers):
+            results[index] = result
+            done += int(sizes[index])
+            progress.advance_to(done)
+    return [results[index] for index in range(len(tasks))]

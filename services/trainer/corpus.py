@@ -36,5 +36,6 @@ class RunCorpus:
 
 
 def describe_corpus(corpus: Artifact[CorpusManifest]) -> RunCorpus:
+    """Return what a run needs of a published corpus. Computes the digest of the corpus's files."""
     manifest = corpus.manifest
     return RunCorpus(corpus.path, manifest.name, manifest.link(corpus.path), manifest.corpus.without_digests())

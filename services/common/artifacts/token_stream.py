@@ -37,7 +37,7 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, corpus: CorpusPayload, split: Split, rows: CorpusRows | None = None) -> None:
-        """Streams of several splits that get the same `rows` share its maps."""
+        """Open nothing. Streams of both splits that get the same `rows` share the bound of its maps."""
         counts = corpus.splits[split]
         self.sequence_length = corpus.sequence_length
         self.num_samples = corpus.num_samples(split)

@@ -125,7 +125,7 @@ def _explain_memory(where: str, num_files: int | None) -> MillraceError:
     begin = f"{where}cannot be taken into memory, which says nothing about the file"
     most, maps = max_maps(), num_maps()
     if most is not None and (maps >= _NEARLY * most or maps + (num_files or 0) > most):
-        return explain_maps(f"{begin}: this process has {maps:,} maps", most, num_files)
+        return _explain_maps(f"{begin}: this process has {maps:,} maps", most, num_files)
     for name, option, limit in (
         ("RLIMIT_AS", "ulimit -v unlimited", resource.RLIMIT_AS),
         ("RLIMIT_DATA", "ulimit -d unlimited", resource.RLIMIT_DATA),
@@ -153,8 +153,8 @@ def _explain_memory(where: str, num_files: int | None) -> MillraceError:
     )
 
 
-def explain_maps(seen: str, most: int, num_files: int | None) -> LimitError:
-    """Return the error for a node whose limit on maps is too low; `seen` is the begin of the message."""
+def _explain_maps(seen: str, most: int, num_files: int | None) -> LimitError:
+    """Return the error for a node whose limit on maps is too low; `seen` is the beginning of the message."""
     wanted = f", and this work maps {num_files:,} files" if num_files else ""
     return LimitError(
         f"{seen}, and vm.max_map_count allows {most:,}{wanted}. On every node of the stage, run "

@@ -284,11 +284,10 @@ def _nodes_of_a_step(question: NodeQuestion) -> float:
 
 def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OPEN_FILES
     unlimited = soft == resource.RLIM_INFINITY
-    seen = f"{'any number of' if unlimited else f'{soft:,}'} open files, a worker may need {needed:,}"
-    if not unlimited and soft < needed:
-        yield problem("open files", DeviceError(seen), f"ulimit -n {needed} (the hard limit is {hard:,})")
+    seen = f"{'any number of' if unlimited else f'{soft:,}'} open files, a worker may need {OPEN_FILES:,}"
+    if not unlimited and soft < OPEN_FILES:
+        yield problem("open files", DeviceError(seen), f"ulimit -n {OPEN_FILES} (the hard limit is {hard:,})")
     else:
         yield ok("open files", seen)
     yield from _look_at_maps()
@@ -311,7 +310,7 @@ def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
 
 
 def _look_at_maps() -> Iterator[Finding]:
-    """Check the limit of memory maps, of which a worker needs as many for a corpus of any size."""
+    """Check the limit of memory maps, of which a worker needs the same number for a corpus of any size."""
     most = max_maps()
     if most is None:
         return
