@@ -55,6 +55,7 @@ class EncodedPartitions:
         self._text_digests = np.zeros((len(partitions), _DIGEST_BYTES), np.uint8)
 
     def add(self, index: int, encoded: EncodedPartition) -> None:
+        """Add the result of the encode task of partition `index`."""
         self.encoders.add(encoded.encoder)
         self.counts.update({count: getattr(encoded, count) for count in SUMMED})
         self._text_digests[index] = np.frombuffer(bytes.fromhex(encoded.text_xxh3), np.uint8)
@@ -69,10 +70,12 @@ class EncodedPartitions:
         return self.document_tokens[split] + BOS_AND_EOS * self.documents[split]
 
     def totals(self, split: Split) -> SplitTotals:
+        """Return the sums of a split over all partitions."""
         columns = self.documents[split], self.text_bytes[split], self.document_tokens[split]
         return SplitTotals(*(int(column.sum()) for column in columns))
 
     def totals_of_source(self, source: int, split: Split) -> SourceSplitCounts:
+        """Return the sums of a split over the partitions of one source."""
         is_own = self.sources == source
         return SourceSplitCounts(
             documents=int(self.documents[split][is_own].sum()),

@@ -115,9 +115,11 @@ class _Grouping:
         self._firsts, self._sizes = array("q"), array("q")
 
     def begin(self, first_range: int) -> None:
+        """Begin a source, whose first file range has this number among the ranges of all sources."""
         self._next = first_range
 
     def add(self, ranges: Ranges) -> None:
+        """Add the next file ranges of the source."""
         for size in ranges["bytes"].tolist():
             if not self._firsts or size > self._room:
                 self._firsts.append(self._next)

@@ -72,15 +72,18 @@ class PlanFolder:
         return self.path / "partitions"
 
     def cut_path(self, block: int) -> Path:
+        """Return the path of the file ranges of a block, which the block's cut task writes."""
         return path_in_tree(self.path / "cuts", block, ".ranges")
 
     def write_files(self, listings: Iterable[FileListing]) -> None:
+        """Write the files of all sources, block after block."""
         with write_file(self.files_path) as file, pa.ipc.new_file(file, SCHEMA) as writer:
             for listing in listings:
                 for block in listing.blocks:
                     writer.write_batch(block)
 
     def read_block(self, number: int) -> list[InputFile]:
+        """Return the input files of a block."""
         return list(read_files(self._blocks.get_batch(number)))
 
     def write_cut(self, block: int, ranges: Ranges) -> None:
@@ -119,6 +122,7 @@ class PlanFolder:
         return self.files_path, self.ranges_path, self.partitions_path
 
     def read_partitions(self) -> Partitions:
+        """Return all partitions in the order of the corpus: 40 bytes of memory for each."""
         return np.fromfile(self.partitions_path, PARTITION)
 
     def read_partition(self, index: int) -> InputPartition:

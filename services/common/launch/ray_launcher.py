@@ -79,7 +79,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     remote = ray.remote(max_retries=3, num_cpus=1, resources=group)(function)
     waiting = enumerate(items)
     running: dict[ray.ObjectRef[Any], int] = {}
-    try:
+    with _ending_tasks(running):
         while True:
             with calling_ray():
                 for index, item in islice(waiting, num_workers - len(running)):
@@ -89,12 +89,6 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
                 results = [(running.pop(reference), ray.get(reference)) for reference in done]
             yield from results
-    except ray.exceptions.RayTaskError as error:
-        raise _cause(error) from None
-    except _LOST as error:
-        raise WorkersLost(str(error)) from error
-    finally:
-        _cancel(list(running))
 
 
 def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node: int) -> Iterator[tuple[int, R]]:
@@ -105,7 +99,7 @@ def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node:
         remote = ray.remote(max_retries=0, num_cpus=0)(function)
     waiting = list(enumerate(items))[::-1]
     running: dict[ray.ObjectRef[Any], tuple[int, str]] = {}
-    try:
+    with _ending_tasks(running):
         while waiting or running:
             with calling_ray():
                 while waiting and free:
@@ -117,6 +111,13 @@ def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node:
             for index, node, result in results:
                 free.append(node)
                 yield index, result
+
+
+@contextmanager
+def _ending_tasks(running: Mapping[ray.ObjectRef[Any], object]) -> Iterator[None]:
+    """Raise the own error of a failed task, and `WorkersLost` for a lost one; cancel tasks that are still running."""
+    try:
+        yield
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
     except _LOST as error:
