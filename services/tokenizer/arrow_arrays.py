@@ -19,9 +19,10 @@ def array_of_numbers(values: npt.NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-def numbers_of(array: pa.Array, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def numbers_of(array: pa.Array) -> npt.NDArray[Any]:
     """Return the values of an array of numbers without nulls. Nothing is copied."""
-    return np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
+    values: npt.NDArray[Any] = np.from_dlpack(array)
+    return values
 
 
 def array_of_text(values: Sequence[str]) -> pa.Array:

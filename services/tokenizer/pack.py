@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from services.common.artifacts.manifest import FileEntry, sync_folder
 from services.common.artifacts.row_check import check_rows, digest_checks
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
-from services.tokenizer.arrow_arrays import array_of_numbers
+from services.tokenizer.arrow_arrays import array_of_numbers, numbers_of
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
@@ -158,8 +158,8 @@ def pack_file(task: PackTask) -> PackedFile:
     # A Python file, because a full disk is then an OSError with its errno.
     with write_hashed_file(task.folder / task.path) as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
-    checks: Any = np.from_dlpack(batch.column("check"))
-    return PackedFile(file.entry(task.path), digest_checks(checks), len(tokens), len(starts))
+    check_digest = digest_checks(numbers_of(batch.column("check")))
+    return PackedFile(file.entry(task.path), check_digest, len(tokens), len(starts))
 
 
 def _rows(split: Split, first_row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:

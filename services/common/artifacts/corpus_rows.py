@@ -218,7 +218,7 @@ def _map_batch(path: Path) -> pa.RecordBatch:
 
 
 def _view(values: pa.Array) -> Any:
-    return np.from_dlpack(values)  # a view; `to_numpy` imports pandas where that is installed: 0.4 s
+    return np.from_dlpack(values)  # a view; `to_numpy` imports pandas where that is installed
 
 
 def _request_pages(values: npt.NDArray[Any]) -> None:

@@ -72,7 +72,7 @@ class FileListing(Sequence[InputFile]):
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of every file."""
-        columns = [numbers_of(block.column("bytes"), np.int64) for block in self.blocks]
+        columns = [numbers_of(block.column("bytes")) for block in self.blocks]
         return np.concatenate([np.empty(0, np.int64), *columns])
 
     @property
