@@ -76,7 +76,7 @@ class RowFile(NamedTuple):
                 starts=_view(doc_starts.values),
                 checks=_view(batch.column("check")),
             )
-        except (pa.ArrowException, OSError, KeyError, AttributeError, MemoryError) as error:
+        except (pa.ArrowException, OSError, KeyError, AttributeError, UnicodeDecodeError, MemoryError) as error:
             raise explain_lack(error, file, MAX_MAPS) or ArtifactError(
                 f"{file}: cannot be read as a corpus's file: {error}. {advise_verify(folder)}"
             ) from error

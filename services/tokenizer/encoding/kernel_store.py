@@ -10,21 +10,30 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
+import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import llvmlite.binding as llvm
 
+from services.common.input.files import InputFileError, open_for_append, read_file
 from services.common.process.private_folder import private_base
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.machine_code import Kernel, MachineCode, argument_types, flatten
 
+logger = logging.getLogger(__name__)
+
 SHIPPED_VARIABLE = "MILLRACE_COMPILED_KERNELS"
 """Environment variable that names the folder of an image's kernels."""
+
+LONGEST_COMPILATION_SECONDS = 60.0
+"""Longest wait for another process that compiles, after which a process compiles by itself."""
+_POLL_SECONDS = 0.1
 
 _X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 
@@ -47,14 +56,14 @@ def read_or_compile(
 ) -> MachineCode:
     """Read a kernel from its file in `folder`, or compile the kernel and write the file.
 
-    Processes that start together compile a kernel once: one compiles, and the others wait.
+    Processes that start together compile a kernel once: one compiles, and the others wait for it, for a limited time.
     """
     path = folder / _file_name(name, arguments, os.environ)
     folder.mkdir(mode=0o700, exist_ok=True)
     if (code := _read(path)) is not None:
         return code
-    with (folder / "compiling.lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open_for_append(folder / "compiling.lock") as lock:
+        _wait_for(lock)
         if (code := _read(path)) is None:
             code = (compile_kernel or _compile)(name, arguments)
             with write_file(path) as file:
@@ -86,11 +95,26 @@ def _compile(name: str, arguments: tuple[Any, ...]) -> MachineCode:
 
 
 def _read(path: Path) -> MachineCode | None:
-    """Return the code in a file, or None where the file is missing or damaged."""
+    """Return the code in a file, or None where the file is missing, damaged or no regular file."""
     try:
-        return MachineCode.unpack(path.read_bytes())
-    except FileNotFoundError:
+        return MachineCode.unpack(read_file(path))
+    except InputFileError:
         return None
+
+
+def _wait_for(lock: BinaryIO) -> None:
+    """Lock a file, unless another process holds it for `LONGEST_COMPILATION_SECONDS`: that process may be stopped."""
+    deadline = time.monotonic() + LONGEST_COMPILATION_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                logger.warning("%s: another process holds this lock and does not finish; compiling, too", lock.name)
+                return
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
 
 
 def _file_name(name: str, arguments: tuple[Any, ...], environment: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from services.tokenizer.sources.column import check_column, explaining_damage, i
 from services.tokenizer.sources.document_limit import require_at_most_at_once
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import open_seekable_file
+from services.tokenizer.sources.file_version import require_unchanged
 from services.tokenizer.text_batch import TextBatch
 
 _END_OF_STREAM = CONTINUATION + bytes(4)
@@ -24,9 +25,10 @@ _WITHOUT_LIMIT = 2**60
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
     """Return a file range for each record batch of a file, or the whole stream, which can only be read from its begin.
 
-    Raises `RecipeError` for a column that is missing or holds no text.
+    Raises `RecipeError` for a column that is missing or holds no text, and `ArtifactError` for a file that has changed:
+    the record batches are kept for repeated commands, which may find the listed version again.
     """
-    with _open_arrow(file.uri, max_document_bytes) as batches:
+    with require_unchanged(file), _open_arrow(file.uri, max_document_bytes) as batches:
         check_column(file, batches.schema)
         if not batches.is_file_format:
             return [whole(file)]

@@ -14,6 +14,7 @@ from services.tokenizer.sources.column import check_column, explaining_damage, i
 from services.tokenizer.sources.document_limit import bytes_at_once, require_at_most_at_once, too_large
 from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.sources.file_system import is_local, open_seekable_file
+from services.tokenizer.sources.file_version import require_unchanged
 from services.tokenizer.sources.parquet_pages import read_pages
 from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
 
@@ -24,8 +25,12 @@ _VALUE_BYTES, _PAGE_BYTES = 16, 4_096
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """Return a file range for each row group. Raises `RecipeError` when the column is missing or holds no text."""
-    with _open_parquet(file.uri) as (parquet, _):
+    """Return a file range for each row group.
+
+    Raises `RecipeError` when the column is missing or holds no text, and `ArtifactError` for a file that has changed:
+    the row groups are kept for repeated commands, which may find the listed version again.
+    """
+    with require_unchanged(file), _open_parquet(file.uri) as (parquet, _):
         check_column(file, parquet.schema_arrow)
         metadata = parquet.metadata
         leaf = _leaf(metadata, file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.tokenizer.encoding import kernel_store
 from services.tokenizer.encoding.chunk_encoder import examples_of_arguments, load_kernels
 from services.tokenizer.encoding.kernel_store import common_processor, read_or_compile
 from services.tokenizer.encoding.machine_code import Kernel, MachineCode
@@ -54,6 +57,29 @@ def test_a_damaged_file_is_compiled_anew(tmp_path: Path, at: int) -> None:
     assert compiler.compiled == ["rehash", "rehash"]
     read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler)
     assert len(compiler.compiled) == 2
+
+
+def test_a_pipe_in_place_of_a_kernel_is_replaced(tmp_path: Path) -> None:
+    compiler = Compiler()
+    read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler)
+    [path] = tmp_path.glob("*.kernel")
+    path.unlink()
+    os.mkfifo(path)
+
+    assert read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler).object_file == b"code of rehash"
+    assert path.is_file()
+
+
+def test_nobody_waits_without_end_for_a_compiling_process_that_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(kernel_store, "LONGEST_COMPILATION_SECONDS", 0.0)
+    with (tmp_path / "compiling.lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler).object_file == b"code of rehash"
+    assert compiler.compiled == ["rehash"]
+    assert len(list(tmp_path.glob("*.kernel"))) == 1
 
 
 def test_code_for_another_processor_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,15 @@ def places_of_row(shard: Path) -> dict[str, Place]:
     return {name: Place(address - base, size) for name, (address, size) in addresses.items()}
 
 
+def test_a_damaged_name_of_a_column_is_damage_of_the_file(published: Artifact[CorpusManifest], corpus: Path) -> None:
+    content = (corpus / SHARD).read_bytes()
+    at = content.rindex(b"doc_starts")  # the schema in the footer, by which the file is opened
+    for damaged in (b"\xff", b"x"):
+        (corpus / SHARD).write_bytes(content[:at] + damaged + content[at + 1 :])
+        with pytest.raises(ArtifactError, match=SHARD):
+            open_stream(corpus, published).read([ROW])
+
+
 def flip(path: Path, at: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit

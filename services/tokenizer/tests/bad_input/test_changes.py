@@ -7,7 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError
@@ -80,6 +83,29 @@ def test_an_input_that_loses_its_end_while_it_is_read_is_called_changed_and_not_
     with before_encoding(lambda: cut_off(tmp_path / "a.parquet", 1_000)):
         message = stage.refuse(3, tmp_path / "a.parquet")
     assert all(part in message for part in ("a.parquet: ", "changed"))
+
+
+@pytest.mark.parametrize("writer", [pa.ipc.new_file, pq.ParquetWriter])
+def test_an_input_that_changes_before_it_is_cut_gives_no_plan(tmp_path: Path, writer: Callable[..., Any]) -> None:
+    """A plan is kept. It would have lost documents without a word once the listed version was put back."""
+    path = tmp_path / ("a.parquet" if writer is pq.ParquetWriter else "a.arrow")
+    write_table(path, writer, TEXTS)
+    [file] = list_inputs(Source(uri=str(path)))
+    shutil.copy2(path, tmp_path / "listed")
+    write_table(path, writer, TEXTS[:20])
+
+    with pytest.raises(ArtifactError, match="changed"):
+        cut_file(file, 10**9, MAX_DOCUMENT_BYTES)
+
+    shutil.copy2(tmp_path / "listed", path)
+    assert len(cut_file(file, 10**9, MAX_DOCUMENT_BYTES)) == -(-len(TEXTS) // 20)
+
+
+def write_table(path: Path, writer: Callable[..., Any], texts: list[str]) -> None:
+    """Write a table of 20 texts in each row group or record batch."""
+    table = pa.table({"text": texts})
+    with writer(str(path), table.schema) as file:
+        file.write_table(table, 20)
 
 
 def test_an_input_that_is_removed_before_it_is_read_is_named(stage: Stage, tmp_path: Path) -> None:
