@@ -16,7 +16,7 @@ def write_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, and rename it to `path` when the block ends.
 
     The file is not synced, so its bytes may be wrong after a power cut. Files in scratch are checked against their
-    checksums before use, and a corpus's files are synced and hashed when they are published. A sync of every file took
+    checksums before use, and `write_hashed_file` syncs and hashes the files of a corpus. A sync of every file took
     a fifth of the stage's time.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")

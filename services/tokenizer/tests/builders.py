@@ -26,6 +26,8 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 400
+PIECES = 300
+"""Pieces of the vocabulary that `write_model` writes."""
 MAX_DOCUMENT_BYTES = 128 * 2**20
 """The default of `corpus.max_document_bytes`."""
 _WORDS = (
@@ -55,10 +57,10 @@ def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **changes: 
     return path
 
 
-def write_model(folder: Path, vocab_size: int) -> Path:
-    """Write a SentencePiece model that is trained on generated documents."""
+def write_model(folder: Path) -> Path:
+    """Write a SentencePiece model of PIECES pieces that is trained on generated documents."""
     path = folder / "given.model"
-    path.write_bytes(train_vocabulary(make_documents(60), vocab_size))
+    path.write_bytes(train_vocabulary(make_documents(60), PIECES))
     return path
 
 

@@ -10,7 +10,7 @@ import pytest
 from services.common.process.entry_point import exit_code_of
 from services.common.testing import fork_server
 from services.tokenizer.__main__ import main
-from services.tokenizer.tests.builders import Tool, ToolResult
+from services.tokenizer.tests.builders import Tool, ToolResult, write_model
 
 fork_server.preload("services.tokenizer.encode_task", "services.tokenizer.ngram_overlap")
 
@@ -20,6 +20,12 @@ def forked_workers() -> Iterator[None]:
     """Fork the workers of commands that a test calls in its own process."""
     with fork_server.forking_workers():
         yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A given vocabulary, which is trained once for all tests."""
+    return write_model(tmp_path_factory.mktemp("vocabulary"))
 
 
 @pytest.fixture

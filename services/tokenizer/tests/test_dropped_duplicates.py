@@ -21,6 +21,7 @@ from services.tokenizer import duplicates
 from services.tokenizer.document_digest import normalise
 from services.tokenizer.duplicates import DigestTask
 from services.tokenizer.tests.builders import (
+    PIECES,
     decode_documents,
     is_anything_published,
     make_documents,
@@ -28,16 +29,8 @@ from services.tokenizer.tests.builders import (
     published,
     run,
     start,
-    write_model,
     write_recipe,
 )
-
-PIECES = 300
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("vocabulary"), PIECES)
 
 
 class Text:

@@ -15,22 +15,15 @@ import sentencepiece
 from services.common.artifacts.corpus import SPLITS, CorpusManifest
 from services.common.artifacts.store import Artifact
 from services.tokenizer.tests.builders import (
+    PIECES,
     decode_documents,
     make_documents,
     make_text,
     published,
     read_stream,
     run,
-    write_model,
     write_recipe,
 )
-
-PIECES = 300
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("vocabulary"), PIECES)
 
 
 def make_short(count: int, *, seed: int) -> list[bytes]:

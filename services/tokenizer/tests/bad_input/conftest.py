@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import PIECES, Stage
-from services.tokenizer.tests.builders import write_model
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("vocabulary"), PIECES)
+from services.tokenizer.tests.bad_input.stage import Stage
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.tokenizer.tests.builders import is_anything_published, make_documents, run, write_recipe
+from services.tokenizer.tests.builders import PIECES, is_anything_published, make_documents, run, write_recipe
 
 TEXTS = [document.decode() for document in make_documents(60)]
-PIECES = 300
 
 
 class Stage:

@@ -18,9 +18,10 @@ from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
 from services.tokenizer.tests.builders import (
     MAX_DOCUMENT_BYTES,
+    PIECES,
     decode_documents,
     make_documents,
     make_text,
