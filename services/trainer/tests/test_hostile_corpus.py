@@ -82,8 +82,8 @@ def be_made_of(uri: str, weight: float, extra_bytes: int = 0) -> Change:
             }
             for name, counts in fields["corpus"]["splits"].items()
         }
-        ngrams = {"validation_ngrams": 10, "validation_ngrams_in_train": 2}
-        in_corpus(sources=[{"uri": uri, "weight": weight, "share": 1.0, "splits": splits, **ngrams}])(fields)
+        others = {"documents_duplicate": 0, "validation_ngrams": 10, "validation_ngrams_in_train": 2}
+        in_corpus(sources=[{"uri": uri, "weight": weight, "share": 1.0, "splits": splits, **others}])(fields)
 
     return change
 
