@@ -86,8 +86,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                     running[remote.remote(item)] = index
                 if not running:
                     return
-                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
-                results = [(running.pop(reference), ray.get(reference)) for reference in done]
+                results = [(running.pop(reference), ray.get(reference)) for reference in _wait_for_ended(running)]
             yield from results
 
 
@@ -106,11 +105,22 @@ def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node:
                     (index, item), node = waiting.pop(), free.pop()
                     place = NodeAffinitySchedulingStrategy(node, soft=False)
                     running[remote.options(scheduling_strategy=place).remote(item)] = index, node
-                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
-                results = [(*running.pop(reference), ray.get(reference)) for reference in done]
+                results = [(*running.pop(reference), ray.get(reference)) for reference in _wait_for_ended(running)]
             for index, node, result in results:
                 free.append(node)
                 yield index, result
+
+
+def _wait_for_ended(running: Mapping[ray.ObjectRef[Any], object]) -> list[ray.ObjectRef[Any]]:
+    """Return all tasks that have ended, after a wait of at most POLL_SECONDS where none has.
+
+    Ray's wait takes time for each running task, 0.8 ms for 4,000. So tasks that have ended together share one call.
+    """
+    references = list(running)
+    first, others = ray.wait(references, num_returns=1, timeout=POLL_SECONDS)
+    if not first or not others:
+        return list(first)
+    return [*first, *ray.wait(others, num_returns=len(others), timeout=0)[0]]
 
 
 @contextmanager
