@@ -82,6 +82,8 @@ class EncodedPart(ManifestModel):
 class EncodedPartition(ManifestModel):
     """The result of a task. Its JSON is the task's marker."""
 
+    index: int
+    """Number of the partition in the plan."""
     vocabulary_sha256: str
     choice: EncoderChoice
     """The recipe's `tokenizer.encoder`. A task with another choice does not use this result."""
@@ -118,14 +120,16 @@ def _read_marker(task: EncodeTask) -> EncodedPartition | None:
 def read_whole_partition(scratch: Path, index: int, splits: Collection[Split] = SPLITS) -> EncodedPartition | None:
     """Return the result of the task that encoded a partition, or None when its marker or a file is not whole.
 
-    The partition's files of these splits are read and compared with the checksums in the marker.
+    The partition's files of these splits are read and compared with the checksums in the marker. A marker that belongs
+    to another partition counts as missing.
     """
 
     def checksums(done: EncodedPartition) -> dict[Path, str]:
         tokens = {tokens_path(scratch, index, split): done.parts[split].tokens_xxh3 for split in splits}
         return tokens | {starts_path(scratch, index, split): done.parts[split].starts_xxh3 for split in splits}
 
-    return read_marker(path_in_tree(scratch, index, ".json"), scratch, EncodedPartition, checksums)
+    done = read_marker(path_in_tree(scratch, index, ".json"), scratch, EncodedPartition, checksums)
+    return done if done and done.index == index else None
 
 
 def _encode(task: EncodeTask) -> EncodedPartition:
@@ -159,6 +163,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
             writers["validation"].append(ids, offsets, wanted.sizes, is_kept & is_for_validation)
             writers["train"].append(ids, offsets, wanted.sizes, is_kept & ~is_for_validation)
     encoded = EncodedPartition(
+        index=task.index,
         vocabulary_sha256=task.vocabulary.sha256,
         choice=task.encoder,
         encoder=encoder.name,

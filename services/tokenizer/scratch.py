@@ -13,6 +13,8 @@ from services.tokenizer.encoding.encoder_choice import EncoderChoice
 
 VOCABULARY = "vocabulary"
 """Name of the vocabulary's file in scratch. In the corpus its name is `Vocabulary.path`."""
+VOCABULARY_MARKER = "vocabulary.json"
+"""Name of the marker in scratch that has the checksum of the vocabulary's file."""
 
 
 def plan_folder_of(workspace: Workspace, recipe: Recipe, inputs: CorpusInputs) -> Path:
@@ -32,7 +34,7 @@ def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabula
     checked: a newer holder of the lease may have added folders since, which are not in the list.
     """
     folder = workspace.scratch / fingerprint([plan.name, vocabulary.sha256, encoder])[:16]
-    kept = {folder, plan, workspace.scratch / VOCABULARY}
+    kept = {folder, plan, workspace.scratch / VOCABULARY, workspace.scratch / VOCABULARY_MARKER}
     stale = [path for path in workspace.scratch.iterdir() if path not in kept]
     for path in [*stale, *folder.glob(f"*/*{TEMPORARY_SUFFIX}")]:
         discard(path, workspace.lease)

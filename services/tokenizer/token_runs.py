@@ -54,7 +54,7 @@ class TokenRuns:
             low, high = max(begin, first) - first, min(end, last) - first
             path = tokens_path(self.folder, index, self.split)
             is_to_check = begin <= first < end
-            own = map_array(path, self.token_dtype)
+            own = map_array(path, self.token_dtype) if path.exists() else np.empty(0, self.token_dtype)
             if len(own) != last - first or (is_to_check and not read_whole_partition(self.folder, index, [self.split])):
                 raise ArtifactError(
                     f"{path}: is not as its task wrote it ({len(own):,} of {last - first:,} tokens, or other bytes). "

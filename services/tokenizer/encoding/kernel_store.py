@@ -67,7 +67,7 @@ def read_or_compile(
         if (code := _read(path)) is None:
             code = (compile_kernel or _compile)(name, arguments)
             with write_file(path) as file:
-                file.write(code.pack())
+                file.write(code.pack(path.name))
     return code
 
 
@@ -95,9 +95,9 @@ def _compile(name: str, arguments: tuple[Any, ...]) -> MachineCode:
 
 
 def _read(path: Path) -> MachineCode | None:
-    """Return the code in a file, or None where the file is missing, damaged or no regular file."""
+    """Return the code in a file, or None where the file is missing, damaged, renamed or no regular file."""
     try:
-        return MachineCode.unpack(read_file(path))
+        return MachineCode.unpack(read_file(path), path.name)
     except InputFileError:
         return None
 

@@ -27,20 +27,24 @@ class MachineCode:
     """Types of the arguments, with the fields of tuples one by one: `uint8[]` for an array, `int64` for an integer."""
     object_file: bytes
 
-    def pack(self) -> bytes:
-        """Return the content of a file: a line of JSON with a checksum, and the object file."""
+    def pack(self, file_name: str) -> bytes:
+        """Return the content of the file of this name: a line of JSON with a checksum, and the object file.
+
+        The checksum covers the file's name, which says for which processor the code is. So a file that was given the
+        name of another one counts as damaged.
+        """
         header = {"symbol": self.symbol, "arguments": self.arguments}
-        checksum = _checksum(json.dumps(header), self.object_file)
+        checksum = _checksum(file_name, json.dumps(header), self.object_file)
         return json.dumps({**header, "sha256": checksum}).encode() + b"\n" + self.object_file
 
     @classmethod
-    def unpack(cls, content: bytes) -> MachineCode | None:
-        """Return what `pack` was called for, or None where the content is damaged."""
+    def unpack(cls, content: bytes, file_name: str) -> MachineCode | None:
+        """Return the code in the content of the file of this name, or None where it is damaged or of another name."""
         line, _, object_file = content.partition(b"\n")
         try:
             header = json.loads(line)
             checksum = header.pop("sha256")
-            if checksum != _checksum(json.dumps(header), object_file):
+            if checksum != _checksum(file_name, json.dumps(header), object_file):
                 return None
             return cls(header["symbol"], tuple(header["arguments"]), object_file)
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -105,5 +109,5 @@ def _words(value: Any) -> list[int]:
     return [0, 0, value.size, value.itemsize, value.ctypes.data, value.size, value.itemsize]
 
 
-def _checksum(header: str, object_file: bytes) -> str:
-    return hashlib.sha256(header.encode() + object_file).hexdigest()
+def _checksum(file_name: str, header: str, object_file: bytes) -> str:
+    return hashlib.sha256(f"{file_name}\n{header}\n".encode() + object_file).hexdigest()

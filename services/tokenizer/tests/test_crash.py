@@ -151,6 +151,26 @@ def test_a_finished_partition_is_not_encoded_again_and_a_damaged_one_is(
     assert published(root).manifest.content_digest == undisturbed
 
 
+def test_a_damaged_vocabulary_and_two_swapped_partitions_are_made_again(
+    tmp_path: Path, recipe: Path, undisturbed: str
+) -> None:
+    root = tmp_path / "fsx"
+    kill_when(lambda: len(find_files(root, "00000[0-9].json")) >= 4, start(recipe, root))
+    first, second = sorted(root.rglob("00000[0-9].json"))[:2]
+    for ending in ("json", "train.tokens", "train.starts", "validation.tokens", "validation.starts"):
+        path, other = (marker.with_name(f"{marker.stem}.{ending}") for marker in (first, second))
+        path.rename(path.with_name("aside"))
+        other.rename(path)
+        path.with_name("aside").rename(other)
+    [vocabulary] = root.rglob("*.scratch/vocabulary")
+    content = bytearray(vocabulary.read_bytes())
+    content[len(content) // 2] ^= 1
+    vocabulary.write_bytes(content)
+
+    assert run(recipe, root, ALONE) == 0
+    assert published(root).manifest.content_digest == undisturbed
+
+
 def test_partitions_of_another_encoder_are_encoded_again(tmp_path: Path, recipe: Path) -> None:
     """A user changes to the reference because the fast encoder was wrong."""
     task = tasks_in(tmp_path, load_recipe(recipe))[0]

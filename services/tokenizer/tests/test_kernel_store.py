@@ -59,6 +59,18 @@ def test_a_damaged_file_is_compiled_anew(tmp_path: Path, at: int) -> None:
     assert len(compiler.compiled) == 2
 
 
+def test_a_kernel_under_the_name_of_another_one_is_compiled_anew(tmp_path: Path) -> None:
+    """The name says for which processor the code is."""
+    compiler = Compiler()
+    read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler)
+    [path] = tmp_path.glob("*.kernel")
+    read_or_compile(tmp_path, "encode", ARGUMENTS, compiler)
+    [other] = set(tmp_path.glob("*.kernel")) - {path}
+    other.replace(path)
+
+    assert read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler).object_file == b"code of rehash"
+
+
 def test_a_pipe_in_place_of_a_kernel_is_replaced(tmp_path: Path) -> None:
     compiler = Compiler()
     read_or_compile(tmp_path, "rehash", ARGUMENTS, compiler)

@@ -91,7 +91,7 @@ class Encoded:
              *("documents_duplicate", "documents_not_sampled", "documents_with_invalid_utf8")), 0,
         )  # fmt: skip
         encoded = EncodedPartition(
-            vocabulary_sha256="", choice="auto", encoder="", text_xxh3="0" * 32, parts=parts, **counts
+            index=index, vocabulary_sha256="", choice="auto", encoder="", text_xxh3="0" * 32, parts=parts, **counts
         )
         task.marker_path.write_bytes(encoded.model_dump_json().encode())
         return task, encoded

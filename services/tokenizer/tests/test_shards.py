@@ -114,13 +114,9 @@ def test_what_a_lost_pack_task_has_left_is_not_published(tmp_path: Path, monkeyp
     assert corpus.manifest.files == describe_files(corpus.path)
 
 
-@pytest.mark.parametrize(("kind", "keeps_its_size"), [("tokens", False), ("tokens", True), ("starts", True)])
-def test_a_partition_that_loses_its_end_before_it_is_packed_is_named_and_encoded_again(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    keeps_its_size: bool,
+@pytest.mark.parametrize(("kind", "damage"), [("tokens", "gone"), ("starts", "cut"), ("tokens", "zeros")])
+def test_a_partition_that_is_damaged_before_it_is_packed_is_named_and_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, damage: str
 ) -> None:
     """A node that is lost may not have written to the disk what its finished tasks have written."""
     recipe, pack_splits = make_corpus(tmp_path), pack.pack_splits
@@ -129,8 +125,10 @@ def test_a_partition_that_loses_its_end_before_it_is_packed_is_named_and_encoded
         damaged = encoded_folder / "000" / f"000003.train.{kind}"
         size = damaged.stat().st_size
         os.truncate(damaged, size - 8)
-        if keeps_its_size:
-            os.truncate(damaged, size)  # with zeros, as of blocks that never reached the disk
+        if damage == "zeros":
+            os.truncate(damaged, size)
+        if damage == "gone":
+            damaged.unlink()
         return pack_splits(folder, encoded_folder, *arguments)
 
     with monkeypatch.context() as patch:

@@ -8,13 +8,14 @@ from pathlib import Path
 import xxhash
 
 from services.common.artifacts.corpus import Vocabulary
-from services.common.artifacts.manifest import write_durably
+from services.common.artifacts.manifest import ManifestModel, write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import read_file
 from services.common.recipe.schema import Recipe, VocabularyTraining
 from services.tokenizer.corpus_inputs import CorpusInputs
-from services.tokenizer.scratch import VOCABULARY
+from services.tokenizer.scratch import VOCABULARY, VOCABULARY_MARKER
 from services.tokenizer.sources.file_system import read_vocabulary
+from services.tokenizer.task_marker import read_marker, write_marker
 from services.tokenizer.vocabulary.description import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
@@ -22,22 +23,30 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 logger = logging.getLogger(__name__)
 
 
+class _VocabularyMarker(ManifestModel):
+    """The checksum of the vocabulary's file in scratch."""
+
+    xxh3: str
+
+
 def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> tuple[Path, Vocabulary]:
-    """Return the path of the vocabulary in `scratch`, and its description. A file that is there already is used.
+    """Return the path of the vocabulary in `scratch`, and its description. A file that is there and whole is used.
 
     Raises `ArtifactError` for a file that is no usable vocabulary, and `RecipeError` when its size is not
     `model.vocab_size`.
     """
-    path = scratch / VOCABULARY
-    if path.exists():
+    path, marker_path = scratch / VOCABULARY, scratch / VOCABULARY_MARKER
+    marker = read_marker(marker_path, scratch, _VocabularyMarker, lambda marker: {path: marker.xxh3})
+    if marker:
         content = read_file(path, scratch)
     elif recipe.tokenizer.train:
         content = _train_on_corpus(recipe, recipe.tokenizer.train, inputs)
     else:
         content = _read_given(recipe, inputs)
     vocabulary = _describe(content, recipe)
-    if not path.exists():
+    if not marker:
         write_durably(path, content)
+        write_marker(marker_path, _VocabularyMarker(xxh3=xxhash.xxh3_128_hexdigest(content)))
     return path, vocabulary
 
 
