@@ -208,7 +208,15 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
         try:
             for rank in range(spec.num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
-                environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"), rank)
+                environment = WorkerEnvironment(
+                    rank,
+                    spec.num_workers,
+                    "inline",
+                    str(folder / "rendezvous"),
+                    local_rank=rank,
+                    local_world_size=spec.num_workers,
+                    node_folder=folder,
+                )
                 variables = {"OMP_NUM_THREADS": str(spec.threads_per_worker), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
                 arguments = (function, argument, environment, variables, neuron_variables[rank])
                 process = context.Process(target=_work, args=(*arguments, sender), name=f"rank-{rank}")

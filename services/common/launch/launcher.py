@@ -80,7 +80,7 @@ class LostTask:
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """Tells a worker process its rank and where it meets the other workers."""
+    """Tells a worker process its rank, its node, and where it meets the other workers."""
 
     rank: int
     world_size: int
@@ -89,6 +89,15 @@ class WorkerEnvironment:
     """`tcp://HOST:PORT`, or the path of a file that all workers see. A single worker does not use it."""
     local_rank: int = 0
     """Rank of the worker among those of its node, which share the node's devices."""
+    local_world_size: int = 1
+    """Number of workers on the worker's node."""
+    node_rank: int = 0
+    """Rank of the worker's node among the nodes of all workers. Ranks of one node are consecutive."""
+    num_nodes: int = 1
+    node_folder: Path | None = None
+    """Folder on the node's disk that exists before the node's workers start, belongs to this start of the workers
+    alone, and is removed after it. None for a worker that no launcher has started.
+    """
 
 
 class Launcher(Protocol):

@@ -324,6 +324,7 @@ class _WorkerFunction:
         """`rendezvous` is the file in which workers of one machine meet; empty where they agree on an address."""
         self._work = pickle.dumps((function, argument))  # bytes, so that `preload` is imported first
         self._rendezvous, self._preload = rendezvous, preload
+        self._folder_name = new_name("workers")
 
     def __call__(self) -> None:
         import ray.train  # noqa: PLC0415
@@ -333,8 +334,20 @@ class _WorkerFunction:
         context = ray.train.get_context()
         rank = context.get_world_rank()
         rendezvous = self._rendezvous or _agree_on_address(rank)
-        place = (rank, context.get_world_size(), "ray", rendezvous, context.get_local_rank())
-        function(argument, WorkerEnvironment(*place))
+        world_size, local_world_size = context.get_world_size(), context.get_local_world_size()
+        with private_folder(self._folder_name) as folder:  # the node's workers share it
+            environment = WorkerEnvironment(
+                rank,
+                world_size,
+                "ray",
+                rendezvous,
+                local_rank=context.get_local_rank(),
+                local_world_size=local_world_size,
+                node_rank=context.get_node_rank(),
+                num_nodes=math.ceil(world_size / local_world_size),
+                node_folder=folder,
+            )
+            function(argument, environment)
 
 
 def _agree_on_address(rank: int) -> str:

@@ -158,6 +158,17 @@ def test_workers_know_their_rank(tmp_path: Path, new_spec: Callable[[int], Worke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2-on-0", "1-of-2-on-1"]
 
 
+def test_workers_of_a_node_share_a_folder_until_they_end(
+    tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec]
+) -> None:
+    inline.run_workers(work.write_place, tmp_path, new_spec(2))
+
+    first, second = work.read_environments(tmp_path)
+    assert first == second
+    assert first[:3] == [2, 0, 1]
+    assert not Path(first[3]).exists()
+
+
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 19_000])
 def test_the_error_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec], message: str) -> None:
     with pytest.raises(ArtifactError) as caught:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
@@ -51,6 +52,14 @@ def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
 
 
+def write_place(folder: Path, environment: WorkerEnvironment) -> None:
+    """Write the worker's local world size, node rank, number of nodes and node folder, which has to exist."""
+    assert environment.node_folder is not None
+    assert environment.node_folder.is_dir()
+    place = [environment.local_world_size, environment.node_rank, environment.num_nodes, str(environment.node_folder)]
+    (folder / f"{environment.rank}.json").write_text(json.dumps(place), encoding="utf-8")
+
+
 def kill_parent(_: None, environment: WorkerEnvironment) -> None:
     if environment.rank == 1:
         os.kill(os.getppid(), signal.SIGKILL)
@@ -82,8 +91,8 @@ def write_environment(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
 
 
-def read_environments(folder: Path) -> list[dict[str, str]]:
-    """Return what `write_environment` wrote, in the order of ranks."""
+def read_environments(folder: Path) -> list[Any]:
+    """Return what `write_environment` or `write_place` wrote, in the order of ranks."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
