@@ -22,6 +22,7 @@ from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, explain_loss, record_event, warnings_of
 from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import working_on_node
+from services.trainer.restarts import RestartBudget
 from services.trainer.stop import StopReason, forget_signals, request_stop
 from services.trainer.worker_start import describe_workers
 
@@ -40,12 +41,11 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
     commit anything later. Raises the workers' error, and `WorkersLost` when workers were lost more than
     `train.max_restarts` times since the newest checkpoint.
     """
-    max_restarts = job.recipe.train.max_restarts
     forget_signals(job.run_folder)
     launcher = choose_launcher(job.launch)
     spec = describe_workers(job.recipe, job.run_folder)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
-    restarts, committed = 0, newest_step(job.checkpoint_collection) or 0
+    budget = RestartBudget(job.recipe.train.max_restarts, newest_step(job.checkpoint_collection) or 0)
     request = _StopRequest(job)
     with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe) as progress:
         while True:
@@ -69,17 +69,17 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
                         f"Stopped by {name_signal(request.signum)}, but the workers were lost before they stopped "
                         f"({error}). The same command continues from the newest committed checkpoint.",
                     ) from error
-                before, committed = committed, newest_step(job.checkpoint_collection) or 0
-                restarts = 0 if committed > before else restarts  # a run of weeks loses workers many times
-                if restarts == max_restarts:
+                budget = budget.see_checkpoint(newest_step(job.checkpoint_collection) or 0)
+                if budget.is_spent:
                     raise WorkersLost(
-                        f"workers were lost {restarts + 1} times, train.max_restarts is {max_restarts}. The last loss: "
-                        f"{loss}\nThe same command continues from the newest checkpoint."
+                        f"workers were lost {budget.restarts + 1} times, train.max_restarts is {budget.max_restarts}. "
+                        f"The last loss: {loss}\nThe same command continues from the newest checkpoint."
                     ) from error
-                restarts += 1
+                budget = budget.take_restart()
                 progress.start_again()
-                logger.warning("lost the workers (%s); starting them again", loss.splitlines()[0])
-                record_event(job, "restart", restarts=restarts, from_step=committed, cause=loss.splitlines()[0])
+                cause = loss.splitlines()[0]
+                logger.warning("lost the workers (%s); starting them again", cause)
+                record_event(job, "restart", restarts=budget.restarts, from_step=budget.committed_step, cause=cause)
                 job = replace(job, workers_started_at=datetime.now(UTC), start_number=job.start_number + 1)
 
 
