@@ -29,6 +29,15 @@ from services.trainer.checkpoints.interval import (
     optimal_interval_steps,
 )
 from services.trainer.checkpoints.retention import most_checkpoints
+from services.trainer.inspection.failure_cost import (
+    FAILURE_SHARES,
+    NODE_WAIT_MINUTES,
+    RunTimes,
+    describe_cost,
+    failure_costs,
+    goodput,
+    mean_cost_seconds,
+)
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.step_trace import StepTrace
 
@@ -52,18 +61,22 @@ CRAMPED = 0.9
 class Assumptions:
     """Numbers that are not in the recipe, which a user can override."""
 
-    mfu: float | None
+    mfu: float | None = None
     """Model FLOPs utilization: the share of the peak that the model's own operations reach, where attention counts its
     causal half. None stands for `assumed_mfu`.
     """
-    storage_gb_per_second: float | None
+    storage_gb_per_second: float | None = None
     """Speed at which all workers together write a checkpoint, in 10^9 bytes a second. None stands for the speed of
     `default_lustre_size`.
     """
-    node_mtbf_hours: float
+    node_mtbf_hours: float = NODE_MTBF_HOURS
     """Mean time between failures of one node, in hours."""
-    dollars_per_node_hour: float | None
+    dollars_per_node_hour: float | None = None
     """Price of a node in dollars an hour. None stands for the price of the instance type."""
+    node_wait_minutes: float = NODE_WAIT_MINUTES
+    """Minutes until another node has taken the place of a lost one."""
+    nodes: tuple[int, ...] = ()
+    """Numbers of nodes whose goodput is estimated beside that of the recipe's nodes."""
 
 
 def add_assumptions(parser: ArgumentParser) -> None:
@@ -88,18 +101,39 @@ def add_assumptions(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dollars-per-node-hour", type=float, help="price of a node (default: on demand, by instance type)"
     )
+    parser.add_argument(
+        "--node-wait-minutes",
+        type=float,
+        default=NODE_WAIT_MINUTES,
+        help=f"minutes until another node replaces a lost one (default: {NODE_WAIT_MINUTES:g})",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        nargs="+",
+        default=[],
+        help="numbers of nodes whose goodput is estimated too, where each node has as much to do as in the recipe",
+    )
 
 
 def read_assumptions(arguments: Namespace) -> Assumptions:
     """Read the assumptions from the command line. Raises `RecipeError` for a number out of range."""
-    for name in ("mfu", "storage_gb_per_second", "node_mtbf_hours", "dollars_per_node_hour"):
+    for name in ("mfu", "storage_gb_per_second", "node_mtbf_hours", "dollars_per_node_hour", "node_wait_minutes"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
             raise RecipeError(f"--{name.replace('_', '-')} {value}: expected a number above 0.")
+    for number in arguments.nodes:
+        if number < 1:
+            raise RecipeError(f"--nodes {number}: expected numbers of nodes, each at least 1.")
     if arguments.mfu is not None and arguments.mfu > 1:
         raise RecipeError(f"--mfu {arguments.mfu}: expected a share of the peak, at most 1.")
     return Assumptions(
-        arguments.mfu, arguments.storage_gb_per_second, arguments.node_mtbf_hours, arguments.dollars_per_node_hour
+        mfu=arguments.mfu,
+        storage_gb_per_second=arguments.storage_gb_per_second,
+        node_mtbf_hours=arguments.node_mtbf_hours,
+        dollars_per_node_hour=arguments.dollars_per_node_hour,
+        node_wait_minutes=arguments.node_wait_minutes,
+        nodes=tuple(arguments.nodes),
     )
 
 
@@ -114,6 +148,10 @@ def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Ass
         _table("time and cost", _time_and_cost(recipe, device, assumptions)),
         _table(
             f"checkpoints, every {recipe.checkpoint.interval_steps:,} steps", _checkpoints(recipe, device, assumptions)
+        ),
+        _table(
+            f"failures, one in {assumptions.node_mtbf_hours:,.0f} hours of a node (--node-mtbf-hours)",
+            _failures(recipe, device, assumptions),
         ),
     ]
     return "\n\n".join(sections)
@@ -242,14 +280,11 @@ def _price(device: InstanceType, assumptions: Assumptions) -> tuple[float, str]:
 
 def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
     nodes, write_seconds = stage_nodes(recipe, "trainer"), _write_seconds(recipe, assumptions)
-    failure_hours = mtbf_seconds(nodes, assumptions.node_mtbf_hours) / SECONDS_PER_HOUR
     rows = {
         "write": f"{write_seconds:,.1f} s in the background for {_size(checkpoint_bytes(recipe))} at "
         f"{_describe_storage(assumptions)}",
         "space": _describe_space(recipe),
         **_describe_notice(recipe, write_seconds),
-        "failures": f"one in {failure_hours:,.0f} hours of {nodes:,} nodes, each with one in "
-        f"{assumptions.node_mtbf_hours:,.0f} hours (--node-mtbf-hours)",
     }
     if device is None:
         return rows
@@ -272,6 +307,45 @@ def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assum
             f"checkpoint.interval_steps"
         )
     return rows
+
+
+def run_times(recipe: Recipe, assumptions: Assumptions) -> RunTimes:
+    """Return the times that decide the cost of a failure. Raises `RecipeError` without an instance type."""
+    device = instance_type(recipe)
+    if device is None:
+        raise RecipeError(
+            f"{recipe.name}: the time of a step is unknown without cluster.trainer_instance_type. Pass a recipe that "
+            f"names one, such as recipes/llama2-7b-trn1.toml, or --cluster.trainer_instance_type."
+        )
+    return _run_times(recipe, device, assumptions)
+
+
+def _run_times(recipe: Recipe, device: InstanceType, assumptions: Assumptions) -> RunTimes:
+    mfu, _ = _mfu(recipe, device, assumptions)
+    return RunTimes(
+        step_seconds=_step_seconds(recipe, device, mfu),
+        write_seconds=_write_seconds(recipe, assumptions),
+        node_wait_seconds=60 * assumptions.node_wait_minutes,
+    )
+
+
+def _failures(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
+    if device is None:
+        return {"cost": "unknown: the recipe has no cluster.trainer_instance_type"}
+    own, times = stage_nodes(recipe, "trainer"), _run_times(recipe, device, assumptions)
+    rows = {str(failure): describe_cost(cost) for failure, cost in failure_costs(recipe, own, times).items()}
+    for nodes in dict.fromkeys((own, *assumptions.nodes)):
+        costs, hours = failure_costs(recipe, nodes, times), mtbf_seconds(nodes, assumptions.node_mtbf_hours) / 3600
+        share = goodput(costs, nodes, assumptions.node_mtbf_hours)
+        rows[f"goodput, {nodes:,} node{'s' * (nodes != 1)}"] = (
+            f"{share:.2%} of their time goes into steps that count, with a failure in {hours:,.1f} hours that costs "
+            f"{mean_cost_seconds(costs) / 60:,.1f} min on average"
+        )
+    return rows | {"kinds of failures": f"{_describe_shares()}, as in the pre-training of Llama 3"}
+
+
+def _describe_shares() -> str:
+    return ", ".join(f"{share:.0%} {failure}s" for failure, share in FAILURE_SHARES.items())
 
 
 def _write_seconds(recipe: Recipe, assumptions: Assumptions) -> float:
