@@ -47,15 +47,15 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     budget = RestartBudget(job.recipe.train.max_restarts, newest_step(job.checkpoint_collection) or 0)
     request = _StopRequest(job)
-    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe) as progress:
+    with (
+        on_stop_signal(request.make, again=_end_at_once),
+        _progress_of(job, observe) as progress,
+        launcher.open_workers(spec) as workers,
+    ):
         while True:
             request.begin_attempt()
             try:
-                launcher.run_workers(
-                    train_on_node,
-                    replace(job, lease=lease.renew()),
-                    spec,
-                )
+                workers.run(train_on_node, replace(job, lease=lease.renew()))
                 if request.signum is not None:  # it came after the last step, at which the workers no longer look
                     forget_signals(job.run_folder)
                 return

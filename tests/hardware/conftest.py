@@ -10,7 +10,7 @@ import torch
 
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.trainer.job import Job
 from services.trainer.supervise import train_on_node
 from services.trainer.tests.builders import building_jobs
@@ -57,4 +57,4 @@ def train_with_workers(job: Job) -> None:
     parallel = job.recipe.parallel
     workers = parallel.num_workers
     spec = WorkerGroupSpec(workers, parallel.threads_per_worker, workers, job.run_folder, parallel.device)
-    inline.run_workers(train_on_node, job, spec)
+    run_workers(inline, train_on_node, job, spec)

@@ -18,7 +18,7 @@ import pytest
 from services.common.artifacts.lease import Lease
 from services.common.hardware.instance_types import read_instance_types
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.recipe.derived import causal_flops_per_token
 from services.common.testing.recipes import load_with
 from services.trainer.job import Job
@@ -40,7 +40,7 @@ NODE = read_instance_types()["trn1.32xlarge"]
 
 def test_each_worker_opens_the_core_that_it_was_told_and_knows_the_other(tmp_path: Path) -> None:
     """torch_neuronx replaces the part of torch_xla that sets environment variables on import."""
-    inline.run_workers(work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
+    run_workers(inline, work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
 
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert [each["changed"] for each in found] == [{}, {}]

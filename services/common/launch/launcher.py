@@ -100,6 +100,19 @@ class WorkerEnvironment:
     """
 
 
+class Workers(Protocol):
+    """A group of workers on the nodes that a launcher has for them."""
+
+    def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
+        """Start all workers, which can form a process group, and run `function(argument, environment)` in each.
+
+        Returns when all workers have returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when
+        several workers failed, the error that made the others fail. May be called again after `WorkersLost`: then no
+        process of the lost workers is left.
+        """
+        ...
+
+
 class Launcher(Protocol):
     """Starts tasks, which are independent, and workers, which form a group."""
 
@@ -148,7 +161,7 @@ class Launcher(Protocol):
         ...
 
     def prepare(self, spec: WorkerGroupSpec) -> None:
-        """Begin the slow part of starting these workers in the background; `run_workers` does what is left to do.
+        """Begin the slow part of starting these workers in the background; `open_workers` does what is left to do.
 
         Has to be called in the main thread. The caller need not start workers afterwards.
         """
@@ -162,19 +175,24 @@ class Launcher(Protocol):
         """
         ...
 
-    def run_workers(
-        self, function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec
-    ) -> None:
-        """Run `function(argument, environment)` in `spec.num_workers` processes, which can form a process group.
+    def open_workers(self, spec: WorkerGroupSpec) -> AbstractContextManager[Workers]:
+        """Give the group of workers that `spec` describes for the block, at whose end no process of them is left.
 
-        Returns when all workers have returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when
-        several workers failed, the error that made the others fail.
+        Has to be called in the main thread.
         """
         ...
 
     def is_preemption_noticed(self) -> bool:
         """Whether one of the workers' nodes is about to be taken away. All workers have to call this equally often."""
         ...
+
+
+def run_workers(
+    launcher: Launcher, function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec
+) -> None:
+    """Run `function(argument, environment)` in all workers that `spec` describes, once; see `Workers.run`."""
+    with launcher.open_workers(spec) as workers:
+        workers.run(function, argument)
 
 
 def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseException:

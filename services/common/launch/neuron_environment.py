@@ -53,6 +53,11 @@ class MeetingPoint:
     communicator_port: int
     """Port of the Neuron runtime's communicator. Without it torch_xla uses 62182 on every node."""
 
+    @property
+    def url(self) -> str:
+        """Address of torch's store as `torch.distributed` takes it."""
+        return f"tcp://{_join(self.host, self.store_port)}"
+
 
 @dataclass(frozen=True)
 class NodeNetwork:

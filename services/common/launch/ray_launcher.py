@@ -41,6 +41,7 @@ from services.common.launch.launcher import (
     TaskDemand,
     WorkerEnvironment,
     WorkerGroupSpec,
+    Workers,
     name_the_cause,
 )
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
@@ -231,9 +232,26 @@ def prepare(spec: WorkerGroupSpec) -> None:
     """See `Launcher.prepare`. Nothing can be prepared before the command joins or starts a cluster."""
 
 
-def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
-    """See `Launcher.run_workers`. A lost worker ends the whole group, and the caller decides whether to start another:
-    Ray's own restart would use Ray's own checkpoints.
+@contextmanager
+def open_workers(spec: WorkerGroupSpec) -> Iterator[Workers]:
+    """See `Launcher.open_workers`."""
+    yield _RayWorkers(spec)
+
+
+class _RayWorkers:
+    """Runs each worker as a worker of Ray Train; see `Workers`."""
+
+    def __init__(self, spec: WorkerGroupSpec) -> None:
+        self._spec = spec
+
+    def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
+        """See `Workers.run`."""
+        _run_workers(function, argument, self._spec)
+
+
+def _run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
+    """Start Ray Train's workers and wait for their end. A lost worker ends the whole group, and the caller decides
+    whether to start another: Ray's own restart would use Ray's own checkpoints.
     """
     # The import takes a second, which map_tasks saves. DataParallelTrainer, because the process group of Ray's
     # TorchTrainer listens on all interfaces.
@@ -368,7 +386,7 @@ def _end_coordinator() -> None:
 
 
 def _explain(error: Exception, demand: dict[str, float], num_workers: int) -> Exception:
-    """Translate an error of Ray Train into the one that `run_workers` raises."""
+    """Translate an error of Ray Train into the one that `Workers.run` raises."""
     import ray.train.v2._internal.exceptions as train_errors  # noqa: PLC0415
 
     if isinstance(error, ray.train.WorkerGroupError):

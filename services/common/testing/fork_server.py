@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.common.launch import inline
+from services.common.launch import node_agent
 from services.common.launch.fork_server import ForkContext, ForkedProcess, start_server
 
 _preloaded = [__name__]
@@ -32,5 +32,5 @@ def forking_workers() -> Iterator[None]:
     """The inline launcher starts forks instead of new interpreters, which import torch for 2.5 s of CPU each."""
     start_server(_preloaded)  # here, because it hands down which signals are blocked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inline, "_CONTEXT", ForkContext())
+        patch.setattr(node_agent, "SPAWN", ForkContext())
         yield

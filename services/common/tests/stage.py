@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.common.artifacts.store import Draft, Workspace
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.process.stage_program import run_stage
 from services.common.process.stop_signals import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.recipe.file import load_recipe
@@ -112,7 +112,7 @@ def lost_pipe(arguments: list[str]) -> int:
 def workers(arguments: list[str]) -> int:
     """Start two workers that block; the arguments after the folder are modules that they import before."""
     folder, *preload = arguments
-    inline.run_workers(work.block, Path(folder), WorkerGroupSpec(2, 1, 1, Path(folder), preload=tuple(preload)))
+    run_workers(inline, work.block, Path(folder), WorkerGroupSpec(2, 1, 1, Path(folder), preload=tuple(preload)))
     return 0
 
 

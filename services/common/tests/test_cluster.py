@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from services.common.errors import DeviceError, NoRoomForWorkers
-from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher
+from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher, run_workers
 from services.common.tests import work
 from services.common.tests.builders import make_site_that_imports_torch_xla
 
@@ -79,7 +79,7 @@ def test_every_node_of_the_stage_gets_its_workers(
     else:
         os.mkfifo(shared / "ray-train")
 
-    launcher.run_workers(work.write_node, nodes, WorkerGroupSpec(num_workers, 1, workers_per_node, shared))
+    run_workers(launcher, work.write_node, nodes, WorkerGroupSpec(num_workers, 1, workers_per_node, shared))
 
     placed = [path.read_text(encoding="utf-8") for path in nodes.iterdir()]
     assert sorted(placed) == sorted([*trainer_nodes()] * workers_per_node)
@@ -123,7 +123,7 @@ def test_workers_that_the_nodes_cannot_hold_end_the_command(
     wanted = rf"{num_workers} x \(CPU {threads}, stage_trainer 0.99\)(.|\n)*CPU 4, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
-        launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(num_workers, threads, 1, tmp_path))
+        run_workers(launcher, work.write_node, tmp_path, WorkerGroupSpec(num_workers, threads, 1, tmp_path))
 
 
 def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
@@ -132,7 +132,7 @@ def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launch
     ray.get([holder.hold.remote() for holder in holders])
 
     with pytest.raises(NoRoomForWorkers, match="2 x"):
-        launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
+        run_workers(launcher, work.write_node, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
 
 
 def test_workers_on_neuron_cores_know_theirs_and_meet_on_the_first_node(
@@ -143,7 +143,7 @@ def test_workers_on_neuron_cores_know_theirs_and_meet_on_the_first_node(
     spec = WorkerGroupSpec(4, 1, 2, tmp_path / "shared", device="xla", logical_core_size=2)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")  # of the command: no worker's
 
-    launcher.run_workers(work.write_environment, tmp_path, spec)
+    run_workers(launcher, work.write_environment, tmp_path, spec)
 
     found = work.read_environments(tmp_path)
     of_ranks = {
@@ -182,7 +182,7 @@ def test_each_worker_takes_a_neuron_core_of_its_node(tmp_path: Path, launcher: L
     wanted = r"7 x \(CPU 1, neuron_cores 1, stage_trainer 0.2475\)(.|\n)*neuron_cores 3, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
-        launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(7, 1, 4, tmp_path, device="xla"))
+        run_workers(launcher, work.write_environment, tmp_path, WorkerGroupSpec(7, 1, 4, tmp_path, device="xla"))
 
 
 def test_workers_on_gpus_each_take_that_of_their_place_on_the_node(
@@ -190,9 +190,11 @@ def test_workers_on_gpus_each_take_that_of_their_place_on_the_node(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")  # the command's own, which no node's workers go by
 
-    launcher.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(4, 1, 2, tmp_path / "shared", device="cuda"))
+    run_workers(launcher, work.write_rank, tmp_path, WorkerGroupSpec(4, 1, 2, tmp_path / "shared", device="cuda"))
     taken = sorted(path.name for path in tmp_path.glob("*-of-4-on-*"))
-    launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="cuda"))
+    run_workers(
+        launcher, work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="cuda")
+    )
 
     assert taken == ["0-of-4-on-0", "1-of-4-on-1", "2-of-4-on-0", "3-of-4-on-1"]
     assert not any("CUDA_VISIBLE_DEVICES" in each for each in work.read_environments(tmp_path))
@@ -202,7 +204,7 @@ def test_more_workers_than_gpus_do_not_fit_a_node(tmp_path: Path, launcher: Laun
     wanted = r"6 x \(CPU 1, GPU 1, stage_trainer 0.33\)(.|\n)*GPU 2, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
-        launcher.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(6, 1, 3, tmp_path, device="cuda"))
+        run_workers(launcher, work.write_rank, tmp_path, WorkerGroupSpec(6, 1, 3, tmp_path, device="cuda"))
 
 
 def test_a_worker_that_has_imported_torch_xla_is_refused(
@@ -211,7 +213,7 @@ def test_a_worker_that_has_imported_torch_xla_is_refused(
     monkeypatch.syspath_prepend(make_site_that_imports_torch_xla(tmp_path))
 
     with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
-        launcher.run_workers(work.fail_with_a_bug, None, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="xla"))
+        run_workers(launcher, work.fail_with_a_bug, None, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="xla"))
 
 
 class _Holder:

@@ -22,6 +22,7 @@ from services.common.launch.launcher import (
     WorkerGroupSpec,
     choose_launcher,
     name_the_cause,
+    run_workers,
 )
 from services.common.process.command_line import StageParser
 from services.common.testing.waiting import wait_until
@@ -153,7 +154,7 @@ def new_spec(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], 
 
 
 def test_workers_know_their_rank(tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec]) -> None:
-    inline.run_workers(work.write_rank, tmp_path, new_spec(2))
+    run_workers(inline, work.write_rank, tmp_path, new_spec(2))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2-on-0", "1-of-2-on-1"]
 
@@ -161,7 +162,7 @@ def test_workers_know_their_rank(tmp_path: Path, new_spec: Callable[[int], Worke
 def test_workers_of_a_node_share_a_folder_until_they_end(
     tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec]
 ) -> None:
-    inline.run_workers(work.write_place, tmp_path, new_spec(2))
+    run_workers(inline, work.write_place, tmp_path, new_spec(2))
 
     first, second = work.read_environments(tmp_path)
     assert first == second
@@ -172,19 +173,19 @@ def test_workers_of_a_node_share_a_folder_until_they_end(
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 19_000])
 def test_the_error_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec], message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        inline.run_workers(work.raise_on_last_rank, message, new_spec(2))
+        run_workers(inline, work.raise_on_last_rank, message, new_spec(2))
 
     assert str(caught.value) == message
 
 
 def test_a_bug_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
     with pytest.raises(KeyError, match="bug"):
-        inline.run_workers(work.fail_with_a_bug, None, new_spec(1))
+        run_workers(inline, work.fail_with_a_bug, None, new_spec(1))
 
 
 def test_a_killed_worker_ends_the_group(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
     with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
-        inline.run_workers(work.die_on_last_rank, None, new_spec(2))
+        run_workers(inline, work.die_on_last_rank, None, new_spec(2))
 
 
 def test_workers_have_the_variables_of_the_command(
@@ -196,7 +197,7 @@ def test_workers_have_the_variables_of_the_command(
     monkeypatch.delenv("MILLRACE_BEFORE")
     monkeypatch.setenv("MILLRACE_AFTER", "yes")
 
-    inline.run_workers(work.write_environment, tmp_path, new_spec(1))
+    run_workers(inline, work.write_environment, tmp_path, new_spec(1))
 
     (environment,) = work.read_environments(tmp_path)
     assert "MILLRACE_BEFORE" not in environment
@@ -207,16 +208,16 @@ def test_workers_have_the_variables_of_the_command(
 def test_workers_are_forked_again_after_the_process_was_killed_that_forks_them(tmp_path: Path) -> None:
     spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
     with pytest.raises(WorkersLost, match=r"rank \d \(pid \d+\)"):
-        inline.run_workers(work.kill_parent, None, spec)
+        run_workers(inline, work.kill_parent, None, spec)
 
-    inline.run_workers(work.write_rank, tmp_path, spec)
+    run_workers(inline, work.write_rank, tmp_path, spec)
 
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
 def test_what_cannot_be_imported_before_fails_where_it_is_used(tmp_path: Path) -> None:
-    inline.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(1, 1, 1, tmp_path, preload=("no.such.module",)))
+    run_workers(inline, work.write_rank, tmp_path, WorkerGroupSpec(1, 1, 1, tmp_path, preload=("no.such.module",)))
 
     assert [path.name for path in tmp_path.iterdir()] == ["0-of-1-on-0"]
 
@@ -350,7 +351,7 @@ def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "")  # as good as none
     launcher = choose_launcher("ray")
     try:
-        launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
+        run_workers(launcher, work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
         cores = [each["NEURON_RT_VISIBLE_CORES"] for each in work.read_environments(tmp_path)]
         assert cores == ["0", "1"]
         assert dict(launcher.map_tasks(work.square, range(3), 2)) == {0: 0, 1: 1, 2: 4}
@@ -360,8 +361,8 @@ def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ArtifactError, match="task 1 found damage"):
             list(launcher.map_tasks(work.fail_or_block, [0, 1], 2))
         with pytest.raises(ArtifactError, match="a worker found damage"):
-            launcher.run_workers(work.raise_on_last_rank, "a worker found damage", WorkerGroupSpec(1, 1, 1, tmp_path))
+            run_workers(launcher, work.raise_on_last_rank, "a worker found damage", WorkerGroupSpec(1, 1, 1, tmp_path))
         with pytest.raises(WorkersLost):
-            launcher.run_workers(work.die_on_last_rank, None, WorkerGroupSpec(1, 1, 1, tmp_path))
+            run_workers(launcher, work.die_on_last_rank, None, WorkerGroupSpec(1, 1, 1, tmp_path))
     finally:
         ray.shutdown()

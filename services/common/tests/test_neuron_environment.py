@@ -16,7 +16,7 @@ import pytest
 
 from services.common.errors import DeviceError
 from services.common.launch import inline
-from services.common.launch.launcher import LAUNCHERS, LOOPBACK_INTERFACE, WorkerGroupSpec, choose_launcher
+from services.common.launch.launcher import LAUNCHERS, LOOPBACK_INTERFACE, WorkerGroupSpec, choose_launcher, run_workers
 from services.common.launch.neuron_environment import (
     CONTRADICTING_VARIABLES,
     MeetingPoint,
@@ -164,7 +164,7 @@ def new_spec(tmp_path: Path) -> Callable[..., WorkerGroupSpec]:
 
 
 def test_inline_workers_share_one_node(tmp_path: Path, new_spec: Callable[..., WorkerGroupSpec]) -> None:
-    inline.run_workers(work.write_environment, tmp_path, new_spec())
+    run_workers(inline, work.write_environment, tmp_path, new_spec())
 
     first, second = work.read_environments(tmp_path)
     assert [each["NEURON_RT_VISIBLE_CORES"] for each in (first, second)] == ["0", "1"]
@@ -180,7 +180,7 @@ def test_a_worker_that_has_imported_torch_xla_is_refused(
     monkeypatch.setenv("PYTHONPATH", str(make_site_that_imports_torch_xla(tmp_path)), prepend=os.pathsep)
 
     with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
-        inline.run_workers(work.fail_with_a_bug, None, new_spec())
+        run_workers(inline, work.fail_with_a_bug, None, new_spec())
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -192,13 +192,13 @@ def test_a_choice_of_cores_that_workers_would_not_follow_is_refused(
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
 
     with pytest.raises(DeviceError, match=r"NEURON_RT_VISIBLE_CORES=4-7 (.|\n)*unset NEURON_RT_VISIBLE_CORES"):
-        choose_launcher(name).run_workers(work.fail_with_a_bug, None, new_spec())
+        run_workers(choose_launcher(name), work.fail_with_a_bug, None, new_spec())
 
 
 def test_inline_workers_on_a_cpu_hear_nothing_of_neuron(
     tmp_path: Path, new_spec: Callable[..., WorkerGroupSpec]
 ) -> None:
-    inline.run_workers(work.write_environment, tmp_path, new_spec(num_workers=1, device="cpu"))
+    run_workers(inline, work.write_environment, tmp_path, new_spec(num_workers=1, device="cpu"))
 
     [environment] = work.read_environments(tmp_path)
     assert {name for name in environment if "NEURON" in name or "PJRT" in name} == {

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.artifacts.files import list_files
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.backends.torch_native import TorchNative
 from services.common.testing import fork_server
 from services.common.testing.recipes import make_recipe
@@ -27,7 +27,7 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     gang = Gang(folder, backend, two, one)
     gang.cache.mkdir()
     with fork_server.forking_workers():
-        inline.run_workers(trace_then_train, gang, WorkerGroupSpec(4, 1, 4, folder))
+        run_workers(inline, trace_then_train, gang, WorkerGroupSpec(4, 1, 4, folder))
     return gang
 
 

@@ -20,7 +20,7 @@ from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.input.problem_list import list_problems
-from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.launch.launcher import WorkerEnvironment, choose_launcher, run_workers
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.telemetry import configure_logging, parse_json_line
 from services.common.program.step import Program
@@ -73,7 +73,7 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
         spec = describe_workers(job.recipe, folder)
         logger.info("evaluating %s with %d workers (%s)", checkpoint.path, spec.num_workers, job.launch)
         described = EvaluationJob(job, checkpoint, num_tokens, folder)
-        choose_launcher(job.launch).run_workers(evaluate_as_worker, described, spec)
+        run_workers(choose_launcher(job.launch), evaluate_as_worker, described, spec)
         evaluated = parse_json_line(read_file(folder / RESULT_FILE, folder))
     assert evaluated
     return {

@@ -14,7 +14,7 @@ import pytest
 from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.errors import ArtifactError, RecipeError, WorkersLost
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.step import Program
 from services.trainer.branch import require_same_vocabulary
 from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
@@ -89,7 +89,7 @@ def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_paren
     for number, own in enumerate([[], [8]]):  # the restart begins with the parent's checkpoint again
         killed = replace(branch, start_number=number)
         with pytest.raises(WorkersLost):
-            inline.run_workers(work.train_and_die, killed, WorkerGroupSpec(2, 1, 2, branch.run_folder))
+            run_workers(inline, work.train_and_die, killed, WorkerGroupSpec(2, 1, 2, branch.run_folder))
         assert checkpoint_steps(branch.checkpoint_collection) == own
     train(branch, ALONE)
 

@@ -11,7 +11,7 @@ import torch
 
 from services.common.errors import TryAgain, WorkersLost
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.trainer.data import sample_indices
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -46,7 +46,7 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
         shared = {"parallel__data_parallel_size": str(size), "parallel__zero_stage": "1"}
         job = new_job("elastic", **EVERY_FOUR, **shared, train__max_steps=str(max_steps))
         attempts.append(job.attempt)
-        inline.run_workers(function, job, WorkerGroupSpec(size, 1, size, job.run_folder))
+        run_workers(inline, function, job, WorkerGroupSpec(size, 1, size, job.run_folder))
         return job
 
     root = new_job("elastic").root

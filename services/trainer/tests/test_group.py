@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import DeviceError
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_attempts, read_metrics
@@ -20,7 +20,7 @@ ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
 
 def run_two(function: Callable[[Job, WorkerEnvironment], None], job: Job) -> None:
-    inline.run_workers(function, job, WorkerGroupSpec(2, 1, 2, job.run_folder))
+    run_workers(inline, function, job, WorkerGroupSpec(2, 1, 2, job.run_folder))
 
 
 def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job: Callable[..., Job]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from services.common.artifacts.checkpoint import BatchRange, CheckpointManifest, LossSpikes
 from services.common.artifacts.store import discard, open_artifact
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints import retention
@@ -89,7 +89,7 @@ def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back
     new_job: Callable[..., Job], spared: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = new_job("two", **work.SPIKY, parallel__data_parallel_size="2")
-    inline.run_workers(work.train_with_a_ruinous_batch, two, WorkerGroupSpec(2, 1, 2, two.run_folder))
+    run_workers(inline, work.train_with_a_ruinous_batch, two, WorkerGroupSpec(2, 1, 2, two.run_folder))
     rare = new_job("rare", **work.SPIKY | {"checkpoint__interval_steps": "20"})
     work.train_with_a_ruinous_batch(rare, ALONE)
     assert read_events(rare.run_folder)[1]["to_step"] == 0  # the initial weights

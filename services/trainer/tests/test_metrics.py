@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from services.common.artifacts.lease import hold_lease
 from services.common.errors import TryAgain
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
 from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
@@ -264,7 +264,7 @@ def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Calla
     alone = new_job("alone", parallel__data_parallel_size="1", **options)
     shared = new_job("shared", parallel__data_parallel_size="4", **options)
     train(alone, ALONE)
-    inline.run_workers(train, shared, WorkerGroupSpec(4, 1, 4, shared.run_folder))
+    run_workers(inline, train, shared, WorkerGroupSpec(4, 1, 4, shared.run_folder))
 
     one, four = (read_metrics(job.run_folder).lines for job in (alone, shared))
     for name in ("loss", "loss_max", "gradient_norm", "learning_rate", "tokens", "skipped_steps", "restarts"):

@@ -19,6 +19,7 @@ from services.trainer.metrics.events import record_event
 from services.trainer.notices import notifying_run
 from services.trainer.supervise import supervise
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.runs import train_alone
 
 
@@ -65,17 +66,16 @@ def test_each_condition_of_a_run_is_told_once_over_restarts_and_commands(
 ) -> None:
     """Every start of the workers meets the same spike, a stall of its own, and a failing checkpoint."""
 
-    class Troubled:
-        def run_workers(self, function: object, job: Job, spec: object) -> None:
-            record_event(job, "loss_spike", step=9, first_step=7, loss=8.5, limit=4.0)
-            record_event(job, "straggler", step=9, rank=1)
-            record_event(job, "nan", step=9, cause="hardware", ranks=[3], hosts=["node-b"])
-            record_event(job, "rollbacks_exhausted", step=9, rollbacks=2)
-            record_event(job, "watchdog", step=10, message="rank 3: step 10 has taken 900 s")
-            record_event(job, "checkpoint_failed", step=8, error="Input/output error")
-            raise WorkersLost("rank 3 was lost")
+    def meet_trouble(job: Job) -> None:
+        record_event(job, "loss_spike", step=9, first_step=7, loss=8.5, limit=4.0)
+        record_event(job, "straggler", step=9, rank=1)
+        record_event(job, "nan", step=9, cause="hardware", ranks=[3], hosts=["node-b"])
+        record_event(job, "rollbacks_exhausted", step=9, rollbacks=2)
+        record_event(job, "watchdog", step=10, message="rank 3: step 10 has taken 900 s")
+        record_event(job, "checkpoint_failed", step=8, error="Input/output error")
+        raise WorkersLost("rank 3 was lost")
 
-    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Troubled())
+    FakeLauncher.use(monkeypatch, meet_trouble)
     job = new_job(train__max_restarts="1")
     for _ in range(2):
         monkeypatch.setenv(WEBHOOK_VARIABLE, receiver.url)

@@ -12,7 +12,7 @@ import torch
 
 from services.common.artifacts.checkpoint import shard_name
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import ProcessGroup
@@ -52,7 +52,7 @@ def runs(new_shared_job: Callable[..., Job]) -> Runs:
     damaged = [new_shared_job("damaged", **SPLIT, **FULL) for _ in range(2)]
     poisoned = new_shared_job("poisoned", **SPLIT, **HALF, train__evaluation_interval_steps="100")
     jobs = [straight, shared, *resumed, *damaged, poisoned]
-    inline.run_workers(work.train_in_turn, jobs, WorkerGroupSpec(4, 1, 4, straight.run_folder))
+    run_workers(inline, work.train_in_turn, jobs, WorkerGroupSpec(4, 1, 4, straight.run_folder))
     return Runs(new_shared_job, straight, resumed[-1], damaged[-1], shared, poisoned)
 
 

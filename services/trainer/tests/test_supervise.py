@@ -25,6 +25,7 @@ from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.stop import STOP_FILE
 from services.trainer.supervise import supervise, train_on_node
 from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.worker_start import describe_workers
 
@@ -45,26 +46,24 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
     message: str,
 ) -> None:
     """A frozen or disconnected worker of a lost start no longer holds the lease when the next start begins."""
-    started: list[WorkerGroupSpec] = []
     attempts: list[Lease] = []
 
-    class Failing:
-        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
-            started.append(spec)
-            assert job.lease is not None
-            attempts.append(job.lease)
-            assert [attempt.is_held() for attempt in attempts] == [False] * (len(attempts) - 1) + [True]
-            raise error
+    def fail(job: Job) -> None:
+        assert job.lease is not None
+        attempts.append(job.lease)
+        assert [attempt.is_held() for attempt in attempts] == [False] * (len(attempts) - 1) + [True]
+        raise error
 
-    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Failing())
+    launcher = FakeLauncher.use(monkeypatch, fail)
     job = new_job(train__max_restarts="2")
 
     with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
         supervise(job, held)
 
-    assert started == [describe_workers(job.recipe, job.run_folder)] * starts
-    assert started[0].num_workers == 2
-    assert "services.trainer.supervise" in started[0].preload
+    assert len(launcher.jobs) == starts
+    assert launcher.specs == [describe_workers(job.recipe, job.run_folder)]
+    assert launcher.specs[0].num_workers == 2
+    assert "services.trainer.supervise" in launcher.specs[0].preload
 
 
 @pytest.mark.parametrize(("workers_per_node", "logical_core_size"), [(64, 2), (128, 1)])
@@ -75,13 +74,7 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
     workers_per_node: int,
     logical_core_size: int,
 ) -> None:
-    started: list[WorkerGroupSpec] = []
-
-    class Recording:
-        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
-            started.append(spec)
-
-    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Recording())
+    launcher = FakeLauncher.use(monkeypatch)
     job = new_job()
     cluster = {"trainer_workers_per_node": workers_per_node, "trainer_instance_type": "trn2.48xlarge"}
     recipe = job.recipe.model_copy(
@@ -94,19 +87,18 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
     with hold_lease(tmp_path / "command.lock") as held:
         supervise(replace(job, recipe=recipe), held)
 
-    assert started == [WorkerGroupSpec(2, 1, workers_per_node, job.run_folder, "neuron", logical_core_size)]
+    assert launcher.specs == [WorkerGroupSpec(2, 1, workers_per_node, job.run_folder, "neuron", logical_core_size)]
 
 
 def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Complete:
-        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
-            append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
-            os.kill(os.getpid(), signal.SIGTERM)
-            wait_until((job.run_folder / STOP_FILE).exists)
+    def complete(job: Job) -> None:
+        append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until((job.run_folder / STOP_FILE).exists)
 
-    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Complete())
+    FakeLauncher.use(monkeypatch, complete)
     job = new_job()
 
     with hold_lease(tmp_path / "command.lock") as held:
@@ -119,17 +111,14 @@ def test_a_restart_has_a_begin_of_its_own(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the second start's set-up time would include the first start's training."""
-    jobs: list[Job] = []
     lost_at: list[datetime] = []
 
-    class LosingOnce:
-        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
-            jobs.append(job)
-            if not lost_at:
-                lost_at.append(datetime.now(UTC))
-                raise WorkersLost("rank 1 was killed")
+    def lose_once(job: Job) -> None:
+        if not lost_at:
+            lost_at.append(datetime.now(UTC))
+            raise WorkersLost("rank 1 was killed")
 
-    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: LosingOnce())
+    jobs = FakeLauncher.use(monkeypatch, lose_once).jobs
     job = new_job()
 
     with hold_lease(tmp_path / "command.lock") as held:
@@ -147,24 +136,20 @@ def test_restarts_are_counted_since_the_newest_checkpoint(
     """The count begins again with each checkpoint; without a checkpoint the command gives up after `max_restarts`."""
     job = new_job(train__max_restarts="2")
     progress = iter([1, 2, 3, 3, 3])  # steps of the newest checkpoint when the workers are lost
-    starts = 0
 
-    class Losing:
-        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
-            nonlocal starts
-            starts += 1
-            folder = job.checkpoint_address(next(progress)).path
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "manifest.json").touch()
-            raise WorkersLost("rank 1 was killed")
+    def lose(job: Job) -> None:
+        folder = job.checkpoint_address(next(progress)).path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "manifest.json").touch()
+        raise WorkersLost("rank 1 was killed")
 
-    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Losing())
+    launcher = FakeLauncher.use(monkeypatch, lose)
 
     message = r"workers were lost 3 times, train\.max_restarts is 2"
     with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
         supervise(job, held)
 
-    assert starts == 5
+    assert len(launcher.jobs) == 5
 
 
 def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.common.errors import DeviceError
 from services.common.hardware import image_platform
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh
@@ -25,7 +25,7 @@ from services.common.program.tests import work
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """Results of the collectives on each of 4 workers."""
     folder = tmp_path_factory.mktemp("collectives")
-    inline.run_workers(work.run_collectives, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
+    run_workers(inline, work.run_collectives, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
 
 
@@ -63,7 +63,7 @@ def test_collectives_in_pieces_give_the_bits_of_one_call(found: list[dict[str, T
 def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> None:
     """A sum in bfloat16 would round each of 8 additions."""
     size = work.SUMMING_WORKERS
-    inline.run_workers(work.sum_activations, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
+    run_workers(inline, work.sum_activations, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     exact_BSD = torch.stack([work.activation_of(rank).double() for rank in range(size)]).sum(0)
 

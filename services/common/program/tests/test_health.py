@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.buckets import make_buckets
 from services.common.program.health import name_groups
 from services.common.program.llama import Llama, initialize
@@ -40,7 +40,7 @@ def alone(folder: Path) -> dict[str, HealthNumbers]:
 @pytest.fixture(scope="module")
 def together(folder: Path) -> list[dict[str, HealthNumbers]]:
     """Results of two workers, by model and layout."""
-    inline.run_workers(work.measure_health_on_all, folder, WorkerGroupSpec(2, 1, 2, folder))
+    run_workers(inline, work.measure_health_on_all, folder, WorkerGroupSpec(2, 1, 2, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from services.common.errors import DeviceError
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.backends.neuron_distributed import require_groups
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
@@ -40,7 +40,7 @@ def needs_nxd() -> None:
 
 def test_layers_and_loss_have_the_outputs_and_gradients_of_nxd_s(tmp_path: Path) -> None:
     size = nxd_parity.WORKERS
-    inline.run_workers(nxd_parity.compare, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
+    run_workers(inline, nxd_parity.compare, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
     for rank in range(size):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert found["ours"].keys() == found["theirs"].keys()

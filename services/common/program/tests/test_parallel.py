@@ -13,7 +13,7 @@ import torch
 
 from services.common.errors import WorkersLost
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.llama import Llama, initialize, parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.sharding import Sharding, shard_along
@@ -50,15 +50,15 @@ def results_of(
     within seconds, where a run forms one for each axis. A second loss fails the test.
     """
     try:
-        return run_workers(function, num_workers, folders.mktemp("workers"))
+        return load_results(function, num_workers, folders.mktemp("workers"))
     except WorkersLost as lost:
         warnings.warn(f"started again, because {lost}", stacklevel=2)
-        return run_workers(function, num_workers, folders.mktemp("workers"))
+        return load_results(function, num_workers, folders.mktemp("workers"))
 
 
-def run_workers(function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folder: Path) -> list[Results]:
-    """Return the results that each worker writes to the folder."""
-    inline.run_workers(function, folder, WorkerGroupSpec(num_workers, 1, num_workers, folder))
+def load_results(function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folder: Path) -> list[Results]:
+    """Run the workers and return the results that each writes to the folder."""
+    run_workers(inline, function, folder, WorkerGroupSpec(num_workers, 1, num_workers, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(num_workers)]
 
 
