@@ -11,7 +11,7 @@ import os
 import pickle  # nosec B403 # bytes that the command and its workers made
 import signal
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -36,6 +36,7 @@ from services.common.launch.neuron_environment import (
     neuron_environment,
     set_neuron_environment,
 )
+from services.common.launch.node_board import NodeBoard
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, name_signal
 
@@ -110,6 +111,7 @@ class NodeAgent:
         self._raised: list[bytes] = []
         self._lost: str | None = None
         self._folders = ExitStack()
+        self._board: NodeBoard | None = None
 
     def start(self, start: NodeStart) -> None:
         """Start the workers. Raises `WorkersLost` where the fork server was killed meanwhile."""
@@ -117,6 +119,7 @@ class NodeAgent:
         prepare_fork_server(spec.preload)
         context = _FORK_SERVER if spec.preload and fork_server.IS_SUPPORTED else SPAWN
         folder = self._folders.enter_context(private_folder(new_name("workers")))
+        self._board = self._folders.enter_context(closing(NodeBoard.make(folder, len(ranks))))
         # Workers of one node meet in a file, so that no port is opened before the group forms.
         rendezvous = str(folder / "rendezvous") if start.num_nodes == 1 else start.meeting.url
         network = find_network(self._address) if spec.device in NEURON_DEVICES else None
@@ -165,6 +168,7 @@ class NodeAgent:
         kill_processes([worker.process for worker in self._started])
         end = NodeEnd(tuple(self._raised), self._lost)
         self._folders.close()
+        self._board = None
         self._started, self._running, self._raised, self._lost = [], [], [], None
         return end
 

@@ -45,6 +45,7 @@ from services.common.launch.launcher import (
     name_the_cause,
 )
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
+from services.common.launch.node_board import BOARD_FILE, NodeBoard
 from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
 from services.common.process.private_folder import new_name, private_folder
 
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 GROUP_START_SECONDS = 600.0
 POLL_SECONDS = 1.0
+BOARD_SECONDS = 0.02
 
 GPU = "GPU"
 """Name of the GPU resource in Ray."""
@@ -365,6 +367,10 @@ class _WorkerFunction:
                 num_nodes=math.ceil(world_size / local_world_size),
                 node_folder=folder,
             )
+            if environment.local_rank == 0:
+                NodeBoard.make(folder, local_world_size)
+            while not (folder / BOARD_FILE).exists():
+                time.sleep(BOARD_SECONDS)
             function(argument, environment)
 
 

@@ -206,11 +206,11 @@ def test_workers_have_the_variables_of_the_command(
 
 @pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
 def test_workers_are_forked_again_after_the_process_was_killed_that_forks_them(tmp_path: Path) -> None:
-    spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
-    with pytest.raises(WorkersLost, match=r"rank \d \(pid \d+\)"):
-        run_workers(inline, work.kill_parent, None, spec)
+    with inline.open_workers(WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)) as workers:
+        with pytest.raises(WorkersLost, match=r"rank \d \(pid \d+\)"):
+            workers.run(work.kill_parent, None)
 
-    run_workers(inline, work.write_rank, tmp_path, spec)
+        workers.run(work.write_rank, tmp_path)
 
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.node_board import NodeBoard
 
 
 def square(number: int) -> int:
@@ -53,9 +55,10 @@ def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
 
 
 def write_place(folder: Path, environment: WorkerEnvironment) -> None:
-    """Write the worker's local world size, node rank, number of nodes and node folder, which has to exist."""
+    """Write the worker's local world size, node rank, number of nodes and node folder, which has to have a board."""
     assert environment.node_folder is not None
-    assert environment.node_folder.is_dir()
+    with closing(NodeBoard.open(environment.node_folder)) as board:
+        assert board.num_workers == environment.local_world_size
     place = [environment.local_world_size, environment.node_rank, environment.num_nodes, str(environment.node_folder)]
     (folder / f"{environment.rank}.json").write_text(json.dumps(place), encoding="utf-8")
 
