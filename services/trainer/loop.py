@@ -21,7 +21,12 @@ from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import learning_rate
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.trainer.agreement import WorkerStep, require_same_outcome, require_same_program, require_same_state
+from services.trainer.agreement.requirements import (
+    WorkerStep,
+    require_same_outcome,
+    require_same_program,
+    require_same_state,
+)
 from services.trainer.checkpoints.loader import ResumePoint, resume, roll_back
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import micro_batches, prefetch_batch

@@ -26,7 +26,7 @@ from services.common.process.telemetry import configure_logging, parse_json_line
 from services.common.program.step import Program
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
-from services.trainer.agreement import require_same_program
+from services.trainer.agreement.requirements import require_same_program
 from services.trainer.checkpoints.loader import load_weights
 from services.trainer.checkpoints.lookup import find_trained_corpus
 from services.trainer.corpus import RunCorpus
