@@ -189,7 +189,7 @@ def _prepare_encoding_partitions(tasks: Any, num_taken: Any) -> Callable[[], Non
     from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
 
-    encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)
+    encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder, tasks[0].sampled_bytes)
     encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # uses up the sample of the self-check
 
     def encode_partitions() -> None:

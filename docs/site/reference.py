@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
+import itertools
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +65,7 @@ def recipe() -> Iterator[str]:
     yield "# Recipe"
     yield "\nA recipe is a TOML file. `--section.key=value` on a command line overrides one of its values. The column"
     yield "*decides* names the artifacts whose id changes with the value; other values may change during a run.\n"
-    top = Recipe.model_json_schema()
+    top = _schema_of(Recipe)
     yield "\n| key | type | default |\n|---|---|---|"
     for name, field in top["properties"].items():
         if "$ref" not in _unwrap(field):
@@ -74,11 +79,11 @@ def artifacts() -> Iterator[str]:
     yield "\n`manifest.json` of an artifact has the header's keys, and one key with the name of the artifact's kind.\n"
     yield "## Header"
     yield f"\n{_first_paragraph(Manifest)}\n"
-    header = Manifest.model_json_schema()
+    header = _schema_of(Manifest)
     yield from _describe_fields(header)
     yield from _describe_definitions(header, described := set[str]())
     for manifest in MANIFESTS:
-        schema = manifest.model_json_schema()
+        schema = _schema_of(manifest)
         kind = manifest.SCHEMA.partition("/")[0]
         yield f"\n## {manifest.SCHEMA}"
         yield f"\nThe key `{kind}` of the manifest:\n"
@@ -147,7 +152,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 def _describe_section(model: type[BaseModel], path: str, heading: str, decides: tuple[str, ...]) -> Iterator[str]:
     """A section's table, then those of the sections in it. `decides` has the kinds that the whole section decides."""
-    schema = model.model_json_schema()
+    schema = _schema_of(model)
     if path:
         yield f"\n{'#' * (2 + path.count('.'))} {heading}"
         if text := _first_paragraph(model):
@@ -163,6 +168,45 @@ def _describe_section(model: type[BaseModel], path: str, heading: str, decides: 
             key = f"{path}.{name}".lstrip(".")
             heading = f"[[{key}]]" if schema["properties"][name].get("type") == "array" else f"[{key}]"
             yield from _describe_section(section, key, heading, decides or _kinds_of(model, name))
+
+
+def _schema_of(model: type[BaseModel]) -> Schema:
+    """Return a model's JSON schema, in which the docstrings below fields describe these fields."""
+    _take_descriptions(model)
+    return model.model_json_schema()
+
+
+@cache
+def _take_descriptions(model: type[BaseModel]) -> None:
+    """Make the docstring below each field of a model, and of models in it, the field's description.
+
+    Pydantic could do so for every command: its `use_attribute_docstrings` reads and parses the sources of all models,
+    which took 0.06 s at each start.
+    """
+    for field in model.model_fields.values():
+        for inner in _models_in(field.annotation):
+            _take_descriptions(inner)
+    for definition in reversed(model.__mro__):
+        if issubclass(definition, BaseModel) and definition is not BaseModel:
+            for name, text in _docstrings_of(definition).items():
+                model.model_fields[name].description = text
+    model.model_rebuild(force=True)
+
+
+def _docstrings_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings below the fields of a class, by the fields' names."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(below.value.value)
+        for field, below in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and field.target.id in model.model_fields
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 def _kinds_of(model: type[BaseModel], name: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
@@ -22,6 +22,7 @@ from services.tokenizer.encode_task import EncodeTask, encode_partition
 from services.tokenizer.encoded_partitions import SUMMED, EncodedPartitions
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
+from services.tokenizer.encoding.self_check import sampled_bytes_of_worker
 from services.tokenizer.hashed_file import write_hashed_file
 from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
 from services.tokenizer.pack import ShardLayout, pack_splits
@@ -42,7 +43,6 @@ def build_corpus(
         plan = plan_partitions(plan_folder_of(workspace, recipe, inputs), recipe, inputs.listings, launcher)
     with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, inputs, workspace.scratch)
-    logger.info("%s", explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder))
     folder = open_partition_folder(workspace, plan.path, vocabulary, recipe.tokenizer.encoder)
     partitions = plan.read_partitions()
     duplicates = None
@@ -51,7 +51,13 @@ def build_corpus(
             duplicates = find_duplicates(folder, plan, recipe.corpus, launcher, recipe.tokenizer.num_workers)
     tasks = make_tasks(recipe, plan.path, partitions, vocabulary_path, vocabulary, folder, duplicates)
     with phase_timer.phase("encode"):
-        encoded = _encode(tasks, partitions, launcher, recipe.tokenizer.num_workers)
+        encoded = _encode(
+            tasks,
+            partitions,
+            launcher,
+            recipe.tokenizer.num_workers,
+            lambda: explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder),
+        )
     _require_a_sample(encoded, recipe.corpus.sequence_length)
     _require_listable(encoded, recipe)
     with phase_timer.phase("overlap"):
@@ -102,6 +108,7 @@ def make_tasks(
             vocabulary_path=vocabulary_path,
             vocabulary=vocabulary,
             encoder=recipe.tokenizer.encoder,
+            sampled_bytes=sampled_bytes_of_worker(recipe.tokenizer.num_workers),
             weight=recipe.corpus.sources[partitions["source"][index]].weight,
             validation_fraction=recipe.corpus.validation_fraction,
             min_document_bytes=recipe.corpus.min_document_bytes,
@@ -114,13 +121,20 @@ def make_tasks(
 
 
 def _encode(
-    tasks: Sequence[EncodeTask], partitions: Partitions, launcher: Launcher, num_workers: int
+    tasks: Sequence[EncodeTask],
+    partitions: Partitions,
+    launcher: Launcher,
+    num_workers: int,
+    explain_encoder: Callable[[], str],
 ) -> EncodedPartitions:
+    """Run the tasks. The log gets `explain_encoder()` with the first result: it takes 0.1 s, while the workers work."""
     encoded, sizes = EncodedPartitions(partitions), partitions["bytes"]
     done_bytes = tokens = 0
     begin = time.perf_counter()
     with show_progress("encode", int(sizes.sum()), "bytes") as progress:
         for index, result in map_largest_first(launcher, encode_partition, tasks, sizes, num_workers):
+            if not done_bytes:
+                logger.info("%s", explain_encoder())
             encoded.add(index, result)
             done_bytes += int(sizes[index])
             tokens += result.tokens

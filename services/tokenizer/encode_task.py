@@ -43,6 +43,8 @@ class EncodeTask:
     vocabulary_path: Path
     vocabulary: Vocabulary
     encoder: EncoderChoice
+    sampled_bytes: int
+    """Bytes of text that a worker also encodes with the reference library, in its first tasks."""
     weight: float
     """The weight of the partition's source."""
     validation_fraction: float
@@ -133,7 +135,7 @@ def read_whole_partition(scratch: Path, index: int, splits: Collection[Split] = 
 
 
 def _encode(task: EncodeTask) -> EncodedPartition:
-    encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder)
+    encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder, task.sampled_bytes)
     partition = PlanFolder(task.plan).read_partition(task.index)
     task.marker_path.parent.mkdir(exist_ok=True)
     text_hash = _TextHash()

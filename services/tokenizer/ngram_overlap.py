@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from services.common.artifacts.corpus import Split
@@ -39,8 +38,6 @@ MAX_NGRAMS = 2**18
 """Most n-grams of the validation split that are looked up, which bounds their set to 14 MiB. A larger split is sampled
 by the n-grams' hashes, and so is the training split, so that most of its n-grams are hashed and not looked up. With so
 many n-grams that occur once, a share of 13 % has a standard error of 0.07 %; frequent n-grams make it larger."""
-TOKENS_PER_WORKER = 2**26
-"""Training tokens for which a worker is started; one looks up so many in about the time that another takes to start."""
 _BLOCK_TOKENS = 2**15
 
 
@@ -116,9 +113,7 @@ def count_overlap(
     sizes = encoded.tokens("train")
     with show_progress("overlap", int(sizes.sum()), "tokens") as progress:
         done_tokens = 0
-        for index, _ in map_largest_first(
-            launcher, find_ngrams, overlap_tasks, sizes, _workers_for(sizes, num_workers)
-        ):
+        for index, _ in map_largest_first(launcher, find_ngrams, overlap_tasks, sizes, num_workers):
             is_in_train[np.fromfile(overlap_tasks[index].found_path, np.uint32)] = True
             done_tokens += int(sizes[index])
             progress.advance_to(done_tokens)
@@ -129,21 +124,16 @@ def count_overlap(
     return counts
 
 
-def _workers_for(sizes: npt.NDArray[np.int64], num_workers: int) -> int:
-    return min(num_workers, 1 + int(sizes.sum()) // TOKENS_PER_WORKER)
-
-
 def _hash_sources(
     tasks: Sequence[EncodeTask], encoded: EncodedPartitions, launcher: Launcher, num_workers: int, limit: int
 ) -> list[Hashes]:
     """Return the hashes up to `limit` of each source's validation documents; one that is there twice is twice."""
-    sizes = encoded.tokens("validation")
     begins = range(0, len(tasks), NUMBERS_PER_FOLDER)
     folders = TaskSequence(
         len(begins), lambda folder: ValidationTask(tuple(tasks[begins[folder] :][:NUMBERS_PER_FOLDER]), limit)
     )
     own: dict[int, list[Hashes]] = {source: [] for source in range(int(encoded.sources.max(initial=-1)) + 1)}
-    for folder, hashes in launcher.map_tasks(hash_validation, folders, _workers_for(sizes, num_workers)):
+    for folder, hashes in launcher.map_tasks(hash_validation, folders, num_workers):
         for index, each in enumerate(hashes, start=begins[folder]):
             own[int(encoded.sources[index])].append(each)
     return [np.concatenate([np.empty(0, np.uint64), *hashes]) for hashes in own.values()]

@@ -29,9 +29,6 @@ from services.tokenizer.hashed_file import write_hashed_file
 from services.tokenizer.task_sequence import run_largest_first
 from services.tokenizer.token_runs import TokenRuns
 
-BYTES_PER_WORKER = 2**28
-"""Bytes of tokens for which a worker is started; one packs so many in about the time that another takes to start."""
-
 
 @dataclass(frozen=True)
 class ShardLayout:
@@ -117,7 +114,6 @@ def _plan_files(
 def _pack(tasks: Sequence[PackTask], layout: ShardLayout, launcher: Launcher, num_workers: int) -> list[PackedFile]:
     """Run the tasks, and return their results in the order of the tasks."""
     sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
-    num_workers = min(num_workers, 1 + int(sizes.sum()) // BYTES_PER_WORKER)
     return run_largest_first(launcher, pack_file, tasks, sizes, num_workers, title="pack", unit="bytes")
 
 

@@ -102,7 +102,7 @@ Many = Annotated[tuple[Item, ...], WrapValidator(_check_slice_by_slice)]
 
 
 class ManifestModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", populate_by_name=True)
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))

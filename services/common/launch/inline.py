@@ -59,9 +59,11 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     with _pool_of(num_workers) as pool:
         waiting = enumerate(items)
         running: dict[Future[R], int] = {}
+        # The pool's queue holds a next task for each process, which would else wait 2 ms for this process.
+        most_submitted = num_workers if len(pool._processes) > num_workers else 2 * num_workers
         try:
             while True:
-                for index, item in islice(waiting, num_workers - len(running)):
+                for index, item in islice(waiting, most_submitted - len(running)):
                     with starting_processes():  # the pool starts them one by one
                         running[pool.submit(function, item)] = index
                 if not running:

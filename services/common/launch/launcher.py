@@ -119,8 +119,8 @@ class Launcher(Protocol):
     def map_tasks(self, function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
         """Yield (index, function(item)) as tasks finish, with at most `num_workers` at a time.
 
-        Tasks start in the order of `items`. An item is taken from `items` when its task starts, so that a sequence may
-        make its items: memory grows with `num_workers` alone.
+        Tasks start in the order of `items`. At most `num_workers` items are taken before their tasks start, so that a
+        sequence may make its items: memory grows with `num_workers` alone.
 
         `function` is importable and idempotent. A task whose process died runs again: Ray starts it once more, and
         `inline` raises `WorkersLost`, after which the same command can be run again.

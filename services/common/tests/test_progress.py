@@ -112,6 +112,7 @@ def test_a_hang_is_said_as_such_and_is_no_part_of_the_time_left(
 def test_a_terminal_s_bar_says_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
     console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=200)
     monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr(progress_display, "NO_PROGRESS_SECONDS", 0.0)
     with show_progress("training", 100, "steps") as progress:
         progress.advance_to(1)

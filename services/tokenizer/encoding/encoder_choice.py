@@ -18,8 +18,8 @@ EncoderChoice = Literal["auto", "reference"]
 
 
 @lru_cache(maxsize=1)
-def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> CheckedEncoder:
-    """Load a vocabulary's encoder, once a process. Its first documents are also encoded by the reference library.
+def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice, sampled_bytes: int) -> CheckedEncoder:
+    """Load a vocabulary's encoder, once a process. The reference library encodes its first `sampled_bytes` too.
 
     Raises `DeviceError`, with the document and both lists of ids, when the two encode a document differently.
     """
@@ -27,7 +27,7 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> C
     reference = _reference(content, vocabulary)
     fast = _try_fast(content, vocabulary) if choice == "auto" else None
     encoder = reference if fast is None or isinstance(fast, str) else fast
-    return CheckedEncoder(encoder, reference, read_pieces(content, vocabulary))
+    return CheckedEncoder(encoder, reference, read_pieces(content, vocabulary), sampled_bytes)
 
 
 def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:

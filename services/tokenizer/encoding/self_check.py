@@ -13,8 +13,10 @@ from services.tokenizer.text_batch import TextBatch
 
 FUZZ_DOCUMENTS = 400
 SAMPLED_DOCUMENTS = 2_000
-SAMPLED_BYTES = 2**20
-"""Bytes of the corpus's text that are compared. SentencePiece takes 0.2 s for them."""
+SAMPLED_BYTES = 2**19
+"""Bytes of the corpus's text that all workers together compare. SentencePiece takes 0.1 s for them."""
+LEAST_SAMPLED_BYTES = 2**18
+"""Bytes of the corpus's text that a worker compares at least, because each worker may run on a machine of its own."""
 SAMPLED_BYTES_OF_A_DOCUMENT = 2**16
 """Bytes of one document that are compared. SentencePiece takes 40 times a document's size in memory."""
 
@@ -26,11 +28,11 @@ class CheckedEncoder:
     `encode` gets. One difference raises `DeviceError`.
     """
 
-    def __init__(self, encoder: Encoder, reference: Encoder, pieces: Sequence[str]) -> None:
+    def __init__(self, encoder: Encoder, reference: Encoder, pieces: Sequence[str], sampled_bytes: int) -> None:
         self._encoder, self._reference = encoder, reference
         self.name = encoder.name
         self._documents_checked = 0
-        self._documents_left, self._bytes_left = SAMPLED_DOCUMENTS, SAMPLED_BYTES
+        self._documents_left, self._bytes_left = SAMPLED_DOCUMENTS, sampled_bytes
         self._check(TextBatch.of(fuzz_documents(pieces, FUZZ_DOCUMENTS)))
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
@@ -57,6 +59,11 @@ class CheckedEncoder:
         if different is not None:
             raise DeviceError(_explain(self._encoder, self._reference, different))
         self._documents_checked += len(batch)
+
+
+def sampled_bytes_of_worker(num_workers: int) -> int:
+    """Return the bytes of the corpus's text that each of `num_workers` workers compares."""
+    return max(LEAST_SAMPLED_BYTES, SAMPLED_BYTES // num_workers)
 
 
 def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> bytes | None:

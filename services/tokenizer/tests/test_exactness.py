@@ -29,7 +29,7 @@ from services.tokenizer.encoding.chunk_kernel import FIRST_KEY, IDS, SECOND_KEY,
 from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
 from services.tokenizer.encoding.kernel_memory import BLOCK_BYTES, CACHED_BYTES, ENTRY_WORDS
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
-from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference
+from services.tokenizer.encoding.self_check import SAMPLED_BYTES, CheckedEncoder, find_difference
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (
@@ -228,7 +228,7 @@ def test_one_difference_stops_the_stage_with_the_document_and_both_lists_of_ids(
     piece = pieces_of(model)[490].replace("\u2581", " ")
 
     with pytest.raises(DeviceError) as raised:
-        CheckedEncoder(other, reference, pieces_of(model))
+        CheckedEncoder(other, reference, pieces_of(model), SAMPLED_BYTES)
 
     message = str(raised.value)
     assert raised.value.exit_code == 4
@@ -245,9 +245,8 @@ def test_the_documents_that_come_first_are_compared_too() -> None:
     """Fuzz alone does not find a difference in a word that it never makes."""
     model = train_vocabulary([*make_documents(200), b"zyx zyxwvu zyxwvu " * 400], 500)
     index = pieces_of(model).index("zyxwvu") if "zyxwvu" in pieces_of(model) else pieces_of(model).index("\u2581zyxwvu")
-    checked = CheckedEncoder(
-        ChunkEncoder.from_model(change_pieces(model, (index, "qqqqqq", NORMAL))), SentencePieceEncoder(model), []
-    )
+    other = ChunkEncoder.from_model(change_pieces(model, (index, "qqqqqq", NORMAL)))
+    checked = CheckedEncoder(other, SentencePieceEncoder(model), [], SAMPLED_BYTES)
     with pytest.raises(DeviceError, match="zyxwvu"):
         checked.encode(TextBatch.of([*make_documents(50), b"once a zyxwvu"]))
 

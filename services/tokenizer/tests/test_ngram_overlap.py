@@ -65,6 +65,7 @@ class Encoded:
             vocabulary_path=self.folder / "m",
             vocabulary=vocabulary,
             encoder="auto",
+            sampled_bytes=0,
             weight=1.0,
             validation_fraction=0.1,
             min_document_bytes=0,
@@ -151,11 +152,8 @@ def write_text(folder: Path) -> Path:
     return write_documents(folder, [make_text(300, seed=n) + make_text(150, seed=-1) for n in range(120)])
 
 
-def test_the_manifest_has_the_counts_of_the_stored_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_manifest_has_the_counts_of_the_stored_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One worker and two workers count the same."""
-    monkeypatch.setattr(ngram_overlap, "TOKENS_PER_WORKER", 1)
     made = []
     text = write_text(tmp_path / "text")
     for workers, split_bytes in ((1, 10**9), (2, 40_000)):

@@ -58,6 +58,7 @@ def test_shards_follow_the_schema_and_open_with_pyarrow_alone(tmp_path: Path) ->
 def test_shards_open_with_datasets_without_our_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     datasets = pytest.importorskip("datasets")  # in no image, so Pants leaves this test out
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # its thread would outlive the test, and prevent forks
 
     assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
     folder = published(tmp_path / "fsx").path
@@ -79,9 +80,8 @@ def test_doc_starts_are_where_documents_begin(tmp_path: Path) -> None:
 
 
 def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(pack, "BYTES_PER_WORKER", 1)
     recipe = make_corpus(tmp_path)
     runs = {
         "one": ["--tokenizer.num_workers=1"],

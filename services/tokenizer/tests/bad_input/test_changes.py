@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 from services.common.errors import ArtifactError
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
+from services.tokenizer import build
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
@@ -34,18 +34,16 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 
 @contextmanager
 def before_encoding(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` when the stage has its plan and its vocabulary, and logs which encoder it takes."""
-    logger = logging.getLogger("services.tokenizer.build")
+    """Call `act` when the stage has its plan and its vocabulary, and begins to encode."""
 
-    def notice(record: logging.LogRecord) -> bool:
+    def encode(*arguments: Any) -> Any:
         act()
-        return True
+        return _encode(*arguments)
 
-    logger.addFilter(notice)
-    try:
+    _encode = build._encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_encode", encode)
         yield
-    finally:
-        logger.removeFilter(notice)
 
 
 def append(path: Path) -> None:
