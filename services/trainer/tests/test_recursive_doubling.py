@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from services.common.testing.seeds import draw_seed
 from services.trainer.agreement.recursive_doubling import Message, RecursiveDoubling, partners_of
 
 HOP_SECONDS = 50e-6
@@ -51,16 +52,15 @@ def simulate(
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, 33])
 def test_all_nodes_get_the_values_of_all_in_the_order_of_nodes_however_messages_overtake(num_nodes: int) -> None:
-    seed = random.randrange(2**32)
-    delays = random.Random(seed)
+    delays = random.Random(draw_seed())
     values: list[list[object]] = [[{node: step} for node in range(num_nodes)] for step in range(4)]
 
     results, _, _ = simulate(num_nodes, lambda a, b: {**a, **b}, values, delays.random)
 
     for of_node in results:
-        assert of_node == [dict.fromkeys(range(num_nodes), step) for step in range(4)], f"seed {seed}"
+        assert of_node == [dict.fromkeys(range(num_nodes), step) for step in range(4)]
     sums, _, _ = simulate(num_nodes, lambda a, b: (a, b), values, delays.random)
-    assert all(of_node == sums[0] for of_node in sums), f"not in one order, seed {seed}"
+    assert all(of_node == sums[0] for of_node in sums), "not in one order"
 
 
 @pytest.mark.parametrize("num_nodes", [64, 1000, 1023, 1024])
