@@ -1,13 +1,17 @@
 """Measures the times of a run's start, of a restart after a killed worker, and of a checkpoint's hand-over.
 
     python -m benchmarks.trainer.start_rows --root ROOT [--recipe FILE] [--rounds 3] [--launch inline ray]
+        [--before CHECKOUT]
 
 The tokenizer and the compiler run first where ROOT lacks their artifacts, so the caches are warm. A round is one
-command with a run folder of its own, which is stopped once all times are measured:
+command of each launcher with a run folder of its own, which is stopped once all times are measured:
 
 first step   seconds from the command's start to the end of the first step
 restart      seconds from kill -9 of the last worker to the end of the first step of its replacements
 stall        seconds that training waits for a checkpoint: the median of the round's checkpoints
+
+With --before, a round has the commands of another checkout too, such as a git worktree of an earlier commit, and each
+median is printed beside that of the other checkout. Both use the Python that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any, TypeVar
 import psutil
 
 from benchmarks.machine import describe_machine
+from benchmarks.rounds import measure_rounds
 from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
@@ -41,17 +46,20 @@ CHECKPOINT_STEPS = 20
 T = TypeVar("T")
 
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOW, BEFORE = "now", "before"
+
+
 @dataclass(frozen=True)
-class StartTimes:
+class MeasuredStart:
     """Times of one round, in seconds."""
 
-    launch: str
     first_step: float
     restart: float
     stall: float
 
 
-ROWS: dict[str, Callable[[StartTimes], float]] = {
+ROWS: dict[str, Callable[[MeasuredStart], float]] = {
     "first step": lambda times: times.first_step,
     "restart": lambda times: times.restart,
     "stall": lambda times: times.stall,
@@ -64,53 +72,60 @@ def main() -> int:
     parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-cpu.toml"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--launch", choices=tuple(LAUNCHERS), nargs="+", default=tuple(LAUNCHERS))
+    parser.add_argument("--before", type=Path, help="another checkout of the project, measured in the same rounds")
     arguments = parser.parse_args()
-    print(f"{describe_machine()}, {arguments.recipe}, warm caches")
-    print(make_table(arguments.recipe, arguments.root.absolute(), arguments.rounds, arguments.launch))
+    machine = describe_machine()
+    table = make_table(arguments.recipe, arguments.root, arguments.rounds, arguments.launch, arguments.before)
+    print(f"{machine}, {arguments.recipe}, warm caches\n{table}")
     return 0
 
 
-def make_table(recipe: Path, root: Path, rounds: int, launches: Sequence[str] = tuple(LAUNCHERS)) -> str:
+def make_table(
+    recipe: Path, root: Path, rounds: int, launches: Sequence[str] = tuple(LAUNCHERS), before: Path | None = None
+) -> str:
     """Make the recipe's corpus and compile cache in `root`, then measure and format the rows of the launchers."""
-    for stage in ("tokenizer", "compiler"):
-        command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
-        subprocess.run(command, check=True)
-    return describe_starts(measure_starts(recipe, root, rounds, launches))
+    recipe, root = recipe.absolute(), root.absolute()
+    checkouts = {NOW: REPOSITORY} | ({BEFORE: before.absolute()} if before else {})
+    for checkout in checkouts.values():
+        for stage in ("tokenizer", "compiler"):
+            command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
+            subprocess.run(command, check=True, cwd=checkout)
+    commands = {f"{launch} {name}": (launch, folder) for launch in launches for name, folder in checkouts.items()}
+    return describe_starts(measure_rounds([*commands], rounds, lambda row: measure_start(recipe, root, *commands[row])))
 
 
-def measure_starts(recipe: Path, root: Path, rounds: int, launches: Sequence[str]) -> list[StartTimes]:
-    """Measure the launchers in turn, so that other load on the machine meets all of them."""
-    return [measure_start(recipe, root, launch) for _ in range(rounds) for launch in launches]
-
-
-def describe_starts(rounds: list[StartTimes]) -> str:
-    """Format a table of medians with their samples."""
+def describe_starts(measured: dict[str, list[MeasuredStart]]) -> str:
+    """Format a table of medians with their samples, and with their ratios to the medians of the other checkout."""
     lines = []
     for name, read in ROWS.items():
-        for launch in sorted({each.launch for each in rounds}):
-            samples = [read(each) for each in rounds if each.launch == launch]
-            shown = " ".join(f"{sample:.2f}" for sample in samples)
-            lines.append(f"{name:<12} {launch:<8} {statistics.median(samples):6.2f} s   of {shown}")
+        medians = {row: statistics.median(map(read, starts)) for row, starts in measured.items()}
+        for row, starts in measured.items():
+            launch, _, checkout = row.partition(" ")
+            earlier = medians.get(f"{launch} {BEFORE}") if checkout == NOW else None
+            ratio = f"  {medians[row] / earlier:.2f} times before" if earlier else ""
+            shown = " ".join(f"{read(start):.2f}" for start in starts)
+            lines.append(f"{name:<12} {row:<14} {medians[row]:6.2f} s   of {shown}{ratio}")
     return "\n".join(lines)
 
 
-def measure_start(recipe: Path, root: Path, launch: str) -> StartTimes:
+def measure_start(recipe: Path, root: Path, launch: str, checkout: Path) -> MeasuredStart:
+    """Train a new run with the program of `checkout`, kill its last worker, and stop it after the restart."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for collection in ("corpus", "compile_cache"):
             (folder / collection).symlink_to(root / collection)
-        with _running(recipe, folder, launch) as command:
+        with _running(recipe, folder, launch, checkout) as command:
             started_at = time.time()
             first = _wait_for(command, lambda: _find_first_step(folder, started_at))
             _wait_for(command, lambda: len(_stalls(folder)) >= 2)
             killed_at = time.time()
             _find_last_worker(command, load_recipe(recipe, {})).kill()
             again = _wait_for(command, lambda: _find_first_step(folder, killed_at))
-            return StartTimes(launch, first - started_at, again - killed_at, statistics.median(_stalls(folder)))
+            return MeasuredStart(first - started_at, again - killed_at, statistics.median(_stalls(folder)))
 
 
 @contextmanager
-def _running(recipe: Path, root: Path, launch: str) -> Iterator[subprocess.Popen[bytes]]:
+def _running(recipe: Path, root: Path, launch: str, checkout: Path) -> Iterator[subprocess.Popen[bytes]]:
     options = ("--recipe", str(recipe), "--root", str(root), "--launch", launch)
     log = root / "command.log"
     with log.open("wb") as output:
@@ -118,6 +133,7 @@ def _running(recipe: Path, root: Path, launch: str) -> Iterator[subprocess.Popen
             [sys.executable, "-m", "services.trainer", *options, f"--checkpoint.interval_steps={CHECKPOINT_STEPS}"],
             stdout=output,
             stderr=output,
+            cwd=checkout,
             env={**os.environ, "RAY_ADDRESS": ""},
         )
     try:
