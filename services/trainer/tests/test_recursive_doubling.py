@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
-from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement.recursive_doubling import Message, RecursiveDoubling, partners_of
-
-HOP_SECONDS = 50e-6
-
-
-def simulate(
-    num_nodes: int, combine: Callable[..., object], values: list[list[object]], hop_seconds: Callable[[], float]
-) -> tuple[list[list[object]], float, Counter[int]]:
-    """Run one reduction for each list of values, in which each node begins the next one as soon as it has a result.
-
-    Returns each node's results, the seconds until the last one, and the messages that each node sent.
-    """
-    nodes = [RecursiveDoubling(node, num_nodes, combine) for node in range(num_nodes)]
-    results: list[list[object]] = [[] for _ in nodes]
-    under_way: list[tuple[float, int, Message[object]]] = []
-    sent: Counter[int] = Counter()
-    now = 0.0
-
-    def send(messages: list[Message[object]]) -> None:
-        for message in messages:
-            sent[message.sender] += 1
-            heapq.heappush(under_way, (now + hop_seconds(), sum(sent.values()), message))
-
-    def go_on(node: int) -> None:
-        while nodes[node].result is not None and len(results[node]) < len(values):
-            results[node].append(nodes[node].result)
-            if len(results[node]) < len(values):
-                send(nodes[node].begin(values[len(results[node])][node]))
-
-    for node, machine in enumerate(nodes):
-        send(machine.begin(values[0][node]))
-        go_on(node)
-    while under_way:
-        now, _, message = heapq.heappop(under_way)
-        send(nodes[message.receiver].receive(message))
-        go_on(message.receiver)
-    return results, now, sent
+from services.trainer.tests.virtual_network import HOP_SECONDS, reduce_in_virtual_time
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, 33])
@@ -55,11 +17,11 @@ def test_all_nodes_get_the_values_of_all_in_the_order_of_nodes_however_messages_
     delays = random.Random(draw_seed())
     values: list[list[object]] = [[{node: step} for node in range(num_nodes)] for step in range(4)]
 
-    results, _, _ = simulate(num_nodes, lambda a, b: {**a, **b}, values, delays.random)
+    results, _, _ = reduce_in_virtual_time(num_nodes, lambda a, b: {**a, **b}, values, delays.random)
 
     for of_node in results:
         assert of_node == [dict.fromkeys(range(num_nodes), step) for step in range(4)]
-    sums, _, _ = simulate(num_nodes, lambda a, b: (a, b), values, delays.random)
+    sums, _, _ = reduce_in_virtual_time(num_nodes, lambda a, b: (a, b), values, delays.random)
     assert all(of_node == sums[0] for of_node in sums), "not in one order"
 
 
@@ -67,7 +29,7 @@ def test_all_nodes_get_the_values_of_all_in_the_order_of_nodes_however_messages_
 def test_a_thousand_agents_agree_within_a_millisecond(num_nodes: int) -> None:
     values: list[list[object]] = [list(range(num_nodes))]
 
-    results, seconds, sent = simulate(num_nodes, max, values, lambda: HOP_SECONDS)
+    results, seconds, sent = reduce_in_virtual_time(num_nodes, max, values, lambda: HOP_SECONDS)
 
     assert {of_node[0] for of_node in results} == {num_nodes - 1}
     assert seconds < 1e-3
