@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -91,7 +91,8 @@ def list_artifacts(arguments: argparse.Namespace) -> int:
 
 def collect_garbage(arguments: argparse.Namespace) -> int:
     """Remove the leftovers of interrupted work below the root DIR, and on request unreferenced artifacts."""
-    unreferenced = _find_unreferenced(arguments.dir) if arguments.unreferenced else []
+    published: dict[Path, _Mention] = {}
+    unreferenced = _find_unreferenced(arguments.dir, published) if arguments.unreferenced else []
     doomed = _find_work(arguments.dir) + unreferenced
     watches = {lock: LockWatch(lock) for lock in map(_lock_of, doomed)}
     # A folder without a manifest may be an artifact that somebody is copying to here, without any lock.
@@ -105,7 +106,7 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
     if unreferenced:  # a stage may have begun to use one meanwhile
-        used = set(unreferenced).difference(_find_unreferenced(arguments.dir))
+        used = set(unreferenced).difference(_find_unreferenced(arguments.dir, published))
         doomed = [path for path in doomed if path not in used]
     removed = [_remove(path, watches[_lock_of(path)], is_published=path in unreferenced) for path in doomed]
     print(f"{sum(removed)} removed.")
@@ -113,13 +114,14 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest of any known kind. Raises `ArtifactError` for an unknown one."""
-    schema = str(read_sealed(folder).get("schema"))
+    """Read a manifest of any known kind, once. Raises `ArtifactError` for an unknown kind."""
+    raw = read_sealed(folder)
+    schema = str(raw.get("schema"))
     manifest_type = MANIFEST_TYPES.get(schema.split("/", maxsplit=1)[0])
     if manifest_type is None:
         known = ", ".join(each.SCHEMA for each in MANIFEST_TYPES.values())
         raise ArtifactError(f"{folder / MANIFEST}: schema {schema!r}, this program reads {known}.")
-    return manifest_type.read(folder)
+    return manifest_type.parse(raw, folder / MANIFEST)
 
 
 def _find_published(folder: Path) -> list[Path]:
@@ -157,10 +159,27 @@ def _find_work(root: Path) -> list[Path]:
     return found
 
 
-def _find_unreferenced(root: Path) -> list[Path]:
-    """Return the corpora and compile caches that no manifest, run or `current.json` names. Checkpoints are kept."""
-    published = {folder: read_manifest(folder) for folder in _find_published(root)}
-    named = {link.id for manifest in published.values() for link in manifest.inputs}
+class _Mention(NamedTuple):
+    """The fields of a manifest that tell which artifacts are in use."""
+
+    kind: str
+    id: str
+    inputs: frozenset[str]
+    """Ids of the artifacts that this one was made from."""
+
+
+def _find_unreferenced(root: Path, published: dict[Path, _Mention]) -> list[Path]:
+    """Return the corpora and compile caches that no manifest, run or `current.json` names. Checkpoints are kept.
+
+    A manifest never changes, so this reads those that are not in `published`, and adds their fields there.
+    """
+    folders = _find_published(root)
+    for folder in folders:
+        if folder not in published:
+            manifest = read_manifest(folder)
+            inputs = frozenset(link.id for link in manifest.inputs)
+            published[folder] = _Mention(manifest.kind, manifest.id, inputs)
+    named = {each for folder in folders for each in published[folder].inputs}
     for collection in _collections(root):
         if (collection / CURRENT).exists():
             named.update(read_current(collection).values())
@@ -169,8 +188,8 @@ def _find_unreferenced(root: Path) -> list[Path]:
     collections = set(_collections(root))
     return [
         folder
-        for folder, manifest in published.items()
-        if manifest.id not in named and manifest.kind != "checkpoint"
+        for folder in folders
+        if published[folder].id not in named and published[folder].kind != "checkpoint"
         # A copy that a person made is that person's.
         if folder.parent in collections and is_id(folder.name)
     ]

@@ -12,7 +12,7 @@ import re
 import subprocess
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -194,7 +194,11 @@ class Manifest(ManifestModel):
 
         Raises `ArtifactError` where the manifest is absent, damaged or of another kind.
         """
-        path, raw = folder / MANIFEST, read_sealed(folder)
+        return cls.parse(read_sealed(folder), folder / MANIFEST)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], path: Path) -> Self:
+        """Check the fields that `read_sealed` returned of the manifest at `path`, as `read` does."""
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
                 f"{path}: schema {shorten(repr(raw.get('schema')), 200)}, this program reads {cls.SCHEMA!r}. "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_OPEN, _IS_FOLDER, _OVERFLOW = 0x20, 0x4000_0000, 0x4000
+_OPEN, _CLOSE, _IS_FOLDER, _OVERFLOW = 0x20, 0x18, 0x4000_0000, 0x4000
 _HEADER = struct.Struct("iIII")
 
 
@@ -24,7 +24,9 @@ class FileOpens:
 
     @property
     def paths(self) -> list[Path]:
-        """The files in the order of their opens so far. The kernel merges opens of one file that follow one another."""
+        """The files in the order of their opens so far. The kernel merges two opens of one file between which no other
+        file is opened and the file is not closed.
+        """
         while not self._is_over and (events := self._read()):
             self._add(events)
         return list(self._seen)
@@ -48,7 +50,7 @@ class FileOpens:
             name = events[position + _HEADER.size :][:length].rstrip(b"\0")
             position += _HEADER.size + length
             assert not mask & _OVERFLOW, "more opens than the kernel remembers"
-            if name and not mask & _IS_FOLDER:
+            if name and mask & _OPEN and not mask & _IS_FOLDER:
                 self._seen.append(self._folders[watch] / os.fsdecode(name))
 
 
@@ -62,7 +64,7 @@ def noticing_opens(root: Path) -> Iterator[FileOpens]:
     opens = FileOpens(descriptor, folders)
     try:
         for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
-            watch = libc.inotify_add_watch(descriptor, os.fsencode(folder), _OPEN)
+            watch = libc.inotify_add_watch(descriptor, os.fsencode(folder), _OPEN | _CLOSE)
             assert watch >= 0, f"{folder}: {os.strerror(ctypes.get_errno())}"
             folders[watch] = folder
         yield opens

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ from services.common.artifacts.store import (
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing.artifacts import ID, address_in, fill, publish, publish_checkpoint
+from services.common.testing.file_opens import noticing_opens
 from services.common.testing.fork_server import start_process
 from services.common.testing.manifests import Fields, reseal
 from services.common.testing.recipes import make_recipe
@@ -465,6 +467,20 @@ def test_gc_removes_nothing_while_it_cannot_tell_what_is_referred_to(
     assert run("gc", root, "--unreferenced", "--yes") == 3
 
     assert superseded.exists()
+
+
+@pytest.mark.parametrize("command", [("list",), ("gc", "--unreferenced", "--yes")])
+def test_a_manifest_is_read_once(root: Path, recipe: Recipe, command: tuple[str, ...]) -> None:
+    """A manifest lists thousands of files, and a root has thousands of manifests."""
+    superseded = publish_a_superseded_one(root, recipe)
+
+    with noticing_opens(root) as opens:
+        assert run(*command, root) == 0
+
+    assert Counter(path for path in opens.paths if path.name == MANIFEST) == {
+        superseded / MANIFEST: 1,
+        superseded.with_name("b" * 16) / MANIFEST: 1,
+    }
 
 
 def test_gc_keeps_checkpoints(root: Path, recipe: Recipe) -> None:
