@@ -11,8 +11,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from services.common.program.llama import Llama, initialize
+from services.common.program.llama import Llama
 from services.common.recipe.schema import Recipe
+from services.common.testing.models import initialize
 from services.common.testing.recipes import load_with, write_recipe
 
 RATE = 1e-3

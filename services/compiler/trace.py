@@ -74,7 +74,7 @@ def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backe
 
 def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
     """Run PHASES with synthetic tokens, and call `tell` with the name of every phase at its end."""
-    program = Program(recipe, backend)
+    program = Program(recipe, backend, draws_weights=False)
     num_micro_batches = min(len(backend.mesh.share(recipe.batch.num_micro_batches)), MAX_MICRO_BATCHES)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]
     for step in range(3):

@@ -10,9 +10,7 @@ sines of rotary positions are [S, N], or [B, 1, S, N] where positions restart at
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -92,28 +90,6 @@ def parameter_shapes(config: Model) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = Llama(config, sequence_length=1)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def initialize(model: Llama, config: Model, seed: int, place: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
-    """Draw every weight from a normal distribution, each from a random stream of its own keyed by (seed, name).
-
-    So a weight does not depend on the order of creation, on the other weights or on the number of ranks. Projections
-    into the residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2).
-    Weights are drawn on the host, and `place` moves each to the model's device.
-    """
-    residual_scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
-    shardings = model.shardings()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(place(torch.ones(parameter.shape)))
-                continue
-            key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-            scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            full = torch.empty(shardings[name].full_shape(parameter.shape))
-            full.normal_(0.0, config.initializer_range * scale, generator=generator)
-            parameter.copy_(place(shardings[name].take(full)))
 
 
 class _Decoder(nn.Module):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from services.common.program.mesh import Axis, Mesh
 
@@ -25,10 +24,6 @@ class Sharding:
     """Index of this rank's shard, from 0."""
     sum_axis: Axis | None = None
     """Axis along which the ranks hold the same shard and partial gradients of it, which have to be summed."""
-
-    def take(self, full: Tensor) -> Tensor:
-        """Return this rank's shard of the full tensor."""
-        return full if self.dim is None else full.chunk(self.num_shards, self.dim)[self.shard]
 
     def box(self, shape: torch.Size) -> tuple[tuple[int, int], ...]:
         """Return the range of indices that a shard of this shape covers along each dimension of the full tensor."""

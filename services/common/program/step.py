@@ -14,7 +14,8 @@ from torch import Tensor
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.health import Health, measure_activations, name_groups
-from services.common.program.llama import Llama, initialize
+from services.common.program.initial_weights import draw_weights
+from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
@@ -48,7 +49,11 @@ class Recomputation(NamedTuple):
 class Program:
     """One rank's shard of the model and of its optimizer, the train step, and the losses of an evaluation."""
 
-    def __init__(self, recipe: Recipe, backend: Backend) -> None:
+    def __init__(self, recipe: Recipe, backend: Backend, *, draws_weights: bool = True) -> None:
+        """Make the program with its initial weights, or with weights of zero where the caller writes other ones.
+
+        All workers make it together, with the same `draws_weights`. Raises `WorkersLost`.
+        """
         self.recipe = recipe
         self.backend = backend
         batch, train, is_compiled = recipe.batch, recipe.train, recipe.compile.enabled
@@ -57,7 +62,7 @@ class Program:
         with backend.device:
             self.model = Llama(recipe.model, length, backend, checkpointing, self._reduce_dtype)
         with backend.host:
-            initialize(self.model, recipe.model, train.seed, backend.place)
+            self._place_zeros()
             shardings = self.model.shardings()
             num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
             self.buckets = make_buckets(dict(self.model.named_parameters()), shardings, num_blocks, backend.make_bucket)
@@ -68,6 +73,10 @@ class Program:
             self._sums = [backend.make_sum(bucket.size, in_tree) for bucket in self.buckets]
             self._losses = backend.make_sum(1, in_tree=True)
         self.state = ShardedState(self.buckets, shardings, self.optimizer, backend)
+        if draws_weights:
+            shapes = {name: shardings[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
+            with self.state.writing() as held:
+                draw_weights(held, shapes, recipe.model, train.seed)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._run_losses = backend.compile(self._micro_losses) if is_compiled else self._micro_losses
@@ -174,6 +183,12 @@ class Program:
         squares_3K = self.optimizer.measure_squares(scalars_4)
         self.backend.end_graph()
         return squares_3K
+
+    @torch.no_grad()
+    def _place_zeros(self) -> None:
+        """Place zeros, so that a graph of a lazy device depends neither on unwritten memory nor on who writes it."""
+        for parameter in self.model.parameters():
+            parameter.copy_(self.backend.place(torch.zeros(parameter.shape)))
 
     def _cast_buckets(self) -> None:
         """Store the model's weights in the types that it computes with.

@@ -93,7 +93,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
     with working_on_node(job), joined_group(environment) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
-        program = Program(job.recipe, make_backend(job, environment))
+        program = Program(job.recipe, make_backend(job, environment), draws_weights=False)
         load_weights(job, program, group, checkpoint)
         evaluation = Validation(job.recipe, job.corpus, evaluation_job.num_tokens).evaluate(program)
         misses = {

@@ -97,7 +97,7 @@ def _fake_program(recipe: Recipe, rank: int) -> Iterator[tuple[Program, _Watch]]
             make_backend = _InPieces if recipe.parallel.device == "xla" else TorchNative
             backend = make_backend(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
             with _Watch(mesh) as watch:
-                yield Program(recipe, backend), watch
+                yield Program(recipe, backend, draws_weights=False), watch
     finally:
         group.leave()
 

@@ -70,7 +70,8 @@ def _run_ours(backend: TorchNative) -> Results:
     head = ColumnParallelLinear(HIDDEN, VOCABULARY, mesh)
     layers: dict[str, Any] = {"embedding": embedding, "column": column, "row": row, "head": head}
     for name, layer in layers.items():
-        layer.weight = nn.Parameter(layer.sharding.take(drawn[name]).clone())
+        ranges = layer.sharding.box(layer.weight.shape)
+        layer.weight = nn.Parameter(drawn[name][tuple(slice(*each) for each in ranges)].clone())
 
     embedded_BSD = reduce_scatter_sequence(embedding(drawn["tokens"]), backend, torch.float32)
     inner_BSF = F.silu(column(gather_sequence(embedded_BSD, backend, torch.float32)))

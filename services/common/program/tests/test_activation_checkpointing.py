@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.program.llama import Llama, initialize
+from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
 from services.common.recipe.schema import ActivationCheckpointing, Recipe
+from services.common.testing.models import initialize
 from services.common.testing.recipes import recipe_text
 
 LENGTH = 64

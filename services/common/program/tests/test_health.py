@@ -15,11 +15,12 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.buckets import make_buckets
 from services.common.program.health import name_groups
-from services.common.program.llama import Llama, initialize
+from services.common.program.llama import Llama
 from services.common.program.mesh import Mesh
 from services.common.program.tests import work
 from services.common.program.tests.work import HealthNumbers
 from services.common.recipe.schema import Recipe
+from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from services.common.program.layers import OneWorker
-from services.common.program.llama import Llama, initialize
+from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
 from services.common.recipe.schema import Model, RopeScaling
+from services.common.testing.models import initialize
 
 LENGTH = 96
 

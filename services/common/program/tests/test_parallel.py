@@ -14,11 +14,12 @@ import torch
 from services.common.errors import WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
-from services.common.program.llama import Llama, initialize, parameter_shapes
+from services.common.program.llama import Llama, parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.sharding import Sharding, shard_along
 from services.common.program.state import StateKind, StateSlice, fill, overlap
 from services.common.program.tests import work
+from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
 
 Results = dict[str, work.Trained]

@@ -1,0 +1,18 @@
+"""Makes models with initial weights, without the program around them."""
+
+from __future__ import annotations
+
+from services.common.program.initial_weights import draw_weights
+from services.common.program.llama import Llama
+from services.common.program.state import StateSlice
+from services.common.recipe.schema import Model
+
+
+def initialize(model: Llama, config: Model, seed: int) -> None:
+    """Give a model, or a rank's part of it, the weights with which a program of this seed begins."""
+    shardings, shapes, held = model.shardings(), {}, {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = shardings[name].full_shape(parameter.shape)
+        box = shardings[name].box(parameter.shape)
+        held[StateSlice("weight", name, box, 0, parameter.numel())] = parameter.data.view(-1)
+    draw_weights(held, shapes, config, seed)
