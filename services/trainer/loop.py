@@ -21,12 +21,9 @@ from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import learning_rate
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.trainer.agreement.requirements import (
-    WorkerStep,
-    require_same_outcome,
-    require_same_program,
-    require_same_state,
-)
+from services.trainer.agreement.requirements import require_same_program, require_same_state
+from services.trainer.agreement.step_agreement import StepAgreement, agreeing
+from services.trainer.agreement.step_reduction import ReducedStep, WorkerStep, require_same_outcome
 from services.trainer.checkpoints.loader import ResumePoint, resume, roll_back
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import micro_batches, prefetch_batch
@@ -39,7 +36,7 @@ from services.trainer.health.straggler import Stragglers
 from services.trainer.health.watchdog import EVALUATION, HEALTH, Watchdog
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
-from services.trainer.metrics.metric_table import WorkerNumbers
+from services.trainer.metrics.metric_table import ReducedNumbers
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import StepRecord
 from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node
@@ -55,49 +52,57 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     """
     rank = environment.rank
     configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
-    with joined_group(environment) as group:
+    with joined_group(environment) as group, agreeing(environment, group) as agreement:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
-        training = Training(job, environment, group)
-        with training.recorder as recorder, training.watchdog:
+        training = Training(job, environment, group, agreement)
+        with training.recorder, training.watchdog:
             training.evaluate_start()
             while not training.is_over:
-                step = training.step()
-                if training.must_go_back(step):
-                    training.rewind(step)
-                    continue
-                with recorder.step(step.record, step.workers, step.straggler):
-                    training.save(step)
-                    training.measure_health(step)
-                    training.evaluate(step)
-                    training.commit()
+                for outcome in training.step():
+                    training.follow(outcome)
             training.finish()
     if error := training.error():
         raise error
 
 
-class StepOutcome(NamedTuple):
-    """Numbers of an optimizer step, and the decisions that all workers share."""
+class TakenStep(NamedTuple):
+    """A step that this worker has taken."""
 
     record: StepRecord
-    workers: list[WorkerNumbers]
-    """Measurements of all workers, in the order of their ranks."""
-    straggler: dict[str, float]
-    """Metrics of the newest comparison of the workers; see `Stragglers`."""
     batch: int
     """Number of the batch that the step took."""
     micro_batches: list[MicroBatch]
     """This worker's micro-batches of the batch."""
     is_applied: bool
     """Whether the step updated the weights."""
-    verdict: Verdict
-    """Whether the loss deviates, heals or spikes."""
+
+
+class StepOutcome(NamedTuple):
+    """A step with the decisions that all workers share."""
+
+    taken: TakenStep
+    numbers: ReducedNumbers
+    """Measurements of all workers."""
+    straggler: dict[str, float]
+    """Metrics of the newest comparison of the workers; see `Stragglers`."""
+    are_shards_written: bool
+    """Whether all workers have written their shards of the checkpoint that is being written."""
+    goes_back: bool
+    """Whether a loss spike is confirmed after which the run goes back."""
+
+    @property
+    def record(self) -> StepRecord:
+        return self.taken.record
 
 
 class Training:
     """Trains as one worker: holds the program, the position in the run, and the reason for the run's end.
 
     All workers call every method, in the same order. All steps are taken within the contexts `recorder` and `watchdog`.
+
+    Workers agree on a step while they compute the next one, and follow what they agreed on after it. They wait for the
+    agreement on a step after which something is due, such as a checkpoint: it holds what was decided until then.
     """
 
     _done: int
@@ -107,9 +112,11 @@ class Training:
     _saved_step: int
     """Step of the newest checkpoint that was begun or loaded."""
 
-    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
+    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup, agreement: StepAgreement) -> None:
         recipe, corpus = job.recipe, job.corpus
         self._job, self._environment, self._group = job, environment, group
+        self._agreement = agreement
+        self._unsettled: TakenStep | None = None  # the newest step, while its agreement goes on
         self._backend = make_backend(job, environment)
         self._program = Program(recipe, self._backend)
         self._spikes = SpikeDetector(recipe)
@@ -139,63 +146,118 @@ class Training:
             self._done >= self._job.recipe.train.max_steps or self._stop_reason or self._divergence or self._fault
         )
 
-    def step(self) -> StepOutcome:
-        """Take an optimizer step, and agree with the other workers on its outcome."""
+    def step(self) -> list[StepOutcome]:
+        """Take an optimizer step, and return the outcomes that all workers have agreed on since the last call.
+
+        They are that of the step before and, if something is due after it, that of this step. Where the step before
+        makes the run go back, this step is left out.
+        """
+        outcomes, settled = list[StepOutcome](), None
+        with self.watchdog.step(self._done, self._is_program_new):
+            taken = self._take_step()
+            if self._unsettled:
+                outcomes.append(self._settle(self._unsettled, self._agreement.finish()))
+                self._unsettled = None
+            if not any(outcome.goes_back for outcome in outcomes):
+                self._agreement.begin(self._own_part(taken))
+                if self._is_due(taken):
+                    settled = self._agreement.finish()
+                else:
+                    self._unsettled = taken
+        if settled:
+            outcomes.append(self._settle(taken, settled))
+        return outcomes
+
+    def _take_step(self) -> TakenStep:
         recipe, step, is_first = self._job.recipe, self._done, self._is_program_new
-        with self.watchdog.step(step, is_first):
-            batch, started = self._spikes.batch_of(step), time.perf_counter()
-            offset = self._job.lineage.data_offset_samples
-            batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh, offset))
-            data_seconds = time.perf_counter() - started
-            result = self._program.train_step(step, batches, self._skipped.total)
-            # While the device computes. After a rollback the next batch is another one, which is then read when due.
-            prefetch_batch(self._tokens, recipe, self._spikes.batch_of(step + 1), self._backend.mesh, offset)
-            numbers = self._backend.defer(result._asdict()).read()
-            is_applied, loss = bool(numbers["is_applied"]), numbers["loss"]
-            self._skipped.count(is_applied)
-            step_seconds = time.perf_counter() - started
-            self._done, self._is_program_new = step + 1, False
-            workers = WorkerStep(
-                stop_reason=self._stop_conditions.check(self._done),
-                deviation=self._spikes.deviation(loss, numbers["gradient_norm"]),
-                is_applied=is_applied,
-                numbers=self.recorder.measure(self._program, step_seconds, data_seconds),
-            ).exchange(self._group)
-        require_same_outcome([worker.is_applied for worker in workers], self._done)
-        self._stop_reason = max(worker.stop_reason for worker in workers)
-        if not is_first:
-            self._compare_speed([worker.numbers.gradient_seconds for worker in workers])
-        if not is_applied:
-            with self.watchdog.phase("compute again", self._done):
-                self._fault = find_faulty_worker(self._job, self._program, self._group, self._done, batch, batches)
-        deviation = max(worker.deviation for worker in workers)
-        verdict = self._spikes.add(self._done, loss, numbers["gradient_norm"], deviation)
-        if verdict is Verdict.DEVIATING and self._skipped.are_too_many:  # the run would end before its patience does
-            verdict = Verdict.SPIKE
+        batch, started = self._spikes.batch_of(step), time.perf_counter()
+        offset = self._job.lineage.data_offset_samples
+        batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh, offset))
+        data_seconds = time.perf_counter() - started
+        result = self._program.train_step(step, batches, self._skipped.total)
+        # While the device computes. After a rollback the next batch is another one, which is then read when due.
+        prefetch_batch(self._tokens, recipe, self._spikes.batch_of(step + 1), self._backend.mesh, offset)
+        numbers = self._backend.defer(result._asdict()).read()
+        is_applied = bool(numbers["is_applied"])
+        self._skipped.count(is_applied)
+        self._done, self._is_program_new = step + 1, False
         record = StepRecord(
             step=self._done,
-            loss=loss,
+            loss=numbers["loss"],
             gradient_norm=numbers["gradient_norm"],
             learning_rate=learning_rate(recipe.optimizer, step),
-            step_seconds=step_seconds,
+            step_seconds=time.perf_counter() - started,
             data_seconds=data_seconds,
             skipped_steps=self._skipped.total,
             is_first_of_process=is_first,
+            time=time.time(),
         )
-        measured = [worker.numbers for worker in workers]
-        self._health.count(record, is_applied)
-        return StepOutcome(record, measured, self._stragglers.metrics, batch, batches, is_applied, verdict)
+        return TakenStep(record, batch, batches, is_applied)
 
-    def must_go_back(self, step: StepOutcome) -> bool:
+    def _own_part(self, taken: TakenStep) -> WorkerStep:
+        """Return what this worker tells the others about a step. The outcome of the step before has to be settled."""
+        record = taken.record
+        numbers = self.recorder.measure(self._program, record.step_seconds, record.data_seconds)
+        is_compared = not record.is_first_of_process
+        return WorkerStep(
+            stop_reason=self._strongest_stop_reason(record.step),
+            is_shard_written=self._writer.is_shard_written,
+            deviation=self._spikes.deviation(record.loss, record.gradient_norm),
+            is_applied=taken.is_applied,
+            compared_seconds=self._stragglers.add(numbers.gradient_seconds) if is_compared else 0.0,
+            numbers=numbers,
+        )
+
+    def _is_due(self, taken: TakenStep) -> bool:
+        """Whether anything is due after a step that needs its outcome. The first step finds a stop that was due."""
+        return (
+            taken.record.is_first_of_process
+            or not taken.is_applied
+            or self._schedule.is_due(self._done, bool(self._stop_reason), taken.is_applied)
+            or self._is_evaluation_due
+            or self._health.is_due(self._done)
+        )
+
+    def _settle(self, taken: TakenStep, reduced: ReducedStep) -> StepOutcome:
+        """Decide what follows from a step, as all workers do. A step that was not applied is computed again."""
+        record = taken.record
+        require_same_outcome(reduced, record.step)
+        self._stop_reason = reduced.stop_reason
+        if reduced.median_seconds and self._group.world_size > 1:
+            self._compare_speed(reduced, record.step)
+        if not taken.is_applied:
+            with self.watchdog.phase("compute again", record.step):
+                found = (self._job, self._program, self._group, record.step, taken.batch, taken.micro_batches)
+                self._fault = find_faulty_worker(*found)
+        verdict = self._spikes.add(record.step, record.loss, record.gradient_norm, reduced.deviation)
+        if verdict is Verdict.DEVIATING and self._skipped.are_too_many:  # the run would end before its patience does
+            verdict = Verdict.SPIKE
+        self._health.count(record, taken.is_applied)
+        goes_back = self._must_go_back(verdict, record)
+        return StepOutcome(taken, reduced.numbers, self._stragglers.metrics, reduced.are_shards_written, goes_back)
+
+    def _must_go_back(self, verdict: Verdict, record: StepRecord) -> bool:
         """Return whether a loss spike is confirmed after which the run goes back, and record what the loss does."""
         if self._group.rank == 0:
-            self._spikes.record(self._job, step.verdict, step.record.step, step.record.loss)
-        if step.verdict is not Verdict.SPIKE or self._fault:
+            self._spikes.record(self._job, verdict, record.step, record.loss)
+        if verdict is not Verdict.SPIKE or self._fault:
             return False
         if not self._spikes.has_rollback_left:
             self._spikes.accept()
             return False
         return True
+
+    def follow(self, outcome: StepOutcome) -> None:
+        """Do what an outcome asks for, and record its step."""
+        if outcome.goes_back:
+            self.rewind(outcome)
+            return
+        with self.recorder.step(outcome.record, outcome.numbers, outcome.straggler):
+            if outcome.record.step == self._done:  # otherwise nothing was due after the step
+                self.save(outcome.taken)
+                self.measure_health(outcome.taken)
+                self.evaluate(outcome.taken)
+            self.commit(outcome)
 
     def rewind(self, spike: StepOutcome) -> None:
         """Go back to a checkpoint before the spike, and leave out the batches from there to the last one of the spike.
@@ -203,7 +265,7 @@ class Training:
         A stop that was due is found again after the next step.
         """
         wanted_step, self._stop_reason = self._spikes.wanted_step, StopReason.NONE
-        with self.recorder.step(spike.record, spike.workers, spike.straggler):
+        with self.recorder.step(spike.record, spike.numbers, spike.straggler):
             pass
         with self.watchdog.phase("rollback", self._done):
             self._writer.wait()
@@ -211,12 +273,12 @@ class Training:
             point = roll_back(self._job, self._program, self._group, wanted_step)
             if not point.recipe:
                 self._renew_program()
-            skipped = self._spikes.skip(max(wanted_step, point.step), spike.batch)
+            skipped = self._spikes.skip(max(wanted_step, point.step), spike.taken.batch)
             self._start_at(point)
             if self._group.rank == 0:
                 record_rollback(self._job, spike.record.step, wanted_step, point.step, skipped)
 
-    def save(self, step: StepOutcome) -> None:
+    def save(self, step: TakenStep) -> None:
         """Begin a checkpoint if one is due. The run ends instead where it has diverged.
 
         Raises what the checkpoint before failed with, and `DeviceError` where replicas of the state differ.
@@ -237,7 +299,7 @@ class Training:
                 if self._is_evaluation_due or self._health.is_due(self._done):
                     self.recorder.hold()
 
-    def measure_health(self, step: StepOutcome) -> None:
+    def measure_health(self, step: TakenStep) -> None:
         """Record the run's health if a measurement is due; see `HealthMeasurement`."""
         if self._health.is_due(self._done) and not self._fault and not self._divergence:
             with self.watchdog.phase(HEALTH, self._done):
@@ -257,7 +319,7 @@ class Training:
                 if evaluation := self._validation.evaluate(self._program):
                     self.recorder.add_evaluation(self._done, evaluation)
 
-    def evaluate(self, step: StepOutcome) -> None:
+    def evaluate(self, step: TakenStep) -> None:
         """Evaluate the state if that is due: after the save, which is committed meanwhile.
 
         A stop ends the evaluation with a checkpoint, and the next start evaluates that. Only the last step's evaluation
@@ -268,9 +330,11 @@ class Training:
             return
 
         def goes_on(num_rounds: int) -> bool:
-            self._writer.advance()
+            self._agreement.begin(WorkerStep(self._strongest_stop_reason(num_rounds), self._writer.is_shard_written))
+            agreed = self._agreement.finish()
+            self._writer.advance(agreed.are_shards_written)
             if not is_last:
-                self._stop_reason = StopReason(self._group.maximum(self._stop_conditions.check(num_rounds)))
+                self._stop_reason = agreed.stop_reason
             return is_last or not self._stop_reason
 
         with self.watchdog.phase(EVALUATION, self._done):
@@ -280,10 +344,10 @@ class Training:
         elif self._saved_step != self._done:
             self.save(step)
 
-    def commit(self) -> None:
+    def commit(self, outcome: StepOutcome) -> None:
         """Commit the checkpoint that is being written once all workers have written their shards."""
         with self.watchdog.phase("checkpoint", self._done):
-            self._writer.advance()
+            self._writer.advance(outcome.are_shards_written)
 
     def finish(self) -> None:
         """Wait for the last checkpoint, and record how this start of the workers ended."""
@@ -336,10 +400,15 @@ class Training:
         gc.collect()  # the program and its compiled functions refer to each other
         self._program, self._is_program_new = Program(self._job.recipe, self._backend), True
 
-    def _compare_speed(self, gradient_seconds: list[float]) -> None:
-        slowest = self._stragglers.add(gradient_seconds)
+    def _strongest_stop_reason(self, number: int) -> StopReason:
+        """Return the strongest stop reason that this worker or its node's agent sees; see `StopConditions.check`."""
+        return max(self._stop_conditions.check(number), StopReason(self._agreement.node_stop_reason))
+
+    def _compare_speed(self, reduced: ReducedStep, step: int) -> None:
+        compared = (reduced.slowest_rank, reduced.slowest_seconds, reduced.median_seconds)
+        slowest = self._stragglers.compare(*compared)
         if slowest is not None and self._group.rank == 0:
-            record_event(self._job, "straggler", step=self._done, rank=slowest, **self._stragglers.metrics)
+            record_event(self._job, "straggler", step=step, rank=slowest, **self._stragglers.metrics)
 
     @property
     def _is_evaluation_due(self) -> bool:

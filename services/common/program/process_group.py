@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,28 @@ POLL_SECONDS = 1.0
 """Seconds between two exchanges of workers that wait for others in `wait_for_work`."""
 
 
+class Store(Protocol):
+    """Small values that workers tell each other by name, as in torch's `Store`."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes:
+        """Return a value once a worker has set it."""
+        ...
+
+
 class ProcessGroup:
     """One worker's connection to all other workers of the run.
 
     All workers call every method, in the same order. Methods raise `WorkersLost` where another worker has ended.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, store: Store | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self.store = store
+        """Store of the small values by which the workers have found each other; None for a single worker."""
+        self.timeout = COLLECTIVE_TIMEOUT
+        """Limit of the collectives that this worker begins now."""
 
     @classmethod
     def join(cls, rank: int, world_size: int, rendezvous: str) -> Self:
@@ -42,6 +56,7 @@ class ProcessGroup:
             )
             with naming_lost_workers():
                 dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
+            return cls(rank, world_size, dist.distributed_c10d._get_default_store())
         return cls(rank, world_size)
 
     @classmethod
@@ -66,22 +81,12 @@ class ProcessGroup:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor.item())
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return all workers' numbers in the order of their ranks, fast enough for each step. All give equally many."""
-        if self.world_size == 1:
-            return [list(numbers)]
-        # Summing with zeros is up to twice as fast as gloo's all_gather.
-        gathered = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
-        gathered[self.rank] = torch.tensor(numbers, dtype=torch.float64)
-        with naming_lost_workers():
-            dist.all_reduce(gathered)
-        return [list(theirs) for theirs in gathered.tolist()]
-
     def limit_collectives(self, timeout: timedelta) -> None:
         """Limit the collectives that this worker begins from now on to `timeout`, also those along the mesh's axes.
 
         The workers exchange nothing for it: each worker has a timeout of its own.
         """
+        self.timeout = timeout
         c10d = dist.distributed_c10d
         for group in [each for each in c10d._world.pg_map if isinstance(each, dist.ProcessGroup)]:
             # For other device types torch logs a warning and sets no timeout.

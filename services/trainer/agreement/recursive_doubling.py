@@ -84,6 +84,11 @@ class RecursiveDoubling(Generic[V]):
         """The value of all nodes in the newest reduction; None until it is known."""
         return self._value if self._position == len(self._exchanges) else None
 
+    @property
+    def awaited(self) -> int | None:
+        """The node whose message is to come next in the newest reduction; None once there is a result."""
+        return self._exchanges[self._position].partner if self._position < len(self._exchanges) else None
+
     def begin(self, value: V) -> list[Message[V]]:
         """Begin the next reduction with this node's value, after the one before, and return the messages to send."""
         assert self._position == len(self._exchanges), "the reduction before has no result yet"

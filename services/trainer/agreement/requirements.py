@@ -1,4 +1,4 @@
-"""Checks that all workers run one program and hold the same state, and lets them agree on the outcome of a step.
+"""Checks that all workers run one program and hold the same state.
 
 All workers call every function that takes the process group, in the same order.
 """
@@ -6,39 +6,13 @@ All workers call every function that takes the process group, in the same order.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from typing import NamedTuple, Self
 
-from services.common.errors import DeviceError, WorkersLost
+from services.common.errors import DeviceError
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.common.recipe.schema import fingerprint
-from services.trainer.health.loss_spikes import Deviation
 from services.trainer.job import Job
-from services.trainer.metrics.metric_table import WorkerNumbers
-from services.trainer.stop import StopReason
-
-
-class WorkerStep(NamedTuple):
-    """A step as one worker sees it. All workers exchange theirs after each step."""
-
-    stop_reason: StopReason
-    deviation: Deviation
-    """Whether the step's loss or gradient norm is above the limit of the worker's spike detector."""
-    is_applied: bool
-    """Whether the step updated the weights."""
-    numbers: WorkerNumbers
-
-    def exchange(self, group: ProcessGroup) -> list[Self]:
-        """Return the steps of all workers, in the order of their ranks."""
-        own = [float(self.stop_reason), float(self.deviation), float(self.is_applied), *self.numbers]
-        return [self._decode(numbers) for numbers in group.gather_numbers(own)]
-
-    @classmethod
-    def _decode(cls, numbers: Sequence[float]) -> Self:
-        stop_reason, deviation, is_applied, *measured = numbers
-        return cls(StopReason(int(stop_reason)), Deviation(int(deviation)), bool(is_applied), WorkerNumbers(*measured))
 
 
 def require_same_program(job: Job, group: ProcessGroup) -> None:
@@ -58,17 +32,6 @@ def require_same_program(job: Job, group: ProcessGroup) -> None:
             f"the workers' nodes differ in CPU, compiler, library versions or environment from the command's node: "
             f"their program is {fingerprint(facts)[:12]}, the command's {job.program_fingerprint[:12]}. Run the "
             f"command and all workers on one kind of node."
-        )
-
-
-def require_same_outcome(are_applied: Sequence[bool], step: int) -> None:
-    """Raise `WorkersLost` where a step updated the weights on some workers only: all decide it from the same norm."""
-    if len(set(are_applied)) > 1:
-        fewer = min((True, False), key=are_applied.count)
-        ranks = ", ".join(str(rank) for rank, is_applied in enumerate(are_applied) if is_applied == fewer)
-        raise WorkersLost(
-            f"step {step} was {'applied' if fewer else 'skipped'} on rank {ranks} only, but all workers decide from "
-            f"the same gradient norm. The same command continues. If the same node causes this again, replace it."
         )
 
 

@@ -1,6 +1,6 @@
 """Writes checkpoints in the background: workers copy state to memory and write shards, and rank 0 commits by a rename.
 
-After each step the workers ask each other whether all shards are written; then rank 0 commits the checkpoint.
+With each step the workers agree on whether all shards are written; then rank 0 commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class CheckpointSchedule:
     def is_due(self, step: int, is_stopping: bool, is_applied: bool) -> bool:
         """Return whether a checkpoint is due: after the last step, at a stop, and when an interval is over.
 
-        This is asked once after each step. The interval does not end with a skipped step: that checkpoint would hold
-        nothing new, and in a run that diverges it would replace an older, useful one.
+        This is asked after each step, and again where a stop is decided after it. The interval does not end with a
+        skipped step: that checkpoint would hold nothing new, and in a run that diverges it would replace an older,
+        useful one.
         """
         self._is_interval_over |= step % self._interval_steps == 0
         return step == self._max_steps or is_stopping or (self._is_interval_over and is_applied)
@@ -122,12 +123,20 @@ class CheckpointWriter:
         """
         self._intact_steps.append(step)
 
-    def advance(self) -> None:
-        """Commit the checkpoint if all workers have written their shards. All workers call this once per step."""
+    @property
+    def is_shard_written(self) -> bool:
+        """Whether this worker has written its shard of a checkpoint that is not committed yet."""
+        return self._writing is not None and self._writing.done()
+
+    def advance(self, are_shards_written: bool) -> None:
+        """Commit the checkpoint if all workers have written their shards. All workers call this once per step.
+
+        `are_shards_written` is what they have agreed on: whether `is_shard_written` is true on all of them.
+        """
         if self._writing:
             if self._writing.done():
                 self._writing.result()
-            if not self._group.maximum(not self._writing.done()):
+            if are_shards_written:
                 self._commit()
         elif self._committing and self._committing.done():
             self._committing.result()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-
 STEPS = 10
 """Number of steps in one comparison. In a single step, any worker that the machine interrupted is the slowest."""
 NOTABLE_SCORE = 1.5
@@ -16,39 +13,38 @@ reach NOTABLE_SCORE on any busy machine.
 
 
 class Stragglers:
-    """Compares the workers of one start.
+    """Compares the workers of one start. Each worker adds up its own seconds, and all compare the same reduced numbers.
 
     Under tensor parallelism the workers of one model wait for each other in every layer, so any of them stands for the
     whole model.
     """
 
     def __init__(self) -> None:
-        self._steps: list[Sequence[float]] = []
+        self._steps: list[float] = []
         self._reported: set[int] = set()
         self.metrics: dict[str, float] = {}
         """`slowest_rank` and `straggler_score`, the ratio of its seconds to the median worker's. Empty for a single
         worker, and before the first comparison.
         """
 
-    def add(self, seconds: Sequence[float]) -> int | None:
-        """Add the seconds of all workers for one step, by rank.
+    def add(self, seconds: float) -> float:
+        """Add this worker's seconds for one step. Returns its total after STEPS steps, and otherwise 0."""
+        self._steps.append(seconds)
+        if len(self._steps) < STEPS:
+            return 0.0
+        total = sum(self._steps)
+        self._steps.clear()
+        return total
+
+    def compare(self, slowest_rank: int, slowest_seconds: float, median_seconds: float) -> int | None:
+        """Compare the totals of all workers by those of the slowest and of the median worker.
 
         Returns the rank of a straggler when it is found for the first time.
         """
-        self._steps.append(seconds)
-        if len(self._steps) < STEPS:
+        score = slowest_seconds / median_seconds if median_seconds > 0 else 1.0
+        self.metrics = {"slowest_rank": slowest_rank, "straggler_score": score}
+        is_notable = score >= NOTABLE_SCORE and slowest_seconds - median_seconds >= NOTABLE_SECONDS
+        if not is_notable or slowest_rank in self._reported:
             return None
-        totals = [sum(of_worker) for of_worker in zip(*self._steps, strict=True)]
-        self._steps.clear()
-        return self._compare(totals) if len(totals) > 1 else None
-
-    def _compare(self, totals: Sequence[float]) -> int | None:
-        slowest = max(range(len(totals)), key=totals.__getitem__)
-        median = statistics.median_low(totals)
-        score = totals[slowest] / median if median > 0 else 1.0
-        self.metrics = {"slowest_rank": slowest, "straggler_score": score}
-        is_notable = score >= NOTABLE_SCORE and totals[slowest] - median >= NOTABLE_SECONDS
-        if not is_notable or slowest in self._reported:
-            return None
-        self._reported.add(slowest)
-        return slowest
+        self._reported.add(slowest_rank)
+        return slowest_rank

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,12 @@ METRICS = (
     Metric("step_seconds", "s", "max", "seconds from the first read of data to the update"),
     Metric("gradient_seconds_spread", "s", "max - min", "spread of the seconds until a worker has its own gradient"),
     Metric("slowest_rank", "rank", "argmax", "worker with the most such seconds in 10 steps; with several workers"),
-    Metric("straggler_score", "ratio", "max / median", "ratio of such seconds in 10 steps; with several workers"),
+    Metric(
+        "straggler_score",
+        "ratio",
+        "max / median of the fastest node",
+        "ratio of such seconds in 10 steps; with several workers",
+    ),
     Metric("data_seconds", "s", "max", "seconds for which a step waits for its data"),
     Metric("data_share", "share", "max", "`data_seconds` over `step_seconds`"),
     Metric("checkpoint_stall_seconds", "s", _RANK_0, "seconds for which the newest checkpoint stopped training"),
@@ -147,28 +152,52 @@ class WorkerNumbers(NamedTuple):
     """The worker's share of its machine's measured peak; NaN before the measurement."""
 
 
+UNKNOWN_NUMBERS = WorkerNumbers(*[math.nan] * len(WorkerNumbers._fields))
+
+
 class ReducedNumbers(NamedTuple):
-    """Measurements of a step, reduced over all workers."""
+    """Measurements of a step, reduced over workers as METRICS says.
 
-    fields: dict[str, float]
-    """Values by the names of METRICS, without unknown ones."""
-    gemm_flops_per_second: float
-    """Measured peak of all workers together; NaN until all have measured theirs."""
-
-
-def reduce_over_ranks(workers: Sequence[WorkerNumbers]) -> ReducedNumbers:
-    """Reduce the workers' numbers as METRICS says.
-
-    A loss that is NaN on one worker makes the result NaN, so that finite losses do not hide it.
+    A number that is NaN on one worker is NaN for all, so that finite losses do not hide a loss that is not finite.
     """
-    columns = dict(zip(WorkerNumbers._fields, zip(*workers, strict=True), strict=True))
-    most = {name: math.nan if any(map(math.isnan, values)) else max(values) for name, values in columns.items()}
-    fields = {
-        **{name: most[name] for name in ("step_seconds", "data_seconds", "loss_max", "peak_rss_bytes")},
-        "gradient_seconds_spread": most["gradient_seconds"] - min(columns["gradient_seconds"]),
-        "data_share": most["data_seconds"] / most["step_seconds"],
-        "graphs_compiled": int(most["graphs_compiled"]),
-        "peak_device_bytes": most["peak_device_bytes"],
-    }
-    known = {name: value for name, value in fields.items() if not math.isnan(value)}
-    return ReducedNumbers(known, sum(columns["gemm_flops_per_second"]))
+
+    gradient_seconds: float
+    least_gradient_seconds: float
+    step_seconds: float
+    data_seconds: float
+    loss_max: float
+    graphs_compiled: float
+    peak_rss_bytes: float
+    peak_device_bytes: float
+    gemm_flops_per_second: float
+    """Measured peak of the workers together; NaN until all have measured theirs."""
+
+    @classmethod
+    def of_worker(cls, worker: WorkerNumbers) -> Self:
+        return cls(least_gradient_seconds=worker.gradient_seconds, **worker._asdict())
+
+    def joined(self, other: Self) -> Self:
+        """Reduce the numbers of two groups of workers."""
+        most = {name: _most(own, theirs) for (name, own), theirs in zip(self._asdict().items(), other, strict=True)}
+        least = -_most(-self.least_gradient_seconds, -other.least_gradient_seconds)
+        total = self.gemm_flops_per_second + other.gemm_flops_per_second
+        return type(self)(**{**most, "least_gradient_seconds": least, "gemm_flops_per_second": total})
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """Values by the names of METRICS, without unknown ones."""
+        fields = {
+            "step_seconds": self.step_seconds,
+            "data_seconds": self.data_seconds,
+            "loss_max": self.loss_max,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "gradient_seconds_spread": self.gradient_seconds - self.least_gradient_seconds,
+            "data_share": self.data_seconds / self.step_seconds,
+            "peak_device_bytes": self.peak_device_bytes,
+        }
+        known = {name: value for name, value in fields.items() if not math.isnan(value)}
+        return {**known, "graphs_compiled": int(self.graphs_compiled)}
+
+
+def _most(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)

@@ -7,7 +7,6 @@ import os
 import resource
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.commands import read_commands
-from services.trainer.metrics.metric_table import WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics.metric_table import ReducedNumbers, WorkerNumbers
 from services.trainer.metrics.records import MetricsWriter, StepRecord, read_last_step, read_record_of
 
 PEAK_SECONDS = 0.05
@@ -79,24 +78,20 @@ class MetricsRecorder:
         )
 
     @contextmanager
-    def step(
-        self, step: StepRecord, workers: Sequence[WorkerNumbers], straggler: Mapping[str, float]
-    ) -> Iterator[None]:
+    def step(self, step: StepRecord, numbers: ReducedNumbers, straggler: Mapping[str, float]) -> Iterator[None]:
         """Write the record of a step at the end of the block, in which `add` completes it; not after an error."""
-        self._begin(step, workers)
+        self._begin(step, numbers)
         self.add(**straggler)
         yield
         self._write()
 
-    def _begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
+    def _begin(self, step: StepRecord, numbers: ReducedNumbers) -> None:
         if not self._writer or not self._run:
             return
-        reduced = reduce_over_ranks(workers)
-        seconds = reduced.fields["step_seconds"]
+        seconds = numbers.step_seconds
         self._record = {
             **asdict(step),
-            **reduced.fields,
-            "time": time.time(),
+            **numbers.fields,
             "step_tokens": self._step_tokens,
             "tokens": tokens_after(self._recipe, self._parent, step.step, step.skipped_steps),
             "tokens_per_second": self._step_tokens / seconds,
@@ -105,7 +100,7 @@ class MetricsRecorder:
         if not step.is_first_of_process:
             self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
             self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
-            peak = self._published_peak or reduced.gemm_flops_per_second
+            peak = self._published_peak or numbers.gemm_flops_per_second
             if not math.isnan(peak):
                 self.add(**{name: flops / seconds / peak for name, flops in self._step_flops.items()})
 
@@ -185,7 +180,7 @@ class _RunTime:
         process, which loads or compiles its graphs. Lost are the steps that are done again, `redone_seconds`, and
         `restart_seconds`: the time of the commands between the last step before a start and its first step.
         """
-        now = time.time()
+        now = step.time
         if self._newest:
             self._restart_seconds += self._held_since(self._newest["time"], now)
             self._newest = None

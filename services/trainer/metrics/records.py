@@ -72,6 +72,8 @@ class StepRecord:
     skipped_steps: int
     is_first_of_process: bool
     """Whether the step loaded or compiled the graphs of its process."""
+    time: float
+    """Seconds since 1970 at which the step ended. Its record may be written one step later."""
 
 
 class Line(BaseModel):

@@ -23,7 +23,7 @@ from services.trainer.inspection.doctor import _look_at_run_folder as look_at_ru
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, EventTail, explain_loss, warnings_of
-from services.trainer.metrics.metric_table import METRICS, WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics.metric_table import METRICS, ReducedNumbers, WorkerNumbers
 from services.trainer.metrics.prometheus import NewestMetrics
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import (
@@ -41,6 +41,7 @@ from services.trainer.notices import NOTICED_EVENTS, notice_of
 from services.trainer.report.run_report import write_report
 from services.trainer.run import open_run, summarize
 from services.trainer.supervise import supervise
+from services.trainer.tests import work
 from services.trainer.tests.builders import make_program
 from services.trainer.tests.metric_lines import ATTEMPT, STEP, append
 
@@ -81,6 +82,7 @@ LAST_STEP = StepRecord(
     data_seconds=0.1,
     skipped_steps=0,
     is_first_of_process=False,
+    time=1.7e9,
 )
 FAST = WorkerNumbers(
     gradient_seconds=0.4,
@@ -214,7 +216,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     backend, first_step = make_program(job.recipe).backend, len(names)
     with (
         MetricsRecorder(job, ProcessGroup(0, 1), backend, first_step) as recorder,
-        recorder.step(replace(LAST_STEP, step=first_step + 1), [FAST], {}),
+        recorder.step(replace(LAST_STEP, step=first_step + 1), ReducedNumbers.of_worker(FAST), {}),
     ):
         pass
     assert "Traceback" not in capfd.readouterr().err
@@ -259,12 +261,12 @@ def test_a_record_is_held_whatever_lies_at_its_draft(tmp_path: Path, kind: str) 
     assert sorted(path.name for path in run_folder.iterdir()) == [METRICS_FILE]
 
 
-def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Callable[..., Job]) -> None:
+def test_metrics_of_four_workers_on_two_nodes_reduce_to_what_one_worker_computes(new_job: Callable[..., Job]) -> None:
     options = {"train__max_steps": "3", "train__health_interval_steps": "2"}
     alone = new_job("alone", parallel__data_parallel_size="1", **options)
     shared = new_job("shared", parallel__data_parallel_size="4", **options)
     train(alone, ALONE)
-    run_workers(inline, train, shared, WorkerGroupSpec(4, 1, 4, shared.run_folder))
+    run_workers(inline, work.train_on_two_nodes, shared, WorkerGroupSpec(4, 1, 4, shared.run_folder))
 
     one, four = (read_metrics(job.run_folder).lines for job in (alone, shared))
     for name in ("loss", "loss_max", "gradient_norm", "learning_rate", "tokens", "skipped_steps", "restarts"):
@@ -284,23 +286,21 @@ def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Calla
 
 
 def test_each_metric_is_reduced_as_the_table_says() -> None:
-    fast = WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan, 1e9)
-    slow = WorkerNumbers(3.0, 4.5, 0.9, 2.5, 2, 3e6, math.nan, 2e9)
-    assert reduce_over_ranks([fast, slow]) == (
-        {
-            "step_seconds": 4.5,
-            "data_seconds": 0.9,
-            "data_share": 0.2,
-            "loss_max": 2.5,
-            "peak_rss_bytes": 3e6,
-            "gradient_seconds_spread": 2.0,
-            "graphs_compiled": 2,
-        },
-        3e9,
-    )
+    fast = ReducedNumbers.of_worker(WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan, 1e9))
+    slow = ReducedNumbers.of_worker(WorkerNumbers(3.0, 4.5, 0.9, 2.5, 2, 3e6, math.nan, 2e9))
+    assert fast.joined(slow).fields == {
+        "step_seconds": 4.5,
+        "data_seconds": 0.9,
+        "data_share": 0.2,
+        "loss_max": 2.5,
+        "peak_rss_bytes": 3e6,
+        "gradient_seconds_spread": 2.0,
+        "graphs_compiled": 2,
+    }
+    assert fast.joined(slow).gemm_flops_per_second == 3e9
     bad = slow._replace(loss_max=math.nan)
-    assert "loss_max" not in reduce_over_ranks([bad, fast]).fields
-    assert "loss_max" not in reduce_over_ranks([fast, bad]).fields
+    assert "loss_max" not in bad.joined(fast).fields
+    assert "loss_max" not in fast.joined(bad).fields
 
 
 def test_goodput_and_restarts_go_on_from_the_checkpoint_that_a_start_continues(new_job: Callable[..., Job]) -> None:

@@ -19,6 +19,7 @@ from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.node_board import BOARD_FILE, NodeBoard
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
@@ -67,6 +68,20 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     train(job, environment)
 
 
+def train_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
+    """Train while the workers of this machine are those of two nodes, whose first workers agree by sockets."""
+    assert environment.node_folder
+    local_world_size = environment.world_size // 2
+    node_rank, local_rank = divmod(environment.rank, local_world_size)
+    folder = environment.node_folder / f"node-{node_rank}"
+    if local_rank == 0:
+        folder.mkdir()
+        NodeBoard.make(folder, local_world_size).close()
+    wait_until((folder / BOARD_FILE).exists)
+    place = replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_folder=folder)
+    train(job, replace(place, node_rank=node_rank, num_nodes=2))
+
+
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
     """Train while rank 1 multiplies matrices in another arithmetic."""
     if environment.rank == 1:
@@ -103,7 +118,7 @@ def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -
 
     patch.setattr(Program, "train_step", freeze)
     if not frozen.exists():
-        patch.setattr(CheckpointWriter, "advance", CheckpointWriter.wait)
+        patch.setattr(CheckpointWriter, "advance", lambda writer, are_shards_written: writer.wait())
     train(job, environment)
 
 
@@ -142,16 +157,16 @@ def train_and_die(job: Job, environment: WorkerEnvironment) -> None:
         return train_step(program, step, *arguments)
 
     patch.setattr(Program, "train_step", die)
-    patch.setattr(CheckpointWriter, "advance", CheckpointWriter.wait)
+    patch.setattr(CheckpointWriter, "advance", lambda writer, are_shards_written: writer.wait())
     train(job, environment)
 
 
 def train_until_one_is_terminated(job: Job, environment: WorkerEnvironment) -> None:
-    """Audited. Rank 3 gets SIGTERM in its step 15."""
+    """Audited. Rank 3 gets SIGTERM in its step 14, of which all workers hear while they take the next one."""
     train_step = Program.train_step
 
     def terminate(program: Program, step: int, *arguments: Any) -> Any:
-        if step == 14 and environment.rank == 3:
+        if step == 13 and environment.rank == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(program, step, *arguments)
 
