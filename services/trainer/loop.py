@@ -138,7 +138,7 @@ class Training:
         self._setup_seconds = max(0.0, time.time() - job.workers_started_at.timestamp())
         self._training_since = time.perf_counter()
         self.recorder = MetricsRecorder(job, group, self._backend, self._first_step)
-        self.watchdog = Watchdog(job, group)
+        self.watchdog = Watchdog(job, environment, group)
 
     @property
     def is_over(self) -> bool:

@@ -169,9 +169,9 @@ resource "aws_fsx_lustre_file_system" "this" {
 # Copies folders of the file system to the bucket, and restores them into a new file system. Not the whole root, because corpora
 # and compile caches can be made again from a recipe.
 #
-# A checkpoint's files never change, so each is uploaded once, at once. The files of a run change every second (a heartbeat of
-# each rank, a record of each step), and each change would be an upload: 11 million a day for 128 ranks, and for each a version
-# of the whole file, kept for a week. So the schedule below copies them.
+# A checkpoint's files never change, so each is uploaded once, at once. The files of a run change with each step (a record) and
+# every ten seconds (the heartbeats of each node), and each change would be an upload, and for each a version of the whole file,
+# kept for a week. So the schedule below copies them.
 resource "aws_fsx_data_repository_association" "this" {
   for_each                         = var.fsx != null && var.enable_data_repository ? local.exported_folders : {}
   file_system_id                   = aws_fsx_lustre_file_system.this[0].id

@@ -105,8 +105,9 @@ def digests(root: Path, kind: str) -> dict[str, str]:
 
 
 def hosts(root: Path) -> set[str]:
-    """Process ids of the newest attempt's workers."""
-    return {json.loads(path.read_text(encoding="utf-8"))["host"] for path in root.glob("run/*/heartbeats/*.json")}
+    """Hosts of the nodes that have written heartbeats."""
+    files = root.glob("run/*/heartbeats/*.jsonl")
+    return {json.loads(path.read_text(encoding="utf-8").splitlines()[0])["host"] for path in files}
 
 
 def require_same_training(root: Path, other: Path) -> None:

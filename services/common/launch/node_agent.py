@@ -37,6 +37,7 @@ from services.common.launch.neuron_environment import (
     set_neuron_environment,
 )
 from services.common.launch.node_board import NodeBoard
+from services.common.launch.node_heartbeats import node_heartbeat_file, writing_heartbeats
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, name_signal
 
@@ -147,6 +148,8 @@ class NodeAgent:
                     raise WorkersLost("the process that workers are forked from was killed before a fork") from error
                 self._started.append(_Worker(rank, process, receiver))
         self._running = list(self._started)
+        file = node_heartbeat_file(spec.shared_folder, start.node_rank)
+        self._folders.enter_context(writing_heartbeats(self._board, file))
 
     def wait(self, others: Sequence[Connection] = ()) -> bool:
         """Wait until all workers have returned or one has failed, or one of the `others` has something to read.

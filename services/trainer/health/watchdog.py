@@ -1,10 +1,12 @@
 """Writes a worker's heartbeat, and ends the worker when a step hangs.
 
-A thread of every worker writes `heartbeats/rank-00003.json` in the run's folder: the worker's phase and step, and the
-seconds since the phase began. A frozen worker (SIGSTOP, a node without memory, a dead network file system) stops
-writing. Its peers hang in the next collective. Their watchdogs write all stacks to `logs/rank-00003.stacks`, find the
-ranks whose heartbeat stands still, and end their own process. Then the launcher ends the whole group, including the
-frozen worker, and the command starts it again.
+A thread of every worker writes a heartbeat to the node's board each second: the worker's phase and step, and the
+seconds since the phase began. The node's agent writes the heartbeats of its workers every ten seconds to the file
+`heartbeats/node-00003.jsonl` in the run's folder. A frozen worker (SIGSTOP, a node without memory, a dead network file
+system) stops writing. Its peers hang in the next collective. Before their step is late, their watchdogs begin to look
+for ranks whose heartbeat stands still. When it is late, they write all stacks to `logs/rank-00003.stacks`, name those
+ranks, and end their own process. Then the launcher ends the whole group, including the frozen worker, and the command
+starts it again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import faulthandler
 import json
 import logging
 import os
-import socket
 import statistics
 import threading
 import time
@@ -24,21 +25,26 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from services.common.errors import StorageError, WorkersLost
-from services.common.input.files import open_for_append, read_file
-from services.common.process.telemetry import parse_json_line
+from services.common.input.files import open_for_append
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.node_board import NodeBoard
 from services.common.program import process_group
 from services.common.program.process_group import ProcessGroup
+from services.trainer.health.silence import (
+    HEARTBEAT_SECONDS,
+    LOOK_AHEAD_SECONDS,
+    SILENT_SECONDS,
+    SilenceSearch,
+    SilentRanks,
+)
 from services.trainer.job import Job
 from services.trainer.metrics.events import find_watchdog_event, record_event
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 1.0
-SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
-"""Seconds without a heartbeat after which a worker counts as silent."""
 END_SECONDS = 60.0
 """Seconds within which a watchdog ends its process after a step is late. The timeout of collectives includes them."""
 STEPS_IN_MEDIAN = 50
@@ -47,8 +53,6 @@ FIRST_STEP = "first step"
 EVALUATION = "evaluation"
 HEALTH = "health measurement"
 BETWEEN_PHASES = "between phases"
-_HEARTBEAT_BYTES = 512
-_MAX_HEARTBEAT_BYTES = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +73,11 @@ class Watchdog:
     one that is timed. Evaluations and checkpoints have no limit besides the timeout of collectives.
     """
 
-    def __init__(self, job: Job, group: ProcessGroup) -> None:
-        self._job, self._group, self._train = job, group, job.recipe.train
+    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
+        self._job, self._environment, self._group, self._train = job, environment, group, job.recipe.train
+        self._board: NodeBoard | None = None
+        self._search: SilenceSearch | None = None
+        """The search for silent workers that began when the step was about to be late."""
         self._activity = _Activity("start", 0, is_limited=False)
         self._step_seconds: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._limit_seconds: float | None = None
@@ -80,7 +87,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        heartbeat_file(self._job.run_folder, 0).parent.mkdir(parents=True, exist_ok=True)
+        if self._environment.node_folder:
+            self._board = NodeBoard.open(self._environment.node_folder)
         self._thread.start()
         return self
 
@@ -89,7 +97,9 @@ class Watchdog:
     ) -> None:
         self._activity = _Activity("end", self._activity.step, is_limited=False)  # an end of the process is called off
         self._has_ended.set()
-        self._thread.join(SILENT_SECONDS)  # it may be writing a heartbeat to a file system that hangs
+        self._thread.join(SILENT_SECONDS)  # it may be writing stacks to a file system that hangs
+        if self._board and not self._thread.is_alive():
+            self._board.close()
         self._limit_collectives(self._longest_timeout)
 
     @contextmanager
@@ -141,37 +151,37 @@ class Watchdog:
             stalled_seconds += min(now - before, 2 * HEARTBEAT_SECONDS)
             before = now
             if self._activity is not watched:
-                watched, stalled_seconds = self._activity, 0.0
+                watched, stalled_seconds, self._search = self._activity, 0.0, None
             self._beat(watched, stalled_seconds)
-            if watched.is_limited and self._limit_seconds and stalled_seconds > self._limit_seconds:
+            if not watched.is_limited or not self._limit_seconds:
+                continue
+            if stalled_seconds > self._limit_seconds - LOOK_AHEAD_SECONDS:
+                self._look_for_silence()
+            if stalled_seconds > self._limit_seconds:
                 self._end_process(watched, stalled_seconds)
 
+    def _look_for_silence(self) -> None:
+        if self._search:
+            self._search.go_on()
+        elif self._board:
+            self._search = SilenceSearch(self._job, self._environment, self._board)
+
     def _beat(self, activity: _Activity, seconds: float) -> None:
+        if self._board is None:
+            return
         self._beats += 1
         heartbeat = {
             "rank": self._group.rank,
-            "host": socket.gethostname(),
             "pid": os.getpid(),
             "attempt": self._job.attempt,
             "start": self._job.start_number,
             "beats": self._beats,
-            "time": time.time(),
             "phase": activity.phase,
             "step": activity.step,
             "phase_seconds": round(seconds, 1),
             "limit_seconds": self._limit_seconds and round(self._limit_seconds, 1),
         }
-        try:
-            # The file is overwritten in place at a fixed length, so that no reader finds it empty; closing it makes
-            # network file systems send it.
-            path = heartbeat_file(self._job.run_folder, self._group.rank)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)  # a pipe would block
-            try:
-                os.write(descriptor, json.dumps(heartbeat).encode().ljust(_HEARTBEAT_BYTES) + b"\n")
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            logger.debug("no heartbeat: %s", error)
+        self._board.write_heartbeat(self._environment.local_rank, json.dumps(heartbeat).encode())
 
     def _end_process(self, activity: _Activity, seconds: float) -> None:
         """Write all stacks, record an event and end the process: the main thread may hang in C code for ever."""
@@ -197,8 +207,7 @@ class Watchdog:
         message = f"{late} ({rule}). {silent} Stacks are in {stacks}."
         logger.error(message)
         event = {"step": step, "rank": rank, "silent_ranks": silent.ranks, "seconds": round(seconds, 1)}
-        speakers = [each for each in range(self._group.world_size) if each not in silent.ranks]
-        if rank != min(speakers, default=rank):
+        if not silent.speaks:
             time.sleep(SILENT_SECONDS)  # the first process to end ends the others, which still write their stacks
             if self._activity is not activity:
                 faulthandler.cancel_dump_traceback_later()
@@ -208,43 +217,13 @@ class Watchdog:
         os._exit(WorkersLost.exit_code)
 
     def _find_silent_ranks(self) -> SilentRanks:
-        """Find the ranks whose heartbeat stands still, by its number, because the clocks of nodes differ."""
-        before = [self._read_heartbeat(rank) for rank in range(self._group.world_size)]
-        deadline = time.monotonic() + SILENT_SECONDS
+        return self._search.find(self._wait) if self._search else SilentRanks([])
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, HEARTBEAT_SECONDS))
-            self._beat(self._activity, SILENT_SECONDS - left)
-        after = [self._read_heartbeat(rank) for rank in range(self._group.world_size)]
-        if before[self._group.rank] == after[self._group.rank]:
-            return SilentRanks([], after, are_readable=False)
-        silent = [rank for rank, beats in enumerate(before) if beats == after[rank] and rank != self._group.rank]
-        return SilentRanks(silent, after)
-
-    def _read_heartbeat(self, rank: int) -> dict[str, Any]:
-        """Return a worker's newest heartbeat of this start of the workers; empty if there is none."""
-        found = read_heartbeat(self._job.run_folder, rank)
-        is_ours = (found.get("attempt"), found.get("start")) == (self._job.attempt, self._job.start_number)
-        return found if is_ours else {}
-
-
-class SilentRanks:
-    """Ranks without a heartbeat, and the last heartbeat of each rank."""
-
-    def __init__(self, ranks: list[int], heartbeats: list[dict[str, Any]], are_readable: bool = True) -> None:
-        self.ranks = ranks
-        self._heartbeats, self._are_readable = heartbeats, are_readable
-
-    def __str__(self) -> str:
-        if not self._are_readable:
-            return "Heartbeats cannot be written to the run's folder, so the silent worker is unknown."
-        if not self.ranks:
-            return "All workers have a heartbeat."
-        described = []
-        for rank in self.ranks:
-            last = self._heartbeats[rank]
-            seen = f" ({last['host']}, pid {last['pid']}; last seen in {last['phase']} after step {last['step']})"
-            described.append(f"rank {rank}{seen if last else ''}")
-        return f"No heartbeat comes from {'; '.join(described)}."
+            self._beat(self._activity, 0.0)
 
 
 def limit_seconds(step_seconds: list[float], factor: float, min_seconds: float) -> float | None:
@@ -252,18 +231,5 @@ def limit_seconds(step_seconds: list[float], factor: float, min_seconds: float) 
     return max(min_seconds, factor * statistics.median(step_seconds)) if factor and step_seconds else None
 
 
-def heartbeat_file(run_folder: Path, rank: int) -> Path:
-    return run_folder / "heartbeats" / f"rank-{rank:05d}.json"
-
-
 def stacks_file(run_folder: Path, rank: int) -> Path:
     return run_folder / "logs" / f"rank-{rank:05d}.stacks"
-
-
-def read_heartbeat(run_folder: Path, rank: int) -> dict[str, Any]:
-    """Return the newest heartbeat of a worker; empty if there is none or it cannot be read."""
-    try:
-        content = read_file(heartbeat_file(run_folder, rank), max_bytes=_MAX_HEARTBEAT_BYTES)
-    except (OSError, ValueError):
-        return {}
-    return parse_json_line(content) or {}

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,9 +21,10 @@ from prometheus_client.registry import Collector
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import MillraceError
+from services.common.launch.node_heartbeats import NodeHeartbeats, read_node_heartbeats
 from services.common.process.metrics_server import PREFIX
+from services.common.recipe.schema import stage_nodes
 from services.trainer.checkpoints.lookup import newest_step
-from services.trainer.health.watchdog import read_heartbeat
 from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, Kind
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS, Metric, Sample, find_samples
@@ -65,7 +66,7 @@ class NewestMetrics(Collector):
 class RunCollector(Collector):
     """Collects the metrics of a run besides those of its steps: RUN_METRICS.
 
-    A scrape reads one heartbeat for each worker, the list of the run's checkpoints, and the lines that were appended
+    A scrape reads a small file of each node, the list of the run's checkpoints, and the lines that were appended
     since the last scrape, whatever the length of the run. A value that cannot be read is NaN.
     """
 
@@ -76,8 +77,8 @@ class RunCollector(Collector):
         self._steps, self._last_step_time = MetricsTail(job.run_folder), math.nan
         self._events, self._counts = EventTail(job), Counter[str]()
         self._start_time = now()
-        self._beats: dict[int, tuple[Any, float]] = {}
-        """The newest heartbeat of each worker, and the time when this process first saw it."""
+        self._writes: dict[int, tuple[tuple[int, int], float]] = {}
+        """The start and the number of the newest write of each node's heartbeats, and the time of its first scrape."""
 
     def collect(self) -> Iterable[Family]:
         with self._lock:
@@ -111,23 +112,35 @@ class RunCollector(Collector):
     def _measure_heartbeats(self) -> float:
         """Return the age of the oldest heartbeat of the newest start of the workers.
 
-        A heartbeat's age counts from the scrape that first saw it, because the clocks of nodes differ.
+        The age of a node's file counts from the scrape that first saw it, because the clocks of nodes differ. A node
+        writes its file every ten seconds, so the age of a living worker grows up to that.
         """
-        found = {
-            rank: read_heartbeat(self._job.run_folder, rank) for rank in range(self._job.recipe.parallel.num_workers)
-        }
-        ours = {rank: beat for rank, beat in found.items() if beat.get("attempt") == self._job.attempt}
-        newest_start = max((beat.get("start", 0) for beat in ours.values()), default=0)
-        now = self._now()
+        job, now = self._job, self._now()
+        nodes = range(stage_nodes(job.recipe, "trainer"))
+        found = {node: read_node_heartbeats(job.run_folder, node) for node in nodes}
+        silences = {node: _silences_by_start(file, job.attempt) for node, file in found.items()}
+        newest = max((start for of_node in silences.values() for start in of_node), default=None)
+        if newest is None:
+            return math.nan
         ages = [0.0]
-        for rank, beat in ours.items():
-            if beat.get("start", 0) != newest_start:  # a run that lost nodes may go on with fewer workers
+        for node, of_node in silences.items():
+            if newest not in of_node:  # a run that lost nodes may go on with fewer workers
                 continue
-            key = (newest_start, beat.get("beats"))
-            if self._beats.get(rank, (None, now))[0] != key:
-                self._beats[rank] = key, now
-            ages.append(now - self._beats[rank][1])
-        return max(ages) if ours else math.nan
+            key = (newest, found[node].writes)
+            if self._writes.get(node, (None, now))[0] != key:
+                self._writes[node] = key, now
+            ages.append(now - self._writes[node][1] + of_node[newest])
+        return max(ages)
+
+
+def _silences_by_start(file: NodeHeartbeats, attempt: str) -> dict[int, float]:
+    """Return the longest silence of a node's workers, in seconds, by the start of the workers in this attempt."""
+    silences: dict[int, float] = {}
+    for worker in file.workers:
+        start = worker.fields.get("start")
+        if worker.fields.get("attempt") == attempt and isinstance(start, int):
+            silences[start] = max(silences.get(start, 0.0), worker.silent_seconds)
+    return silences
 
 
 def _make_family(metric: Metric) -> CounterMetricFamily | GaugeMetricFamily:

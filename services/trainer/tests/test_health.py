@@ -12,8 +12,9 @@ import pytest
 from services.common.artifacts.lease import hold_lease
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.node_heartbeats import read_node_heartbeats
 from services.trainer.health.straggler import STEPS, Stragglers
-from services.trainer.health.watchdog import limit_seconds, read_heartbeat, stacks_file
+from services.trainer.health.watchdog import limit_seconds, stacks_file
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, read_events
@@ -64,7 +65,8 @@ def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
 
     assert raised.value.exit_code == 75
     assert list(checkpoints(job.root)) == ["step-00000005"]
-    frozen = read_heartbeat(job.run_folder, 1)
+    frozen = read_node_heartbeats(job.run_folder, 0).workers[1].fields
+    assert frozen["rank"] == 1
     assert not psutil.pid_exists(frozen["pid"])
     stacks = stacks_file(job.run_folder, 0).read_text(encoding="utf-8")
     assert "train_step" in stacks
