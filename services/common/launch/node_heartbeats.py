@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -35,6 +36,7 @@ WRITE_SECONDS = 10.0
 END_SECONDS = 2.0
 """Longest wait for the thread that writes, which may hang with the file system."""
 _MAX_FILE_BYTES = 2**20
+_NODE_FILE = re.compile(r"node-(\d+)\.jsonl", re.ASCII)
 
 
 @dataclass
@@ -131,6 +133,12 @@ def writing_heartbeats(board: NodeBoard, path: Path) -> Iterator[None]:
 
 def node_heartbeat_file(shared_folder: Path, node_rank: int) -> Path:
     return shared_folder / "heartbeats" / f"node-{node_rank:05d}.jsonl"
+
+
+def list_nodes(shared_folder: Path) -> list[int]:
+    """Return the ranks of the nodes that have a file, in order; an earlier start on more nodes may have left some."""
+    found = [_NODE_FILE.fullmatch(path.name) for path in (shared_folder / "heartbeats").glob("node-*")]
+    return sorted(int(name[1]) for name in found if name)
 
 
 def read_node_heartbeats(shared_folder: Path, node_rank: int) -> NodeHeartbeats:

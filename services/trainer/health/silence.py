@@ -127,7 +127,8 @@ class SilenceSearch:
         return {node: read_node_heartbeats(self._job.run_folder, node) for node in nodes}
 
     def _ranks_of(self, node: int) -> range:
-        size = self._job.recipe.cluster.trainer_workers_per_node
+        own = self._environment.node_rank
+        size = self._first_rank // own if own else self._environment.local_world_size  # only the last node has fewer
         return range(self._environment.world_size)[node * size : (node + 1) * size]
 
     def _silent_of(self, node: int, before: NodeHeartbeats, after: NodeHeartbeats) -> dict[int, str]:

@@ -21,9 +21,8 @@ from prometheus_client.registry import Collector
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import MillraceError
-from services.common.launch.node_heartbeats import NodeHeartbeats, read_node_heartbeats
+from services.common.launch.node_heartbeats import NodeHeartbeats, list_nodes, read_node_heartbeats
 from services.common.process.metrics_server import PREFIX
-from services.common.recipe.schema import stage_nodes
 from services.trainer.checkpoints.lookup import newest_step
 from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, Kind
@@ -116,8 +115,7 @@ class RunCollector(Collector):
         writes its file every ten seconds, so the age of a living worker grows up to that.
         """
         job, now = self._job, self._now()
-        nodes = range(stage_nodes(job.recipe, "trainer"))
-        found = {node: read_node_heartbeats(job.run_folder, node) for node in nodes}
+        found = {node: read_node_heartbeats(job.run_folder, node) for node in list_nodes(job.run_folder)}
         silences = {node: _silences_by_start(file, job.attempt) for node, file in found.items()}
         newest = max((start for of_node in silences.values() for start in of_node), default=None)
         if newest is None:

@@ -56,16 +56,29 @@ class Cluster:
         return json.dumps({"rank": rank, "pid": 7, "beats": self.now, "phase": "step", "step": 6, **ours}).encode()
 
 
+class ThreadWithoutTime:
+    """Stands for a thread whose work takes no virtual time."""
+
+    def __init__(self, target: Callable[[], None], **options: object) -> None:
+        self.start = target
+
+    def join(self, seconds: float) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+
 @pytest.fixture
 def cluster(new_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     job = new_job(
         parallel__data_parallel_size=str(WORLD),
         batch__global_batch_size=str(4 * WORLD),
-        cluster__trainer_workers_per_node=str(WORKERS),
     )
     with ExitStack() as stack:
         found = Cluster(job, tmp_path, stack)
         monkeypatch.setattr("services.trainer.health.silence.time", SimpleNamespace(monotonic=lambda: found.now))
+        monkeypatch.setattr("services.trainer.health.silence.threading", SimpleNamespace(Thread=ThreadWithoutTime))
         yield found
 
 
