@@ -20,7 +20,7 @@ from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.corpus import RunCorpus
 
-CONTENT_VERSION = 2
+CONTENT_VERSION = 3
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
 ALLOW_CHANGED_PROGRAM = "--allow-changed-program"
 RUN_FILE = "run.json"

@@ -24,7 +24,13 @@ from services.common.program.step import Program
 from services.trainer.agreement.requirements import require_same_program, require_same_state
 from services.trainer.agreement.step_agreement import StepAgreement, agreeing
 from services.trainer.agreement.step_reduction import ReducedStep, WorkerStep, require_same_outcome
-from services.trainer.checkpoints.loader import ResumePoint, resume, roll_back
+from services.trainer.checkpoints.loader import (
+    ResumePoint,
+    begins_with_random_weights,
+    list_checkpoints,
+    resume,
+    roll_back,
+)
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import micro_batches, prefetch_batch
 from services.trainer.evaluation.records import drop_evaluations_after, has_evaluation
@@ -118,10 +124,12 @@ class Training:
         self._agreement = agreement
         self._unsettled: TakenStep | None = None  # the newest step, while its agreement goes on
         self._backend = make_backend(job, environment)
-        self._program = Program(recipe, self._backend)
+        steps = list_checkpoints(job, group)
+        is_drawn = begins_with_random_weights(job, steps)
+        self._program = Program(recipe, self._backend, draws_weights=is_drawn)
         self._spikes = SpikeDetector(recipe)
         self._writer = CheckpointWriter(job, self._backend.mesh, group)
-        begin = resume(job, self._program, group)
+        begin = resume(job, self._program, group, steps)
         self._start_at(begin)
         if begin.recipe and group.rank == 0:
             record_changed_settings(job, begin.recipe)
@@ -292,7 +300,7 @@ class Training:
                 self._writer.wait()
                 require_same_state(self._program, self._group, self._done)
                 state, spikes = self._program.state, self._spikes.state
-                self._writer.save(state.begin_snapshot, self._done, self._skipped.total, stalled_since, spikes)
+                self._writer.save(state, self._done, self._skipped.total, stalled_since, spikes)
                 self.recorder.add(checkpoint_stall_seconds=time.perf_counter() - stalled_since)
                 self._schedule.saved()
                 self._saved_step = self._done
@@ -390,7 +398,7 @@ class Training:
         self._skipped = SkippedSteps(self._job, point.skipped_steps)
         self._schedule, self._saved_step = CheckpointSchedule(self._job.recipe), point.step
         self._spikes.go_back(point.loss_spikes)
-        self._writer.count_as_intact(point.step)
+        self._writer.learn(intact_step=point.step, damaged_steps=point.damaged_steps)
         if self._group.rank == 0:
             drop_evaluations_after(self._job.run_folder, point.step)
 

@@ -16,13 +16,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import GRAPHS
-from services.common.artifacts.files import copy_files, list_files, verify_files
-from services.common.artifacts.store import Artifact
+from services.common.artifacts.files import copy_files, find_damages, list_files, require_undamaged
 from services.common.errors import WorkersLost
 from services.common.hardware.faults import naming_hardware_faults
 from services.common.process.private_folder import private_base, private_folder
+from services.trainer.checkpoints.lookup import FoundCheckpoint
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -83,19 +82,18 @@ def prepare_node(job: Job) -> None:
             copy_files(job.cache.path, job.cache.manifest, targets)
 
 
-def verify_on_node(job: Job, checkpoint: Artifact[CheckpointManifest], files: Iterable[str]) -> None:
+def verify_on_node(job: Job, checkpoint: FoundCheckpoint, files: Iterable[str]) -> None:
     """Verify the bytes of the files that a worker is about to read.
 
     One process of the command verifies each file on each node. It does so again after each restart of the workers,
     which may come weeks later. Raises `ArtifactError`, which names a damaged file.
     """
-    manifest = checkpoint.manifest
     for file in files:
         with _doing_once(
-            job, f"verified-{job.start_number}-{manifest.id}-{manifest.content_digest}-{file}"
+            job, f"verified-{job.start_number}-{checkpoint.id}-{checkpoint.content_digest}-{file}"
         ) as is_to_do:
             if is_to_do:
-                verify_files(checkpoint.path, manifest, paths=[file])
+                require_undamaged(checkpoint.path, 1, find_damages(checkpoint.path, [checkpoint.files[file]], "full"))
                 logger.info("verified %s of %s", file, checkpoint.path)
 
 

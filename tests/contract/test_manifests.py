@@ -48,14 +48,14 @@ def write_compile_cache(root: Path, recipe: Path) -> None:
 
 
 def write_checkpoint(root: Path, recipe: Path) -> None:
-    inputs = read_golden("checkpoint-3", root.parent).inputs
+    inputs = read_golden("checkpoint-4", root.parent).inputs
     publish_checkpoint(root, load_recipe(recipe), step=1, waivers=("--flag",), inputs=inputs)
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
     "corpus-3": write_corpus,
     "compile_cache-1": write_compile_cache,
-    "checkpoint-3": write_checkpoint,
+    "checkpoint-4": write_checkpoint,
 }
 
 

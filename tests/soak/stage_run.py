@@ -179,7 +179,7 @@ class StageRun:
         published = sorted(self.root.glob("checkpoint/*/step-*[0-9]/manifest.json"))
         if fault and len(published) > 1:
             self.pending.remove(fault)
-            files = sorted(published[-1].parent.glob("*.safetensors"))
+            files = sorted(published[-1].parent.glob("shard-*.safetensors"))
             path = files[int(fault.choice * len(files))]
             flip_a_bit(path)
             self.injected.append(Injected(fault, time.monotonic(), str(path), self.last_step()))

@@ -18,6 +18,7 @@ from services.common.program.state import StateKind, StateSlice
 from services.common.recipe.schema import STAGES, Recipe
 from services.common.testing.artifacts import CORPUS, make_payload, publish
 from services.common.testing.recipes import make_recipe
+from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.shards import write_shard
 from tests.soak.audit import (
     Finding,
@@ -93,6 +94,7 @@ def publish_state(root: Path, recipe: Recipe, change: float = 0.0) -> Path:
 
     def build(workspace: Workspace) -> Draft:
         write_shard(workspace.files, file, state.shards[file], tensors)
+        write_index(workspace.files, state.shards[file], tabulate((piece, 0) for piece in tensors))
         return Draft(state, (CORPUS,))
 
     address = Address(root, "checkpoint", run, checkpoint_id(step))

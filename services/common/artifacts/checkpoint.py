@@ -1,9 +1,12 @@
-"""Defines checkpoint/3: the state of a run after a step, from which any layout of workers continues bit for bit.
+"""Defines checkpoint/4: the state of a run after a step, from which any layout of workers continues bit for bit.
 
 `shard-00003.safetensors` holds the slices that rank 3 owned: float32 master weights and AdamW's moments. Their names
 are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold each
 element once. The header of each file names the run, step, layout and rank that it comes from, and the manifest names
-the same. There is no other state: learning rate and random numbers are functions of the step, and so is the data
+the same. `index.safetensors` says which file has which slice, for workers of another layout: int64 [slices, 7] for each
+kind of state and parameter, such as `exp_avg/model.norm.weight`, of `StateSlice.row` and the number in the file's name.
+
+There is no other state: learning rate and random numbers are functions of the step, and so is the data
 position, apart from the batches that the run left out, and from the sample at which a branch of another run began.
 """
 
@@ -25,6 +28,8 @@ from pydantic import (
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
 from services.common.input.problem_list import list_names
 from services.common.recipe.schema import fingerprint
+
+INDEX_FILE = "index.safetensors"
 
 RecentNumbers = Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
 
@@ -187,15 +192,18 @@ class CheckpointPayload(ManifestModel):
 
 
 class CheckpointManifest(Manifest):
-    SCHEMA: ClassVar[str] = "checkpoint/3"
+    SCHEMA: ClassVar[str] = "checkpoint/4"
 
     checkpoint: CheckpointPayload
 
     @model_validator(mode="after")
-    def _lists_shards(self) -> Self:
-        others = [entry.path for entry in self.files if not _is_shard(entry.path)]
-        if others or not self.files:
+    def _lists_shards_and_their_index(self) -> Self:
+        paths = [entry.path for entry in self.files]
+        others = [path for path in paths if not _is_shard(path) and path != INDEX_FILE]
+        if others or not paths:
             raise ValueError(f"{list_names(others) if others else 'no file'}: expected shards, such as {shard_name(0)}")
+        if INDEX_FILE not in paths:
+            raise ValueError(f"{INDEX_FILE}: expected among the files, for it says which shard has which slice")
         return self
 
     @model_validator(mode="after")
@@ -208,7 +216,7 @@ class CheckpointManifest(Manifest):
     @model_validator(mode="after")
     def _knows_where_its_shards_come_from(self) -> Self:
         state, origins = self.checkpoint, self.checkpoint.shards
-        if unknown := sorted({entry.path for entry in self.files} ^ set(origins)):
+        if unknown := sorted(({entry.path for entry in self.files} - {INDEX_FILE}) ^ set(origins)):
             raise ValueError(f"{', '.join(unknown[:4])}: expected both in `files` and in `checkpoint.shards`")
         for path, origin in origins.items():
             expected = state.origin(self.name, origin.rank)

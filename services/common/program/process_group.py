@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,17 @@ class ProcessGroup:
         with naming_lost_workers():
             dist.all_gather_object(gathered, facts)
         return gathered
+
+    def tell(self, work: Callable[[], R]) -> R:
+        """Run `work` on rank 0 alone while the others wait, and return its result on every worker; it is pickled.
+
+        One broadcast: each worker receives it once. What `work` raises is raised on rank 0, and ends the group.
+        """
+        told = [self.wait_for_work(work if self.rank == 0 else lambda: None)]
+        if self.world_size > 1:
+            with naming_lost_workers():
+                dist.broadcast_object_list(told, src=0)
+        return cast("R", told[0])
 
     def barrier(self) -> None:
         """Return once every worker has called this."""

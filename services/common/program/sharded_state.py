@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -59,6 +61,29 @@ class ShardedState:
         """
         state = {kind: list(map(self._backend.sliceable, held)) for kind, held in self._optimizer.state().items()}
         return self._snapshots.begin(self._slice(state, is_owned=True))
+
+    def find_owners(self) -> dict[str, np.ndarray]:
+        """Return the slices of each parameter that the ranks own, by the parameter's name: int64 [slices, 7] of
+        `StateSlice.row` and the rank. Each kind of state has these slices.
+
+        They follow from the mesh, so that no rank is asked. Their number grows with the number of ranks.
+        """
+        mesh, found = self._backend.mesh, dict[str, list[np.ndarray]]()
+        for tensor_index in range(mesh.tensor_parallel_size):
+            first_of_axis = replace(mesh, rank=tensor_index)
+            for bucket in self._buckets:
+                if bucket.sum_axis is not None and first_of_axis.index(bucket.sum_axis) > 0:
+                    continue
+                length = bucket.size // mesh.data_parallel_size
+                for name, _, num_elements, begin in bucket.runs(0, bucket.size):
+                    box = self._shardings[name].of(first_of_axis).box(bucket.parameters[name].shape)
+                    data_indices = np.arange(begin // length, (begin + num_elements - 1) // length + 1)
+                    rows = np.tile((*StateSlice("weight", name, box, 0, num_elements).row, 0), (len(data_indices), 1))
+                    rows[:, -3] = np.maximum(data_indices * length - begin, 0)
+                    rows[:, -2] = np.minimum((data_indices + 1) * length - begin, num_elements)
+                    rows[:, -1] = data_indices * mesh.tensor_parallel_size + tensor_index
+                    found.setdefault(name, []).append(rows)
+        return {name: np.concatenate(rows) for name, rows in found.items()}
 
     def hold_updates(self) -> None:
         """Let later updates change the state only after the last snapshot's copy is made. The host does not wait."""

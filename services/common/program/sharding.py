@@ -24,6 +24,12 @@ class Sharding:
     """Index of this rank's shard, from 0."""
     sum_axis: Axis | None = None
     """Axis along which the ranks hold the same shard and partial gradients of it, which have to be summed."""
+    heads: HeadKind | None = None
+    """Kind of heads that the sharded dimension consists of; None where it consists of none."""
+
+    def of(self, mesh: Mesh) -> Sharding:
+        """Return the sharding of the same parameter on another rank, whose mesh this is."""
+        return self if self.dim is None else shard_along(mesh, self.dim, self.heads)
 
     def box(self, shape: torch.Size) -> tuple[tuple[int, int], ...]:
         """Return the range of indices that a shard of this shape covers along each dimension of the full tensor."""
@@ -46,4 +52,4 @@ def shard_along(mesh: Mesh, dim: int, heads: HeadKind | None = None) -> Sharding
     if mesh.tensor_parallel_size == num_copies:
         return Sharding(sum_axis=sum_axis)
     shard = {None: mesh.index("tensor"), "query": mesh.query_shard, "key_value": mesh.key_value_shard}[heads]
-    return Sharding(dim, mesh.tensor_parallel_size // num_copies, shard, sum_axis)
+    return Sharding(dim, mesh.tensor_parallel_size // num_copies, shard, sum_axis, heads)

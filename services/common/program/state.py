@@ -69,6 +69,12 @@ class StateSlice:
         return f"{self.kind}/{self.name}[{box}]" + ("" if self.is_box else f".flat[{self.start}:{self.stop}]")
 
     @property
+    def row(self) -> tuple[int, int, int, int, int, int]:
+        """The slice as six numbers: first row and end, first column and end, `start`, `stop`. A vector is one row."""
+        (top, bottom), (left, right) = self.box if len(self.box) == 2 else ((0, 1), *self.box)
+        return top, bottom, left, right, self.start, self.stop
+
+    @property
     def is_box(self) -> bool:
         """Whether the slice has all elements of its box."""
         return len(self) == math.prod(self._box_shape)
@@ -126,17 +132,17 @@ def overlap(one: StateSlice, other: StateSlice) -> bool:
 def fill(target: StateSlice, tensor: Tensor, sources: Mapping[StateSlice, Callable[[], Tensor]]) -> None:
     """Write the elements of `target` into `tensor`, from slices that overlap with it and are read one by one.
 
-    Raises `ValueError` where no source has an element.
+    Raises `ValueError` unless each element is in one source.
     """
-    flat, is_filled = tensor.view(-1), torch.zeros(len(target), dtype=torch.bool)
+    flat, num_sources = tensor.view(-1), torch.zeros(len(target), dtype=torch.uint8)
     for source, read in sources.items():
         found = read().view(-1)
         for theirs, ours, part in _common_rectangles(source, target):
             ours.view(flat, part).copy_(theirs.view(found, part))
-            ours.view(is_filled, part).fill_(True)
-    num_missing = len(target) - int(is_filled.sum())
-    if num_missing:
-        raise ValueError(f"{num_missing:,} of {len(target):,} elements of {target.key} are missing")
+            ours.view(num_sources, part).add_(1)
+    num_wrong = len(target) - int((num_sources == 1).sum())
+    if num_wrong:
+        raise ValueError(f"{num_wrong:,} of {len(target):,} elements of {target.key} are missing or there twice")
 
 
 class Misfit(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import (
+    INDEX_FILE,
     BatchRange,
     CheckpointManifest,
     CheckpointPayload,
@@ -97,12 +98,12 @@ def make_payload(run: str, step: int, waivers: tuple[str, ...] = ()) -> Checkpoi
 def publish_checkpoint(
     root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = (CORPUS,)
 ) -> Artifact[CheckpointManifest]:
-    """Publish a checkpoint whose only shard is an empty file."""
+    """Publish a checkpoint whose shard and index are empty files."""
     run = f"{recipe.name}-{0:08x}"
     state = make_payload(run, step, waivers)
 
     def build(workspace: Workspace) -> Draft:
-        fill(workspace, {shard_name(0): b""})
+        fill(workspace, {INDEX_FILE: b"", shard_name(0): b""})
         return Draft(state, inputs)
 
     address = Address(root, "checkpoint", run, checkpoint_id(step))

@@ -236,7 +236,7 @@ def test_no_flipped_byte_of_a_manifest_changes_what_is_read(artifact: Path) -> N
 
 
 def test_an_artifact_of_another_kind_is_refused_with_both_sides(artifact: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"'compile_cache/1'.*'checkpoint/3'"):
+    with pytest.raises(ArtifactError, match=r"'compile_cache/1'.*'checkpoint/4'"):
         open_artifact(artifact, CheckpointManifest)
 
 

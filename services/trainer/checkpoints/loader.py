@@ -1,4 +1,8 @@
-"""Loads the newest intact checkpoint into the workers, which verify the files that they read."""
+"""Loads the newest intact checkpoint into the workers, which verify the files that they read.
+
+Rank 0 alone lists the checkpoints, reads a manifest and compares the sizes of the files. It tells the other workers, so
+that the metadata that a file system has to answer for does not grow with the square of the number of workers.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,23 @@ from torch import Tensor
 from services.common.artifacts.checkpoint import CheckpointManifest, LossSpikes, checkpoint_id
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, UnreadableError
-from services.common.program.llama import parameter_shapes
+from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
 from services.trainer.branch import inherit_loss_spikes, open_parent
 from services.trainer.checkpoints.lookup import (
+    FoundCheckpoint,
     all_damaged,
     checkpoint_steps,
     open_checkpoint,
     require_of_run,
     verify_sizes,
 )
+from services.trainer.checkpoints.part import read_part
 from services.trainer.checkpoints.retention import discard_newer
-from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
-from services.trainer.node_staging import verify_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +47,27 @@ class ResumePoint(NamedTuple):
     loss_spikes: LossSpikes = LossSpikes()
     recipe: dict[str, Any] | None = None
     """Recipe with which the checkpoint was made; None if the program keeps its initial state."""
+    damaged_steps: tuple[int, ...] = ()
+    """Steps of the checkpoints that were found damaged before this one was found intact."""
 
 
-def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
-    """Load the newest checkpoint that all workers can verify. All workers call this.
+def list_checkpoints(job: Job, group: ProcessGroup) -> list[int]:
+    """Return the steps of the run's checkpoints, ascending, as rank 0 sees them. All workers call this."""
+    return group.tell(lambda: checkpoint_steps(job.checkpoint_collection))
+
+
+def begins_with_random_weights(job: Job, steps: Sequence[int]) -> bool:
+    """Return whether nothing is loaded at the start of a run that has checkpoints after these steps."""
+    return not steps and not job.recipe.train.branch
+
+
+def resume(job: Job, program: Program, group: ProcessGroup, steps: Sequence[int]) -> ResumePoint:
+    """Load the newest of the run's checkpoints, after these steps, that all workers can verify. All workers call this.
 
     A branch without a checkpoint loads its parent's, and another new run keeps its initial state.
 
-    Raises `ArtifactError` when all checkpoints, or the parent's, are damaged, or when the workers see different ones.
+    Raises `ArtifactError` when all checkpoints, or the parent's, are damaged, or when a worker does not see one.
     """
-    steps = _agree_on_checkpoints(job, group)
     point = _load_first(job, program, group, [*reversed(steps)] or [None])
     if steps:
         logger.info("resuming after step=%d from %s", point.step, job.checkpoint_address(point.step).path)
@@ -69,7 +84,7 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
     are left to the caller to make: the returned point then has no recipe. Raises `ArtifactError` when all of these
     checkpoints are damaged.
     """
-    steps, recipe = _agree_on_checkpoints(job, group), job.recipe
+    steps, recipe = list_checkpoints(job, group), job.recipe
     older = [step for step in reversed(steps) if step <= wanted_step]
     newer = [step for step in steps if step > wanted_step]
     has_initial_state = recipe.train.initial_weights is None
@@ -87,45 +102,91 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
     return point
 
 
+class _Told(NamedTuple):
+    """What rank 0 has found of a checkpoint."""
+
+    checkpoint: FoundCheckpoint | None
+    """None if it is damaged."""
+    problem: str
+    """Why it is damaged; otherwise empty."""
+    loss_spikes: LossSpikes = LossSpikes()
+    """State with which the detector of loss spikes goes on."""
+
+
 def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Sequence[int | None]) -> ResumePoint:
     """Load the first intact one of the checkpoints of these steps, where None stands for the initial state.
 
     Raises `ArtifactError` if all are damaged.
     """
     damages: list[str] = []
+    damaged_steps: list[int] = []
     for step in candidates:
-        if step is None:
-            if not job.recipe.train.branch:
-                return ResumePoint()
-            try:
-                return _branch_off(job, program, group)
-            except ArtifactError as error:  # on all workers: they have exchanged their problems
-                if candidates[-1] is None:
-                    raise
-                logger.warning("the parent's checkpoint cannot be loaded: %s", error)
-                damages.append(str(error))
-                continue
-        with program.state.writing() as held:
-            found = group.wait_for_work(partial(load_part, job, held, step))
-        problems = _problems_of_all(found, group)
-        if not problems:
-            manifest = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest
-            state = manifest.checkpoint
-            if damages and group.rank == 0:
+        if step is None and not job.recipe.train.branch:
+            return ResumePoint(damaged_steps=tuple(damaged_steps))
+        told, problem = _load(job, program, group, step)
+        if told.checkpoint and not problem:
+            state = told.checkpoint.state
+            if step is None:
+                logger.info("branching off after step=%d from %s", state.step, told.checkpoint.path)
+            elif damages and group.rank == 0:
                 record_event(job, "fallback", to_step=step, damages=damages)
-            return ResumePoint(step, state.skipped_steps, state.loss_spikes, manifest.recipe)
-        logger.warning("skipping a damaged checkpoint: %s", problems[0])
-        damages.append(f"{checkpoint_id(step)}: {problems[0]}")
+            return ResumePoint(
+                state.step, state.skipped_steps, told.loss_spikes, dict(told.checkpoint.recipe), tuple(damaged_steps)
+            )
+        if step is None:
+            problem = (
+                f"{job.run}: cannot begin with its parent's checkpoint: {problem}\nRestore it from a copy, or "
+                f"set train.branch.step to another step of the parent."
+            )
+            if candidates[-1] is None:
+                raise ArtifactError(problem)
+            damages.append(problem)
+        else:
+            damages.append(f"{checkpoint_id(step)}: {problem}")
+            damaged_steps.append(step)
+        logger.warning("skipping a damaged checkpoint: %s", problem)
     raise all_damaged(job.checkpoint_collection, damages)
 
 
-def load_part(job: Job, held: dict[StateSlice, Tensor], step: int | None) -> str:
-    """Load this worker's slices of the run's checkpoint of a step, or for None of its parent's, from verified files.
+def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> tuple[_Told, str]:
+    """Load the run's checkpoint of a step, or for None its parent's. All workers call this.
+
+    Returns what rank 0 found of it, and the first worker's problem with it; an empty text if it is intact.
+    """
+    told = group.tell(lambda: find_checkpoint(job, step))
+    if told.checkpoint is None:
+        return told, told.problem
+    _require_seen(told.checkpoint, group)
+    with program.state.writing() as held:
+        problem = group.wait_for_work(partial(load_part, job, program.backend.mesh, told.checkpoint, held))
+    if not group.maximum(bool(problem)):
+        return told, ""
+    return told, next(each["problem"] for each in group.gather({"problem": problem}) if each["problem"])
+
+
+def find_checkpoint(job: Job, step: int | None) -> _Told:
+    """Describe the run's checkpoint of a step, or for None its parent's: from its manifest, and the files' sizes."""
+    try:
+        if step is None:
+            parent = _open_parent(job)
+            spikes = inherit_loss_spikes(parent, job.recipe, job.lineage) or LossSpikes()
+            return _Told(FoundCheckpoint.of(parent), "", spikes)
+        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+        require_of_run(checkpoint, job.recipe, job.corpus)
+    except UnreadableError:
+        raise
+    except ArtifactError as error:
+        return _Told(None, str(error))
+    return _Told(FoundCheckpoint.of(checkpoint), "", checkpoint.manifest.checkpoint.loss_spikes)
+
+
+def load_part(job: Job, mesh: Mesh, checkpoint: FoundCheckpoint, held: Mapping[StateSlice, Tensor]) -> str:
+    """Load a worker's slices of a checkpoint, from verified files.
 
     Returns the problem of a damaged checkpoint, and an empty text otherwise.
     """
     try:
-        _read(job, _open(job, step), held)
+        read_part(job, mesh, checkpoint, held)
     except UnreadableError:
         raise
     except ArtifactError as error:
@@ -133,28 +194,7 @@ def load_part(job: Job, held: dict[StateSlice, Tensor], step: int | None) -> str
     return ""
 
 
-def _branch_off(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
-    """Load the parent's checkpoint. All workers call this. Raises `ArtifactError` if it is damaged or another one."""
-    with program.state.writing() as held:
-        found = group.wait_for_work(partial(load_part, job, held, None))
-    if problems := _problems_of_all(found, group):
-        raise ArtifactError(
-            f"{job.run}: cannot begin with its parent's checkpoint: {problems[0]}\nRestore it from a copy, or "
-            f"set train.branch.step to another step of the parent."
-        )
-    parent = _open(job, None)
-    state = parent.manifest.checkpoint
-    logger.info("branching off after step=%d from %s", state.step, parent.path)
-    inherited = inherit_loss_spikes(parent, job.recipe, job.lineage) or LossSpikes()
-    return ResumePoint(state.step, state.skipped_steps, inherited, parent.manifest.recipe)
-
-
-def _open(job: Job, step: int | None) -> Artifact[CheckpointManifest]:
-    """Open the run's checkpoint of a step, or for None that of its parent. Raises `ArtifactError` for another run's."""
-    if step is not None:
-        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
-        require_of_run(checkpoint, job.recipe, job.corpus)
-        return checkpoint
+def _open_parent(job: Job) -> Artifact[CheckpointManifest]:
     branch, expected = job.recipe.train.branch, job.lineage.parent
     assert branch
     assert expected
@@ -168,10 +208,6 @@ def _open(job: Job, step: int | None) -> Artifact[CheckpointManifest]:
     return parent
 
 
-def _problems_of_all(found: str, group: ProcessGroup) -> list[str]:
-    return [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
-
-
 def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: Artifact[CheckpointManifest]) -> None:
     """Load the weights of a checkpoint from verified files, and leave the moments as they are. All workers call this.
 
@@ -179,26 +215,20 @@ def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: Ar
     """
     with program.state.writing() as held:
         weights = {piece: tensor for piece, tensor in held.items() if piece.kind == "weight"}
-        group.wait_for_work(partial(_read, job, checkpoint, weights))
+        found = FoundCheckpoint.of(checkpoint)
+        group.wait_for_work(partial(read_part, job, program.backend.mesh, found, weights))
 
 
-def _read(job: Job, checkpoint: Artifact[CheckpointManifest], held: Mapping[StateSlice, Tensor]) -> None:
-    reader = ShardReader(checkpoint, parameter_shapes(job.recipe.model))
-    files = reader.files_of(held)
-    logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
-    verify_on_node(job, checkpoint, files)
-    reader.read(held)
+def _require_seen(checkpoint: FoundCheckpoint, group: ProcessGroup) -> None:
+    """Raise `ArtifactError` on all workers where one does not see the checkpoint that rank 0 sees.
 
-
-def _agree_on_checkpoints(job: Job, group: ProcessGroup) -> list[int]:
-    """Return the steps of the checkpoints, ascending. Raises `ArtifactError` when the workers see different ones."""
-    seen = group.gather({"steps": checkpoint_steps(job.checkpoint_collection)})
-    for rank, theirs in enumerate(seen):
-        if theirs != seen[0]:
-            one, other = (max(worker["steps"], default=0) for worker in (seen[0], theirs))
-            raise ArtifactError(
-                f"{job.checkpoint_collection}: rank 0 sees {len(seen[0]['steps'])} checkpoints, the newest after step "
-                f"{one}, but rank {rank} sees {len(theirs['steps'])}, the newest after step {other}: the folder is not "
-                f"the same on their nodes. Compare with `python -m services.common.artifacts list` on each node."
-            )
-    return list(seen[0]["steps"])
+    It is not damaged then, so no older one may take its place.
+    """
+    is_unseen = not checkpoint.path.exists()
+    if group.maximum(is_unseen):
+        unseen = [rank for rank, each in enumerate(group.gather({"is_unseen": is_unseen})) if each["is_unseen"]]
+        raise ArtifactError(
+            f"{checkpoint.path}: rank 0 sees this checkpoint, but {len(unseen)} of {group.world_size} workers do not, "
+            f"rank {unseen[0]} for one: the folder is not the same on their nodes. Compare with `python -m "
+            f"services.common.artifacts list {checkpoint.path.parent}` on each node."
+        )

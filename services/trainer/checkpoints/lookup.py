@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from pydantic import ValidationError
 
-from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id, step_of
+from services.common.artifacts.checkpoint import (
+    CheckpointManifest,
+    CheckpointPayload,
+    ShardOrigin,
+    checkpoint_id,
+    step_of,
+)
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, verify_files
+from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import (
     Address,
     Artifact,
@@ -31,6 +40,44 @@ logger = logging.getLogger(__name__)
 
 Verify = Callable[[Artifact[CheckpointManifest]], None]
 """Function that raises `ArtifactError` for a damaged checkpoint."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint as the process describes it to the workers that has read its manifest.
+
+    It has a fourth of the manifest's bytes, about 250 for each shard.
+    """
+
+    path: Path
+    name: str
+    """Name of the run that made it."""
+    id: str
+    content_digest: str
+    recipe: Mapping[str, Any]
+    state: CheckpointPayload
+    """State without the origins of the shards, which follow from it."""
+    ranks: Mapping[str, int]
+    """Rank that wrote each shard, by the shard's name."""
+    files: Mapping[str, FileEntry]
+
+    @classmethod
+    def of(cls, checkpoint: Artifact[CheckpointManifest]) -> Self:
+        manifest, shards = checkpoint.manifest, checkpoint.manifest.checkpoint.shards
+        return cls(
+            path=checkpoint.path,
+            name=manifest.name,
+            id=manifest.id,
+            content_digest=manifest.content_digest,
+            recipe=manifest.recipe,
+            state=manifest.checkpoint.model_copy(update={"shards": {}}),
+            ranks={file: origin.rank for file, origin in shards.items()},
+            files={entry.path: entry for entry in manifest.files},
+        )
+
+    def origin_of(self, file: str) -> ShardOrigin:
+        """Return the origin that the header of a shard has to name, or for the index that of rank 0."""
+        return self.state.origin(self.name, self.ranks.get(file, 0))
 
 
 def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import discard
 from services.common.recipe.schema import Recipe, Train
-from services.trainer.checkpoints.lookup import Verify, checkpoint_steps, is_intact
+from services.trainer.checkpoints.lookup import checkpoint_steps
 
 logger = logging.getLogger(__name__)
 
 
-def discard_old(collection: Path, recipe: Recipe, intact_steps: Sequence[int], lease: Lease, verify: Verify) -> None:
+def discard_old(
+    collection: Path, recipe: Recipe, newest_step: int, lease: Lease, looks_intact: Callable[[int], bool]
+) -> None:
     """Remove checkpoints that are older than the `keep_latest` newest intact ones, except those that stay for longer.
 
-    The workers committed or loaded `intact_steps`, and committed the last of them just now; any other checkpoint counts
-    as intact if this process, which reads all of its files, can verify it. Damaged checkpoints that are newer than the
+    The checkpoint of `newest_step` was committed just now, and `looks_intact` is asked for at most `keep_latest` intact
+    ones and the damaged ones between them. Damaged checkpoints that are newer than the
     oldest kept one stay for a person to inspect. Checkpoints of later steps are ignored: they are damaged, or the run
     would have continued from them. A failed removal is only logged.
     """
     policy = recipe.checkpoint
-    steps = [step for step in reversed(checkpoint_steps(collection)) if step <= intact_steps[-1]]
+    steps = [step for step in reversed(checkpoint_steps(collection)) if step <= newest_step]
     kept_for_rollbacks = rollback_checkpoints(steps, recipe.train)
     intact = 0
     for step in steps:
@@ -38,7 +40,7 @@ def discard_old(collection: Path, recipe: Recipe, intact_steps: Sequence[int], l
             if not is_kept_for_good and step not in kept_for_rollbacks:
                 _discard(collection / checkpoint_id(step), lease)
         elif len(steps) > policy.keep_latest:
-            intact += step in intact_steps or is_intact(collection, step, verify)
+            intact += looks_intact(step)
 
 
 def discard_newer(collection: Path, step: int, lease: Lease) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -21,14 +21,16 @@ from services.common.artifacts.checkpoint import (
 )
 from services.common.artifacts.lease import naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, begin_partial, commit, partial_of
+from services.common.artifacts.store import Artifact, Draft, begin_partial, commit, partial_of
 from services.common.errors import StorageError
 from services.common.process.termination_notice import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
+from services.common.program.sharded_state import ShardedState
 from services.common.program.state import StateSlice
 from services.common.recipe.schema import Recipe
-from services.trainer.checkpoints.lookup import is_intact, verify_state
+from services.trainer.checkpoints.index import Rows, of_all_kinds, write_index
+from services.trainer.checkpoints.lookup import is_intact, require_of_run, verify_sizes
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.job import Job, tokens_after
@@ -74,15 +76,16 @@ class CheckpointWriter:
         self._started = 0.0
         self._writing: Future[FileEntry] | None = None
         self._committing: Future[None] | None = None
-        self._intact_steps: list[int] = []
+        self._is_intact: dict[int, bool] = {}
+        """Whether the checkpoint of a step is intact, as far as the workers know by a commit or by reading it."""
+        self._rows: Rows | None = None
         self.slowest_seconds = 0.0
         """Seconds of the slowest checkpoint, from the begin of its copy to its commit. Only rank 0 knows it."""
         self._is_short_notice_recorded = False
-        self._verify = verify_state(job.recipe, job.corpus)
 
     def save(
         self,
-        begin_snapshot: Callable[[], Callable[[], Mapping[StateSlice, Tensor]]],
+        state: ShardedState,
         step: int,
         skipped_steps: int,
         started: float,
@@ -113,15 +116,16 @@ class CheckpointWriter:
             ancestors=job.lineage.ancestors,
             data_offset_samples=job.lineage.data_offset_samples,
         ).with_shards(job.run, {shard_name(rank): rank for rank in range(mesh.world_size)})
-        self._writing = self._thread.submit(self._write, self._payload, begin_snapshot())
+        self._writing = self._thread.submit(self._write, self._payload, state.begin_snapshot())
+        if self._group.rank == 0 and self._rows is None:
+            self._rows = of_all_kinds(state.find_owners())
 
-    def count_as_intact(self, step: int) -> None:
-        """Count the checkpoint of a step as intact: the workers have loaded it and so verified all of its files.
+    def learn(self, *, intact_step: int, damaged_steps: Iterable[int]) -> None:
+        """Remember which checkpoints the workers found intact and damaged when they loaded one.
 
-        Otherwise rank 0 alone would read the whole checkpoint again when it removes old ones: 840 GB for a model of
-        70 billion parameters.
+        So rank 0 reads none of them again when it removes old ones: 840 GB for a model of 70 billion parameters.
         """
-        self._intact_steps.append(step)
+        self._is_intact |= {**dict.fromkeys(damaged_steps, False), intact_step: True}
 
     @property
     def is_shard_written(self) -> bool:
@@ -159,13 +163,26 @@ class CheckpointWriter:
         def prepare() -> bool:
             if self._group.rank > 0:
                 return False
-            if address.path.exists() and is_intact(address.collection, step, self._verify):
+            if address.path.exists() and self._looks_intact(step):
                 return False
             with naming_a_lost_lease(self._lease):
                 begin_partial(address, self._lease)
             return True
 
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))
+
+    def _looks_intact(self, step: int) -> bool:
+        """Return whether a checkpoint is intact as far as the workers know, or as its manifest and its sizes tell.
+
+        A start loads the newest checkpoint that is not damaged, so it has read every newer one.
+        """
+        if step not in self._is_intact:
+            self._is_intact[step] = is_intact(self._job.checkpoint_collection, step, self._verify)
+        return self._is_intact[step]
+
+    def _verify(self, checkpoint: Artifact[CheckpointManifest]) -> None:
+        verify_sizes(checkpoint)
+        require_of_run(checkpoint, self._job.recipe, self._job.corpus)
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
         with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):  # a newer attempt may hold it
@@ -188,12 +205,15 @@ class CheckpointWriter:
         if self._group.rank == 0:
             self._committing = self._thread.submit(self._publish, entries)
 
-    def _publish(self, files: tuple[FileEntry, ...]) -> None:
+    def _publish(self, shards: tuple[FileEntry, ...]) -> None:
         job, payload = self._job, self._payload
         assert payload
-        draft = Draft(payload, (job.corpus.link,), files)
+        assert self._rows
+        address = job.checkpoint_address(payload.step)
         with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):
-            commit(job.checkpoint_address(payload.step), CheckpointManifest, "trainer", job.recipe, draft, self._lease)
+            index = write_index(partial_of(address, self._lease), payload.origin(job.run, rank=0), self._rows)
+            draft = Draft(payload, (job.corpus.link,), (*shards, index))
+            commit(address, CheckpointManifest, "trainer", job.recipe, draft, self._lease)
         logger.info("committed checkpoint step=%d", payload.step)
         seconds = time.perf_counter() - self._started
         self.slowest_seconds = max(self.slowest_seconds, seconds)
@@ -201,5 +221,5 @@ class CheckpointWriter:
         if message:
             self._is_short_notice_recorded = True
             record_event(job, "short_notice", step=payload.step, message=message)
-        self._intact_steps.append(payload.step)
-        discard_old(job.checkpoint_collection, job.recipe, self._intact_steps, self._lease, self._verify)
+        self._is_intact[payload.step] = True
+        discard_old(job.checkpoint_collection, job.recipe, payload.step, self._lease, self._looks_intact)

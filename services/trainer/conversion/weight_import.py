@@ -23,6 +23,7 @@ from services.common.input.files import read_file, reading_inputs
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
 from services.common.vocabularies.tokenizer_json import read_rules
+from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.lookup import checkpoint_steps
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.conversion.hugging_face import CONFIG, group_parameters, open_weights, require_same_model
@@ -60,9 +61,9 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
         if checkpoint_steps(address.collection):
             raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
         partial = begin_partial(address, lease)
-        files = tuple(_write_shards(partial, state.origin(job.run, rank=0), shapes, read))
-    payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in files), 0))
-    draft = Draft(payload, (job.corpus.link,), files)
+        *shards, index = _write_files(partial, state.origin(job.run, rank=0), shapes, read)
+    payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in shards), 0))
+    draft = Draft(payload, (job.corpus.link,), (*shards, index))
     commit(address, CheckpointManifest, "trainer", recipe, draft, lease)
     return address.path
 
@@ -145,9 +146,11 @@ def _have_same_rules(path: Path, content: bytes, ours: bytes) -> bool:
         raise ArtifactError(f"{path}: cannot be read as a tokenizer.json: {error}.") from error
 
 
-def _write_shards(
+def _write_files(
     folder: Path, origin: ShardOrigin, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]
 ) -> Iterator[FileEntry]:
+    """Write the shards and their index, and yield the entries of the files."""
+    written: list[tuple[StateSlice, int]] = []
     for number, names in enumerate(group_parameters(shapes, SHARD_ELEMENTS)):
         slices: dict[StateSlice, Tensor] = {}
         for name in names:
@@ -155,4 +158,6 @@ def _write_shards(
             slices[StateSlice.whole("weight", name, weight.shape)] = weight
             for kind in ("exp_avg", "exp_avg_sq"):
                 slices[StateSlice.whole(kind, name, weight.shape)] = torch.zeros_like(weight)
+        written += [(piece, number) for piece in slices]
         yield write_shard(folder, shard_name(number), origin, slices)
+    yield write_index(folder, origin, tabulate(written))

@@ -7,27 +7,39 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import psutil
 import pytest
+import safetensors
 import torch
 import xxhash
 
-from services.common.artifacts.checkpoint import CheckpointManifest, step_of
+from services.common.artifacts.checkpoint import CheckpointManifest, ShardOrigin, step_of
 from services.common.artifacts.store import open_artifact
 from services.common.process.entry_point import exit_code_of
+from services.common.program.backends.torch_native import TorchNative
 from services.common.program.llama import parameter_shapes
+from services.common.program.mesh import Mesh
 from services.common.program.state import StateKind, StateSlice
+from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
+from services.common.testing.manifests import Fields, forge
 from services.trainer.__main__ import main
+from services.trainer.checkpoints.index import tabulate, write_index
+from services.trainer.checkpoints.loader import find_checkpoint, load_part
+from services.trainer.checkpoints.safetensors_file import ORIGIN
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.evaluation.records import read_evaluations
+from services.trainer.job import Job
 from services.trainer.metrics.records import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+ALONE = Mesh(0, data_parallel_size=1)
 
 
 def start_trainer(
@@ -89,6 +101,28 @@ def state_hash(checkpoint: Path) -> str:
     for tensor in state.values():
         hasher.update(tensor.numpy().tobytes())
     return hasher.hexdigest()
+
+
+def problem_of(job: Job, step: int, mesh: Mesh = ALONE) -> str:
+    """Return why a worker cannot load a run's checkpoint, as rank 0 or the worker finds it; empty if it is intact."""
+    told = find_checkpoint(job, step)
+    if told.checkpoint is None:
+        return told.problem
+    program = Program(job.recipe, TorchNative(mesh, 1, job.recipe.train.reduction), draws_weights=False)
+    return load_part(job, mesh, told.checkpoint, program.state.read())
+
+
+def vouch_for_files(folder: Path, change: Callable[[Fields], object] = lambda fields: None) -> None:
+    """Write a checkpoint's index again, for the slices that its shards have now, and then its manifest as `forge`."""
+    slices: list[tuple[StateSlice, int]] = []
+    for number, path in enumerate(sorted(folder.glob("shard-*"))):
+        with safetensors.safe_open(path, "pt") as file:
+            origin = ShardOrigin.model_validate_json(file.metadata()[ORIGIN])
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                with suppress(ValueError):  # a key that no index can have
+                    slices.append((StateSlice.parse(key), number))
+    write_index(folder, origin, tabulate(slices))
+    forge(folder, change)
 
 
 def flip_a_bit(path: Path) -> None:

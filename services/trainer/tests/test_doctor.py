@@ -144,7 +144,7 @@ def test_damaged_checkpoints_are_named_and_the_step_that_the_run_goes_on_from(pl
     flip_a_bit(newest / "shard-00000.safetensors")
     exit_code, output = doctor()
     assert exit_code == 0, output
-    assert f"{newest}: 1 of 1 files are damaged" in output
+    assert f"{newest}: 1 of 2 files are damaged" in output
     assert "1 of " in output
     assert "from step 5 of 20" in output
 

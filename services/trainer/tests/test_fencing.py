@@ -41,7 +41,7 @@ def test_a_worker_of_an_earlier_attempt_commits_nothing(tmp_path: Path, new_job:
 
 def write_alone(job: Job, program: Program) -> CheckpointWriter:
     writer = CheckpointWriter(job, program.backend.mesh, ProcessGroup(rank=0, world_size=1))
-    writer.save(program.state.begin_snapshot, 5, 0, started=0.0, loss_spikes=LossSpikes())
+    writer.save(program.state, 5, 0, started=0.0, loss_spikes=LossSpikes())
     return writer
 
 

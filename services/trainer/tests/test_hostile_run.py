@@ -17,7 +17,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from services.common.artifacts.checkpoint import checkpoint_id, shard_name, step_of
+from services.common.artifacts.checkpoint import INDEX_FILE, checkpoint_id, shard_name, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
@@ -28,8 +28,7 @@ from services.common.process.entry_point import exit_code_of
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge, in_all_of_state
 from services.trainer.__main__ import main
-from services.trainer.checkpoints.loader import load_part
-from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
+from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
@@ -38,8 +37,8 @@ from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
 from services.trainer.run import open_run
-from services.trainer.tests.builders import make_program, make_recipe, write_recipe
-from services.trainer.tests.runs import checkpoints
+from services.trainer.tests.builders import make_recipe, write_recipe
+from services.trainer.tests.runs import checkpoints, problem_of, vouch_for_files
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -70,7 +69,7 @@ def rewrite_tensors(folder: Path, change: Change) -> None:
     tensors = safetensors.torch.load_file(folder / STATE_SHARD)
     change(tensors)
     (folder / STATE_SHARD).write_bytes(safetensors.torch.save(tensors, metadata))
-    forge(folder)
+    vouch_for_files(folder)
 
 
 def rename_norm(name: str) -> Change:
@@ -102,7 +101,7 @@ def test_tensors_that_are_not_the_models_are_refused(
     rewrite_tensors(folder, change)
     run = open_run(trained.root, trained.run)
 
-    assert re.search(message, load_part(trained, make_program(trained.recipe).state.read(), step=1))
+    assert re.search(message, problem_of(trained, 1))
     for work in (
         lambda: load_model(run),
         lambda: export(run, tmp_path / "exported"),
@@ -115,7 +114,7 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
     (trained.checkpoint_address(1).path / STATE_SHARD).write_bytes(b"\xff" * 100)
     forge(trained.checkpoint_address(1).path)
 
-    assert "cannot be read as safetensors" in load_part(trained, make_program(trained.recipe).state.read(), step=1)
+    assert "cannot be read as safetensors" in problem_of(trained, 1)
     with pytest.raises(ArtifactError, match=r"all 1 checkpoints are damaged(?s:.*)cannot be read as safetensors"):
         train(trained, ALONE)
 
@@ -128,7 +127,8 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
         (lambda fields: fields["checkpoint"].update(step=2**64), "step: Input should be less than"),
         (lambda fields: fields["checkpoint"].update(skipped_steps=2), "2 of 1 steps skipped"),
         (lambda fields: fields.update(id=checkpoint_id(2)), "name and id .*step-00000002"),
-        (list_no(STATE_SHARD), "no file: expected shards"),
+        (list_no(STATE_SHARD), "shard-00000.safetensors: expected both in"),
+        (list_no(INDEX_FILE), "index.safetensors: expected among the files"),
         (lambda fields: fields["files"][0].update(path="weights.bin"), "weights.bin: expected shards"),
     ],
 )
@@ -270,7 +270,7 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
     with hold_lease(tmp_path / "run.lock") as held:
-        discard_old(collection, recipe, intact_steps=[1_000_000_000], lease=held.lease, verify=verify_checkpoint)
+        discard_old(collection, recipe, 1_000_000_000, held.lease, lambda step: True)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

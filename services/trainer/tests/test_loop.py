@@ -15,11 +15,9 @@ from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
-from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.common.testing.file_opens import noticing_opens
-from services.trainer.checkpoints.loader import load_part, resume
-from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
+from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
@@ -27,8 +25,7 @@ from services.trainer.metrics.events import EventTail, count_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
-from services.trainer.tests.builders import make_program
-from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
+from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -83,13 +80,12 @@ def test_a_run_keeps_attention_within_documents_when_its_recipe_says_so(new_job:
 def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost(new_job: Callable[..., Job]) -> None:
     job = new_job(train__max_steps="10")
     train(job, ALONE)
-    program = make_program(job.recipe)
-    assert load_part(job, program.state.read(), 10) == ""
+    assert problem_of(job, 10) == ""
 
     flip_a_bit(checkpoints(job.root)["step-00000010"] / shard_name(0))
 
-    assert load_part(job, program.state.read(), 10) == ""  # as this command has found it
-    assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program.state.read(), 10)
+    assert problem_of(job, 10) == ""  # as this command has found it
+    assert "shard-00000.safetensors: xxh3-128 is" in problem_of(replace(job, start_number=1), 10)
 
 
 @pytest.mark.parametrize(
@@ -157,29 +153,40 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     recipe = job.recipe.model_copy(update={"checkpoint": policy})
 
     assert job.lease
-    discard_old(job.checkpoint_collection, recipe, intact_steps=[8], lease=job.lease, verify=verify_checkpoint)
+    discard_old(job.checkpoint_collection, recipe, 8, job.lease, lambda step: step not in (4, 6))
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
     assert list(checkpoints(job.root)) == ["step-00000008", "step-00000010"]  # and the older damaged ones may go
 
 
-def test_a_checkpoint_that_the_workers_loaded_is_not_read_again_when_old_ones_are_removed(
-    new_job: Callable[..., Job],
-) -> None:
-    settings = {"checkpoint__interval_steps": "2", "checkpoint__keep_latest": "2"}
+def test_no_old_checkpoint_is_read_when_old_ones_are_removed(new_job: Callable[..., Job]) -> None:
+    settings = {"checkpoint__interval_steps": "2", "checkpoint__keep_latest": "3"}
     job = new_job(train__max_steps="4", **settings)
     train(job, ALONE)
-    shard = job.checkpoint_address(4).path / shard_name(0)
+    older, newest = (job.checkpoint_address(step).path / shard_name(0) for step in (2, 4))
 
-    with noticing_opens(shard.parent) as opens:
-        resumed = new_job(train__max_steps="6", **settings)
-        resume(resumed, make_program(resumed.recipe), ProcessGroup(0, 1))
-        opens_of_a_load = opens.paths.count(shard)
-        train(new_job(train__max_steps="6", **settings), ALONE)
+    with noticing_opens(job.checkpoint_collection) as opens:
+        problem_of(job, 4)
+        opens_of_a_load = opens.paths.count(newest)
+        train(new_job(train__max_steps="8", **settings), ALONE)
 
-    assert list(checkpoints(job.root)) == ["step-00000004", "step-00000006"]
-    assert opens.paths.count(shard) == 2 * opens_of_a_load > 0
+    assert list(checkpoints(job.root)) == ["step-00000004", "step-00000006", "step-00000008"]
+    assert opens.paths.count(newest) == 2 * opens_of_a_load > 0
+    assert opens.paths.count(older) == 0
+
+
+def test_a_checkpoint_that_was_damaged_at_the_start_does_not_count_among_those_that_are_kept(
+    new_job: Callable[..., Job],
+) -> None:
+    settings = {"checkpoint__keep_latest": "2"}
+    job = new_job(train__max_steps="6", checkpoint__interval_steps="2", **settings)
+    train(job, ALONE)
+    flip_a_bit(job.checkpoint_address(6).path / shard_name(0))
+
+    train(new_job(train__max_steps="7", checkpoint__interval_steps="10", **settings), ALONE)
+
+    assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (4, 6, 7)]
 
 
 def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Callable[..., Job]) -> None:
@@ -192,7 +199,7 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
     assert job.lease
-    discard_old(job.checkpoint_collection, job.recipe, intact_steps=[10], lease=job.lease, verify=verify_checkpoint)
+    discard_old(job.checkpoint_collection, job.recipe, 10, job.lease, lambda step: True)
 
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 

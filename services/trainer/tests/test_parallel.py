@@ -13,11 +13,8 @@ import torch
 from services.common.artifacts.checkpoint import shard_name
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
-from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import ProcessGroup
-from services.common.program.step import Program
-from services.trainer.checkpoints.loader import load_part
 from services.trainer.conversion.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -25,7 +22,7 @@ from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run
 from services.trainer.tests import work
-from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
+from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, read_run, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "2"}
@@ -149,8 +146,7 @@ def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -
     problems = []
     for rank in range(4):
         group = ProcessGroup.fake(4, rank)
-        program = Program(job.recipe, TorchNative(make_mesh(job.recipe, rank, 4), 1, "exact"))
-        problems.append(load_part(job, program.state.read(), 4))
+        problems.append(problem_of(job, 4, make_mesh(job.recipe, rank, 4)))
         group.leave()
 
     # Rank 3 has a part of the matrices of rank 2's model, and with it the norms, which rank 2 writes.

@@ -23,17 +23,17 @@ from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
 from services.common.testing.manifests import Fields, forge, in_all_of_state, reseal
 from services.trainer.__main__ import main
-from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import verify_state
-from services.trainer.checkpoints.shards import ORIGIN, ShardReader
+from services.trainer.checkpoints.safetensors_file import ORIGIN
+from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.conversion.export import export
 from services.trainer.inspection.checkpoint_content import inspect
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import open_run
-from services.trainer.tests.builders import make_program, write_recipe
-from services.trainer.tests.runs import checkpoints, state_hash
+from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.runs import checkpoints, problem_of, state_hash, vouch_for_files
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 FILES = (shard_name(0), shard_name(1))
@@ -79,7 +79,7 @@ def rewrite(folder: Path, change: Callable[[Files], object]) -> None:
         (folder / name).write_bytes(safetensors.torch.save(content, metadata))
 
     origins = dict.fromkeys(FILES, json.loads(metadata[ORIGIN]))
-    forge(folder, lambda fields: fields["checkpoint"].update(shards=origins))
+    vouch_for_files(folder, lambda fields: fields["checkpoint"].update(shards=origins))
 
 
 def move(files: Files, keys: list[str]) -> None:
@@ -173,7 +173,7 @@ def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_
     expected = state_hash(job.checkpoint_address(2).path)
     rewrite(job.checkpoint_address(2).path, set_one(key, value))
 
-    problem = load_part(job, make_program(job.recipe).state.read(), step=2)
+    problem = problem_of(job, 2)
     options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(job.root)]
     assert exit_code_of(lambda: main(["inspect-checkpoint", *options])) == 3
     printed = capfd.readouterr().err
@@ -186,7 +186,7 @@ def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_
 def require_unread(job: Job, tmp_path: Path, *said: str) -> None:
     """Resume, inspection, export, sampling and doctor refuse the newest checkpoint, and say this of it."""
     run = open_run(job.root, job.run)
-    told = [load_part(job, make_program(job.recipe).state.read(), step=2)]
+    told = [problem_of(job, 2)]
     for work in (
         lambda: verify_state(job.recipe, job.corpus, "size")(run.checkpoint),
         lambda: list(inspect(run.checkpoint, job.recipe)),
@@ -316,7 +316,7 @@ def test_a_resealed_manifest_that_contradicts_its_run_or_its_files_is_refused(
 ) -> None:
     reseal(job.checkpoint_address(2).path, change)
 
-    assert said in load_part(job, make_program(job.recipe).state.read(), step=2)
+    assert said in problem_of(job, 2)
     with pytest.raises(ArtifactError):
         verify_state(job.recipe, job.corpus)(open_artifact(job.checkpoint_address(2).path, CheckpointManifest))
 
