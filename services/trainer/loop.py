@@ -13,6 +13,7 @@ from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import MillraceError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.stop_reason import StopReason
 from services.common.process.telemetry import configure_logging
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
@@ -46,7 +47,7 @@ from services.trainer.metrics.metric_table import ReducedNumbers
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import StepRecord
 from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node
-from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
+from services.trainer.stop import StopConditions, clear_stop, stopped
 
 
 def train(job: Job, environment: WorkerEnvironment) -> None:
@@ -208,7 +209,7 @@ class Training:
         numbers = self.recorder.measure(self._program, record.step_seconds, record.data_seconds)
         is_compared = not record.is_first_of_process
         return WorkerStep(
-            stop_reason=self._strongest_stop_reason(record.step),
+            stop_reason=self._strongest_stop_reason(),
             is_shard_written=self._writer.is_shard_written,
             deviation=self._spikes.deviation(record.loss, record.gradient_norm),
             is_applied=taken.is_applied,
@@ -338,7 +339,7 @@ class Training:
             return
 
         def goes_on(num_rounds: int) -> bool:
-            self._agreement.begin(WorkerStep(self._strongest_stop_reason(num_rounds), self._writer.is_shard_written))
+            self._agreement.begin(WorkerStep(self._strongest_stop_reason(), self._writer.is_shard_written))
             agreed = self._agreement.finish()
             self._writer.advance(agreed.are_shards_written)
             if not is_last:
@@ -408,9 +409,9 @@ class Training:
         gc.collect()  # the program and its compiled functions refer to each other
         self._program, self._is_program_new = Program(self._job.recipe, self._backend), True
 
-    def _strongest_stop_reason(self, number: int) -> StopReason:
+    def _strongest_stop_reason(self) -> StopReason:
         """Return the strongest stop reason that this worker or its node's agent sees; see `StopConditions.check`."""
-        return max(self._stop_conditions.check(number), StopReason(self._agreement.node_stop_reason))
+        return max(self._stop_conditions.check(), StopReason(self._agreement.node_stop_reason))
 
     def _compare_speed(self, reduced: ReducedStep, step: int) -> None:
         compared = (reduced.slowest_rank, reduced.slowest_seconds, reduced.median_seconds)

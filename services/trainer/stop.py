@@ -6,12 +6,10 @@ the group. So all workers stop after the same step, with one checkpoint.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import signal
 import stat
-import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,29 +18,13 @@ from pathlib import Path
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.input.files import open_regular_file
-from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.stop_reason import StopReason
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
-# Ray asks one actor and waits for all workers (9 ms), so this does not ask after every step.
-PREEMPTION_INTERVAL_STEPS = 10
-
-
-class StopReason(enum.IntEnum):
-    """Reasons to stop, from the weakest to the strongest."""
-
-    NONE = 0
-    TIME_LIMIT = 1
-    PREEMPTION = 2
-    STOP_FILE = 3
-    # The command gets these signals, and passes them on through the stop file.
-    SIGTERM = 4
-    INTERRUPT = 5
-
-    def __str__(self) -> str:
-        return self.name.lower().replace("_", " ")
 
 
 class StopConditions:
@@ -56,22 +38,16 @@ class StopConditions:
         # The command may have started on another machine, and nobody can set a monotonic clock.
         before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
         self._began_at = time.monotonic() - before_seconds
-        if threading.current_thread() is threading.main_thread():  # Ray runs a worker in another thread
-            signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGTERM, self._terminate)
 
-    def check(self, number: int) -> StopReason:
+    def check(self) -> StopReason:
         """Return the strongest reason that this worker sees.
 
-        All workers call this after every step and every round of an evaluation, with its number.
+        All workers call this after every step and every round of an evaluation.
         """
         reasons = [StopReason.NONE]
         if self._is_terminated:
             reasons.append(StopReason.SIGTERM)
-        if (
-            number % PREEMPTION_INTERVAL_STEPS == 0
-            and choose_launcher(self._environment.launch).is_preemption_noticed()
-        ):
-            reasons.append(StopReason.PREEMPTION)
         if self._environment.rank == 0:
             reasons += [_read_request(self._file), self._read_clock()]
         return max(reasons)

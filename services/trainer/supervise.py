@@ -15,6 +15,7 @@ from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.common.process.progress import Progress, show_progress
+from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.trainer.checkpoints.lookup import newest_step
 from services.trainer.job import Job
@@ -23,7 +24,7 @@ from services.trainer.metrics.events import EventTail, explain_loss, record_even
 from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import working_on_node
 from services.trainer.restarts import RestartBudget
-from services.trainer.stop import StopReason, forget_signals, request_stop
+from services.trainer.stop import forget_signals, request_stop
 from services.trainer.worker_start import describe_workers
 
 logger = logging.getLogger(__name__)

@@ -202,11 +202,6 @@ class _WorkersHere:
         require_success([end])
 
 
-def is_preemption_noticed() -> bool:
-    """See `Launcher.is_preemption_noticed`. Always False: a single machine is told of preemption by SIGTERM."""
-    return False
-
-
 def _begin_forked(parent: int) -> None:
     """Leave what belongs to the command: its guard hears of the command's signals by the descriptor for wake-ups."""
     signal.set_wakeup_fd(-1)

@@ -182,10 +182,6 @@ class Launcher(Protocol):
         """
         ...
 
-    def is_preemption_noticed(self) -> bool:
-        """Whether one of the workers' nodes is about to be taken away. All workers have to call this equally often."""
-        ...
-
 
 def run_workers(
     launcher: Launcher, function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle  # nosec B403 # bytes that the command and its workers made
 import signal
+import socket
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from services.common.launch.neuron_environment import (
 from services.common.launch.node_board import NodeBoard
 from services.common.launch.node_heartbeats import node_heartbeat_file, writing_heartbeats
 from services.common.process.private_folder import new_name, private_folder
+from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import STOP_SIGNALS, name_signal
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,18 @@ class NodeAgent:
         self._lost: str | None = None
         self._folders = ExitStack()
         self._board: NodeBoard | None = None
+        self._stop_reason = StopReason.NONE
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of the workers has raised an error or was lost."""
+        return bool(self._raised or self._lost)
+
+    def tell_workers(self, reason: StopReason) -> None:
+        """Tell the workers, those of later starts too, why they should stop. A signal handler may call this."""
+        self._stop_reason = max(reason, self._stop_reason)
+        if self._board:
+            self._board.raise_stop_reason(self._stop_reason)
 
     def start(self, start: NodeStart) -> None:
         """Start the workers. Raises `WorkersLost` where the fork server was killed meanwhile."""
@@ -121,6 +135,7 @@ class NodeAgent:
         context = _FORK_SERVER if spec.preload and fork_server.IS_SUPPORTED else SPAWN
         folder = self._folders.enter_context(private_folder(new_name("workers")))
         self._board = self._folders.enter_context(closing(NodeBoard.make(folder, len(ranks))))
+        self._board.raise_stop_reason(self._stop_reason)
         # Workers of one node meet in a file, so that no port is opened before the group forms.
         rendezvous = str(folder / "rendezvous") if start.num_nodes == 1 else start.meeting.url
         network = find_network(self._address) if spec.device in NEURON_DEVICES else None
@@ -156,11 +171,11 @@ class NodeAgent:
 
         Return whether the workers are to be ended now. A worker's death is noticed at once: its process is watched.
         """
-        while self._running and not self._has_failed:
+        while self._running and not self.has_failed:
             self._collect(ready := wait_for_any([*others, *self._watched()], timeout=POLL_SECONDS))
             if any(other in ready for other in others):
                 break
-        return self._has_failed or not self._running
+        return self.has_failed or not self._running
 
     def end(self) -> NodeEnd:
         """Kill the workers that still run, remove their folder, and return how the workers ended that had ended before.
@@ -170,14 +185,10 @@ class NodeAgent:
         self._collect(wait_for_any(self._watched(), timeout=0))
         kill_processes([worker.process for worker in self._started])
         end = NodeEnd(tuple(self._raised), self._lost)
-        self._folders.close()
         self._board = None
+        self._folders.close()
         self._started, self._running, self._raised, self._lost = [], [], [], None
         return end
-
-    @property
-    def _has_failed(self) -> bool:
-        return bool(self._raised or self._lost)
 
     def _watched(self) -> list[Any]:
         # A worker that fails sends its error before it ends: a long one fits into the pipe only while somebody reads.
@@ -194,7 +205,8 @@ class NodeAgent:
                 continue
             worker.process.join()
             if worker.process.exitcode != 0:
-                self._lost = f"rank {worker.rank} (pid {worker.process.pid}) {_describe_end(worker.process.exitcode)}"
+                how = _describe_end(worker.process.exitcode)
+                self._lost = f"rank {worker.rank} (pid {worker.process.pid} on {socket.gethostname()}) {how}"
 
 
 def prepare_fork_server(preload: tuple[str, ...]) -> None:

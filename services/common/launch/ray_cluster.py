@@ -6,6 +6,7 @@ its own, which a signal to the command's process group does not reach, and ends 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -26,7 +27,7 @@ from services.common.launch.cluster_address import AUTO, cluster_address, split_
 from services.common.launch.guard import start_guard
 from services.common.process.entry_point import call_at_end
 from services.common.process.private_folder import new_name, private_folder
-from services.common.process.stop_signals import deferring_stop_signals
+from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 JOIN_SECONDS = 60.0
 """Seconds in which somebody has to listen at RAY_ADDRESS."""
@@ -37,26 +38,36 @@ PROBE_SECONDS = 10.0
 """Seconds between two connections that show whether the cluster's head is alive."""
 SHUTDOWN_SECONDS = 10.0
 """Seconds that Ray's library gets to leave the cluster: it has no limit of its own for a process that hangs."""
+_SIGACTION_BYTES = 256  # more than a `struct sigaction` has: 152 in glibc
 LOST_HEAD_FAILURES = 4  # failed connections in a row; Ray's library ends the process after 60 s without the head
 
 
+_connecting = threading.Lock()
+
+
 def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or start one on this machine that offers these CPUs and resources."""
-    if ray.is_initialized():
-        _watch.require_ray()
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}},
-    }
-    address = cluster_address()
-    if address is None:
-        _start_here(options, num_cpus, resources or {})
-    else:
-        _join(address, options)
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    """Join the Ray cluster of RAY_ADDRESS, or start one on this machine that offers these CPUs and resources.
+
+    Any thread may call this, and several at a time.
+    """
+    with _connecting:
+        if ray.is_initialized():
+            _watch.require_ray()
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}},
+        }
+        address = cluster_address()
+        if address is None:
+            failure = RayCall(partial(_start_here, options, num_cpus, resources or {}), goes_on=True).wait()
+            if failure is not None:
+                raise failure
+        else:
+            _join(address, options)
+        logging.getLogger("ray").setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -77,21 +88,16 @@ def calling_ray() -> Iterator[None]:
             raise
 
 
-def call_in_thread(call: Callable[[], object]) -> Exception | None:
-    """Make a long call into Ray in a thread and return the exception that it raised, if any.
+class RayCall:
+    """A long call into Ray, in a thread: in the main thread it would keep Ctrl-C and SIGTERM from the command."""
 
-    In the main thread the call would keep Ctrl-C and SIGTERM from the command. Raises `TryAgain` when Ray is lost.
-    """
-    return _Call(call).wait()
+    running: ClassVar[set[RayCall]] = set()
 
-
-class _Call:
-    """A call that runs in a thread of its own."""
-
-    running: ClassVar[set[_Call]] = set()
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], object], goes_on: bool = False) -> None:
+        """`goes_on` keeps the thread until the process ends: the kernel kills Ray's processes with the thread that has
+        started them.
+        """
+        self._call, self._goes_on = call, goes_on
         self._has_ended = threading.Event()
         self._failure: Exception | None = None
         self.running.add(self)
@@ -115,6 +121,13 @@ class _Call:
             self._failure = RuntimeError(f"{error!r}")
         self.running.remove(self)
         self._has_ended.set()
+        if self._goes_on:
+            threading.Event().wait()
+
+
+def require_ray() -> None:
+    """Raise `TryAgain` when Ray itself was lost."""
+    _watch.require_ray()
 
 
 def is_lost() -> bool:
@@ -174,7 +187,7 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
     folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
     started: list[subprocess.Popen[Any]] = []
     call_at_end(partial(_leave, started, stack))
-    with deferring_stop_signals(), _leaving_sigterm_to_us(), _starting_sessions(started):
+    with _leaving_signals_to_us(), _starting_sessions(started):
         try:
             ray.init(
                 address="local",  # otherwise Ray joins any cluster of this machine, such as another command's
@@ -211,14 +224,22 @@ def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]
 
 
 @contextmanager
-def _leaving_sigterm_to_us() -> Iterator[None]:
-    """Keep Ray from replacing the command's handler of SIGTERM by one that exits with 1 or 15."""
-    utils = ray._private.utils
+def _leaving_signals_to_us() -> Iterator[None]:
+    """Keep Ray from replacing the command's handlers: one exits with 1 or 15 at SIGTERM, another prints a dump.
+
+    Python sets handlers in the main thread alone, and Ray is started in another, so the handlers are the kernel's.
+    """
+    libc, utils = ctypes.CDLL(None), ray._private.utils
+    before = {signum: ctypes.create_string_buffer(_SIGACTION_BYTES) for signum in STOP_SIGNALS}
+    for signum, action in before.items():
+        libc.sigaction(int(signum), None, action)
     set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         yield
     finally:
         utils.set_sigterm_handler = set_handler
+        for signum, action in before.items():
+            libc.sigaction(int(signum), action, None)
 
 
 @contextmanager
@@ -251,7 +272,7 @@ def _python_path() -> str:
 def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
     """Disconnect from Ray, and stop the Ray processes that this command started."""
     # Ray's library would wait for a lost process, or, in a thread that goes on, end this process with another code.
-    is_orderly = not _watch.is_lost() and not _Call.running and _Call(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
+    is_orderly = not _watch.is_lost() and not RayCall.running and RayCall(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
     if started:
         start_guard().end_family()
     for process in started:
@@ -268,7 +289,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
     if address == AUTO:
         address = os.environ["RAY_ADDRESS"] = _find_cluster()
     _wait_for_cluster(address)
-    with deferring_stop_signals(), _leaving_sigterm_to_us():
+    with deferring_stop_signals(), _leaving_signals_to_us():
         try:
             # Fails after 40 s where another program listens; ray.init would try for a quarter of an hour.
             client: Any = ray._raylet

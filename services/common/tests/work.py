@@ -12,9 +12,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import NodeBoard
+from services.common.testing.waiting import wait_until
 
 
 def square(number: int) -> int:
@@ -69,6 +72,24 @@ def kill_parent(_: None, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
+def kill_agent(folder: Path, environment: WorkerEnvironment) -> None:
+    """Let the last of all workers kill the agent of its node once all have written their process ids."""
+    (folder / f"pid-{os.getpid()}").touch()
+    if environment.rank == environment.world_size - 1:
+        wait_until(lambda: len(list(folder.glob("pid-*"))) == environment.world_size)
+        agent = next(each for each in psutil.Process().parents() if "launch.agent_process" in " ".join(each.cmdline()))
+        agent.kill()
+    threading.Event().wait()
+
+
+def write_stop_reason(folder: Path, environment: WorkerEnvironment) -> None:
+    """Write the stop reason that the worker's agent tells its node, once there is one."""
+    assert environment.node_folder is not None
+    with closing(NodeBoard.open(environment.node_folder)) as board:
+        wait_until(lambda: board.stop_reason)
+        (folder / f"{environment.rank}.json").write_text(str(board.stop_reason), encoding="ascii")
+
+
 def stop_itself(can_fork: bool = True) -> None:
     """Freeze this process, such as a fork server during its imports."""
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -100,8 +121,8 @@ def read_environments(folder: Path) -> list[Any]:
 
 
 def write_node(folder: Path, environment: WorkerEnvironment) -> None:
-    """Write the id of this worker's Ray node."""
-    (folder / f"rank-{environment.rank}").write_text(_ray_node(), encoding="utf-8")
+    """Write the process id of the raylet of the Ray node on which this worker's agent was started."""
+    (folder / f"rank-{environment.rank}").write_text(os.environ["RAY_RAYLET_PID"], encoding="utf-8")
 
 
 def name_node(number: int) -> str:

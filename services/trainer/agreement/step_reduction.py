@@ -12,9 +12,9 @@ from functools import reduce
 from typing import NamedTuple, Self
 
 from services.common.errors import WorkersLost
+from services.common.process.stop_reason import StopReason
 from services.trainer.health.loss_spikes import Deviation
 from services.trainer.metrics.metric_table import UNKNOWN_NUMBERS, ReducedNumbers, WorkerNumbers
-from services.trainer.stop import StopReason
 
 NAMED_RANKS = 8
 """Most ranks that are named where workers decided differently; the others are counted."""

@@ -11,12 +11,13 @@ import torch
 
 from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.stop_reason import StopReason
 from services.common.program.step import Program
 from services.trainer.evaluation.records import drop_evaluations_after, lacks_last_evaluation, read_evaluations
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
-from services.trainer.stop import StopReason, request_stop
+from services.trainer.stop import request_stop
 from services.trainer.tests.runs import checkpoints, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")

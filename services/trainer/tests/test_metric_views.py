@@ -25,6 +25,7 @@ from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_heartbeats import node_heartbeat_file
 from services.common.process.metrics_server import MAX_CLIENTS, PREFIX, serve_metrics
+from services.common.process.stop_reason import StopReason
 from services.common.testing.waiting import wait_until
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -38,7 +39,7 @@ from services.trainer.metrics.records import (
     read_metrics,
 )
 from services.trainer.metrics.trackers import TRACKERS, mlflow_name, tracking
-from services.trainer.stop import StopReason, request_stop
+from services.trainer.stop import request_stop
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.tests.runs import call_trainer

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import NodeBoard
+from services.common.process.stop_reason import StopReason
 from services.common.program.process_group import ProcessGroup, Store
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement import leader_links
@@ -25,7 +26,6 @@ from services.trainer.agreement.leader_links import LeaderLinks
 from services.trainer.agreement.recursive_doubling import Message
 from services.trainer.agreement.step_agreement import StepAgreement, agreeing
 from services.trainer.agreement.step_reduction import ReducedStep, WorkerStep
-from services.trainer.stop import StopReason
 
 STEPS = 20
 

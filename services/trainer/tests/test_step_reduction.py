@@ -11,6 +11,7 @@ import pytest
 
 from services.common.errors import WorkersLost
 from services.common.launch.node_board import MAX_NUMBERS
+from services.common.process.stop_reason import StopReason
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement.step_reduction import (
     NAMED_RANKS,
@@ -21,7 +22,6 @@ from services.trainer.agreement.step_reduction import (
 )
 from services.trainer.health.loss_spikes import Deviation
 from services.trainer.metrics.metric_table import WorkerNumbers
-from services.trainer.stop import StopReason
 
 
 def step(seconds: float = 1.0, **facts: object) -> WorkerStep:

@@ -12,11 +12,11 @@ import pytest
 
 from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.stop_reason import StopReason
 from services.trainer.job import Job
 from services.trainer.stop import (
     STOP_FILE,
     StopConditions,
-    StopReason,
     clear_stop,
     forget_signals,
     request_stop,
@@ -46,11 +46,11 @@ def test_whatever_lies_there_is_a_request_and_is_used_up(
     request_by_hand(path)
 
     forget_signals(job.run_folder)
-    assert StopConditions(job, ALONE).check(1) is StopReason.STOP_FILE
+    assert StopConditions(job, ALONE).check() is StopReason.STOP_FILE
 
     clear_stop(job.run_folder)
     assert not os.path.lexists(path)
-    assert StopConditions(job, ALONE).check(2) is StopReason.NONE
+    assert StopConditions(job, ALONE).check() is StopReason.NONE
 
 
 @pytest.mark.parametrize("reason", [StopReason.SIGTERM, StopReason.INTERRUPT])
@@ -59,10 +59,10 @@ def test_a_signals_request_says_which_and_does_not_stop_the_next_command(
 ) -> None:
     job = new_job()
     request_stop(job.run_folder, reason)
-    assert StopConditions(job, ALONE).check(1) is reason
+    assert StopConditions(job, ALONE).check() is reason
 
     forget_signals(job.run_folder)
-    assert StopConditions(job, ALONE).check(1) is StopReason.NONE
+    assert StopConditions(job, ALONE).check() is StopReason.NONE
 
 
 def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
@@ -72,7 +72,7 @@ def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
     (job.run_folder / STOP_FILE / "notes").mkdir(parents=True)
 
     request_stop(job.run_folder, StopReason.SIGTERM)  # as a signal does on top of it
-    assert StopConditions(job, ALONE).check(1) is StopReason.STOP_FILE
+    assert StopConditions(job, ALONE).check() is StopReason.STOP_FILE
     clear_stop(job.run_folder)
 
     assert str(job.run_folder / STOP_FILE) in str(stopped(StopReason.STOP_FILE, 1, job.run_folder))
@@ -102,4 +102,4 @@ def test_a_clock_that_is_set_during_a_run_does_not_end_it_by_its_time_limit(
 
     monkeypatch.setattr("services.trainer.stop.datetime", AnHourLater)
 
-    assert stop_conditions.check(1) is StopReason.NONE
+    assert stop_conditions.check() is StopReason.NONE

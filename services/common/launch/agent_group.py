@@ -1,0 +1,133 @@
+"""Conducts the agents of all nodes from the command, which has one TCP connection to each of them.
+
+A start of the workers costs two messages a node, and a loss at most three, whatever the number of workers. Nothing is
+sent in between, and agents send nothing to each other.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from typing import Any
+
+from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, admit_agent
+from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.node_agent import NodeEnd, NodeStart, require_success
+
+POLL_SECONDS = 1.0
+END_SECONDS = 60.0
+"""Seconds in which agents have to kill their workers: the memory of a large process takes seconds to be released."""
+_BACKLOG = 4_096
+
+
+class AgentLost(Exception):
+    """The agent of a node has ended, or does not answer. The group has to be closed, and its workers end with it."""
+
+
+class _Agent:
+    """The command's end of the connection to an agent."""
+
+    def __init__(self, connection: Connection, hello: AgentHello) -> None:
+        self.connection, self.rank, self.host, self.meeting = connection, hello.node_rank, hello.host, hello.meeting
+
+    def send(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except OSError as error:
+            raise self.lost from error
+
+    def receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self.lost from error
+
+    @property
+    def lost(self) -> AgentLost:
+        return AgentLost(f"the agent of node {self.rank} ({self.host}) was lost")
+
+
+class AgentGroup:
+    """The agents of all nodes of a command. The launcher starts their processes and passes them `address` and `key`."""
+
+    def __init__(self, host: str, num_agents: int) -> None:
+        """`host` is the command's address, at which agents reach it."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        self.key = secrets.token_bytes(32)
+        self._num_agents = num_agents
+        self._arrived: queue.Queue[_Agent] = queue.Queue()
+        self._agents: dict[int, _Agent] = {}
+        threading.Thread(target=self._accept, name="agents", daemon=True).start()
+
+    def gather(self, require_launcher: Callable[[], None]) -> None:
+        """Wait until all agents have connected. `require_launcher` raises an error where they will not."""
+        while len(self._agents) < self._num_agents:
+            require_launcher()
+            with suppress(queue.Empty):
+                agent = self._arrived.get(timeout=POLL_SECONDS)
+                self._agents[agent.rank] = agent
+        self._socket.close()
+
+    def run(self, work: bytes, spec: WorkerGroupSpec, launch: str, require_launcher: Callable[[], None]) -> None:
+        """Start the workers on all nodes and return when all have returned; see `Workers.run`.
+
+        `work` is the pickled function with its argument. Raises `AgentLost` as well.
+        """
+        meeting = self._agents[0].meeting
+        for rank, agent in sorted(self._agents.items()):
+            agent.send(NodeStart(work, spec, launch, rank, self._num_agents, meeting))
+        require_success(self._await_ends(require_launcher))
+
+    def close(self) -> None:
+        """End all agents, which kill their workers and end when their connection ends."""
+        self._socket.close()
+        for agent in self._agents.values():
+            agent.connection.close()
+        self._agents = {}
+
+    def _await_ends(self, require_launcher: Callable[[], None]) -> list[NodeEnd]:
+        """Wait until no node has a worker left. The first failure ends the workers of all other nodes."""
+        working: dict[Any, _Agent] = {agent.connection: agent for agent in self._agents.values()}
+        ends: list[NodeEnd] = []
+        failed_at: float | None = None
+        while working:
+            for connection in wait_for_any(list(working), timeout=POLL_SECONDS):
+                agent = working[connection]
+                message = agent.receive()
+                if isinstance(message, NodeIdle):
+                    del working[connection]
+                    agent.meeting = message.meeting
+                    ends.append(message.end)
+                if failed_at is None and not (isinstance(message, NodeIdle) and not message.end.is_failure):
+                    failed_at = time.monotonic()
+                    for other in working.values():
+                        if other is not agent:
+                            other.send(EndWorkers())
+            require_launcher()
+            if failed_at and time.monotonic() - failed_at > END_SECONDS:
+                raise next(iter(working.values())).lost
+        return ends
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                channel, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            # Each in a thread of its own: a client without the key could otherwise keep all agents waiting.
+            threading.Thread(target=self._admit, args=(channel,), name="agent", daemon=True).start()
+
+    def _admit(self, channel: socket.socket) -> None:
+        with suppress(AuthenticationError, EOFError, OSError):
+            connection = admit_agent(channel, self.key)
+            self._arrived.put(_Agent(connection, connection.recv()))

@@ -1,0 +1,116 @@
+"""The process of an agent that is not the command itself: `python -m services.common.launch.agent_process`.
+
+A launcher starts it on each node and writes its `AgentConfig` to its stdin, as one line. Each later line there is a
+notice for the node's workers. The process is not the launcher's own: Ray calls functions in a thread, and both the
+handlers of signals and the kernel's signal at a parent's death need a main thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle  # nosec B403 # errors of this process
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from typing import Any
+
+from services.common.errors import TryAgain
+from services.common.launch import fork_server
+from services.common.launch.agent_channel import (
+    AgentHello,
+    EndWorkers,
+    NodeIdle,
+    WorkersFailed,
+    connect_agent,
+)
+from services.common.launch.neuron_environment import find_meeting_point
+from services.common.launch.node_agent import NodeAgent, NodeEnd, NodeStart, prepare_fork_server
+from services.common.process.stop_reason import StopReason
+
+_STDIN: Any = 0
+_NOTICE_BYTES = 4_096
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Tells an agent which node it is on, and where the command is."""
+
+    node_rank: int
+    address: str
+    """Address of the node, at which other nodes reach it."""
+    command: tuple[str, int]
+    """Address of the command, and its port for agents."""
+    key: str
+    """Key of the command's agents, in hexadecimal digits."""
+    parent: int
+    """Id of the process that started the agent, and with which the agent ends."""
+    preload: tuple[str, ...]
+    """See `WorkerGroupSpec.preload`."""
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> AgentConfig:
+        fields = json.loads(line)
+        return cls(**{**fields, "command": tuple(fields["command"]), "preload": tuple(fields["preload"])})
+
+
+def main() -> None:
+    config = AgentConfig.from_line(sys.stdin.buffer.raw.readline())  # type: ignore[union-attr]
+    fork_server.end_with(config.parent)
+    prepare_fork_server(config.preload)  # it imports while this process connects
+    agent = NodeAgent(config.address)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda signum, frame: agent.tell_workers(StopReason.SIGTERM))
+    try:
+        connection = connect_agent(*config.command, bytes.fromhex(config.key))
+    except TryAgain as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    meeting = find_meeting_point(config.address)
+    connection.send(AgentHello(config.node_rank, socket.gethostname(), meeting))
+    try:
+        while True:
+            _serve(agent, connection, config.address)
+    except (EOFError, ConnectionError):  # the command has ended, or its launcher
+        agent.end()
+
+
+def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
+    """Wait for one message of the command, and run the workers that it asks for. Raises `EOFError` at its end."""
+    message = _receive(agent, connection, wait_for_any([connection, _STDIN]))
+    if not isinstance(message, NodeStart):  # workers that the command asks to end have ended already
+        return
+    end: NodeEnd | None = None
+    try:
+        agent.start(message)
+    except Exception as error:  # noqa: BLE001 - the command raises it
+        end = NodeEnd((pickle.dumps(error),))
+    while not agent.wait([connection, _STDIN]):
+        if isinstance(_receive(agent, connection, wait_for_any([connection, _STDIN], timeout=0)), EndWorkers):
+            break
+    if agent.has_failed:
+        connection.send(WorkersFailed())
+    ended = agent.end()
+    connection.send(NodeIdle(end or ended, find_meeting_point(address)))
+
+
+def _receive(agent: NodeAgent, connection: Connection, ready: Sequence[object]) -> object:
+    """Take a notice and a message, as far as there are some; return the message. Raises `EOFError` at either's end."""
+    if _STDIN in ready:
+        notice = os.read(_STDIN, _NOTICE_BYTES)
+        if not notice:
+            raise EOFError
+        agent.tell_workers(StopReason.PREEMPTION)
+    return connection.recv() if connection in ready else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Places the work of a command on the nodes of its stage in a Ray cluster, and waits for room there.
+
+One cluster may have nodes of several stages, with different images. A command on a node that declares the resource
+`stage_<name>` places its work on nodes that declare the same resource.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+from services.common.errors import NoRoomForWorkers
+from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
+from services.common.launch.ray_cluster import calling_ray
+
+GROUP_START_SECONDS = 600.0
+POLL_SECONDS = 1.0
+TASK_SHARE = 0.001
+
+
+def share_of_group(share: float) -> dict[str, float]:
+    """The demand that keeps work on the nodes of this node's stage; empty where nodes declare no stage."""
+    here = ray.get_runtime_context().get_node_id()
+    declared = [name for node in live_nodes() if node["NodeID"] == here for name in node["Resources"]]
+    return {name: share for name in declared if name.startswith(STAGE_RESOURCE_PREFIX)}
+
+
+def wait_for_room(demand: dict[str, float], count: int) -> None:
+    """Wait until `count` of the running nodes could each hold `demand` if nothing else ran on them.
+
+    Raises `NoRoomForWorkers` after GROUP_START_SECONDS: Ray itself has no limit.
+    """
+    deadline = time.monotonic() + GROUP_START_SECONDS
+    while True:
+        with calling_ray():
+            if room_for(demand) >= count:
+                return
+        if time.monotonic() > deadline:
+            raise no_room(demand, count)
+        time.sleep(POLL_SECONDS)
+
+
+def room_for(demand: dict[str, float]) -> int:
+    """Number of running nodes that could hold `demand` if nothing else ran on them."""
+    nodes = [node["Resources"] for node in live_nodes()]
+    return sum(all(node.get(name, 0.0) >= amount for name, amount in demand.items()) for node in nodes)
+
+
+def no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
+    def show(resources: dict[str, float]) -> str:
+        return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in demand)
+
+    nodes = "".join(f"\n  {node['NodeManagerAddress']}  {show(node['Resources'])}" for node in live_nodes())
+    return NoRoomForWorkers(
+        f"for {GROUP_START_SECONDS:.0f} s the Ray cluster had no room for {count} x ({show(demand)}), each on a node "
+        f"alone. Its live nodes have, free or in use:{nodes}\n"
+        f"Add nodes to the stage's worker group, or stop other work on them, and run the same command again."
+    )
+
+
+def nodes_of_stage() -> list[dict[str, Any]]:
+    """Return the live nodes that declare the stage of this node: all live nodes where nodes declare no stage."""
+    group = share_of_group(TASK_SHARE)
+    return [node for node in live_nodes() if group.keys() <= node["Resources"].keys()]
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]

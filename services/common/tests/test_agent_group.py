@@ -1,0 +1,150 @@
+"""A command and the agents of two nodes, here processes of this machine: starts, losses, notices, and strangers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.common.errors import ArtifactError, TryAgain, WorkersLost
+from services.common.launch import fork_server
+from services.common.launch.agent_channel import connect_agent, reach_command
+from services.common.launch.agent_group import AgentGroup, AgentLost, _Agent
+from services.common.launch.agent_process import AgentConfig
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.node_agent import LOOPBACK_ADDRESS
+from services.common.process.stop_reason import StopReason
+from services.common.testing.waiting import wait_until
+from services.common.tests import work
+from services.common.tests.builders import REPOSITORY
+
+pytestmark = pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
+
+NODES = 2
+PRELOAD = ("services.common.tests.work",)
+
+
+class Nodes:
+    """Two nodes with an agent and two workers each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.group = AgentGroup(LOOPBACK_ADDRESS, NODES)
+        self.agents = [self._start(rank) for rank in range(NODES)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "services.common.launch.agent_process"]
+        agent = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=REPOSITORY)
+        place = (rank, LOOPBACK_ADDRESS, self.group.address, self.group.key.hex(), os.getpid(), PRELOAD)
+        self.tell(agent, AgentConfig(*place).to_line())
+        return agent
+
+    def tell(self, agent: subprocess.Popen[bytes], line: bytes) -> None:
+        assert agent.stdin is not None
+        agent.stdin.write(line)
+        agent.stdin.flush()
+
+    def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any = None) -> None:
+        self.group.gather(lambda: None)
+        spec = WorkerGroupSpec(2 * NODES, 1, 2, self.folder)
+        self.group.run(
+            pickle.dumps((function, self.folder if argument is None else argument)), spec, "ray", lambda: None
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.group.close()
+    for agent in made.agents:
+        assert agent.stdin is not None
+        agent.stdin.close()
+        agent.wait(20)
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the messages that the command sends and receives, by their types."""
+    counted: Counter[str] = Counter()
+    send, receive = _Agent.send, _Agent.receive
+
+    def count_sent(self: _Agent, message: object) -> None:
+        counted[type(message).__name__] += 1
+        send(self, message)
+
+    def count_received(self: _Agent) -> object:
+        message = receive(self)
+        counted[type(message).__name__] += 1
+        return message
+
+    monkeypatch.setattr(_Agent, "send", count_sent)
+    monkeypatch.setattr(_Agent, "receive", count_received)
+    return counted
+
+
+def test_a_start_and_a_loss_take_a_few_messages_for_each_node_and_the_agents_stay(
+    nodes: Nodes, messages: Counter[str]
+) -> None:
+    nodes.run(work.write_place)
+
+    assert [place[:3] for place in work.read_environments(nodes.folder)] == [[2, 0, 2]] * 2 + [[2, 1, 2]] * 2
+    assert messages == {"NodeStart": NODES, "NodeIdle": NODES}
+    messages.clear()
+
+    with pytest.raises(WorkersLost, match=r"rank 3 \(pid \d+ on .*\) was killed by SIGKILL"):
+        nodes.run(work.die_on_last_rank)
+
+    assert messages == {"NodeStart": NODES, "WorkersFailed": 1, "EndWorkers": NODES - 1, "NodeIdle": NODES}
+    with pytest.raises(ArtifactError, match="rank 3 found damage"):
+        nodes.run(work.raise_on_last_rank, "rank 3 found damage")
+    nodes.run(work.write_rank)
+    assert (nodes.folder / "3-of-4-on-1").exists()
+    assert [agent.poll() for agent in nodes.agents] == [None] * NODES
+
+
+def test_what_a_node_hears_reaches_its_own_workers_and_stays_with_the_node(nodes: Nodes) -> None:
+    nodes.group.gather(lambda: None)
+    nodes.tell(nodes.agents[0], b"preemption\n")
+    nodes.agents[1].send_signal(signal.SIGTERM)
+    for _ in range(2):
+        nodes.run(work.write_stop_reason)
+
+        heard = [json.loads((nodes.folder / f"{rank}.json").read_text()) for rank in range(2 * NODES)]
+        assert heard == [StopReason.PREEMPTION] * 2 + [StopReason.SIGTERM] * 2
+
+
+def test_who_has_no_key_is_no_agent_and_a_killed_agent_ends_its_workers_and_the_other_agents(nodes: Nodes) -> None:
+    host, port = nodes.group.address
+    with socket.create_connection((host, port)):  # says nothing, and keeps nobody waiting
+        with pytest.raises(AuthenticationError):
+            connect_agent(host, port, b"a guess")
+
+        with pytest.raises(AgentLost, match=f"agent of node 1 .{socket.gethostname()}"):
+            nodes.run(work.kill_agent)
+    nodes.group.close()
+
+    pids = [int(path.name.removeprefix("pid-")) for path in nodes.folder.glob("pid-*")]
+    assert len(pids) == 2 * NODES
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    assert [agent.wait(20) for agent in nodes.agents] == [0, -signal.SIGKILL]
+
+
+def test_a_node_that_cannot_reach_the_command_says_where_and_what_to_check() -> None:
+    with socket.create_server((LOOPBACK_ADDRESS, 0)) as nobody:
+        port = nobody.getsockname()[1]
+
+    with pytest.raises(TryAgain, match=rf"cannot reach the command at 127.0.0.1:{port}: .*network policies"):
+        reach_command(LOOPBACK_ADDRESS, port)

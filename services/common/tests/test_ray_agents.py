@@ -1,0 +1,104 @@
+"""Agents on the nodes of a Ray cluster: one a node, whose workers are lost and started again without Ray.
+
+The cluster has four nodes, which are processes of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.common.errors import WorkersLost
+from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher
+from services.common.testing.waiting import wait_until
+from services.common.tests import work
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("torch")  # Ray Train's
+
+pytestmark = pytest.mark.slow
+
+NODES = 4
+WORKERS_PER_NODE = 16
+AGENT = "launch.agent_process"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster  # noqa: PLC0415
+
+    group: dict[str, Any] = {"num_cpus": WORKERS_PER_NODE, "resources": {"stage_trainer": 1}}
+    with pytest.MonkeyPatch.context() as patch:
+        # A Ray that this process started in place has left it where every node is at the loopback address.
+        patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+        patch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+        started = Cluster(initialize_head=True, head_node_args=group)
+        for _ in range(NODES - 1):
+            started.add_node(**group)
+        started.wait_for_nodes()
+        yield started
+        started.shutdown()
+
+
+@pytest.fixture
+def launcher(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """Ray's, joined to the cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield choose_launcher("ray")
+    ray.shutdown()
+
+
+def new_spec(folder: Path, workers_per_node: int) -> WorkerGroupSpec:
+    preload = ("services.common.tests.work",)
+    return WorkerGroupSpec(NODES * workers_per_node, 1, workers_per_node, folder / "shared", preload=preload)
+
+
+def find_processes(*names: str) -> set[int]:
+    """Find the processes of this machine whose title, or command, contains one of the names."""
+    found = psutil.process_iter(["cmdline"])
+    return {each.pid for each in found if any(name in " ".join(each.info["cmdline"] or []) for name in names)}
+
+
+def test_64_workers_on_4_nodes_are_4_actors_of_ray_train(tmp_path: Path, launcher: Launcher) -> None:
+    with launcher.open_workers(new_spec(tmp_path, WORKERS_PER_NODE)) as workers:
+        workers.run(work.write_place, tmp_path)
+
+        assert len(find_processes("ray::RayTrainWorker")) == NODES
+        assert len(find_processes(AGENT)) == NODES
+
+    places = sorted(place[:3] for place in work.read_environments(tmp_path))
+    expected = [[WORKERS_PER_NODE, node, NODES] for node in range(NODES) for _ in range(WORKERS_PER_NODE)]
+    assert places == expected
+    assert not find_processes(AGENT)
+
+
+def test_lost_workers_are_started_again_without_ray(tmp_path: Path, launcher: Launcher) -> None:
+    """The processes of Ray and the agents are the same before and after: the attempt of Ray Train goes on."""
+    names = ("ray::RayTrainWorker", "ray::TrainController", AGENT)
+    with launcher.open_workers(new_spec(tmp_path, 2)) as workers:
+        workers.run(work.write_place, tmp_path)
+        before = find_processes(*names)
+        with pytest.raises(WorkersLost, match=r"rank 7 \(pid \d+ on .*\) was killed by SIGKILL"):
+            workers.run(work.die_on_last_rank, None)
+        workers.run(work.write_rank, tmp_path)
+
+        assert len(before) == 2 * NODES + 1
+        assert find_processes(*names) == before
+    assert (tmp_path / "7-of-8-on-1").exists()
+
+
+def test_a_lost_agent_ends_the_attempt_and_the_next_start_has_new_agents(tmp_path: Path, launcher: Launcher) -> None:
+    with launcher.open_workers(new_spec(tmp_path, 2)) as workers:
+        with pytest.raises(WorkersLost, match="agent"):
+            workers.run(work.kill_agent, tmp_path)
+        pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+        assert len(pids) == 2 * NODES
+        wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+        workers.run(work.write_rank, tmp_path)
+
+    assert (tmp_path / "7-of-8-on-1").exists()
