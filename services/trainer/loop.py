@@ -234,6 +234,9 @@ class Training:
         self._stop_reason = reduced.stop_reason
         if reduced.median_seconds and self._group.world_size > 1:
             self._compare_speed(reduced, record.step)
+        if record.is_first_of_process and self._job.start_number and self._group.rank == 0:
+            seconds = max(0.0, record.time - self._job.workers_started_at.timestamp())
+            record_event(self._job, "restarted", step=record.step, seconds=seconds)
         if not taken.is_applied:
             with self.watchdog.phase("compute again", record.step):
                 found = (self._job, self._program, self._group, record.step, taken.batch, taken.micro_batches)

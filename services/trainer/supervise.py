@@ -80,7 +80,9 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
                 progress.start_again()
                 cause = loss.splitlines()[0]
                 logger.warning("lost the workers (%s); starting them again", cause)
-                record_event(job, "restart", restarts=budget.restarts, from_step=budget.committed_step, cause=cause)
+                lost_steps = max(0, request.last_step - budget.committed_step)
+                counts = {"restarts": budget.restarts, "from_step": budget.committed_step, "lost_steps": lost_steps}
+                record_event(job, "restart", **counts, cause=cause)
                 job = replace(job, workers_started_at=datetime.now(UTC), start_number=job.start_number + 1)
 
 
@@ -119,6 +121,11 @@ class _StopRequest:
             request_stop(self._job.run_folder, reason)
         except OSError:  # a full disk has no room for the request, nor for a checkpoint
             _end_at_once(signum)
+
+    @property
+    def last_step(self) -> int:
+        """Step of the newest record of the run; 0 where there is none."""
+        return int((self._last_record() or {}).get("step", 0))
 
     def _last_record(self) -> dict[str, Any] | None:
         return read_last_step(self._job.run_folder)

@@ -29,6 +29,7 @@ EVENTS_FILE = "events.jsonl"
 Kind = Literal[
     "watchdog",
     "restart",
+    "restarted",
     "nan",
     "loss_healed",
     "loss_spike",
@@ -47,7 +48,7 @@ Kind = Literal[
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
     """Append an event. An event that cannot be written is only logged, and the run goes on."""
     line = {"event": event, "time": time.time(), "attempt": job.attempt, "start": job.start_number, **facts}
-    if event not in ("watchdog", "restart", "fallback"):  # the callers log these as sentences
+    if event not in ("watchdog", "restart", "restarted", "fallback"):  # the callers log these as sentences
         logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
     try:
         # One write call per event, because several processes append to this file.

@@ -86,9 +86,11 @@ def test_a_worker_that_computes_wrongly_once_is_named_and_nothing_of_it_stays(
     job = new_job(**TWO)
     command(work.train_with_a_worker_that_errs_once, job)
 
-    found, restart = read_events(job.run_folder)
+    found, restart, restarted = read_events(job.run_folder)
     assert (found["event"], found["cause"], found["step"], found["ranks"]) == ("nan", "hardware", 8, [1])
-    assert (restart["event"], restart["from_step"]) == ("restart", 5)
+    assert (restart["event"], restart["from_step"], restart["lost_steps"]) == ("restart", 5, 3)
+    assert (restarted["event"], restarted["step"]) == ("restarted", 6)
+    assert 0 < restarted["seconds"] <= restarted["time"] - restart["time"]
     assert restart["cause"].startswith("rank 1 (")
     assert read_metrics(job.run_folder).lines[-1]["skipped_steps"] == 0
     assert final_state(job) == final_state(healthy)
