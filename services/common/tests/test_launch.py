@@ -184,7 +184,7 @@ def test_a_bug_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], Worker
 
 
 def test_a_killed_worker_ends_the_group(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
-    with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+    with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+ on .*\) was killed by SIGKILL"):
         run_workers(inline, work.die_on_last_rank, None, new_spec(2))
 
 
@@ -207,7 +207,7 @@ def test_workers_have_the_variables_of_the_command(
 @pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
 def test_workers_are_forked_again_after_the_process_was_killed_that_forks_them(tmp_path: Path) -> None:
     with inline.open_workers(WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)) as workers:
-        with pytest.raises(WorkersLost, match=r"rank \d \(pid \d+\)"):
+        with pytest.raises(WorkersLost, match=r"rank \d \(pid \d+ on .*\)"):
             workers.run(work.kill_parent, None)
 
         workers.run(work.write_rank, tmp_path)
