@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.common.testing.file_opens import noticing_opens
+from services.trainer.checkpoints.loader import resume
 from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.job import Job, completed_step
@@ -25,6 +28,7 @@ from services.trainer.metrics.events import EventTail, count_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
+from services.trainer.tests.builders import make_program
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -117,6 +121,31 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Call
     assert count_events(job.run_folder) == {"fallback": 1}
     assert state_hash(checkpoints(job.root)["step-00000010"]) == expected
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
+
+
+def test_a_checkpoint_that_a_node_does_not_see_is_not_passed_over(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is intact: from an older one the run would do again what was done, and remove it in the end."""
+    job = new_job(train__max_steps="10")
+    train(job, ALONE)
+    newest, exists = job.checkpoint_address(10).path, Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path, **options: path != newest and exists(path, **options))
+
+    with pytest.raises(ArtifactError, match="the folder is not the same on their nodes"):
+        resume(job, make_program(job.recipe), ProcessGroup(0, 1), [5, 10])
+
+
+def test_a_run_that_resumes_draws_no_initial_weights(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr("services.common.program.step.draw_weights", lambda held, *arguments: drawn.append(len(held)))
+
+    train(new_job(train__max_steps="1"), ALONE)
+    assert len(drawn) == 1
+    train(new_job(train__max_steps="2"), ALONE)
+    assert len(drawn) == 1
 
 
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(new_job: Callable[..., Job]) -> None:
