@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, Self, TypeVar, cast
@@ -17,6 +19,10 @@ R = TypeVar("R")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+"""Variable that lets gloo connect two workers when a collective first needs that. Otherwise each worker connects to all
+others at once, with as many sockets, and all read each other's addresses: 70 GB for 2,048 workers.
+"""
 POLL_SECONDS = 1.0
 """Seconds between two exchanges of workers that wait for others in `wait_for_work`."""
 
@@ -54,8 +60,10 @@ class ProcessGroup:
                 if rendezvous.startswith("tcp://")
                 else {"store": dist.FileStore(rendezvous, world_size)}  # type: ignore[attr-defined]
             )
+            os.environ.setdefault(LAZY_CONNECTIONS, "1")
             with naming_lost_workers():
                 dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
+            connect_by(lambda: dist.all_reduce(torch.zeros(1)))
             return cls(rank, world_size, dist.distributed_c10d._get_default_store())
         return cls(rank, world_size)
 
@@ -134,6 +142,29 @@ class ProcessGroup:
             if future.done():
                 future.result()
         return future.result()
+
+
+def connect_by(collective: Callable[[], object]) -> None:
+    """Run a first collective of a group, which connects the workers that later ones of its kind need.
+
+    Later ones keep their timeouts. The first one does not: gloo waits without a limit for a connection to a worker that
+    is frozen in this moment (gloo's issue 520; torch 2.13). So this function has a limit. Raises `WorkersLost`.
+    """
+    first: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            first.set_result(collective())
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            first.set_exception(error)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    try:
+        with naming_lost_workers():
+            first.result(COLLECTIVE_TIMEOUT.total_seconds())
+    except TimeoutError as error:
+        seconds = COLLECTIVE_TIMEOUT.total_seconds()
+        raise WorkersLost(f"a worker did not connect to the others within {seconds:.0f} s") from error
 
 
 @contextmanager

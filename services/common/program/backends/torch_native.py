@@ -21,7 +21,7 @@ from services.common.program.backends.native_device import NATIVE_DEVICES, devic
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.buckets import Bucket
 from services.common.program.mesh import AXES, Axis, Mesh
-from services.common.program.process_group import COLLECTIVE_TIMEOUT, naming_lost_workers
+from services.common.program.process_group import COLLECTIVE_TIMEOUT, connect_by, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
 from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
@@ -68,6 +68,8 @@ class TorchNative:
         self._native, self._reduction = NATIVE_DEVICES[device], reduction
         self.runs_eagerly = self._native.runs_eagerly
         self._groups = {axis: _form_group(mesh, axis, self._native.collectives) for axis in AXES}
+        for axis in AXES:
+            self._connect(axis)
         self._indices = {axis: torch.tensor([mesh.index(axis)], dtype=torch.int32).to(self.device) for axis in AXES}
 
     @staticmethod
@@ -108,6 +110,20 @@ class TorchNative:
             lengths = [len(slices) // size] * size
             return sum_in_tree(_run(OPS.all_to_all_single, slices, lengths, lengths, self._groups[axis]).chunk(size))
         return _run(OPS.reduce_scatter_tensor, slices, "sum", size, self._groups[axis])
+
+    def _connect(self, axis: Axis) -> None:
+        """Run each kind of collective along the axis once, where gloo would connect workers in the middle of a step."""
+        size = self.mesh.size(axis)
+        if size == 1 or self._native.collectives != "gloo" or dist.get_backend() == FAKE:
+            return
+
+        def collectives() -> None:
+            x = torch.zeros(size)
+            for op in ("sum", "max"):
+                self.all_reduce(x, axis, op)
+            self.all_gather(self.reduce_scatter(x, axis), axis)
+
+        connect_by(collectives)
 
     def _sum_exactly(self, x: Tensor, axis: Axis, size: int) -> Tensor:
         """Return the sum in the tree: each rank sums one slice, then all gather. It sends as many bytes as a ring."""

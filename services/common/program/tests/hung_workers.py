@@ -1,0 +1,64 @@
+"""Functions that tests run as workers of which one does not answer, importable by other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import WorkersLost
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program import process_group
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import Mesh
+from services.common.program.process_group import ProcessGroup
+from services.common.testing.waiting import wait_until
+
+WORKERS = 4
+LIMIT = timedelta(seconds=0.5)
+
+
+def lose_a_worker(call: tuple[str, Path], environment: WorkerEnvironment) -> None:
+    """Call a collective for the first time since the group formed, while the last worker hangs."""
+    name, folder = call
+    rank = environment.rank
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
+    reduction = "fast" if name.startswith("fast") else "exact"
+    backend = TorchNative(Mesh(rank, data_parallel_size=WORKERS), 1, reduction)
+    group.limit_collectives(LIMIT)
+    collectives: dict[str, Callable[[], object]] = {
+        "maximum": lambda: group.maximum(1),
+        "gather": lambda: group.gather({}),
+        "exact sum": lambda: backend.all_reduce(torch.zeros(WORKERS), "data"),
+        "fast sum": lambda: backend.reduce_scatter(torch.zeros(WORKERS), "data"),
+    }
+    _note_loss(folder, rank, collectives[name])
+
+
+def lose_a_worker_that_never_connects(call: tuple[str, Path], environment: WorkerEnvironment) -> None:
+    """Form a group whose last worker hangs before the first collective."""
+    connect_by = process_group.connect_by
+    patch = pytest.MonkeyPatch()
+
+    def connect(collective: Callable[[], object]) -> None:
+        patch.setattr(process_group, "COLLECTIVE_TIMEOUT", LIMIT)
+        _note_loss(call[1], environment.rank, lambda: connect_by(collective))
+
+    patch.setattr(process_group, "connect_by", connect)
+    ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+
+
+def _note_loss(folder: Path, rank: int, call: Callable[[], object]) -> None:
+    """Write whether `call` raised `WorkersLost`. The last worker does not call it, and waits for the others' notes."""
+    if rank == WORKERS - 1:
+        wait_until(lambda: len(list(folder.iterdir())) == WORKERS - 1)
+        return
+    try:
+        call()
+        found = "returned"
+    except WorkersLost:
+        found = "lost"
+    (folder / str(rank)).write_text(found, encoding="utf-8")

@@ -1,0 +1,96 @@
+"""Counts in a worker what its part in the group of all workers takes, whatever the worker computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.node_board import BOARD_FILE, NodeBoard
+from services.common.testing.waiting import wait_until
+from services.trainer.agreement.step_agreement import agreeing
+from services.trainer.agreement.step_reduction import WorkerStep
+from services.trainer.loop import joined_group
+from services.trainer.stop import StopReason
+
+FileStore = dist.FileStore  # type: ignore[attr-defined]
+
+
+class CountingStore(dist.Store):  # type: ignore[misc, name-defined]
+    """A store in a file, which counts the bytes of keys and values that this worker writes and reads."""
+
+    def __init__(self, path: str, world_size: int) -> None:
+        super().__init__()
+        self._store = FileStore(path, world_size)
+        self.bytes = 0
+
+    def set(self, key: str, value: Any) -> None:
+        self.bytes += len(key) + len(value)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        self.bytes += len(key) + len(value)
+        return value
+
+    def add(self, key: str, number: int) -> int:
+        self.bytes += len(key) + 8
+        return int(self._store.add(key, number))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self.bytes += sum(map(len, keys))
+        self._store.wait(keys, *timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+
+@contextmanager
+def on_nodes_of(local_world_size: int, environment: WorkerEnvironment) -> Iterator[WorkerEnvironment]:
+    """Let the workers of this machine be those of nodes with `local_world_size` workers each."""
+    assert environment.node_folder
+    node_rank, local_rank = divmod(environment.rank, local_world_size)
+    folder = environment.node_folder / f"node-{node_rank}"
+    if local_rank == 0:
+        folder.mkdir()
+        NodeBoard.make(folder, local_world_size).close()
+    wait_until((folder / BOARD_FILE).exists)
+    place = replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_folder=folder)
+    yield replace(place, node_rank=node_rank, num_nodes=environment.world_size // local_world_size)
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def count_group_costs(folder: Path, environment: WorkerEnvironment) -> None:
+    """Write the bytes that went through the store and the descriptors that are open in the middle of a run.
+
+    Nodes have four workers each.
+    """
+    stores: list[CountingStore] = []
+
+    def make_store(path: str, world_size: int) -> CountingStore:
+        stores.append(CountingStore(path, world_size))
+        return stores[-1]
+
+    pytest.MonkeyPatch().setattr(dist, "FileStore", make_store)
+    before = count_descriptors()
+    with (
+        on_nodes_of(4, environment) as placed,
+        joined_group(placed) as group,
+        agreeing(placed, group) as agreement,
+    ):
+        group.gather({"rank": group.rank})
+        for _ in range(3):
+            agreement.begin(WorkerStep(StopReason.NONE, is_shard_written=True))
+            assert agreement.finish().applied.size == environment.world_size
+        counts = {"store bytes": stores[0].bytes, "descriptors": count_descriptors() - before}
+        (folder / f"{environment.rank}.json").write_text(json.dumps(counts), encoding="utf-8")
