@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2e-5, 1e-3
 """Seconds between two looks at the board: they double with each look."""
-MESSAGE_WAIT_SECONDS = 1.0
+MESSAGE_WAIT_SECONDS = 0.1
 """Seconds after which a leader that waits for a message sees that its run has ended."""
 
 

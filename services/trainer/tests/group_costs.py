@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_board import BOARD_FILE, NodeBoard
-from services.common.testing.waiting import wait_until
 from services.trainer.agreement.step_agreement import agreeing
 from services.trainer.agreement.step_reduction import WorkerStep
 from services.trainer.loop import joined_group
 from services.trainer.stop import StopReason
+from services.trainer.tests.work import place_on_nodes
 
+WORKERS_OF_NODE = 4
 FileStore = dist.FileStore  # type: ignore[attr-defined]
 
 
@@ -52,29 +49,12 @@ class CountingStore(dist.Store):  # type: ignore[misc, name-defined]
         return bool(self._store.check(keys))
 
 
-@contextmanager
-def on_nodes_of(local_world_size: int, environment: WorkerEnvironment) -> Iterator[WorkerEnvironment]:
-    """Let the workers of this machine be those of nodes with `local_world_size` workers each."""
-    assert environment.node_folder
-    node_rank, local_rank = divmod(environment.rank, local_world_size)
-    folder = environment.node_folder / f"node-{node_rank}"
-    if local_rank == 0:
-        folder.mkdir()
-        NodeBoard.make(folder, local_world_size).close()
-    wait_until((folder / BOARD_FILE).exists)
-    place = replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_folder=folder)
-    yield replace(place, node_rank=node_rank, num_nodes=environment.world_size // local_world_size)
-
-
 def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def count_group_costs(folder: Path, environment: WorkerEnvironment) -> None:
-    """Write the bytes that went through the store and the descriptors that are open in the middle of a run.
-
-    Nodes have four workers each.
-    """
+    """Write the bytes that went through the store and the descriptors that are open in the middle of a run."""
     stores: list[CountingStore] = []
 
     def make_store(path: str, world_size: int) -> CountingStore:
@@ -83,11 +63,8 @@ def count_group_costs(folder: Path, environment: WorkerEnvironment) -> None:
 
     pytest.MonkeyPatch().setattr(dist, "FileStore", make_store)
     before = count_descriptors()
-    with (
-        on_nodes_of(4, environment) as placed,
-        joined_group(placed) as group,
-        agreeing(placed, group) as agreement,
-    ):
+    placed = place_on_nodes(environment, environment.world_size // WORKERS_OF_NODE)
+    with joined_group(placed) as group, agreeing(placed, group) as agreement:
         group.gather({"rank": group.rank})
         for _ in range(3):
             agreement.begin(WorkerStep(StopReason.NONE, is_shard_written=True))

@@ -80,6 +80,24 @@ def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
     assert read_metrics(job.run_folder).lines[-1]["straggler_score"] >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "event"), [(work.die_on_two_nodes, "restart"), (work.freeze_on_two_nodes, "watchdog")]
+)
+def test_workers_that_are_lost_on_one_of_two_nodes_change_no_bit(
+    new_job: Callable[..., Job],
+    command: Callable[..., None],
+    healthy: Job,
+    function: Callable[[Job, WorkerEnvironment], None],
+    event: str,
+) -> None:
+    job = new_job(**TWO, train__watchdog_min_seconds="4")
+    command(function, job)
+
+    assert event in [each["event"] for each in read_events(job.run_folder)]
+    assert final_state(job) == final_state(healthy)
+
+
 def test_a_worker_that_computes_wrongly_once_is_named_and_nothing_of_it_stays(
     new_job: Callable[..., Job], command: Callable[..., None], healthy: Job
 ) -> None:

@@ -68,18 +68,40 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     train(job, environment)
 
 
-def train_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
-    """Train while the workers of this machine are those of two nodes, whose first workers agree by sockets."""
+def place_on_nodes(environment: WorkerEnvironment, num_nodes: int) -> WorkerEnvironment:
+    """Return the environment of a worker of this machine as one of several nodes, which it shares with others."""
     assert environment.node_folder
-    local_world_size = environment.world_size // 2
+    local_world_size = environment.world_size // num_nodes
     node_rank, local_rank = divmod(environment.rank, local_world_size)
     folder = environment.node_folder / f"node-{node_rank}"
     if local_rank == 0:
         folder.mkdir()
         NodeBoard.make(folder, local_world_size).close()
     wait_until((folder / BOARD_FILE).exists)
-    place = replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_folder=folder)
-    train(job, replace(place, node_rank=node_rank, num_nodes=2))
+    placed = replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_folder=folder)
+    return replace(placed, node_rank=node_rank, num_nodes=num_nodes)
+
+
+def train_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
+    """Train on two nodes, whose first workers agree by sockets on loopback."""
+    train(job, place_on_nodes(environment, 2))
+
+
+def die_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
+    """Rank 1 of the first start, which is the first worker of the second node, is killed in its seventh step."""
+    train_step, patch = Program.train_step, pytest.MonkeyPatch()
+
+    def die(program: Program, step: int, *arguments: Any) -> Any:
+        if step == 6 and environment.rank == 1 and not job.start_number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(program, step, *arguments)
+
+    patch.setattr(Program, "train_step", die)
+    train_on_two_nodes(job, environment)
+
+
+def freeze_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
+    train_with_a_worker_that_freezes(job, place_on_nodes(environment, 2))
 
 
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
