@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.stop_reason import StopReason
 from services.trainer.agreement.step_agreement import agreeing
 from services.trainer.agreement.step_reduction import WorkerStep
 from services.trainer.loop import joined_group
-from services.trainer.stop import StopReason
 from services.trainer.tests.work import place_on_nodes
 
 WORKERS_OF_NODE = 4
