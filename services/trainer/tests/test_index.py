@@ -1,0 +1,104 @@
+"""An index that does not fit its checkpoint's shards is damage, which no worker reads past."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from services.common.artifacts.checkpoint import INDEX_FILE
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.mesh import Mesh
+from services.common.program.process_group import ProcessGroup
+from services.common.testing.manifests import forge
+from services.trainer.checkpoints.safetensors_file import ORIGIN
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.tests.runs import flip_a_bit, problem_of
+
+NORM = "weight/model.norm.weight"
+START, STOP, NUMBER = 4, 5, 6
+"""Columns of a row."""
+
+Tables = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def trained(new_shared_job: Callable[..., Job]) -> Job:
+    """A run of one worker with a checkpoint after its only step."""
+    job = new_shared_job(train__max_steps="1", checkpoint__interval_steps="1")
+    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    return job
+
+
+@pytest.fixture
+def job(trained: Job, tmp_path: Path) -> Job:
+    shutil.copytree(trained.root, tmp_path / "copy")
+    return replace(trained, root=tmp_path / "copy", attempt=tmp_path.name)
+
+
+def problem_of_one_of_two(job: Job) -> str:
+    """Return why a worker of a layout with two workers cannot load the checkpoint; empty if it can."""
+    group = ProcessGroup.fake(2)
+    try:
+        return problem_of(job, 1, Mesh(0, data_parallel_size=2))
+    finally:
+        group.leave()
+
+
+def rewrite_index(folder: Path, change: Callable[[Tables], object], **origin: int) -> None:
+    """Write the index again, and a manifest that vouches for it."""
+    path = folder / INDEX_FILE
+    with safetensors.safe_open(path, "pt") as file:
+        written = json.loads(file.metadata()[ORIGIN])
+    tables = {key: table.clone() for key, table in safetensors.torch.load_file(path).items()}
+    change(tables)
+    path.write_bytes(safetensors.torch.save(tables, {ORIGIN: json.dumps(written | origin)}))
+    forge(folder)
+
+
+def set_column(column: int, value: int) -> Callable[[Tables], object]:
+    return lambda tables: tables[NORM][0].__setitem__(column, value)
+
+
+def test_a_worker_of_another_layout_loads_by_the_index(job: Job) -> None:
+    assert problem_of_one_of_two(job) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tables: tables.update({NORM: tables[NORM].float()}), "expected torch.int64 [slices, 7]"),
+        (lambda tables: tables.update({NORM: tables[NORM][:, :6].clone()}), "expected torch.int64 [slices, 7]"),
+        (lambda tables: tables.pop(NORM), f"{NORM}[0:16] is missing: no file has a slice of this tensor"),
+        (lambda tables: tables.update({NORM: tables[NORM].repeat(2, 1)}), f"{NORM}[0:16] exists twice"),
+        (set_column(NUMBER, 7), "shard-00007.safetensors, which the manifest does not list"),
+        (set_column(NUMBER, -1), "which the manifest does not list"),
+        (set_column(3, 17), "is not a part of the model's model.norm.weight"),
+        (set_column(START, 16), "has an empty range"),
+        (set_column(STOP, 17), "has an empty range, or one that leaves its box"),
+        (set_column(STOP, 15), f"{NORM}[15:16] is missing"),
+    ],
+)
+def test_rows_that_are_not_the_shards_slices_are_refused(
+    job: Job, change: Callable[[Tables], object], said: str
+) -> None:
+    rewrite_index(job.checkpoint_address(1).path, change)
+
+    assert said in problem_of_one_of_two(job)
+
+
+def test_an_index_of_another_step_and_a_damaged_one_are_refused(job: Job) -> None:
+    folder = job.checkpoint_address(1).path
+    rewrite_index(folder, lambda tables: None, step=2)
+    assert f"{INDEX_FILE}: is a shard of another state" in problem_of_one_of_two(job)
+
+    flip_a_bit(folder / INDEX_FILE)
+    assert f"{INDEX_FILE}: xxh3-128 is" in problem_of_one_of_two(replace(job, start_number=1))
