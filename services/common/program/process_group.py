@@ -111,9 +111,10 @@ class ProcessGroup:
         return gathered
 
     def tell(self, work: Callable[[], R]) -> R:
-        """Run `work` on rank 0 alone while the others wait, and return its result on every worker; it is pickled.
+        """Run `work` on rank 0 alone while the others wait, and return its result, a picklable object, on every worker.
 
-        One broadcast: each worker receives it once. What `work` raises is raised on rank 0, and ends the group.
+        Each worker receives the object once, by a broadcast. An error of `work` is raised on rank 0, and ends the
+        group.
         """
         told = [self.wait_for_work(work if self.rank == 0 else lambda: None)]
         if self.world_size > 1:

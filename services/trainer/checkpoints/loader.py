@@ -102,13 +102,13 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
     return point
 
 
-class _Told(NamedTuple):
-    """What rank 0 has found of a checkpoint."""
+class CheckpointFinding(NamedTuple):
+    """Finding of rank 0 about a checkpoint, which it tells the other workers."""
 
     checkpoint: FoundCheckpoint | None
-    """None if it is damaged."""
+    """The checkpoint; None if its manifest or a file's size is damaged."""
     problem: str
-    """Why it is damaged; otherwise empty."""
+    """Description of the damage; otherwise empty."""
     loss_spikes: LossSpikes = LossSpikes()
     """State with which the detector of loss spikes goes on."""
 
@@ -148,10 +148,10 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
     raise all_damaged(job.checkpoint_collection, damages)
 
 
-def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> tuple[_Told, str]:
+def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> tuple[CheckpointFinding, str]:
     """Load the run's checkpoint of a step, or for None its parent's. All workers call this.
 
-    Returns what rank 0 found of it, and the first worker's problem with it; an empty text if it is intact.
+    Returns rank 0's finding, and the first worker's problem with the checkpoint; an empty text if it is intact.
     """
     told = group.tell(lambda: find_checkpoint(job, step))
     if told.checkpoint is None:
@@ -164,20 +164,20 @@ def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> 
     return told, next(each["problem"] for each in group.gather({"problem": problem}) if each["problem"])
 
 
-def find_checkpoint(job: Job, step: int | None) -> _Told:
+def find_checkpoint(job: Job, step: int | None) -> CheckpointFinding:
     """Describe the run's checkpoint of a step, or for None its parent's: from its manifest, and the files' sizes."""
     try:
         if step is None:
             parent = _open_parent(job)
             spikes = inherit_loss_spikes(parent, job.recipe, job.lineage) or LossSpikes()
-            return _Told(FoundCheckpoint.of(parent), "", spikes)
+            return CheckpointFinding(FoundCheckpoint.of(parent), "", spikes)
         checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
         require_of_run(checkpoint, job.recipe, job.corpus)
     except UnreadableError:
         raise
     except ArtifactError as error:
-        return _Told(None, str(error))
-    return _Told(FoundCheckpoint.of(checkpoint), "", checkpoint.manifest.checkpoint.loss_spikes)
+        return CheckpointFinding(None, str(error))
+    return CheckpointFinding(FoundCheckpoint.of(checkpoint), "", checkpoint.manifest.checkpoint.loss_spikes)
 
 
 def load_part(job: Job, mesh: Mesh, checkpoint: FoundCheckpoint, held: Mapping[StateSlice, Tensor]) -> str:
