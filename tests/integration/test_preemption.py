@@ -1,4 +1,4 @@
-"""All workers stop at the same step with a checkpoint, after a drain notice from Ray or a SIGTERM."""
+"""A trainer on the nodes of a Ray cluster: all workers stop after the same step, and no loss ends the run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
@@ -72,6 +73,41 @@ def test_sigterm_ends_the_run_with_one_checkpoint_and_75(tmp_path: Path, command
     command.terminate()
 
     require_stop(command, tmp_path / "fsx", "sigterm")
+
+
+def find_processes(cluster: Cluster, name: str) -> list[psutil.Process]:
+    """Find the processes of the cluster whose title or command contains the name, oldest first."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
+    family = [each for pid in raylets for each in psutil.Process(pid).children(recursive=True)]
+    found = [each for each in family if name in " ".join(each.cmdline())]
+    return sorted(found, key=lambda each: each.create_time())
+
+
+def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_another_attempt(
+    tmp_path: Path, cluster: Cluster, command: subprocess.Popen[str]
+) -> None:
+    root = tmp_path / "fsx"
+    ray_workers = find_processes(cluster, "ray::RayTrainWorker")
+    agents = find_processes(cluster, "launch.agent_process")
+    assert (len(ray_workers), len(agents)) == (2, 2)
+
+    def wait_for_restarts(count: int) -> None:
+        def count_restarts() -> int:
+            return sum(path.read_text().count('"restarted"') for path in root.glob("run/*/events.jsonl"))
+
+        wait_until(lambda: count_restarts() == count, 240, process=command)
+
+    workers = [each for agent in agents for each in agent.children(recursive=True) if not each.children()]
+    max(workers, key=lambda each: each.memory_info().rss).kill()
+    wait_for_restarts(1)
+    assert find_processes(cluster, "ray::RayTrainWorker") == ray_workers
+    assert find_processes(cluster, "launch.agent_process") == agents
+
+    agents[0].kill()
+    wait_for_restarts(2)
+    assert not set(find_processes(cluster, "launch.agent_process")) & set(agents)
+    command.terminate()
+    require_stop(command, root, "sigterm")
 
 
 def require_stop(command: subprocess.Popen[str], root: Path, reason: str) -> None:

@@ -222,7 +222,15 @@ def send(process: subprocess.Popen[str], target: int, signum: signal.Signals) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["raylet", "gcs_server", "ray::TrainController", "ray::RayTrainWorker", "ray::RuntimeEnvAgent", "launch.guard"],
+    [
+        "raylet",
+        "gcs_server",
+        "ray::TrainController",
+        "ray::RayTrainWorker",
+        "launch.agent_process",
+        "ray::RuntimeEnvAgent",
+        "launch.guard",
+    ],
 )
 def test_a_signal_ends_a_command_of_whose_ray_a_process_is_frozen(
     folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str

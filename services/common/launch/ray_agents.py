@@ -237,7 +237,7 @@ class _AgentFunction:
         address = LOOPBACK_ADDRESS if self._command[0] == LOOPBACK_ADDRESS else ray.util.get_node_ip_address()
         config = AgentConfig(context.get_world_rank(), address, self._command, self._key, os.getpid(), self._preload)
         command = [sys.executable, "-m", "services.common.launch.agent_process"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment_of_agent()) as agent:
             assert agent.stdin is not None
             agent.stdin.write(config.to_line())
             agent.stdin.flush()
@@ -252,6 +252,13 @@ class _AgentFunction:
                 time.sleep(POLL_SECONDS)
         if agent.returncode:
             raise WorkersLost(f"the agent of {ray.util.get_node_ip_address()} ended with {agent.returncode}")
+
+
+def _environment_of_agent() -> dict[str, str]:
+    """This process's environment, without Ray's folder of libraries in PYTHONPATH, which hide the project's own."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = [folder for folder in folders if not Path(folder).is_relative_to(Path(ray.__file__).parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(own)}
 
 
 class _Value(Generic[T]):
