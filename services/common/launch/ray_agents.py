@@ -18,15 +18,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import ray
 import ray.exceptions
 
-from services.common.errors import MillraceError, WorkersLost
+from services.common.errors import MillraceError, TryAgain, WorkersLost
 from services.common.launch.agent_channel import reach_command
 from services.common.launch.agent_group import AgentGroup, AgentLost
 from services.common.launch.agent_process import AgentConfig
@@ -35,7 +36,7 @@ from services.common.launch.launcher import DRIVER_SHARE, WorkerEnvironment, Wor
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
 from services.common.launch.ray_cluster import RayCall, calling_ray, connect, require_ray
-from services.common.launch.ray_room import GROUP_START_SECONDS, no_room, room_for, share_of_group, wait_for_room
+from services.common.launch.ray_room import GROUP_START_SECONDS, capacities_for, no_room, share_of_group, wait_for_room
 from services.common.process.private_folder import new_name, private_folder
 
 T = TypeVar("T")
@@ -67,22 +68,12 @@ def prepare(spec: WorkerGroupSpec) -> None:
         _prepared.append(_begin_attempt(spec))
 
 
-@contextmanager
-def open_workers(spec: WorkerGroupSpec) -> Iterator[Workers]:
+def open_workers(spec: WorkerGroupSpec) -> AbstractContextManager[Workers]:
     """See `Launcher.open_workers`."""
-    workers = _RayWorkers(spec)
-    try:
-        yield workers
-    except Exception:
-        workers.end()
-        raise
-    else:
-        workers.end()
-    finally:
-        workers.close()
+    return _RayWorkers(spec)
 
 
-class _RayWorkers:
+class _RayWorkers(AbstractContextManager["_RayWorkers"]):
     """Runs workers by the agents of an attempt of Ray Train; see `Workers`."""
 
     def __init__(self, spec: WorkerGroupSpec) -> None:
@@ -106,10 +97,16 @@ class _RayWorkers:
         attempt, self._attempt = self._attempt, None
         return attempt.end() if attempt else None
 
-    def close(self) -> None:
-        """End the agents without waiting for Ray Train."""
-        if self._attempt:
-            self._attempt.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the agents, and wait for Ray Train unless a stop signal ends the block: then there is no time for it."""
+        if error is not None and not isinstance(error, Exception):
+            if self._attempt:
+                self._attempt.close()
+            return
+        with suppress(TryAgain):  # that Ray is lost, which no longer matters
+            self.end()
 
 
 def _begin_attempt(spec: WorkerGroupSpec) -> _Attempt:
@@ -126,10 +123,10 @@ def _begin_attempt(spec: WorkerGroupSpec) -> _Attempt:
 
 def _fit_nodes(spec: WorkerGroupSpec) -> int:
     """Return how many workers a node gets in a cluster whose nodes declare no stage: as many as fit on enough nodes."""
-    for size in range(spec.num_workers, 0, -1):
-        if room_for(_demand_of_node(replace(spec, workers_per_node=size))) >= math.ceil(spec.num_workers / size):
-            return size
-    return spec.workers_per_node
+    capacities = capacities_for(_demand_of_node(replace(spec, workers_per_node=1)))
+    sizes = range(spec.num_workers, 0, -1)
+    fitting = (n for n in sizes if sum(each >= n for each in capacities) >= math.ceil(spec.num_workers / n))
+    return next(fitting, spec.workers_per_node)
 
 
 class _Attempt:

@@ -42,10 +42,15 @@ def wait_for_room(demand: dict[str, float], count: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def room_for(demand: dict[str, float]) -> int:
-    """Number of running nodes that could hold `demand` if nothing else ran on them."""
+def capacities_for(demand: dict[str, float]) -> list[int]:
+    """Return how many times each running node could hold `demand` if nothing else ran on it."""
     nodes = [node["Resources"] for node in live_nodes()]
-    return sum(all(node.get(name, 0.0) >= amount for name, amount in demand.items()) for node in nodes)
+    return [int(min(node.get(name, 0.0) / amount for name, amount in demand.items())) for node in nodes]
+
+
+def room_for(demand: dict[str, float]) -> int:
+    """Return the number of running nodes that could hold `demand` if nothing else ran on them."""
+    return sum(capacity > 0 for capacity in capacities_for(demand))
 
 
 def no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
