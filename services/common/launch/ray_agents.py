@@ -79,7 +79,7 @@ class _RayWorkers(AbstractContextManager["_RayWorkers"]):
     def __init__(self, spec: WorkerGroupSpec) -> None:
         self._spec = spec
         self._attempt: _Attempt | None = _prepared.pop() if _prepared else None
-        if self._attempt and not self._attempt.is_for(spec):
+        if self._attempt and not self._attempt.take(spec):
             self.end()
 
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
@@ -138,10 +138,12 @@ class _Attempt:
         self._agents = AgentGroup(host, _count_nodes(spec))
         self._call = RayCall(self._fit)
 
-    def is_for(self, spec: WorkerGroupSpec) -> bool:
-        """Whether these agents can start the workers that `spec` describes; the folder may be another one."""
-        here = self._spec
-        return replace(spec, shared_folder=here.shared_folder, workers_per_node=here.workers_per_node) == here
+    def take(self, spec: WorkerGroupSpec) -> bool:
+        """Use the agents for the workers that `spec` describes; return whether they can start those. A command prepares
+        before it knows the folder of its run.
+        """
+        here, self._spec = self._spec, replace(self._spec, shared_folder=spec.shared_folder)
+        return self._spec == replace(spec, workers_per_node=here.workers_per_node)
 
     def run(self, work: bytes) -> None:
         """Run the workers on all nodes once. Raises `AgentLost` where the attempt is over."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -351,7 +352,12 @@ def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "")  # as good as none
     launcher = choose_launcher("ray")
     try:
-        run_workers(launcher, work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
+        spec = WorkerGroupSpec(2, 1, 2, tmp_path / "run", device="xla")
+        launcher.prepare(replace(spec, shared_folder=tmp_path / "root"))  # before the run's name is known
+        with launcher.open_workers(spec) as workers:
+            workers.run(work.write_environment, tmp_path)
+            workers.run(work.wait_for_heartbeats, spec.shared_folder)
+        assert not (tmp_path / "root").exists()
         cores = [each["NEURON_RT_VISIBLE_CORES"] for each in work.read_environments(tmp_path)]
         assert cores == ["0", "1"]
         assert dict(launcher.map_tasks(work.square, range(3), 2)) == {0: 0, 1: 1, 2: 4}

@@ -17,6 +17,7 @@ import psutil
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import NodeBoard
+from services.common.launch.node_heartbeats import list_nodes
 from services.common.testing.waiting import wait_until
 
 
@@ -88,6 +89,14 @@ def write_stop_reason(folder: Path, environment: WorkerEnvironment) -> None:
     with closing(NodeBoard.open(environment.node_folder)) as board:
         wait_until(lambda: board.stop_reason)
         (folder / f"{environment.rank}.json").write_text(str(board.stop_reason), encoding="ascii")
+
+
+def wait_for_heartbeats(shared_folder: Path, environment: WorkerEnvironment) -> None:
+    """Write a heartbeat, and wait until the agent has written the node's file."""
+    assert environment.node_folder is not None
+    with closing(NodeBoard.open(environment.node_folder)) as board:
+        board.write_heartbeat(environment.local_rank, b"{}")
+        wait_until(lambda: environment.node_rank in list_nodes(shared_folder))
 
 
 def stop_itself(can_fork: bool = True) -> None:
