@@ -44,7 +44,7 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
     """
     forget_signals(job.run_folder)
     launcher = choose_launcher(job.launch)
-    spec = describe_workers(job.recipe, job.run_folder)
+    spec = describe_workers(job.recipe, job.run_folder, job.attempt)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     budget = RestartBudget(job.recipe.train.max_restarts, newest_step(job.checkpoint_collection) or 0)
     request = _StopRequest(job)

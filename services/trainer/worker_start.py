@@ -43,13 +43,14 @@ def begin_start(argv: list[str]) -> Recipe | None:
     return recipe
 
 
-def describe_workers(recipe: Recipe, shared_folder: Path) -> WorkerGroupSpec:
+def describe_workers(recipe: Recipe, shared_folder: Path, kept_folder: str = "") -> WorkerGroupSpec:
     node = instance_type(recipe)
     return WorkerGroupSpec(
         num_workers=recipe.parallel.num_workers,
         threads_per_worker=recipe.parallel.threads_per_worker,
         workers_per_node=recipe.cluster.trainer_workers_per_node,
         shared_folder=shared_folder,
+        kept_folder=kept_folder,
         device=recipe.parallel.device,
         logical_core_size=node.logical_core_size if node else None,
         preload=_modules_of_workers(recipe),

@@ -80,7 +80,7 @@ def main() -> None:
         while True:
             _serve(agent, connection, config.address)
     except (EOFError, ConnectionError):  # the command has ended, or its launcher
-        agent.end()
+        agent.close()
 
 
 def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -179,16 +179,17 @@ def prepare(spec: WorkerGroupSpec) -> None:
 @contextmanager
 def open_workers(spec: WorkerGroupSpec) -> Iterator[Workers]:
     """See `Launcher.open_workers`. The command is itself the agent of its machine."""
-    yield _WorkersHere(spec)
+    if spec.device in NEURON_DEVICES:
+        require_every_core(spec.device)
+    with closing(NodeAgent()) as agent:
+        yield _WorkersHere(spec, agent)
 
 
 class _WorkersHere:
     """Runs workers on this machine; see `Workers`."""
 
-    def __init__(self, spec: WorkerGroupSpec) -> None:
-        if spec.device in NEURON_DEVICES:
-            require_every_core(spec.device)
-        self._spec, self._agent = spec, NodeAgent()
+    def __init__(self, spec: WorkerGroupSpec, agent: NodeAgent) -> None:
+        self._spec, self._agent = spec, agent
 
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
         """See `Workers.run`."""

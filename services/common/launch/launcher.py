@@ -54,6 +54,8 @@ class WorkerGroupSpec:
     from a process that has done all of this, so nothing here may leave a thread. A function gets `can_fork`: whether
     its process will be forked.
     """
+    kept_folder: str = ""
+    """Name of a private folder that each node keeps from the first start of the workers to the end of the last."""
 
 
 @dataclass(frozen=True)

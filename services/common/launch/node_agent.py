@@ -113,7 +113,8 @@ class NodeAgent:
         self._running: list[_Worker] = []
         self._raised: list[bytes] = []
         self._lost: str | None = None
-        self._folders = ExitStack()
+        self._folders, self._kept_folders = ExitStack(), ExitStack()
+        self._kept_name = ""
         self._board: NodeBoard | None = None
         self._stop_reason = StopReason.NONE
 
@@ -133,6 +134,9 @@ class NodeAgent:
         spec, ranks = start.spec, start.ranks
         prepare_fork_server(spec.preload)
         context = _FORK_SERVER if spec.preload and fork_server.IS_SUPPORTED else SPAWN
+        if spec.kept_folder != self._kept_name:
+            self._kept_folders.enter_context(private_folder(spec.kept_folder))
+            self._kept_name = spec.kept_folder
         folder = self._folders.enter_context(private_folder(new_name("workers")))
         self._board = self._folders.enter_context(closing(NodeBoard.make(folder, len(ranks))))
         self._board.raise_stop_reason(self._stop_reason)
@@ -189,6 +193,11 @@ class NodeAgent:
         self._folders.close()
         self._started, self._running, self._raised, self._lost = [], [], [], None
         return end
+
+    def close(self) -> None:
+        """Kill the workers that still run, and leave what the node has kept for them."""
+        self.end()
+        self._kept_folders.close()
 
     def _watched(self) -> list[Any]:
         # A worker that fails sends its error before it ends: a long one fits into the pipe only while somebody reads.

@@ -140,9 +140,10 @@ class _Attempt:
 
     def take(self, spec: WorkerGroupSpec) -> bool:
         """Use the agents for the workers that `spec` describes; return whether they can start those. A command prepares
-        before it knows the folder of its run.
+        before it knows its folders.
         """
-        here, self._spec = self._spec, replace(self._spec, shared_folder=spec.shared_folder)
+        folders = {"shared_folder": spec.shared_folder, "kept_folder": spec.kept_folder}
+        here, self._spec = self._spec, replace(self._spec, **folders)  # type: ignore[arg-type]
         return self._spec == replace(spec, workers_per_node=here.workers_per_node)
 
     def run(self, work: bytes) -> None:

@@ -25,6 +25,7 @@ from services.common.launch.agent_group import AgentGroup, AgentLost, _Agent
 from services.common.launch.agent_process import AgentConfig
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
+from services.common.process.private_folder import new_name, private_base
 from services.common.process.stop_reason import StopReason
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
@@ -40,7 +41,7 @@ class Nodes:
     """Two nodes with an agent and two workers each."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.kept_folder = folder, new_name("kept")
         self.group = AgentGroup(LOOPBACK_ADDRESS, NODES)
         self.agents = [self._start(rank) for rank in range(NODES)]
 
@@ -58,10 +59,8 @@ class Nodes:
 
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any = None) -> None:
         self.group.gather(lambda: None)
-        spec = WorkerGroupSpec(2 * NODES, 1, 2, self.folder)
-        self.group.run(
-            pickle.dumps((function, self.folder if argument is None else argument)), spec, "ray", lambda: None
-        )
+        spec = WorkerGroupSpec(2 * NODES, 1, 2, self.folder, kept_folder=self.kept_folder)
+        self.group.run(pickle.dumps((function, argument or self.folder)), spec, "ray", lambda: None)
 
 
 @pytest.fixture
@@ -103,6 +102,8 @@ def test_a_start_and_a_loss_take_a_few_messages_for_each_node_and_the_agents_sta
     assert [place[:3] for place in work.read_environments(nodes.folder)] == [[2, 0, 2]] * 2 + [[2, 1, 2]] * 2
     assert messages == {"NodeStart": NODES, "NodeIdle": NODES}
     messages.clear()
+    kept = private_base() / nodes.kept_folder  # of both nodes, which are one machine
+    assert kept.is_dir()
 
     with pytest.raises(WorkersLost, match=r"rank 3 \(pid \d+ on .*\) was killed by SIGKILL"):
         nodes.run(work.die_on_last_rank)
@@ -110,9 +111,12 @@ def test_a_start_and_a_loss_take_a_few_messages_for_each_node_and_the_agents_sta
     assert messages == {"NodeStart": NODES, "WorkersFailed": 1, "EndWorkers": NODES - 1, "NodeIdle": NODES}
     with pytest.raises(ArtifactError, match="rank 3 found damage"):
         nodes.run(work.raise_on_last_rank, "rank 3 found damage")
+    assert kept.is_dir()
     nodes.run(work.write_rank)
     assert (nodes.folder / "3-of-4-on-1").exists()
     assert [agent.poll() for agent in nodes.agents] == [None] * NODES
+    nodes.group.close()
+    wait_until(lambda: not kept.exists())
 
 
 def test_what_a_node_hears_reaches_its_own_workers_and_stays_with_the_node(nodes: Nodes) -> None:

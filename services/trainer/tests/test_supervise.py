@@ -61,7 +61,7 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
         supervise(job, held)
 
     assert len(launcher.jobs) == starts
-    assert launcher.specs == [describe_workers(job.recipe, job.run_folder)]
+    assert launcher.specs == [describe_workers(job.recipe, job.run_folder, job.attempt)]
     assert launcher.specs[0].num_workers == 2
     assert "services.trainer.supervise" in launcher.specs[0].preload
 
@@ -87,7 +87,8 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
     with hold_lease(tmp_path / "command.lock") as held:
         supervise(replace(job, recipe=recipe), held)
 
-    assert launcher.specs == [WorkerGroupSpec(2, 1, workers_per_node, job.run_folder, "neuron", logical_core_size)]
+    place = (2, 1, workers_per_node, job.run_folder)
+    assert launcher.specs == [WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=job.attempt)]
 
 
 def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
