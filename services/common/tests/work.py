@@ -67,6 +67,14 @@ def write_place(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}.json").write_text(json.dumps(place), encoding="utf-8")
 
 
+def write_heartbeat(shared_folder: Path, environment: WorkerEnvironment) -> None:
+    """Write one heartbeat to the node's board, and wait until all nodes have a file of theirs."""
+    assert environment.node_folder is not None
+    with closing(NodeBoard.open(environment.node_folder)) as board:
+        board.write_heartbeat(environment.local_rank, json.dumps({"rank": environment.rank}).encode())
+        wait_until(lambda: len(list_nodes(shared_folder)) == environment.num_nodes)
+
+
 def kill_parent(_: None, environment: WorkerEnvironment) -> None:
     if environment.rank == 1:
         os.kill(os.getppid(), signal.SIGKILL)
