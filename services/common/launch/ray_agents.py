@@ -87,7 +87,7 @@ class _RayWorkers(AbstractContextManager["_RayWorkers"]):
         work = pickle.dumps((function, argument))
         self._attempt = self._attempt or _begin_attempt(self._spec)
         try:
-            self._attempt.run(work, self._spec.shared_folder)
+            self._attempt.run(work)
         except AgentLost as error:
             failure = self.end()
             raise _explain(failure, self._spec) if failure else WorkersLost(str(error)) from error
@@ -146,10 +146,10 @@ class _Attempt:
         here, self._spec = self._spec, replace(self._spec, **folders)  # type: ignore[arg-type]
         return self._spec == replace(spec, workers_per_node=here.workers_per_node)
 
-    def run(self, work: bytes, shared_folder: Path) -> None:
+    def run(self, work: bytes) -> None:
         """Run the workers on all nodes once. Raises `AgentLost` where the attempt is over."""
         self._agents.gather(self._require)
-        self._agents.run(work, replace(self._spec, shared_folder=shared_folder), RAY, self._require)
+        self._agents.run(work, self._spec, RAY, self._require)
 
     def close(self) -> None:
         self._agents.close()
