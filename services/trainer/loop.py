@@ -242,7 +242,9 @@ class Training:
                 found = (self._job, self._program, self._group, record.step, taken.batch, taken.micro_batches)
                 self._fault = find_faulty_worker(*found)
         verdict = self._spikes.add(record.step, record.loss, record.gradient_norm, reduced.deviation)
-        if verdict is Verdict.DEVIATING and self._skipped.are_too_many:  # the run would end before its patience does
+        # The run would end before its patience does. After a step that was applied the skipped steps are those of the
+        # step after it, by which this step must not decide: a run that begins with this step does not know them.
+        if verdict is Verdict.DEVIATING and not taken.is_applied and self._skipped.are_too_many:
             verdict = Verdict.SPIKE
         self._health.count(record, taken.is_applied)
         goes_back = self._must_go_back(verdict, record)

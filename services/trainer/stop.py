@@ -1,7 +1,7 @@
 """Decides for all workers together whether a run stops early.
 
-After every step each worker checks the stop conditions that it can see, and all workers take the strongest reason in
-the group. So all workers stop after the same step, with one checkpoint.
+After every step each worker checks the stop conditions that it can see. While the workers take the next step they agree
+on the strongest reason of all, so all of them stop after that next step, with one checkpoint.
 """
 
 from __future__ import annotations
