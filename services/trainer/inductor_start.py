@@ -9,7 +9,7 @@ import importlib
 import os
 import pickle  # nosec B403 # only a child process's bytes are loaded
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _KEYS = ("torch_key", "triton_key")
@@ -26,16 +26,16 @@ _MODULES = (
 )
 
 
-def begin_inductor(can_fork: bool) -> None:
+def begin_inductor() -> None:
     """Import Inductor and compute the part of cache keys that all graphs share: hashes of torch's and Triton's sources.
 
-    The hashes take 0.6 s. With `can_fork`, a forked process computes them during the imports.
+    The hashes take 0.6 s: a forked process computes them during the imports.
     """
     codecache = importlib.import_module("torch._inductor.codecache")
     hashes = [
         getattr(codecache, name) for name in _KEYS if hasattr(getattr(codecache, name), "set")
     ]  # torch 2.9 has none
-    with _calling_in_a_fork(hashes) if can_fork else nullcontext():
+    with _calling_in_a_fork(hashes):
         for module in _MODULES:
             importlib.import_module(module)
     codecache.torch_key()

@@ -89,11 +89,11 @@ def begin_server() -> None:
     request = os.environ.get(_REQUEST, "").split()
     if request:
         end_with(int(request[0]))
-        import_modules(request[1:], can_fork=True)
+        _import_modules(request[1:])
 
 
-def import_modules(modules: Sequence[str], *, can_fork: bool) -> None:
-    """Import every MODULE, and call every MODULE:FUNCTION with `can_fork`: see `WorkerGroupSpec.preload`.
+def _import_modules(modules: Sequence[str]) -> None:
+    """Import every MODULE, and call every MODULE:FUNCTION: see `WorkerGroupSpec.preload`.
 
     No garbage is collected meanwhile: imports make none. A module that cannot be imported is left out, with a line on
     stderr: the code that needs it will fail with more to say.
@@ -104,7 +104,7 @@ def import_modules(modules: Sequence[str], *, can_fork: bool) -> None:
         try:
             imported = importlib.import_module(module)
             if function:
-                getattr(imported, function)(can_fork)
+                getattr(imported, function)()
         except Exception as error:  # noqa: BLE001 - an import can raise anything
             print(f"{each} could not be imported in advance: {error!r}", file=sys.stderr)
     gc.freeze()  # a collection writes to every object that it looks at, and forks would then not share its memory

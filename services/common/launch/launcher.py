@@ -50,9 +50,8 @@ class WorkerGroupSpec:
     logical_core_size: int | None = None
     """Physical NeuronCores in the logical core of a worker, where the instance type leaves a choice (Neuron's LNC)."""
     preload: tuple[str, ...] = ()
-    """Modules that every worker imports, and functions that it calls first, as MODULE:FUNCTION. Workers may be forked
-    from a process that has done all of this, so nothing here may leave a thread. A function gets `can_fork`: whether
-    its process will be forked.
+    """Modules, and functions as MODULE:FUNCTION. On Linux workers are forked from a process that has imported or called
+    them, so nothing here may leave a thread.
     """
     kept_folder: str = ""
     """Name of a private folder that each node keeps from the first start of the workers to the end of the last."""

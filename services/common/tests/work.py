@@ -107,7 +107,7 @@ def wait_for_heartbeats(shared_folder: Path, environment: WorkerEnvironment) -> 
         wait_until(lambda: environment.node_rank in list_nodes(shared_folder))
 
 
-def stop_itself(can_fork: bool = True) -> None:
+def stop_itself() -> None:
     """Freeze this process, such as a fork server during its imports."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -116,7 +116,7 @@ class StopsItsReader:
     """An argument that freezes the process which reads it, before it has read it all."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
-        return stop_itself, (True,)
+        return stop_itself, ()
 
 
 def freeze_parent_and_die(_: None, environment: WorkerEnvironment) -> None:
