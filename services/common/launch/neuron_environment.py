@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from services.common.errors import DeviceError
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 
 XLA = "xla"
 NEURON_DEVICES = frozenset({XLA, "neuron"})
@@ -30,17 +31,6 @@ CONTRADICTING_VARIABLES = ("TORCHELASTIC_RUN_ID", "NEURON_PJRT_PROCESSES_NUM_DEV
 
 EFA_VARIABLES = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 EFA_DEVICES = Path("/dev/infiniband")
-
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """Ranks of a worker among all workers and among the workers of its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
 
 
 @dataclass(frozen=True)
@@ -69,24 +59,19 @@ class NodeNetwork:
 
 
 def neuron_environment(
-    device: str,
-    place: WorkerPlace,
-    meeting: MeetingPoint,
-    network: NodeNetwork,
-    logical_core_size: int | None = None,
+    spec: WorkerGroupSpec, worker: WorkerEnvironment, meeting: MeetingPoint, network: NodeNetwork
 ) -> dict[str, str]:
-    """The environment variables of one worker. `logical_core_size` is the number of physical cores in a logical one
-    (Neuron's LNC), where the instance type leaves a choice.
+    """Return the environment variables of one worker of the group that `spec` describes.
 
     A worker gets the core of its local rank, so that consecutive ranks, which share a model, use neighbouring cores.
     With TorchNeuron no core is named here: its backend takes one of the visible cores.
     """
     variables = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_RANK": str(place.node_rank),
+        "RANK": str(worker.rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
+        "GROUP_RANK": str(worker.node_rank),
         "MASTER_ADDR": meeting.host,
         "MASTER_PORT": str(meeting.store_port),
         "NEURON_RT_ROOT_COMM_ID": _join(meeting.host, meeting.communicator_port),
@@ -94,18 +79,18 @@ def neuron_environment(
         "CCOM_SOCKET_IFNAME": network.interface,
         "NCCL_SOCKET_IFNAME": network.interface,
     }
-    if device == XLA:
+    if spec.device == XLA:
         variables |= {
-            VISIBLE_CORES: str(place.local_rank),
-            "NEURON_PJRT_PROCESS_INDEX": str(place.rank),
-            "NEURON_PJRT_WORLD_SIZE": str(place.world_size),
-            "PJRT_LOCAL_PROCESS_RANK": str(place.local_rank),
-            "PJRT_LOCAL_PROCESS_COUNT": str(place.local_world_size),
+            VISIBLE_CORES: str(worker.local_rank),
+            "NEURON_PJRT_PROCESS_INDEX": str(worker.rank),
+            "NEURON_PJRT_WORLD_SIZE": str(worker.world_size),
+            "PJRT_LOCAL_PROCESS_RANK": str(worker.local_rank),
+            "PJRT_LOCAL_PROCESS_COUNT": str(worker.local_world_size),
         }
     if network.has_efa:
         variables |= EFA_VARIABLES
-    if logical_core_size is not None:
-        variables["NEURON_LOGICAL_NC_CONFIG"] = str(logical_core_size)
+    if spec.logical_core_size is not None:
+        variables["NEURON_LOGICAL_NC_CONFIG"] = str(spec.logical_core_size)
     return variables
 
 

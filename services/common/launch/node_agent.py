@@ -31,8 +31,6 @@ from services.common.launch.launcher import (
 from services.common.launch.neuron_environment import (
     NEURON_DEVICES,
     MeetingPoint,
-    NodeNetwork,
-    WorkerPlace,
     find_network,
     neuron_environment,
     set_neuron_environment,
@@ -143,6 +141,8 @@ class NodeAgent:
         # Workers of one node meet in a file, so that no port is opened before the group forms.
         rendezvous = str(folder / "rendezvous") if start.num_nodes == 1 else start.meeting.url
         network = find_network(self._address) if spec.device in NEURON_DEVICES else None
+        on_loopback = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if start.num_nodes == 1 else {}
+        variables = {"OMP_NUM_THREADS": str(spec.threads_per_worker), **on_loopback}
         for local_rank, rank in enumerate(ranks):
             environment = WorkerEnvironment(
                 rank,
@@ -155,8 +155,9 @@ class NodeAgent:
                 num_nodes=start.num_nodes,
                 node_folder=folder,
             )
-            variables = _variables_of(start, environment)
-            of_neuron = _neuron_variables_of(start, environment, network) if network else {}
+            of_neuron: dict[str, str] = {}
+            if network:
+                of_neuron = neuron_environment(spec, environment, start.meeting, network)
             receiver, sender = SPAWN.Pipe(duplex=False)
             arguments = (start.work, environment, variables, of_neuron, sender)
             process = context.Process(target=_work, args=arguments, name=f"rank-{rank}")
@@ -223,22 +224,6 @@ def prepare_fork_server(preload: tuple[str, ...]) -> None:
     if preload and fork_server.IS_SUPPORTED:
         with starting_processes():
             fork_server.start_server(preload)
-
-
-def _variables_of(start: NodeStart, environment: WorkerEnvironment) -> dict[str, str]:
-    on_loopback = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if environment.num_nodes == 1 else {}
-    return {"OMP_NUM_THREADS": str(start.spec.threads_per_worker), **on_loopback}
-
-
-def _neuron_variables_of(start: NodeStart, environment: WorkerEnvironment, network: NodeNetwork) -> dict[str, str]:
-    place = WorkerPlace(
-        environment.rank,
-        environment.world_size,
-        environment.local_rank,
-        environment.local_world_size,
-        environment.node_rank,
-    )
-    return neuron_environment(start.spec.device, place, start.meeting, network, start.spec.logical_core_size)
 
 
 def _describe_end(exit_code: int | None) -> str:
