@@ -60,11 +60,14 @@ class NodeBoard:
 
     @classmethod
     def make(cls, node_folder: Path, num_workers: int) -> Self:
-        """Make the board of a node in its folder, before its workers start, and open it."""
+        """Make the board of a node in its folder, before its workers start, and open it.
+
+        Raises `OSError` where the folder's file system has no room for it: later writes need none.
+        """
         partial = node_folder / f"{BOARD_FILE}.partial"
         with partial.open("xb") as file:
-            file.truncate(_size_of(num_workers))
-            file.write(_FORMAT + _NUM_WORKERS.pack(num_workers))
+            # Written in full: where a disk has no room left, the kernel ends a process that writes to a mapped hole.
+            file.write((_FORMAT + _NUM_WORKERS.pack(num_workers)).ljust(_size_of(num_workers), b"\0"))
         partial.rename(node_folder / BOARD_FILE)
         return cls.open(node_folder)
 

@@ -107,6 +107,14 @@ def test_a_file_that_is_no_board_is_refused(tmp_path: Path) -> None:
         NodeBoard.open(tmp_path)
 
 
+def test_a_board_has_its_room_on_disk_before_anybody_writes_to_it(tmp_path: Path) -> None:
+    """A write to a hole of a mapped file kills the writer where the disk is full."""
+    NodeBoard.make(tmp_path, 64)
+    made = (tmp_path / BOARD_FILE).stat()
+
+    assert made.st_blocks * 512 >= made.st_size
+
+
 def test_a_board_grows_with_the_workers_of_its_node_alone(tmp_path: Path) -> None:
     sizes = []
     for num_workers in (1, 2, 32):
