@@ -151,10 +151,11 @@ def _call(address: str, deadline: float) -> socket.socket:
 
 def _greeted_by(connection: socket.socket, token: bytes) -> int | None:
     """Return the node of the leader that has connected; None for a stranger, which does not know the token."""
-    connection.settimeout(GREETING_SECONDS)
-    greeting = b""
+    deadline, greeting, arrived = time.monotonic() + GREETING_SECONDS, b"", b"-"
     with suppress(OSError):
-        while len(greeting) < _GREETING.size and (arrived := connection.recv(_GREETING.size - len(greeting))):
+        while len(greeting) < _GREETING.size and arrived:
+            connection.settimeout(max(0.0, deadline - time.monotonic()))
+            arrived = connection.recv(_GREETING.size - len(greeting))
             greeting += arrived
     if len(greeting) < _GREETING.size:
         return None

@@ -103,10 +103,9 @@ class StepAgreement:
 @contextmanager
 def agreeing(environment: WorkerEnvironment, group: ProcessGroup) -> Iterator[StepAgreement]:
     """Take part in the agreement of all workers for the block. All workers enter together."""
-    is_alone = environment.world_size == 1
     folder = environment.node_folder
-    assert is_alone or folder, "workers that form a group have a folder on their node"
-    agreement = StepAgreement(environment, group, NodeBoard.open(folder) if folder and not is_alone else None)
+    assert environment.world_size == 1 or folder, "workers that form a group have a folder on their node"
+    agreement = StepAgreement(environment, group, NodeBoard.open(folder) if folder else None)
     try:
         yield agreement
     finally:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,11 @@ def test_a_single_worker_agrees_with_itself() -> None:
         assert agreement.node_stop_reason == 0
 
 
-def test_workers_hear_what_their_nodes_agent_has_heard(tmp_path: Path) -> None:
-    [environment] = [each for each in environments(tmp_path, 1, 2) if each.rank == 0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_workers_hear_what_their_nodes_agent_has_heard(tmp_path: Path, world_size: int) -> None:
+    environment = environments(tmp_path, 1, world_size)[0]
     NodeBoard.open(tmp_path / "0").raise_stop_reason(StopReason.PREEMPTION)
-    with agreeing(environment, ProcessGroup(0, 2)) as agreement:
+    with agreeing(environment, ProcessGroup(0, world_size)) as agreement:
         assert StopReason(agreement.node_stop_reason) is StopReason.PREEMPTION
 
 
@@ -221,6 +223,24 @@ def test_a_stranger_is_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
         connection.close()
     first.result().close()
     second.result().close()
+
+
+def test_a_stranger_that_greets_byte_by_byte_keeps_no_leader_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_links, "GREETING_SECONDS", 0.2)
+    store = new_store()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(LeaderLinks.connect, 0, 2, "file", store, timedelta(seconds=20))
+        port = int(store.get("leader/0").split()[0])
+        num_sent = 0
+        with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(ConnectionError):
+            while num_sent < leader_links._GREETING.size:
+                stranger.sendall(b"-")
+                num_sent += 1
+                time.sleep(0.15)
+        assert num_sent < leader_links._GREETING.size
+        second = pool.submit(LeaderLinks.connect, 1, 2, "file", store, timedelta(seconds=20))
+        first.result().close()
+        second.result().close()
 
 
 def test_a_leader_whose_partner_never_comes_is_lost() -> None:
