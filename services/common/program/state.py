@@ -77,7 +77,7 @@ class StateSlice:
     @property
     def is_box(self) -> bool:
         """Whether the slice has all elements of its box."""
-        return len(self) == math.prod(self._box_shape)
+        return self.stop - self.start == math.prod(self._box_shape)  # `len` refuses numbers beyond 63 bits
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ def test_a_worker_of_another_layout_loads_by_the_index(job: Job) -> None:
         (set_column(NUMBER, -1), "which the manifest does not list"),
         (set_column(3, 17), "is not a part of the model's model.norm.weight"),
         (set_column(START, 16), "has an empty range"),
+        (set_column(START, -(2**63)), "is not the key of a slice"),
         (set_column(STOP, 17), "has an empty range, or one that leaves its box"),
         (set_column(STOP, 15), f"{NORM}[15:16] is missing"),
     ],
