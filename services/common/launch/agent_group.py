@@ -26,6 +26,7 @@ POLL_SECONDS = 1.0
 END_SECONDS = 60.0
 """Seconds in which agents have to kill their workers: the memory of a large process takes seconds to be released."""
 _BACKLOG = 4_096
+_ACCEPT_AGAIN_SECONDS = 0.1
 
 
 class AgentLost(Exception):
@@ -65,6 +66,7 @@ class AgentGroup:
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
         self.key = secrets.token_bytes(32)
         self._num_agents = num_agents
+        self._is_listening = True
         self._arrived: queue.Queue[_Agent] = queue.Queue()
         self._agents: dict[int, _Agent] = {}
         threading.Thread(target=self._accept, name="agents", daemon=True).start()
@@ -76,7 +78,7 @@ class AgentGroup:
             with suppress(queue.Empty):
                 agent = self._arrived.get(timeout=POLL_SECONDS)
                 self._agents[agent.rank] = agent
-        self._socket.close()
+        self._stop_listening()
 
     def run(self, work: bytes, spec: WorkerGroupSpec, launch: str, require_launcher: Callable[[], None]) -> None:
         """Start the workers on all nodes and return when all have returned; see `Workers.run`.
@@ -90,7 +92,7 @@ class AgentGroup:
 
     def close(self) -> None:
         """End all agents, which kill their workers and end when their connection ends."""
-        self._socket.close()
+        self._stop_listening()
         for agent in self._agents.values():
             agent.connection.close()
         self._agents = {}
@@ -118,12 +120,24 @@ class AgentGroup:
                 raise next(iter(working.values())).lost
         return ends
 
+    def _stop_listening(self) -> None:
+        """Close the port. A `close` alone would leave the port open until the next client connects, because the kernel
+        keeps a socket on which a thread waits in `accept`.
+        """
+        self._is_listening = False
+        with suppress(OSError):  # the socket is closed already; macOS ends `accept` at its close
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
     def _accept(self) -> None:
         while True:
             try:
                 channel, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if not self._is_listening:
+                    return
+                time.sleep(_ACCEPT_AGAIN_SECONDS)  # a client has gone again, or has taken the last descriptor
+                continue
             # Each in a thread of its own: a client without the key could otherwise keep all agents waiting.
             threading.Thread(target=self._admit, args=(channel,), name="agent", daemon=True).start()
 

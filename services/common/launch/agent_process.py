@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import os
 import pickle  # nosec B403 # errors of this process
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -32,6 +35,8 @@ from services.common.launch.neuron_environment import find_meeting_point
 from services.common.launch.node_agent import NodeAgent, NodeEnd, NodeStart, prepare_fork_server
 from services.common.process.stop_reason import StopReason
 
+END_SECONDS = 30.0
+"""Seconds that an agent has to end its workers and itself after the command has closed their connection."""
 _STDIN: Any = 0
 _NOTICE_BYTES = 4_096
 
@@ -74,6 +79,7 @@ def main() -> None:
     except TryAgain as error:
         print(f"millrace: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    threading.Thread(target=_end_with, args=(connection,), name="end-with-command", daemon=True).start()
     meeting = find_meeting_point(config.address)
     connection.send(AgentHello(config.node_rank, socket.gethostname(), meeting))
     try:
@@ -81,6 +87,20 @@ def main() -> None:
             _serve(agent, connection, config.address)
     except (EOFError, ConnectionError):  # the command has ended, or its launcher
         agent.close()
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process END_SECONDS after the command has closed the connection, whatever the main thread does then.
+
+    The main thread waits without a limit for a worker that the kernel cannot kill, as on a file system whose server is
+    gone, and for a fork server that is frozen. The launcher would wait for this process, and the command for the
+    launcher. The kernel kills the fork server and its workers with this process.
+    """
+    poll = select.poll()
+    poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))  # POLLRDHUP is Linux's
+    poll.poll()
+    time.sleep(END_SECONDS)
+    os._exit(1)
 
 
 def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:

@@ -35,6 +35,7 @@ from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import DRIVER_SHARE, WorkerEnvironment, WorkerGroupSpec, Workers, name_the_cause
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
+from services.common.launch.process_family import STOPPED_SECONDS, Stopwatch, is_stopped
 from services.common.launch.ray_cluster import RayCall, calling_ray, connect, require_ray
 from services.common.launch.ray_room import GROUP_START_SECONDS, capacities_for, no_room, share_of_group, wait_for_room
 from services.common.process.private_folder import new_name, private_folder
@@ -241,8 +242,11 @@ class _AgentFunction:
             assert agent.stdin is not None
             agent.stdin.write(config.to_line())
             agent.stdin.flush()
-            is_told = False
+            is_told, frozen = False, Stopwatch()
             while agent.poll() is None:
+                # On nodes without the command there is no guard, and the command would wait for a frozen agent.
+                if frozen.look(is_stopped(agent.pid)) >= STOPPED_SECONDS:
+                    agent.kill()
                 # Ray Train's own question for it is a barrier of all nodes at one actor.
                 if not is_told and context.preemption_context.preemption_info is not None:
                     is_told = True

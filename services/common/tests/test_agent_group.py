@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
@@ -19,11 +21,12 @@ import psutil
 import pytest
 
 from services.common.errors import ArtifactError, TryAgain, WorkersLost
-from services.common.launch import fork_server
-from services.common.launch.agent_channel import connect_agent, reach_command
+from services.common.launch import agent_group, agent_process, fork_server
+from services.common.launch.agent_channel import AgentHello, connect_agent, reach_command
 from services.common.launch.agent_group import AgentGroup, AgentLost, _Agent
 from services.common.launch.agent_process import AgentConfig
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.neuron_environment import find_meeting_point
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
 from services.common.process.private_folder import new_name, private_base
 from services.common.process.stop_reason import StopReason
@@ -59,7 +62,7 @@ class Nodes:
 
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any = None) -> None:
         self.group.gather(lambda: None)
-        spec = WorkerGroupSpec(2 * NODES, 1, 2, self.folder, kept_folder=self.kept_folder)
+        spec = WorkerGroupSpec(2 * NODES, 1, 2, self.folder, preload=PRELOAD, kept_folder=self.kept_folder)
         self.group.run(pickle.dumps((function, argument or self.folder)), spec, "ray", lambda: None)
 
 
@@ -144,6 +147,37 @@ def test_who_has_no_key_is_no_agent_and_a_killed_agent_ends_its_workers_and_the_
     assert len(pids) == 2 * NODES
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
     assert [agent.wait(20) for agent in nodes.agents] == [0, -signal.SIGKILL]
+
+
+@pytest.mark.slow
+def test_an_agent_whose_main_thread_hangs_ends_after_its_command(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen fork server never tells of its workers' ends, for which the agent waits."""
+    monkeypatch.setattr(agent_group, "END_SECONDS", 1.0)
+    with pytest.raises(AgentLost):
+        nodes.run(work.freeze_parent_and_die_on_last_rank)
+    nodes.group.close()
+
+    assert 1 in [agent.wait(2 * agent_process.END_SECONDS) for agent in nodes.agents]
+
+
+def test_the_command_listens_until_all_agents_are_there_and_no_longer() -> None:
+    group, client = AgentGroup(LOOPBACK_ADDRESS, 1), socket.socket()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    no_descriptor = os.dup(client.fileno())
+    os.close(no_descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (no_descriptor, limits[1]))
+    try:
+        client.connect(group.address)
+        time.sleep(0.2)  # the command cannot accept this one now
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with client, connect_agent(*group.address, group.key) as agent:
+        agent.send(AgentHello(0, "host", find_meeting_point(LOOPBACK_ADDRESS)))
+        group.gather(lambda: None)
+
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(group.address).close()
+        group.close()
 
 
 def test_a_node_that_cannot_reach_the_command_says_where_and_what_to_check() -> None:

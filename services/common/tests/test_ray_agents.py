@@ -112,3 +112,15 @@ def test_a_lost_agent_ends_the_attempt_and_the_next_start_has_new_agents(tmp_pat
         workers.run(work.write_rank, tmp_path)
 
     assert (tmp_path / "7-of-8-on-1").exists()
+
+
+def test_a_frozen_agent_of_another_node_is_killed_and_the_next_start_has_new_agents(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    """No command is on that node, so no guard is either."""
+    with launcher.open_workers(new_spec(tmp_path, 2)) as workers:
+        with pytest.raises(WorkersLost, match="agent"):
+            workers.run(work.freeze_agent_and_die, None)
+        workers.run(work.write_rank, tmp_path)
+
+    assert (tmp_path / "7-of-8-on-1").exists()

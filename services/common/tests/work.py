@@ -91,6 +91,15 @@ def kill_agent(folder: Path, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
+def freeze_agent_and_die(_: None, environment: WorkerEnvironment) -> None:
+    """Let the last of all workers freeze the agent of its node, and end."""
+    if environment.rank == environment.world_size - 1:
+        agent = next(each for each in psutil.Process().parents() if "launch.agent_process" in " ".join(each.cmdline()))
+        agent.suspend()
+        os._exit(1)
+    threading.Event().wait()
+
+
 def write_stop_reason(folder: Path, environment: WorkerEnvironment) -> None:
     """Write the stop reason that the worker's agent tells its node, once there is one."""
     assert environment.node_folder is not None
@@ -124,6 +133,17 @@ def freeze_parent_and_die(_: None, environment: WorkerEnvironment) -> None:
     if environment.rank == 1:
         os.kill(os.getppid(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def freeze_parent_and_die_on_last_rank(folder: Path, environment: WorkerEnvironment) -> None:
+    """Let the first of all workers freeze the process from which it was forked, and then the last one end."""
+    if environment.rank == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        (folder / "frozen").touch()
+    if environment.rank == environment.world_size - 1:
+        wait_until((folder / "frozen").exists)
+        os._exit(1)
     threading.Event().wait()
 
 
