@@ -377,7 +377,7 @@ class Training:
                 "first_step": self._first_step,
                 "last_step": self._done,
                 "workers": self._environment.world_size,
-                "launch": self._environment.launch,
+                "launch": self._job.launch,
                 "ended_by": self._describe_end(),
                 "graphs_compiled": self._group.maximum(self._backend.cache_report().graphs_compiled),
                 "new_cache_files": self._group.maximum(new_cache_files(self._job)),

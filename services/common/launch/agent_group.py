@@ -80,14 +80,14 @@ class AgentGroup:
                 self._agents[agent.rank] = agent
         self._stop_listening()
 
-    def run(self, work: bytes, spec: WorkerGroupSpec, launch: str, require_launcher: Callable[[], None]) -> None:
+    def run(self, work: bytes, spec: WorkerGroupSpec, require_launcher: Callable[[], None]) -> None:
         """Start the workers on all nodes and return when all have returned; see `Workers.run`.
 
         `work` is the pickled function with its argument. Raises `AgentLost` as well.
         """
         meeting = self._agents[0].meeting
         for rank, agent in sorted(self._agents.items()):
-            agent.send(NodeStart(work, spec, launch, rank, self._num_agents, meeting))
+            agent.send(NodeStart(work, spec, rank, self._num_agents, meeting))
         require_success(self._await_ends(require_launcher))
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from services.common.launch import fork_server
 from services.common.launch.child_processes import SPAWN, follow_parent, kill_processes, starting_processes
 from services.common.launch.guard import GUARD_THREAD
 from services.common.launch.launcher import (
-    INLINE,
     LostTask,
     R,
     T,
@@ -194,7 +193,7 @@ class _WorkersHere:
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
         """See `Workers.run`."""
         meeting = find_meeting_point(LOOPBACK_ADDRESS)
-        start = NodeStart(pickle.dumps((function, argument)), self._spec, INLINE, 0, 1, meeting)
+        start = NodeStart(pickle.dumps((function, argument)), self._spec, 0, 1, meeting)
         try:
             self._agent.start(start)
             self._agent.wait()

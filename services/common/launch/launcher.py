@@ -85,7 +85,6 @@ class WorkerEnvironment:
 
     rank: int
     world_size: int
-    launch: str
     rendezvous: str = ""
     """`tcp://HOST:PORT`, or the path of a file that all workers see. A single worker does not use it."""
     local_rank: int = 0

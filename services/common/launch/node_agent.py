@@ -58,8 +58,6 @@ class NodeStart:
     work: bytes
     """The pickled function of the workers and its argument. Only workers load them, whose imports they need."""
     spec: WorkerGroupSpec
-    launch: str
-    """Name of the launcher."""
     node_rank: int
     num_nodes: int
     meeting: MeetingPoint
@@ -147,7 +145,6 @@ class NodeAgent:
             environment = WorkerEnvironment(
                 rank,
                 spec.num_workers,
-                start.launch,
                 rendezvous,
                 local_rank=local_rank,
                 local_world_size=len(ranks),

@@ -42,7 +42,6 @@ from services.common.process.private_folder import new_name, private_folder
 
 T = TypeVar("T")
 
-RAY = "ray"
 POLL_SECONDS = 0.5
 HEALTH_CHECK_SECONDS = 1.0
 """Seconds between two questions of Ray Train to its workers; by default 2."""
@@ -150,7 +149,7 @@ class _Attempt:
     def run(self, work: bytes) -> None:
         """Run the workers on all nodes once. Raises `AgentLost` where the attempt is over."""
         self._agents.gather(self._require)
-        self._agents.run(work, self._spec, RAY, self._require)
+        self._agents.run(work, self._spec, self._require)
 
     def close(self) -> None:
         self._agents.close()

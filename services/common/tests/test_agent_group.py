@@ -63,7 +63,7 @@ class Nodes:
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any = None) -> None:
         self.group.gather(lambda: None)
         spec = WorkerGroupSpec(2 * NODES, 1, 2, self.folder, preload=PRELOAD, kept_folder=self.kept_folder)
-        self.group.run(pickle.dumps((function, argument or self.folder)), spec, "ray", lambda: None)
+        self.group.run(pickle.dumps((function, argument or self.folder)), spec, lambda: None)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 def evaluated_run(new_shared_job: Callable[..., Job]) -> Job:
     """A run of three steps by one worker, which evaluates the whole split at the begin and at the end."""
     job = new_shared_job(train__max_steps="3", train__evaluation_tokens="1000000")
-    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    train(job, WorkerEnvironment(rank=0, world_size=1))
     return job
 
 

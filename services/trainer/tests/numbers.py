@@ -31,7 +31,7 @@ OF_GOLDEN_RUN = {"train__max_steps": "50", "optimizer__decay_steps": "50"}
 
 def train_golden(new_job: Callable[..., Job]) -> Numbers:
     job = new_job(**OF_GOLDEN_RUN)
-    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    train(job, WorkerEnvironment(rank=0, world_size=1))
     return read_numbers(job)
 
 

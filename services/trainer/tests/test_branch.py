@@ -27,7 +27,7 @@ from services.trainer.metrics.records import read_metrics
 from services.trainer.tests import work
 from services.trainer.tests.runs import flip_a_bit, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 KEEPING = {"checkpoint__keep_latest": "10"}
 
 

@@ -19,7 +19,7 @@ from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 # A rate that ruins the weights with its first update, but leaves them finite.
 RUINOUS = {"optimizer__learning_rate": "1e30", "optimizer__min_learning_rate": "1e29"}

@@ -66,7 +66,7 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
     ends = [(each["ended_by"], each["first_step"], each["last_step"]) for each in read_attempts(job.run_folder).lines]
     assert ends == [("completion", 4, 12), ("sigterm", 12, 15), ("completion", 15, 20)]
     straight = new_job("straight", **EVERY_FOUR)
-    train(straight, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    train(straight, WorkerEnvironment(rank=0, world_size=1))
     for name in ("step", "loss", "gradient_norm"):
         found, expected = ([record[name] for record in read_metrics(each.run_folder).lines] for each in (job, straight))
         assert found == expected, name

@@ -23,7 +23,7 @@ from services.trainer.tests.runs import call_trainer, checkpoints, flip_a_bit
 
 pytest.importorskip("transformers")  # in no image, so Pants leaves these tests out
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 WHOLE = ("--train.max_steps=3", "--train.evaluation_tokens=1000000")
 ONE = "--parallel.data_parallel_size=1"
 

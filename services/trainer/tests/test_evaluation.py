@@ -27,7 +27,7 @@ from services.trainer.tests.evaluated import documents_of, evaluate_here, read_s
 
 pytest.importorskip("transformers")  # in no image, so Pants leaves these tests out
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 TOKENS = 80 * 16 + 5
 """Tokens of the validation split, the last 5 of them in its tail."""
 

@@ -20,7 +20,7 @@ from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import request_stop
 from services.trainer.tests.runs import checkpoints, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 RECIPE = {
     "parallel__data_parallel_size": "1",
     "train__max_steps": "8",

@@ -29,7 +29,7 @@ from services.trainer.run import Run, open_run, vocabulary_file
 from services.trainer.tests.builders import LLAMA_3_1
 from services.trainer.tests.runs import call_trainer, flip_a_bit
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("shape", [{}, LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["2", "3.1", "tied"])

@@ -24,7 +24,7 @@ from services.trainer.loop import train
 from services.trainer.tests.builders import make_program
 from services.trainer.tests.runs import checkpoints
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 LEFTOVERS = ("step-00000005.partial", "step-00000005.01234567.partial")
 
 

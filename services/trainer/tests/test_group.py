@@ -16,7 +16,7 @@ from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 def run_two(function: Callable[[Job, WorkerEnvironment], None], job: Job) -> None:

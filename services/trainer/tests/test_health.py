@@ -24,7 +24,7 @@ from services.trainer.supervise import supervise
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, read_run, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 TWO = {"parallel__data_parallel_size": "2"}
 
 

@@ -24,7 +24,7 @@ from services.common.process.entry_point import exit_code_of
 from services.common.testing.manifests import forge
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe, write_rows
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 SHARD = "train/shard-000000.arrow"
 TAIL = "train/tail/tail.arrow"
 

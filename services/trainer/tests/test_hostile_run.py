@@ -40,7 +40,7 @@ from services.trainer.run import open_run
 from services.trainer.tests.builders import make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints, problem_of, vouch_for_files
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -28,7 +28,7 @@ from services.trainer.run import open_run
 from services.trainer.tests.builders import LLAMA_3_1, write_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -34,7 +34,7 @@ Tables = dict[str, torch.Tensor]
 def trained(new_shared_job: Callable[..., Job]) -> Job:
     """A run of one worker with a checkpoint after its only step."""
     job = new_shared_job(train__max_steps="1", checkpoint__interval_steps="1")
-    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    train(job, WorkerEnvironment(rank=0, world_size=1))
     return job
 
 

@@ -31,7 +31,7 @@ from services.trainer.tests import work
 from services.trainer.tests.builders import make_program
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 def _losses(job: Job) -> list[float]:

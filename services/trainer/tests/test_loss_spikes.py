@@ -28,7 +28,7 @@ from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, state_hash
 
 Numbers = npt.NDArray[np.float64]
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 # The weights are ruined after step 12, so that the losses of steps 13 to 15 are high: see `work.RUINOUS_BATCH`.
 FIRST_STEP, LAST_STEP, BEGIN = 13, 15, 8
 SKIPPED = BatchRange(first=8, last=14)

@@ -44,7 +44,7 @@ from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.tests.runs import call_trainer
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 def events_in(folder: Path) -> Iterator[Event]:

@@ -46,7 +46,7 @@ from services.trainer.tests.builders import make_program
 from services.trainer.tests.metric_lines import ATTEMPT, STEP, append
 
 HEALTH = ("clipped_share", "gradient_norm_by_group", "update_ratio_by_group", "largest_logit", "activation_rms")
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 BAD_LABELLED: list[Any] = [
     *(1.0, [], {"": 1.0}, {"a": "1"}, {"a": None}, {"\0": 1.0}, {"\ud800": 1.0}, {"a": {}}, {"a": 1e308}),

@@ -42,7 +42,7 @@ from services.trainer.tests.nxd_files import (
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
 
 RANK_0, RANK_3 = "dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_03_pp_rank_00.pt"
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 LAYOUTS = [

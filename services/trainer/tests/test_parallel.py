@@ -24,7 +24,7 @@ from services.trainer.run import open_run
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, read_run, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "2"}
 """Overrides for a run of one worker, whose model two workers can share."""
 SPLIT = {**WHOLE, "parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"}

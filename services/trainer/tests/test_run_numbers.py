@@ -26,7 +26,7 @@ from services.trainer.tests import work
 from services.trainer.tests.drawn import read_curves
 from services.trainer.tests.runs import checkpoints
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 STEPS = 137
 REPEATED_FROM = 50
 POISONED = (20, 80, 136)

@@ -35,7 +35,7 @@ from services.trainer.run import open_run
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.runs import checkpoints, problem_of, state_hash, vouch_for_files
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 FILES = (shard_name(0), shard_name(1))
 NORM = "weight/model.norm.weight[0:16]"
 MOMENT = "exp_avg/model.embed_tokens.weight[0:300,0:16]"

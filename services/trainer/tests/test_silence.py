@@ -48,7 +48,7 @@ class Cluster:
 
     def search(self, rank: int) -> SilenceSearch:
         node, local_rank = divmod(rank, WORKERS)
-        place = WorkerEnvironment(rank, WORLD, "ray", "", local_rank, WORKERS, node, NODES)
+        place = WorkerEnvironment(rank, WORLD, "", local_rank, WORKERS, node, NODES)
         return SilenceSearch(self.job, place, self.boards[node])
 
     def _heartbeat(self, rank: int) -> bytes:

@@ -41,7 +41,6 @@ def environments(folder: Path, num_nodes: int, local_world_size: int) -> list[Wo
         WorkerEnvironment(
             rank,
             world_size,
-            "inline",
             "tcp://127.0.0.1:9",  # only the way to this address is looked up
             local_rank=rank % local_world_size,
             local_world_size=local_world_size,
@@ -104,7 +103,7 @@ def test_all_workers_stop_after_the_same_step_wherever_the_reason_was_heard(
 
 
 def test_a_single_worker_agrees_with_itself() -> None:
-    with agreeing(WorkerEnvironment(0, 1, "inline"), ProcessGroup(0, 1)) as agreement:
+    with agreeing(WorkerEnvironment(0, 1), ProcessGroup(0, 1)) as agreement:
         assert agree(agreement, WorkerStep(StopReason.TIME_LIMIT, False)).stop_reason is StopReason.TIME_LIMIT
         assert agreement.node_stop_reason == 0
 

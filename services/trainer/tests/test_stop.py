@@ -23,7 +23,7 @@ from services.trainer.stop import (
     stopped,
 )
 
-ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 REQUESTS: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.touch(),

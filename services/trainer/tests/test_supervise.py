@@ -164,7 +164,7 @@ def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkey
     job.run_folder.mkdir(parents=True, exist_ok=True)
 
     with pytest.raises(HardwareFault, match=re.escape(socket.gethostname())):
-        train_on_node(job, WorkerEnvironment(0, 1, "inline", "", 0))
+        train_on_node(job, WorkerEnvironment(0, 1))
 
 
 def test_the_start_and_the_command_share_one_reading_of_the_recipe(

@@ -25,7 +25,7 @@ ON_XLA = {"parallel__device": "xla", "compile__enabled": "true"}
 
 def train_to(new_job: Callable[..., Job], root: str, max_steps: int, **changed: str) -> dict[str, list[float]]:
     job = new_job(root, train__max_steps=str(max_steps), **ALONE, **changed)
-    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    train(job, WorkerEnvironment(rank=0, world_size=1))
     records = read_metrics(job.run_folder).lines
     names = ("loss", "gradient_norm", "validation_loss")
     return {name: [each[name] for each in records if name in each] for name in names}
