@@ -12,14 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
-import psutil
 import ray
 import ray.exceptions
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, WorkersLost
-from services.common.launch import ray_agents
+from services.common.launch import inline, ray_agents
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand
 from services.common.launch.ray_cluster import calling_ray, connect, is_lost
@@ -103,11 +102,14 @@ def _ending_tasks(running: Mapping[ray.ObjectRef[Any], object]) -> Iterator[None
     try:
         yield
     except ray.exceptions.RayTaskError as error:
-        raise _cause(error) from None
+        raise (error.cause if isinstance(error.cause, MillraceError | OSError) else error) from None
     except _LOST as error:
         raise WorkersLost(str(error)) from error
     finally:
-        _cancel(list(running))
+        if running and not is_lost():
+            with calling_ray():
+                for reference in running:
+                    ray.cancel(reference, force=True)
 
 
 def keep_processes(num_workers: int) -> AbstractContextManager[None]:
@@ -122,7 +124,7 @@ def run_tasks(
     running: dict[ray.ObjectRef[Any], T] = {}
     remote = ray.remote(max_retries=0)(function)  # made once: workers would load every new remote function again
     placed: dict[TaskDemand, Any] = {}
-    try:
+    with _ending_tasks(running):
         while True:
             while len(running) < num_workers and (taken := take()) is not None:
                 item, demand = taken
@@ -136,22 +138,16 @@ def run_tasks(
                     running[placed[demand].remote(item)] = item
             if not running:
                 return
-            with calling_ray():
-                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
-                results = [(running.pop(reference), _result_of(reference)) for reference in done]
+            results = _take_ended(running)
             yield from results
             if not results:
                 yield None
-    except ray.exceptions.RayTaskError as error:
-        raise _cause(error) from None
-    finally:
-        _cancel(list(running))
 
 
 def has_room(demand: TaskDemand) -> bool:
     """See `Launcher.has_room`."""
     if cluster_address() is None:
-        return demand.memory_bytes <= psutil.virtual_memory().total
+        return inline.has_room(demand)
     with calling_ray():
         return room_for({**_resources_of(demand), **share_of_group(TASK_SHARE)}) > 0
 
@@ -168,23 +164,23 @@ def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | Lo
             for node in nodes_of_stage()
         }
     deadline = time.monotonic() + NODE_SECONDS
-    try:
+    with _ending_tasks(running):
         while running and time.monotonic() < deadline:
-            with calling_ray():
-                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
-                results = [(running.pop(reference), _result_of(reference)) for reference in done]
-            yield from results
+            yield from _take_ended(running)
         yield from [(name, LostTask(f"no answer for {NODE_SECONDS:.0f} s")) for name in running.values()]
-    except ray.exceptions.RayTaskError as error:
-        raise _cause(error) from None
-    finally:
-        _cancel(list(running))
 
 
 def _resources_of(demand: TaskDemand) -> dict[str, float]:
     """The demand by Ray's names of resources. Memory counts on a joined cluster alone, which can choose a node."""
     memory = {"memory": float(demand.memory_bytes)} if demand.memory_bytes and cluster_address() else {}
     return {"CPU": float(demand.num_cpus), **memory}
+
+
+def _take_ended(running: dict[ray.ObjectRef[Any], T]) -> list[tuple[T, Any]]:
+    """Remove the next task that has ended, and return what it ran for and its result; empty after POLL_SECONDS."""
+    with calling_ray():
+        ended, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+        return [(running.pop(reference), _result_of(reference)) for reference in ended]
 
 
 def _result_of(reference: ray.ObjectRef[Any]) -> Any:
@@ -194,21 +190,9 @@ def _result_of(reference: ray.ObjectRef[Any]) -> Any:
         return LostTask(str(error), isinstance(error, ray.exceptions.OutOfMemoryError))
 
 
-def _cancel(running: Sequence[ray.ObjectRef[Any]]) -> None:
-    if running and not is_lost():
-        with calling_ray():
-            for reference in running:
-                ray.cancel(reference, force=True)
-
-
-def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
-    cause = error.cause
-    return cause if isinstance(cause, MillraceError | OSError) else error
-
-
 class RayGauges:
-    """Gauges of a driver or worker of Ray. The node's metrics agent serves them to Prometheus, under their names with
-    the prefix `ray_`, and forgets them some time after the process has ended.
+    """Gauges of a command that uses Ray. The node's metrics agent serves the gauges to Prometheus, under their names
+    with the prefix `ray_`, and forgets them some time after the command has ended.
     """
 
     def __init__(self) -> None:
