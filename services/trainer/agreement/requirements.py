@@ -14,14 +14,20 @@ from services.common.program.step import Program
 from services.common.recipe.schema import fingerprint
 from services.trainer.job import Job
 
+_COMPARED_DIGITS = 15
+"""Hexadecimal digits of a fingerprint that fit into an integer of torch."""
+
 
 def require_same_program(job: Job, group: ProcessGroup) -> None:
     """Raise `DeviceError` unless every worker's node gives the bits of the program that the command was started for.
 
-    Replicas on CPUs of two kinds would drift apart, and a checkpoint would name a program that did not make it.
+    Replicas on CPUs of two kinds would drift apart, and a checkpoint would name a program that did not make it. Workers
+    compare a number, and each receives the facts of all others only where the number differs.
     """
     facts = program_facts(job.recipe)
-    for rank, theirs in enumerate(group.gather(facts)):
+    number = int(fingerprint(facts)[:_COMPARED_DIGITS], 16)
+    are_equal = group.maximum(number) == -group.maximum(-number)
+    for rank, theirs in enumerate([] if are_equal else group.gather(facts)):
         if theirs != facts:
             difference = explain_difference(theirs, facts, sides=(f"rank {rank}", f"rank {group.rank}"))
             raise DeviceError(
@@ -39,7 +45,8 @@ def require_same_state(program: Program, group: ProcessGroup, step: int) -> None
     """Raise `DeviceError` unless all workers with the same part of the model hold the same bits.
 
     The check reads the whole state, which a GPU copies to the host. Where no two workers have the same part it reads
-    nothing.
+    nothing. Each worker receives a digest for each group of tensors of all others, so that its bytes grow with the
+    number of workers, once for each checkpoint.
     """
     if program.backend.mesh.data_parallel_size == 1:
         return

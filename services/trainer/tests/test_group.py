@@ -10,6 +10,8 @@ import pytest
 from services.common.errors import DeviceError
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
+from services.common.program.process_group import ProcessGroup
+from services.trainer.agreement.requirements import require_same_program
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_attempts, read_metrics
@@ -59,6 +61,15 @@ def test_workers_on_nodes_of_different_kinds_are_refused_without_a_cache_too(new
     with pytest.raises(DeviceError, match=r"environment.DNNL_DEFAULT_FPMATH_MODE: rank \d .*BF16"):
         run_two(work.train_on_unlike_nodes, job)
     assert not checkpoints(job.root)
+
+
+def test_workers_of_one_program_do_not_send_its_facts(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, group = new_job(), ProcessGroup(rank=0, world_size=1)
+    monkeypatch.setattr(group, "gather", lambda facts: pytest.fail("the facts were sent"))
+
+    require_same_program(job, group)
 
 
 def test_workers_on_another_kind_of_node_than_the_command_are_refused(new_job: Callable[..., Job]) -> None:
