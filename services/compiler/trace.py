@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
 def trace(recipe: Recipe, tell: Callable[[str], None], is_for_plan: bool = False) -> CacheReport:
     """Run PHASES as rank 0 of the recipe's workers, and call `tell` with the name of every phase at its end."""
     world_size = recipe.parallel.num_workers
-    group = ProcessGroup.fake(world_size)
+    device = recipe.parallel.device
+    choose_backend(device).world_collectives(device)  # torch has to know the device before a group names it
+    group = ProcessGroup.fake(world_size, device=device)
     backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size), is_for_plan)
     run_phases(recipe, backend, tell)
     group.leave()

@@ -20,7 +20,7 @@ from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import learning_rate
-from services.common.program.process_group import ProcessGroup
+from services.common.program.process_group import GLOO, ProcessGroup
 from services.common.program.step import Program
 from services.trainer.agreement.requirements import require_same_program, require_same_state
 from services.trainer.agreement.step_agreement import StepAgreement, agreeing
@@ -59,7 +59,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     """
     rank = environment.rank
     configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
-    with joined_group(environment) as group, agreeing(environment, group) as agreement:
+    with joined_group(environment, begin_device(job)) as group, agreeing(environment, group) as agreement:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         training = Training(job, environment, group, agreement)
@@ -443,22 +443,31 @@ class Training:
         return str(self._stop_reason) if self._stop_reason else "completion"
 
 
+def begin_device(job: Job) -> str:
+    """Name the node's copy of the compile cache to the libraries of the job's device, which may read the name when they
+    are imported. Return the name of the collectives that form torch's own group of all workers.
+    """
+    device = job.recipe.parallel.device
+    backend_class = choose_backend(device)
+    os.environ.update(backend_class.cache_environment(compile_cache_folder(job), job.recipe))
+    return backend_class.world_collectives(device)
+
+
 @contextmanager
-def joined_group(environment: WorkerEnvironment) -> Iterator[ProcessGroup]:
+def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[ProcessGroup]:
     """Join the process group of all workers, and leave it once all workers have reached the end of the block.
 
-    A worker that raises an error does not leave: its end ends the group.
+    `world` comes from `begin_device`. A worker that raises an error does not leave: its end ends the group.
     """
-    group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous, world)
     yield group
     group.barrier()  # an error that a worker raises next would end the group before rank 0 has finished its duties
     group.leave()
 
 
 def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
-    """Make the backend of this worker's device, with the node's copy of the compile cache."""
+    """Make the backend of this worker's device, after `begin_device` has named the node's copy of the compile cache."""
     backend_class = choose_backend(job.recipe.parallel.device)
-    os.environ.update(backend_class.cache_environment(compile_cache_folder(job), job.recipe))
     recipe, parallel = job.recipe, job.recipe.parallel
     mesh = make_mesh(recipe, environment.rank, environment.world_size)
     settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)

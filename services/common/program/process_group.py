@@ -1,4 +1,8 @@
-"""The process group of all workers on their hosts, over gloo whatever their devices are."""
+"""The process group of all workers on their hosts, over gloo whatever their devices are.
+
+Where a device's collectives have to form the first group of all, that is torch's group WORLD, and the hosts' group is
+formed beside it. Everywhere else WORLD is the hosts' group.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ R = TypeVar("R")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
+GLOO = "gloo"
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 """Variable that lets gloo connect two workers when a collective first needs that. Otherwise each worker connects to all
 others at once, with as many sockets, and all read each other's addresses: 70 GB for 2,048 workers.
@@ -43,16 +48,22 @@ class ProcessGroup:
     All workers call every method, in the same order. Methods raise `WorkersLost` where another worker has ended.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store | None = None) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self, rank: int, world_size: int, store: Store | None = None, host: dist.ProcessGroup | None = None
+    ) -> None:
+        """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
+        self.rank, self.world_size, self._host = rank, world_size, host
         self.store = store
         """Store of the small values by which the workers have found each other; None for a single worker."""
         self.timeout = COLLECTIVE_TIMEOUT
         """Limit of the collectives that this worker begins now."""
 
     @classmethod
-    def join(cls, rank: int, world_size: int, rendezvous: str) -> Self:
-        """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk."""
+    def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO) -> Self:
+        """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk.
+
+        `world` is the torch.distributed backend of torch's own group of all workers.
+        """
         if world_size > 1:
             # A path is not passed as a file:// URL, in which some of its characters have other meanings.
             place: dict[str, Any] = (
@@ -62,18 +73,23 @@ class ProcessGroup:
             )
             os.environ.setdefault(LAZY_CONNECTIONS, "1")
             with naming_lost_workers():
-                dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
-            connect_by(lambda: dist.all_reduce(torch.zeros(1)))
-            return cls(rank, world_size, dist.distributed_c10d._get_default_store())
+                dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
+                host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
+            connect_by(lambda: dist.all_reduce(torch.zeros(1), group=host))
+            return cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
         return cls(rank, world_size)
 
     @classmethod
-    def fake(cls, world_size: int, rank: int = 0) -> Self:
-        """Form a group whose other ranks do not exist, to trace graphs: shapes are right, values are meaningless."""
+    def fake(cls, world_size: int, rank: int = 0, device: str = "cpu") -> Self:
+        """Form a group whose other ranks do not exist, to trace graphs: shapes are right, values are meaningless.
+
+        `device` is torch's name of the device whose tensors the collectives get, besides those of the CPU.
+        """
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - a test module that is slow to import
 
         if world_size > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+            backend = ",".join(f"{each}:fake" for each in {"cpu": None, device: None})
+            dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
         return cls(rank, world_size)
 
     def leave(self) -> None:
@@ -86,7 +102,7 @@ class ProcessGroup:
             return value
         tensor = torch.tensor(value)
         with naming_lost_workers():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._host)
         return int(tensor.item())
 
     def limit_collectives(self, timeout: timedelta) -> None:
@@ -107,7 +123,7 @@ class ProcessGroup:
             return [facts]
         gathered: list[Any] = [None] * self.world_size
         with naming_lost_workers():
-            dist.all_gather_object(gathered, facts)
+            dist.all_gather_object(gathered, facts, group=self._host)
         return gathered
 
     def tell(self, work: Callable[[], R]) -> R:
@@ -119,7 +135,7 @@ class ProcessGroup:
         told = [self.wait_for_work(work if self.rank == 0 else lambda: None)]
         if self.world_size > 1:
             with naming_lost_workers():
-                dist.broadcast_object_list(told, src=0)
+                dist.broadcast_object_list(told, src=0, group=self._host)
         return cast("R", told[0])
 
     def barrier(self) -> None:

@@ -33,7 +33,7 @@ from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
-from services.trainer.loop import joined_group, make_backend
+from services.trainer.loop import begin_device, joined_group, make_backend
 from services.trainer.node_staging import new_cache_files, prepare_node, using_node, working_on_node
 from services.trainer.worker_start import describe_workers
 
@@ -90,7 +90,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
     """Evaluate as one worker; rank 0 writes the result."""
     job, checkpoint = evaluation_job.job, evaluation_job.checkpoint
     configure_logging("trainer", rank=environment.rank)
-    with working_on_node(job), joined_group(environment) as group:
+    with working_on_node(job), joined_group(environment, begin_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         program = Program(job.recipe, make_backend(job, environment), draws_weights=False)

@@ -41,6 +41,14 @@ class Inductor:
         # Inductor starts a Python process for each instruction set of the CPU to load a library: 1.2 s in all.
         torch._inductor.cpu_vec_isa.VecISA._probe_load = _is_loadable  # type: ignore[method-assign]
 
+    def forbid_compilation(self) -> None:
+        """Raise `DeviceError` where a graph is compiled from now on."""
+        self.counter.is_forbidden = True
+
+    @property
+    def graphs_compiled(self) -> int:
+        return self.counter.graphs_compiled
+
     def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
         """Compile a function for the shapes of its first call. Other shapes compile again, unless `is_dynamic`."""
         compiled = torch.compile(function, dynamic=is_dynamic, fullgraph=True)

@@ -1,7 +1,8 @@
 """The devices of plain PyTorch, by their names in a recipe.
 
 `cpu` is tested. `cuda` follows the documentation of torch and `neuron` that of TorchNeuron (native PyTorch on Trn2 and
-Trn3, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/torch-distributed.html): neither has run.
+Trn3, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/torch-distributed.html). Neither has run on
+its device; `neuron` runs in tests on a stand-in (`services/common/testing/neuron_device.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from services.common.errors import DeviceError
 from services.common.hardware.nvidia_smi import describe_kinds
+from services.common.program.backends.neuron_facts import compiler_facts
 from services.common.recipe.schema import Device
 
 
@@ -26,6 +28,13 @@ class NativeDevice:
 
     collectives: str
     """Name of the torch.distributed backend of the process groups along the mesh's axes. The host's group is gloo."""
+    forms_world: bool = False
+    """Whether the first group of these collectives has to be that of all workers, whose rank and size the device's
+    runtime then takes for its own."""
+    has_all_to_all: bool = True
+    """Whether the collectives have `all_to_all_single` with slices of any length."""
+    compiler: Literal["inductor", "neuron"] = "inductor"
+    """Compiler of `TorchNative.compile`."""
     visible_variable: str = ""
     """Environment variable that names those of the node's devices which a process sees."""
     library: str = ""
@@ -40,9 +49,17 @@ class NativeDevice:
 NATIVE_DEVICES: dict[Device, NativeDevice] = {
     "cpu": NativeDevice("gloo", fused_adamw="eager"),
     # The fused kernel updates all blocks in one launch, where compiled code is launched for each block.
-    "cuda": NativeDevice("nccl", "CUDA_VISIBLE_DEVICES", fused_adamw="always"),
+    "cuda": NativeDevice("nccl", visible_variable="CUDA_VISIBLE_DEVICES", fused_adamw="always"),
     # TorchNeuron's fused AdamW ignores `found_inf`, and no bits of its other kernels have been seen.
-    "neuron": NativeDevice("neuron", "NEURON_RT_VISIBLE_CORES", "torch_neuronx", runs_eagerly=False),
+    "neuron": NativeDevice(
+        "neuron",
+        forms_world=True,
+        has_all_to_all=False,
+        compiler="neuron",
+        visible_variable="NEURON_RT_VISIBLE_CORES",
+        library="torch_neuronx",
+        runs_eagerly=False,
+    ),
 }
 
 CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -53,15 +70,18 @@ GPU_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def open_device(name: Device, local_rank: int) -> torch.device:
-    """Return the device of worker `local_rank` of the node, and hide the node's other devices from this process.
+    """Return the device of worker `local_rank` of the node, and hide the node's other GPUs from this process.
 
-    So every worker's device has number 0. A graph contains that number, and workers with different numbers would
-    compile different graphs. Call this before anything else touches the device. Raises `DeviceError` where there is no
-    device for this worker.
+    So every worker's GPU has number 0. A graph contains that number, and workers with different numbers would compile
+    different graphs. TorchNeuron gives a process the core of its LOCAL_RANK, and hides the others by itself: its device
+    has no number here. Call this before anything else touches the device. Raises `DeviceError` where there is no device
+    for this worker.
     """
     if name == "cpu":
         return torch.device("cpu")
     require_device(name)
+    if name == "neuron":
+        return torch.device(name)
     variable = NATIVE_DEVICES[name].visible_variable
     visible = _visible_devices(variable, torch.get_device_module(name).device_count())
     if local_rank >= len(visible):
@@ -76,10 +96,10 @@ def open_device(name: Device, local_rank: int) -> torch.device:
     return torch.device(name, 0)
 
 
-def device_facts(name: Device, is_compiled: bool) -> dict[str, Any]:
+def device_facts(name: Device) -> dict[str, Any]:
     """Return by name the facts of a device that decide graphs and bits. Inductor's facts describe a CPU.
 
-    It opens no device. Raises `DeviceError` where there is no such device, or a recipe compiles for `neuron`.
+    It opens no device. Raises `DeviceError` where there is no such device.
     """
     if name == "cpu":
         return {}
@@ -94,12 +114,7 @@ def device_facts(name: Device, is_compiled: bool) -> dict[str, Any]:
             # A worker sets the default when it opens its device; the command reads these facts before.
             "gpu_environment": switches | {variable: os.environ.get(variable, default)},
         }
-    if is_compiled:
-        raise DeviceError(
-            "parallel.device = 'neuron' cannot run compiled graphs: this backend does not call TorchNeuron's compiler. "
-            "Run without compiled graphs: --compile.enabled=false"
-        )
-    return {"device": name, NATIVE_DEVICES[name].library: version("torch-neuronx")}
+    return {"device": name, **compiler_facts(os.environ)}
 
 
 def require_device(name: Device) -> None:

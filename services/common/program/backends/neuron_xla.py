@@ -45,6 +45,7 @@ from services.common.program.backends.xla_environment import (
 from services.common.program.buckets import SeparateBucket, choose_num_blocks
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
+from services.common.program.process_group import GLOO
 from services.common.program.reduction import HeldSum
 from services.common.program.snapshot import Snapshots
 from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
@@ -117,6 +118,10 @@ class NeuronXla:
             "flash_attention": why_without_nxd(os.environ) or "NxD's, of sequences that it takes",
             "environment": graph_variables(os.environ),
         }
+
+    @staticmethod
+    def world_collectives(device: Device) -> str:
+        return GLOO  # torch_xla's collectives have no group of torch.distributed
 
     @staticmethod
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:

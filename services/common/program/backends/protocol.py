@@ -107,6 +107,14 @@ class Backend(Collectives, Protocol):
         ...
 
     @staticmethod
+    def world_collectives(device: Device) -> str:
+        """Return the name of the torch.distributed backend of torch's own group of all workers, and make it known.
+
+        Set the variables of `cache_environment` before: this may import the device's library.
+        """
+        ...
+
+    @staticmethod
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         """Return the variables with which a process keeps its compiled graphs in `folder`, and compiles with the
         recipe's flags. Set them before the backend is made.

@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.attention import attend
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, TRITON_CACHE_VARIABLE, inductor_facts
-from services.common.program.backends.native_device import NATIVE_DEVICES, device_facts, open_device
+from services.common.program.backends.native_device import (
+    NATIVE_DEVICES,
+    device_facts,
+    open_device,
+    require_device,
+)
+from services.common.program.backends.neuron_facts import CACHE_VARIABLE as NEURON_CACHE_VARIABLE
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.buckets import Bucket
 from services.common.program.mesh import AXES, Axis, Mesh
-from services.common.program.process_group import COLLECTIVE_TIMEOUT, connect_by, naming_lost_workers
+from services.common.program.process_group import COLLECTIVE_TIMEOUT, GLOO, connect_by, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
 from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
     from services.common.program.backends.inductor import Inductor
+    from services.common.program.backends.neuron_compiler import NeuronCompiler
 
 R = TypeVar("R")
 
@@ -74,11 +81,21 @@ class TorchNative:
 
     @staticmethod
     def facts(recipe: Recipe) -> dict[str, Any]:
-        is_compiled = recipe.compile.enabled
-        return device_facts(recipe.parallel.device, is_compiled) | inductor_facts(is_compiled)
+        device = recipe.parallel.device
+        uses_inductor = recipe.compile.enabled and NATIVE_DEVICES[device].compiler == "inductor"
+        return device_facts(device) | inductor_facts(uses_inductor)
+
+    @staticmethod
+    def world_collectives(device: Device) -> str:
+        if not NATIVE_DEVICES[device].forms_world:
+            return GLOO
+        require_device(device)
+        return NATIVE_DEVICES[device].collectives
 
     @staticmethod
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
+        if NATIVE_DEVICES[recipe.parallel.device].compiler == "neuron":
+            return {NEURON_CACHE_VARIABLE: str(folder)}
         is_on_gpu = recipe.parallel.device == "cuda"
         return {CACHE_VARIABLE: str(folder)} | ({TRITON_CACHE_VARIABLE: str(folder / "triton")} if is_on_gpu else {})
 
@@ -106,15 +123,23 @@ class TorchNative:
             return x
         slices = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))  # one for each rank
         if self._reduction == "exact":
+            if not self._native.has_all_to_all:
+                return self._sum_gathered(slices, axis, size)
             # Each rank sends as many bytes as in a ring. Gathering all slices everywhere would send `size` times more.
             lengths = [len(slices) // size] * size
             return sum_in_tree(_run(OPS.all_to_all_single, slices, lengths, lengths, self._groups[axis]).chunk(size))
         return _run(OPS.reduce_scatter_tensor, slices, "sum", size, self._groups[axis])
 
+    def _sum_gathered(self, slices: Tensor, axis: Axis, size: int) -> Tensor:
+        """Return this rank's slice of the sum in the tree, from all ranks' slices: `size` times the bytes of a ring."""
+        gathered = _run(OPS.all_gather_into_tensor, slices, size, self._groups[axis])
+        by_rank = gathered.unflatten(0, (size, size, len(slices) // size))
+        return sum_in_tree(by_rank.index_select(1, self.index(axis)).squeeze(1).unbind(0))
+
     def _connect(self, axis: Axis) -> None:
         """Run each kind of collective along the axis once, where gloo would connect workers in the middle of a step."""
         size = self.mesh.size(axis)
-        if size == 1 or self._native.collectives != "gloo" or dist.get_backend() == FAKE:
+        if size == 1 or self._native.collectives != GLOO or FAKE in dist.get_backend():
             return
 
         def collectives() -> None:
@@ -187,19 +212,23 @@ class TorchNative:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
     def compile(self, function: Callable[..., R]) -> Callable[..., R]:
-        return self._inductor.compile(function)
+        return self._compiler.compile(function)
 
     def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
-        return self._inductor.compile(function, is_dynamic=True)
+        return self._compiler.compile(function, is_dynamic=True)
 
     def require_warm_cache(self) -> None:
-        self._inductor.counter.is_forbidden = True
+        self._compiler.forbid_compilation()
 
     def cache_report(self) -> CacheReport:
-        return CacheReport(self._inductor.counter.graphs_compiled if "_inductor" in self.__dict__ else 0)
+        return CacheReport(self._compiler.graphs_compiled if "_compiler" in self.__dict__ else 0)
 
     @cached_property
-    def _inductor(self) -> Inductor:
+    def _compiler(self) -> Inductor | NeuronCompiler:
+        if self._native.compiler == "neuron":
+            from services.common.program.backends.neuron_compiler import NeuronCompiler  # noqa: PLC0415
+
+            return NeuronCompiler()
         from services.common.program.backends.inductor import Inductor  # noqa: PLC0415 - the import takes 3 s, which eager runs save
 
         return Inductor()
@@ -235,11 +264,11 @@ def _form_group(mesh: Mesh, axis: Axis, collectives: str) -> str:
     """
     if mesh.size(axis) == 1:
         return ""
-    is_like_world = dist.get_backend() in (collectives, FAKE)
+    is_like_world = dist.get_backend() == collectives or FAKE in dist.get_backend()
     if mesh.size(axis) == mesh.world_size and is_like_world:
         group = dist.group.WORLD
     else:
-        backend = None if is_like_world else collectives
+        backend = dist.get_backend() if is_like_world else collectives
         with naming_lost_workers():
             # Every worker has to form all groups, also those that it does not belong to.
             formed = [dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend) for ranks in mesh.groups(axis)]

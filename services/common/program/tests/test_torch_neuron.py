@@ -1,0 +1,50 @@
+"""TorchNeuron's stand-in refuses what TorchNeuron refuses, and the program asks it for nothing of that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.testing.torch_neuron.package import write_package
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+REFUSED = {
+    "a tensor of the host": "same device",
+    "float64": "float64",
+    "large int64": "beyond 32 bits",
+    "a shape that depends on values": "depends on values",
+    "fused AdamW": "found_inf",
+    "another worker's device": "neuron:7",
+    "a read by the host in a step": "the host reads the device",
+    "dynamic shapes": "not static",
+    "a first group of some workers": "2 of 4 workers",
+}
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("probe")
+    package = write_package(folder / "package")
+    command = [sys.executable, "-m", "services.common.testing.torch_neuron.probe", str(folder)]
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{package}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_stand_in_refuses_what_torchneuron_refuses(probed: dict[str, Any], what: str) -> None:
+    assert REFUSED[what] in probed["refusals"][what]
+
+
+def test_a_step_reads_nothing_on_the_host_and_has_the_losses_of_a_cpu(probed: dict[str, Any]) -> None:
+    steps = probed["steps"]
+    assert steps["neuron"][0] == steps["cpu"][0]  # the next steps begin from weights of AdamW's other kernel
+    assert steps["neuron"] == pytest.approx(steps["cpu"], rel=1e-6)
+    assert steps["operations"] > 1_000
