@@ -243,6 +243,6 @@ def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_par
 def test_copies_of_a_part_lie_on_neighbours() -> None:
     shardings = [shard_along(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
 
-    assert shardings == [Sharding(0, 2, part, "key_value") for part in (0, 0, 1, 1)]
+    assert shardings == [Sharding(0, 2, part, "key_value", "key_value") for part in (0, 0, 1, 1)]
     assert shard_along(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Sharding(sum_axis="key_value")
     assert shard_along(Mesh(0, 4), 0, "key_value") == Sharding()
