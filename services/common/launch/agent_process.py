@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle  # nosec B403 # errors of this process
 import select
 import signal
 import socket
@@ -17,10 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.common.errors import TryAgain
 from services.common.launch import fork_server
@@ -32,7 +30,7 @@ from services.common.launch.agent_channel import (
     connect_agent,
 )
 from services.common.launch.neuron_environment import find_meeting_point
-from services.common.launch.node_agent import NodeAgent, NodeEnd, NodeStart, prepare_fork_server
+from services.common.launch.node_agent import NodeAgent, NodeStart, prepare_fork_server
 from services.common.process.stop_reason import StopReason
 
 END_SECONDS = 30.0
@@ -41,8 +39,7 @@ _STDIN: Any = 0
 _NOTICE_BYTES = 4_096
 
 
-@dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(NamedTuple):
     """Tells an agent which node it is on, and where the command is."""
 
     node_rank: int
@@ -54,20 +51,15 @@ class AgentConfig:
     """Key of the command's agents, in hexadecimal digits."""
     parent: int
     """Id of the process that started the agent, and with which the agent ends."""
-    preload: tuple[str, ...]
+    preload: Sequence[str]
     """See `WorkerGroupSpec.preload`."""
 
     def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> AgentConfig:
-        fields = json.loads(line)
-        return cls(**{**fields, "command": tuple(fields["command"]), "preload": tuple(fields["preload"])})
+        return json.dumps(self).encode() + b"\n"
 
 
 def main() -> None:
-    config = AgentConfig.from_line(sys.stdin.buffer.raw.readline())  # type: ignore[union-attr]
+    config = AgentConfig(*json.loads(sys.stdin.buffer.raw.readline()))  # type: ignore[union-attr]
     fork_server.end_with(config.parent)
     prepare_fork_server(config.preload)  # it imports while this process connects
     agent = NodeAgent(config.address)
@@ -108,18 +100,13 @@ def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
     message = _receive(agent, connection, wait_for_any([connection, _STDIN]))
     if not isinstance(message, NodeStart):  # workers that the command asks to end have ended already
         return
-    end: NodeEnd | None = None
-    try:
-        agent.start(message)
-    except Exception as error:  # noqa: BLE001 - the command raises it
-        end = NodeEnd((pickle.dumps(error),))
+    agent.start(message)
     while not agent.wait([connection, _STDIN]):
         if isinstance(_receive(agent, connection, wait_for_any([connection, _STDIN], timeout=0)), EndWorkers):
             break
     if agent.has_failed:
         connection.send(WorkersFailed())
-    ended = agent.end()
-    connection.send(NodeIdle(end or ended, find_meeting_point(address)))
+    connection.send(NodeIdle(agent.end(), find_meeting_point(address)))
 
 
 def _receive(agent: NodeAgent, connection: Connection, ready: Sequence[object]) -> object:

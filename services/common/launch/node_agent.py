@@ -126,6 +126,13 @@ class NodeAgent:
             self._board.raise_stop_reason(self._stop_reason)
 
     def start(self, start: NodeStart) -> None:
+        """Start the workers. An error of the start counts as the error of a worker, which `end` returns."""
+        try:
+            self._start(start)
+        except Exception as error:  # noqa: BLE001 - the command raises it
+            self._raised.append(_portable(error))
+
+    def _start(self, start: NodeStart) -> None:
         """Start the workers. Raises `WorkersLost` where the fork server was killed meanwhile."""
         spec, ranks = start.spec, start.ranks
         prepare_fork_server(spec.preload)
@@ -216,7 +223,7 @@ class NodeAgent:
                 self._lost = f"rank {worker.rank} (pid {worker.process.pid} on {socket.gethostname()}) {how}"
 
 
-def prepare_fork_server(preload: tuple[str, ...]) -> None:
+def prepare_fork_server(preload: Sequence[str]) -> None:
     """Start the process that workers with a `preload` are forked from, and let it import meanwhile."""
     if preload and fork_server.IS_SUPPORTED:
         with starting_processes():

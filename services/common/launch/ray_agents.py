@@ -173,11 +173,8 @@ class _Attempt:
 
         Raises `NoRoomForWorkers` where the cluster has not enough nodes that are large enough.
         """
-        num_nodes, demand, device = (
-            _count_nodes(self._spec),
-            _demand_of_node(self._spec),
-            _DEVICES.get(self._spec.device),
-        )
+        num_nodes, demand = _count_nodes(self._spec), _demand_of_node(self._spec)
+        device = _DEVICES.get(self._spec.device)
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(HEALTH_CHECK_SECONDS))
         connect(int(demand["CPU"]), {device: demand[device]} if device else {})

@@ -122,6 +122,16 @@ def test_a_start_and_a_loss_take_a_few_messages_for_each_node_and_the_agents_sta
     wait_until(lambda: not kept.exists())
 
 
+def test_the_error_of_a_start_comes_back_and_the_next_start_works(nodes: Nodes) -> None:
+    nodes.kept_folder = "missing/folder"
+    with pytest.raises(FileNotFoundError, match="missing"):
+        nodes.run(work.write_rank)
+
+    nodes.kept_folder = new_name("kept")
+    nodes.run(work.write_rank)
+    assert (nodes.folder / "3-of-4-on-1").exists()
+
+
 def test_what_a_node_hears_reaches_its_own_workers_and_stays_with_the_node(nodes: Nodes) -> None:
     nodes.group.gather(lambda: None)
     nodes.tell(nodes.agents[0], b"preemption\n")
