@@ -11,7 +11,6 @@ import re
 import socket
 import struct
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -170,15 +169,22 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
     )
     with serve_metrics(collect_run(job), "127.0.0.1", 0):
         url = capfd.readouterr().out.split()[-1]
-        run = threading.Thread(target=pytest.raises, args=(TryAgain, train, job, ALONE))
-        run.start()
-        try:
-            while not (found := scrape(url))["millrace_step"][""] >= 3:
-                assert run.is_alive()
-                time.sleep(0.05)
-        finally:
+        has_ended, scraped = threading.Event(), [scrape(url)]
+
+        def scrape_until_step_3() -> None:
+            while not has_ended.wait(0.05) and not scraped[-1]["millrace_step"][""] >= 3:
+                scraped.append(scrape(url))
             request_stop(job.run_folder, StopReason.STOP_FILE)
-            run.join()
+
+        scraper = threading.Thread(target=scrape_until_step_3)
+        scraper.start()
+        try:
+            with pytest.raises(TryAgain):
+                train(job, ALONE)
+        finally:
+            has_ended.set()
+            scraper.join()
+    found = scraped[-1]
 
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     table = readme.split("\n## Metrics\n")[1].split("\n## ")[0]
