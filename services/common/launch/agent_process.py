@@ -110,7 +110,7 @@ def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
 
 
 def _receive(agent: NodeAgent, connection: Connection, ready: Sequence[object]) -> object:
-    """Take a notice and a message, as far as there are some; return the message. Raises `EOFError` at either's end."""
+    """Read a notice and a message where they are ready; return the message. Raises `EOFError` if their sender ended."""
     if _STDIN in ready:
         notice = os.read(_STDIN, _NOTICE_BYTES)
         if not notice:

@@ -45,7 +45,7 @@ class MeetingPoint:
 
     @property
     def url(self) -> str:
-        """Address of torch's store as `torch.distributed` takes it."""
+        """Address of torch's store, in the form that `torch.distributed` takes."""
         return f"tcp://{_join(self.host, self.store_port)}"
 
 

@@ -200,7 +200,7 @@ class NodeAgent:
         return end
 
     def close(self) -> None:
-        """Kill the workers that still run, and leave what the node has kept for them."""
+        """Kill the workers that still run, and leave the folder that this node has kept for them."""
         self.end()
         self._kept_folders.close()
 

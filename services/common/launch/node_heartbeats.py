@@ -46,11 +46,11 @@ class WorkerHeartbeat:
     content: bytes = b""
     """The heartbeat as the worker wrote it: a JSON object. Empty before the first one."""
     silent_seconds: float = 0.0
-    """Seconds in which the worker has written no other one."""
+    """Seconds for which the worker has not replaced this heartbeat, by the agent's clock."""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the heartbeat; empty where it is none."""
+        """The fields of the heartbeat; empty where the content is not a JSON object."""
         return parse_json_line(self.content) or {}
 
 
@@ -132,6 +132,7 @@ def writing_heartbeats(board: NodeBoard, path: Path) -> Iterator[None]:
 
 
 def node_heartbeat_file(shared_folder: Path, node_rank: int) -> Path:
+    """Return the path of a node's file of heartbeats."""
     return shared_folder / "heartbeats" / f"node-{node_rank:05d}.jsonl"
 
 

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.5
 HEALTH_CHECK_SECONDS = 1.0
-"""Seconds between two questions of Ray Train to its workers; by default 2."""
+"""Seconds between two questions of Ray Train to its workers; Ray's default is 2."""
 _SHOWN_CHARACTERS = 500
 NODE_SHARE = 1 - DRIVER_SHARE
 """Share of a node's stage resource for its agent, so large that no second agent is started on a node."""
@@ -139,8 +139,8 @@ class _Attempt:
         self._call = RayCall(self._fit)
 
     def take(self, spec: WorkerGroupSpec) -> bool:
-        """Use the agents for the workers that `spec` describes; return whether they can start those. A command prepares
-        before it knows its folders.
+        """Use the agents for the workers that `spec` describes, and return whether the agents can start those workers.
+        A command begins an attempt before it knows its folders.
         """
         folders = {"shared_folder": spec.shared_folder, "kept_folder": spec.kept_folder}
         here, self._spec = self._spec, replace(self._spec, **folders)  # type: ignore[arg-type]

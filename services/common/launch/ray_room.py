@@ -54,6 +54,8 @@ def room_for(demand: dict[str, float]) -> int:
 
 
 def no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
+    """Make the error of a cluster without room, which lists what the live nodes have of the demanded resources."""
+
     def show(resources: dict[str, float]) -> str:
         return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in demand)
 
@@ -72,4 +74,5 @@ def nodes_of_stage() -> list[dict[str, Any]]:
 
 
 def live_nodes() -> list[dict[str, Any]]:
+    """Return Ray's descriptions of the nodes that are alive."""
     return [node for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""The reasons for which a run stops early, in common to the workers and to the agent that hears some of them."""
+"""Names the reasons for which a run stops early, for workers and for the agents that hear some of the reasons."""
 
 from __future__ import annotations
 

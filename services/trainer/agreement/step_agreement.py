@@ -119,7 +119,7 @@ class _Leader:
         self, environment: WorkerEnvironment, group: ProcessGroup, board: NodeBoard, last_sequence: int
     ) -> None:
         self.error: Exception | None = None
-        """What the thread ended with."""
+        """The error with which the thread ended; None where there was none."""
         self._rank, self._board, self._sequence = environment.rank, board, last_sequence
         node, num_nodes = environment.node_rank, environment.num_nodes
         assert group.store
