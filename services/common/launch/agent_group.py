@@ -1,7 +1,8 @@
 """Conducts the agents of all nodes from the command, which has one TCP connection to each of them.
 
 A start of the workers costs two messages a node, and a loss at most three, whatever the number of workers. Nothing is
-sent in between, and agents send nothing to each other.
+sent in between, and agents send nothing to each other. The message of a start carries the pickled argument of the
+workers, so the command sends the bytes of that argument once for each node.
 """
 
 from __future__ import annotations
