@@ -26,6 +26,8 @@ from typing import Any, Generic, TypeVar
 
 import ray
 import ray.exceptions
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
 
 from services.common.errors import MillraceError, TryAgain, WorkersLost
 from services.common.launch.agent_channel import reach_command
@@ -158,8 +160,10 @@ class _Attempt:
         """End the agents and wait for the end of Ray Train. Return the error with which it ended, if any."""
         self.close()
         failure = self._call.wait()
-        if cluster_address():
-            with calling_ray():
+        with calling_ray():
+            if failure:
+                _remove_placement_groups()
+            if cluster_address():
                 _end_coordinator()
         return failure
 
@@ -280,6 +284,18 @@ def _keep_out_of_object_store() -> None:
     from ray.train.v2.api import data_parallel_trainer  # noqa: PLC0415
 
     vars(data_parallel_trainer)["ObjectRefWrapper"] = _Value  # the module does not export the name
+
+
+def _remove_placement_groups() -> None:
+    """Remove the placement groups of this command, of which none is in use between two attempts.
+
+    A controller of Ray Train that was killed leaves its own, which would keep the nodes from the next attempt. Ray's
+    cleaner asks the dashboard whether the controller is alive, and a cluster of this machine alone has no dashboard.
+    """
+    job = ray.get_runtime_context().get_job_id()
+    for group, description in ray.util.placement_group_table().items():
+        if group.endswith(job) and description["state"] != "REMOVED":
+            ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
 def _end_coordinator() -> None:

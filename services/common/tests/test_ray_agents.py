@@ -5,6 +5,7 @@ The cluster has four nodes, which are processes of this machine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,12 @@ def test_a_frozen_agent_of_another_node_is_killed_and_the_next_start_has_new_age
         workers.run(work.write_rank, tmp_path)
 
     assert (tmp_path / "7-of-8-on-1").exists()
+
+
+def test_a_killed_controller_leaves_the_nodes_to_the_next_start(tmp_path: Path, launcher: Launcher) -> None:
+    with launcher.open_workers(new_spec(tmp_path, WORKERS_PER_NODE)) as workers:
+        with pytest.raises(WorkersLost):
+            workers.run(work.kill_controller, os.getpid())
+        workers.run(work.write_rank, tmp_path)
+
+    assert (tmp_path / "63-of-64-on-15").exists()

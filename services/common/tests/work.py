@@ -91,6 +91,14 @@ def kill_agent(folder: Path, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
+def kill_controller(command: int, environment: WorkerEnvironment) -> None:
+    """Let the last of all workers kill the controller of Ray Train in a cluster that the process `command` started."""
+    if environment.rank == environment.world_size - 1:
+        found = psutil.Process(command).children(recursive=True)
+        next(each for each in found if "ray::TrainController" in " ".join(each.cmdline())).kill()
+    threading.Event().wait()
+
+
 def freeze_agent_and_die(_: None, environment: WorkerEnvironment) -> None:
     """Let the last of all workers freeze the agent of its node, and end."""
     if environment.rank == environment.world_size - 1:
