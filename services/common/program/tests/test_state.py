@@ -53,7 +53,7 @@ def test_an_element_that_nobody_wrote_is_missing_also_where_another_was_written_
     target = StateSlice.whole("weight", "a.weight", (2, 4))
     sources = [StateSlice("weight", "a.weight", target.box, 0, 5), StateSlice("weight", "a.weight", target.box, 4, 7)]
 
-    with pytest.raises(ValueError, match=r"1 of 8 elements of weight/a.weight\[0:2,0:4\] are missing"):
+    with pytest.raises(ValueError, match=r"2 of 8 elements of weight/a.weight\[0:2,0:4\] are missing or there twice"):
         fill(target, torch.empty(8), {each: torch.ones(len(each)).clone for each in sources})
 
 
