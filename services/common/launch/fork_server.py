@@ -84,6 +84,18 @@ def start_server(modules: Sequence[str]) -> None:
         os.environ.update(before)
 
 
+def replace_server(modules: Sequence[str]) -> None:
+    """Start another server in place of one that was killed, and that the kernel may still be ending.
+
+    `multiprocessing` takes such a server for alive until the kernel has ended it.
+    """
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing itself reaps it
+    start_server(modules)
+
+
 def begin_server() -> None:
     """Make this process, a fork server that is about to fork, what `start_server` asked for."""
     request = os.environ.get(_REQUEST, "").split()

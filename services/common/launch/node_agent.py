@@ -166,10 +166,7 @@ class NodeAgent:
             arguments = (start.work, environment, variables, of_neuron, sender)
             process = context.Process(target=_work, args=arguments, name=f"rank-{rank}")
             with sender, starting_processes():
-                try:
-                    process.start()
-                except (EOFError, ConnectionError) as error:
-                    raise WorkersLost("the process that workers are forked from was killed before a fork") from error
+                _start(process, spec.preload)
                 self._started.append(_Worker(rank, process, receiver))
         self._running = list(self._started)
         file = node_heartbeat_file(spec.shared_folder, start.node_rank)
@@ -221,6 +218,19 @@ class NodeAgent:
             if worker.process.exitcode != 0:
                 how = _describe_end(worker.process.exitcode)
                 self._lost = f"rank {worker.rank} (pid {worker.process.pid} on {socket.gethostname()}) {how}"
+
+
+def _start(process: BaseProcess, preload: tuple[str, ...]) -> None:
+    """Start a worker. A fork server that was killed just now is replaced once; a second loss raises `WorkersLost`."""
+    try:
+        process.start()
+        return
+    except (EOFError, ConnectionError):
+        fork_server.replace_server(preload)
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:
+        raise WorkersLost("the process that workers are forked from was killed before a fork") from error
 
 
 def prepare_fork_server(preload: Sequence[str]) -> None:

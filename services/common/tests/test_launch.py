@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -214,6 +216,27 @@ def test_workers_are_forked_again_after_the_process_was_killed_that_forks_them(t
         workers.run(work.write_rank, tmp_path)
 
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
+def test_workers_start_although_the_process_that_forks_them_is_being_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends a killed process a moment later, and the command may ask for a fork before."""
+    start, killed = fork_server.ForkedProcess.start, list[int]()
+
+    def start_after_kill(process: fork_server.ForkedProcess) -> None:
+        if not killed:
+            killed.append(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+            os.kill(killed[0], signal.SIGKILL)
+            raise EOFError
+        start(process)
+
+    monkeypatch.setattr(fork_server.ForkedProcess, "start", start_after_kill)
+    run_workers(inline, work.write_rank, tmp_path, WorkerGroupSpec(1, 1, 1, tmp_path, preload=PRELOAD))
+
+    assert killed
+    assert [path.name for path in tmp_path.iterdir()] == ["0-of-1-on-0"]
 
 
 @pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import backend_registration
 
 from services.common.testing.recipes import make_recipe, write_recipe
 from services.common.testing.torch_neuron.package import write_package
@@ -15,6 +16,10 @@ from services.trainer.metrics.records import read_attempts
 from services.trainer.tests.builders import make_corpus
 from services.trainer.tests.runs import REPOSITORY, read_run, run_trainer
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot make a device in Python, which 2.13 can",
+)
 LAYOUT = (
     *("--parallel.tensor_parallel_size=2", "--parallel.data_parallel_size=2", "--parallel.zero_stage=1"),
     *("--train.reduction=fast", "--checkpoint.interval_steps=2", "--train.evaluation_interval_steps=2"),
