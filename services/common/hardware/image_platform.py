@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
 
 def describe_platform() -> dict[str, str]:
     """Return the versions on which two processes must agree to work together, by name; `absent` where not installed."""
-    versions = {name: _version_of(name) for name in DISTRIBUTIONS}
+    versions = {name: version_of(name) for name in DISTRIBUTIONS}
     return {"variant": image_variant(), "python": platform.python_version(), **versions}
 
 
@@ -226,7 +226,8 @@ def _advice(library: str, variant: str) -> str:
     return "Run `make setup`."
 
 
-def _version_of(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Return the version of an installed distribution; `absent` where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a worker's part in the group of all workers costs does not depend on their number."""
+"""A worker's store traffic and descriptors in the group of all workers do not grow with the number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a resume opens does not grow with the number of workers: counted on a checkpoint of 1,024 sparse shards."""
+"""The number of files that a worker opens at a resume does not grow with the number of workers.
+
+The tests count the opens on a checkpoint of 1,024 sparse shards.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from services.common.errors import DeviceError
 from services.common.input.credentials import is_secret
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
+from services.common.program.backends.warm_cache import missing_graph
 
 R = TypeVar("R")
 
@@ -112,10 +113,7 @@ class CompileCounter(CustomGraphPass):
     def __call__(self, graph: torch.fx.graph.Graph) -> None:
         self.graphs_compiled += 1
         if self.is_forbidden:
-            self.refusal = DeviceError(
-                "compile.require_warm is set, and the compile cache lacks a graph, because it was made for another "
-                "step. Run the compiler stage again, or set --compile.require_warm=false to compile here."
-            )
+            self.refusal = missing_graph()
             raise self.refusal
 
     def uuid(self) -> str:

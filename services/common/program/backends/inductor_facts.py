@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from services.common.errors import DeviceError
-from services.common.input.credentials import is_secret
+from services.common.program.backends.environment_facts import variables_of
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -35,11 +35,7 @@ def inductor_facts(is_compiled: bool) -> dict[str, Any]:
         "cxx": _compiler_version() if is_compiled else "none: nothing is compiled",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": _cpu_features(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_GRAPH_VARIABLES) and name not in _NEUTRAL_VARIABLES and not is_secret(name, value)
-        },
+        "environment": variables_of(os.environ, _GRAPH_VARIABLES, without=_NEUTRAL_VARIABLES),
     }
 
 

@@ -17,8 +17,8 @@ import torch
 import torch._dynamo.config
 import torch._dynamo.utils
 
-from services.common.errors import DeviceError
 from services.common.program.backends.neuron_facts import CACHE_VARIABLE
+from services.common.program.backends.warm_cache import missing_graph
 
 R = TypeVar("R")
 
@@ -65,10 +65,7 @@ class NeuronCompiler:
             return
         self._num_traced = num_traced
         if self.graphs_compiled:
-            raise DeviceError(
-                "compile.require_warm is set, and the compile cache lacks a graph, because it was made for another "
-                "step. Run the compiler stage again, or set --compile.require_warm=false to compile here."
-            )
+            raise missing_graph()
 
     def _count_files(self) -> int:
         return sum(path.is_file() for path in self._folder.rglob("*")) if self._folder else 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from services.common.input.credentials import is_secret
+from services.common.hardware.image_platform import version_of
+from services.common.program.backends.environment_facts import variables_of
 
 CACHE_VARIABLE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 """Variable that names the folder of compiled graphs."""
@@ -20,16 +20,5 @@ def compiler_facts(environment: Mapping[str, str]) -> dict[str, Any]:
 
     The key of a graph in TorchNeuron's own cache lacks the compiler's version.
     """
-    variables = {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(_GRAPH_VARIABLES) and name != CACHE_VARIABLE and not is_secret(name, value)
-    }
-    return {"libraries": {name: _version_of(name) for name in _DISTRIBUTIONS}, "neuron_environment": variables}
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "absent"
+    variables = variables_of(environment, _GRAPH_VARIABLES, without=(CACHE_VARIABLE,))
+    return {"libraries": {name: version_of(name) for name in _DISTRIBUTIONS}, "neuron_environment": variables}

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from services.common.errors import DeviceError
-from services.common.hardware.image_platform import neuron_chips
+from services.common.hardware.image_platform import neuron_chips, version_of
 from services.common.hardware.instance_types import family_of
-from services.common.input.credentials import is_secret
 from services.common.program.backends import neuron_distributed
+from services.common.program.backends.environment_facts import variables_of
 from services.common.recipe.schema import Recipe
 
 CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
@@ -47,17 +46,12 @@ _DISTRIBUTIONS = ("torch_xla", "torch-neuronx", "libneuronxla", "neuronx-cc", "n
 
 def library_versions() -> dict[str, str]:
     """Return the versions of torch_xla and the Neuron packages; `absent` for a package that is not installed."""
-    return {name: _version_of(name) for name in _DISTRIBUTIONS}
+    return {name: version_of(name) for name in _DISTRIBUTIONS}
 
 
 def graph_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change graphs, without those that hold a password or a token."""
-    found = {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(_GRAPH_VARIABLES) and not is_secret(name, value)
-    }
-    return {**PINNED_VARIABLES, **found}
+    return {**PINNED_VARIABLES, **variables_of(environment, _GRAPH_VARIABLES)}
 
 
 def require_pinned(environment: Mapping[str, str]) -> None:
@@ -151,10 +145,3 @@ def count_modules() -> int:
     """Return the number of graphs in this process's compile cache."""
     folder = os.environ.get(CACHE_VARIABLE, "")
     return sum(path.is_dir() for path in Path(folder).glob("neuronxcc-*/MODULE_*")) if folder else 0
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "absent"

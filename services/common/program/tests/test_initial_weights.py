@@ -1,4 +1,4 @@
-"""Each rank draws its own part of the initial weights alone, with the bits that the part has in the whole."""
+"""Each rank draws only its own part of the initial weights, with the bits that this part has in the whole model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,21 @@
+"""The environment variables of this process that decide graphs, for the facts of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from services.common.input.credentials import is_secret
+
+
+def variables_of(
+    environment: Mapping[str, str], prefixes: tuple[str, ...], without: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the variables whose names begin with one of the prefixes, sorted by name, except the names in `without`.
+
+    Variables that hold a password or a token are left out: facts are stored with a compile cache.
+    """
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(prefixes) and name not in without and not is_secret(name, value)
+    }
