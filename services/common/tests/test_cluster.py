@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from services.common.errors import DeviceError, NoRoomForWorkers
-from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher, run_workers
+from services.common.launch.launcher import Launcher, WorkerGroupSpec, run_workers
+from services.common.testing.ray_clusters import joining, running_cluster
 from services.common.tests import work
 from services.common.tests.builders import make_site_that_imports_torch_xla
 
@@ -31,31 +32,21 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of the trainer, in Ray's view with NeuronCores and GPUs, and a larger one of another stage."""
-    from ray.cluster_utils import Cluster  # noqa: PLC0415
-
     group: dict[str, Any] = {
         "num_cpus": 4,
         "num_gpus": 2,
         "resources": {"stage_trainer": 1, "neuron_cores": 3},
     }
-    with pytest.MonkeyPatch.context() as patch:
-        # A Ray that this process started in place has left it where every node is at the loopback address.
-        patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
-        patch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
-        started = Cluster(initialize_head=True, head_node_args=group)
-        started.add_node(node_ip_address=LOOPBACK_ADDRESS, **group)
-        started.add_node(num_cpus=16, resources={"stage_tokenizer": 1})
-        started.wait_for_nodes()
+    of_tokenizer = {"num_cpus": 16, "resources": {"stage_tokenizer": 1}}
+    with running_cluster([group, {"node_ip_address": LOOPBACK_ADDRESS, **group}, of_tokenizer]) as started:
         yield started
-        started.shutdown()
 
 
 @pytest.fixture
-def launcher(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Ray's, joined to the cluster."""
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield choose_launcher("ray")
-    ray.shutdown()
+def launcher(cluster: Any) -> Iterator[Launcher]:
+    """The launcher `ray`, joined to the cluster."""
+    with joining(cluster) as joined:
+        yield joined
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from services.common.errors import WorkersLost
-from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher
+from services.common.launch.launcher import Launcher, WorkerGroupSpec
 from services.common.launch.node_heartbeats import list_nodes, read_node_heartbeats
+from services.common.testing.ray_clusters import joining, running_cluster
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
 
@@ -31,27 +32,16 @@ AGENT = "launch.agent_process"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster  # noqa: PLC0415
-
-    group: dict[str, Any] = {"num_cpus": WORKERS_PER_NODE, "resources": {"stage_trainer": 1}}
-    with pytest.MonkeyPatch.context() as patch:
-        # A Ray that this process started in place has left it where every node is at the loopback address.
-        patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
-        patch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
-        started = Cluster(initialize_head=True, head_node_args=group)
-        for _ in range(NODES - 1):
-            started.add_node(**group)
-        started.wait_for_nodes()
+    node = {"num_cpus": WORKERS_PER_NODE, "resources": {"stage_trainer": 1}}
+    with running_cluster([node] * NODES) as started:
         yield started
-        started.shutdown()
 
 
 @pytest.fixture
-def launcher(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Ray's, joined to the cluster."""
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield choose_launcher("ray")
-    ray.shutdown()
+def launcher(cluster: Any) -> Iterator[Launcher]:
+    """The launcher `ray`, joined to the cluster."""
+    with joining(cluster) as joined:
+        yield joined
 
 
 def new_spec(folder: Path, workers_per_node: int) -> WorkerGroupSpec:

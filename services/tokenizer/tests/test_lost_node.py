@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.common.testing.ray_clusters import joining, running_cluster
 from services.tokenizer.tests.builders import make_text, published, run, write_documents, write_recipe
 
 pytest.importorskip("ray")
@@ -17,21 +18,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
     """Two nodes of the tokenizer. Ray takes this process to be on the first one."""
-    import ray  # noqa: PLC0415
-    from ray.cluster_utils import Cluster  # noqa: PLC0415
-
-    monkeypatch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
-    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
-    group: dict[str, Any] = {"num_cpus": 2, "resources": {"stage_tokenizer": 1}}
-    started = Cluster(initialize_head=True, head_node_args=group)
-    started.add_node(**group)
-    started.wait_for_nodes()
-    monkeypatch.setenv("RAY_ADDRESS", started.address)
-    yield started
-    ray.shutdown()
-    started.shutdown()
+    node = {"num_cpus": 2, "resources": {"stage_tokenizer": 1}}
+    with running_cluster([node, node]) as started, joining(started):
+        yield started
 
 
 class Watch(threading.Thread):
