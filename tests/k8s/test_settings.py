@@ -51,7 +51,7 @@ def rendered(overlays: dict[str, list[Thing]], tmp_path: Path) -> Render:
 
 def test_trn2_instead_of_trn1_is_a_shape_and_a_recipe(rendered: Render) -> None:
     shape = find_shape("trn2.48xlarge")
-    things = rendered(TRAINIUM_SHAPE=shape.name, TRAINIUM_MAX_NODES="4", RECIPE="recipes/llama3-8b-trn2.toml")
+    things = rendered(TRAINIUM_SHAPE=shape.name, TRAINIUM_MAX_NODES="4", RECIPE="recipes/llama3.1-8b-trn2.toml")
     trainer = groups_of(things)["trainer"]
     template = trainer["template"]
 

@@ -265,7 +265,8 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     price, source = _price(device, assumptions)
     return rows | {
         "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {mfu:.0%} of the "
-        f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node ({source_of_mfu})",
+        f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node, {device.worker_peak_flops_per_second / 1e12:,.0f} a worker "
+        f"({source_of_mfu})",
         "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
         "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})",
     }

@@ -27,7 +27,7 @@ SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if not path.stem.startsw
 TOO_LARGE_FOR_THE_DEFAULT_FILE_SYSTEM = "llama2-13b-trn1"  # and its recipe says so
 LLAMA_2_7B = next(path for path in RECIPES if path.stem == "llama2-7b-trn1")
 LLAMA_3_8B = next(path for path in RECIPES if path.stem == "llama3-8b-trn1")
-LLAMA_3_8B_TRN2 = next(path for path in RECIPES if path.stem == "llama3-8b-trn2")
+LLAMA_ON_TRN2 = next(path for path in RECIPES if path.stem == "llama3.1-8b-trn2")
 
 
 def plan(path: Path, *options: str) -> int:
@@ -132,7 +132,7 @@ def test_a_run_that_no_change_makes_fit_is_told_so(capsys: pytest.CaptureFixture
 def test_the_cores_of_a_trn2_are_as_small_as_its_workers_need(
     workers: int, exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(LLAMA_3_8B_TRN2, "--no-dry-run", f"--cluster.trainer_workers_per_node={workers}") == exit_code
+    assert plan(LLAMA_ON_TRN2, "--no-dry-run", f"--cluster.trainer_workers_per_node={workers}") == exit_code
 
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
@@ -256,8 +256,9 @@ def test_the_utilization_is_that_of_the_published_run(
 def test_a_model_without_a_published_run_and_trn2_have_a_share_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(LLAMA_2_7B, "--no-dry-run", "--model.preset=tinyllama-1.1b", "--parallel.tensor_parallel_size=4") == 0
     assert re.search(r"at 29% of the peak .*Llama 2 13B", capsys.readouterr().out)
-    assert plan(LLAMA_3_8B_TRN2, "--no-dry-run") == 0
-    assert "at 21% of the peak" in capsys.readouterr().out
+    assert plan(LLAMA_ON_TRN2, "--no-dry-run") == 0
+    # 16 chips of 667 TFLOP/s, each for 4 workers.
+    assert "at 21% of the peak of 10,672 TFLOP/s a node, 167 a worker" in capsys.readouterr().out
 
 
 def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
