@@ -2,9 +2,10 @@
 
 `shapes.json` is the only such table. Terraform reads it with `jsondecode`, the services through
 `services/common/hardware/instance_types.py`, and everything else through this module. Its facts are those of EC2's
-DescribeInstanceTypes and DescribeInstanceTypeOfferings; a test compares them. The memory of a Trainium2 and the peaks
-of Trainium come from AWS Neuron's documentation, the peaks of GPUs from `services/common/hardware/gpu_peaks.py`; `pod`
-and the choice of prices are our own. Instance types with GPUs serve only the trainer's plan: no stack makes such nodes.
+DescribeInstanceTypes and DescribeInstanceTypeOfferings; a test compares them. The memory of a Trainium2, the peaks of
+Trainium and all of the Neuron devices of trn2u, of which EC2 says nothing, come from AWS Neuron's documentation (Amazon
+EC2 Trn2 Architecture), the peaks of GPUs from `services/common/hardware/gpu_peaks.py`; `pod` and the choice of prices
+are our own. Instance types with GPUs serve only the trainer's plan: no stack makes such nodes.
 `services/common/hardware/lustre.py` describes `file_system` in the same file.
 """
 
@@ -47,6 +48,9 @@ class Price:
     dated: str
     """Year and month, as in 2026-06."""
 
+    def describe_origin(self) -> str:
+        return f"list price of {self.region}, {self.dated}"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -82,7 +86,8 @@ class Shape:
     """Zone ids by region, for the regions with Trainium. Zone names differ between accounts, ids do not."""
     pod: PodRoom | None
     """Resources of a stage's pod; None if no stage runs on this type."""
-    price: Price
+    price: Price | None
+    """None if no public list has a price, as for types that are sold in Capacity Blocks alone."""
 
     @property
     def pod_resources(self) -> Resources:
@@ -124,4 +129,5 @@ def find_shape(name: str) -> Shape:
 def _read_shape(name: str, facts: dict[str, Any]) -> Shape:
     zone_ids = {region: tuple(zones) for region, zones in facts["zone_ids"].items()}
     pod = PodRoom(**facts["pod"]) if facts["pod"] else None
-    return Shape(name, **facts | {"zone_ids": zone_ids, "pod": pod, "price": Price(**facts["price"])})
+    price = Price(**facts["price"]) if facts["price"] else None
+    return Shape(name, **facts | {"zone_ids": zone_ids, "pod": pod, "price": price})

@@ -121,10 +121,11 @@ def _choose_recipe(request: OneOffRequest, definitions: list[Definition]) -> Req
 
 def _describe(config: Config, one_off: BatchOneOff, recipe: RequestedRecipe | None) -> list[str]:
     price, hours = config.cpu.shape.price, one_off.seconds / 3600
+    assert price, "every shape of CPU nodes has a price"
     lines = [
         f"cost        {config.cpu.shape.name} at ${price.dollars_per_hour:,.2f} an hour: "
-        f"${price.dollars_per_hour * hours:,.2f} at most, after {hours:g} h (HOURS=; list price of {price.region}, "
-        f"{price.dated})",
+        f"${price.dollars_per_hour * hours:,.2f} at most, after {hours:g} h (HOURS=; "
+        f"{price.describe_origin()})",
         f"nodes       queue {config.cpu.name}: one node starts for the job and stops some minutes after it",
         f"runs        {one_off.stage}: {shlex.join(one_off.words)}",
         f"image       {one_off.image}",

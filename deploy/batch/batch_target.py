@@ -154,7 +154,7 @@ class BatchTarget:
     def _follow_pipeline(self, checked: list[_Checked], job_ids: dict[Stage, str], repetition: str) -> int:
         """Follow the jobs in one view, up to the first that fails: its exit code."""
         price = self._config.trainium.shape.price
-        with PipelineView(STAGES, repetition, f"list prices of {price.region}, {price.dated}") as view:
+        with PipelineView(STAGES, repetition, price.describe_origin() if price else "") as view:
             for each in checked:
                 if each.resolved.deployment.stage not in job_ids:
                     view.skip(each.resolved.deployment.stage, f"this deployment ended well, {each.done}")
@@ -162,7 +162,8 @@ class BatchTarget:
                 stage = each.resolved.deployment.stage
                 if stage not in job_ids:
                     continue
-                dollars_per_hour = each.resolved.deployment.nodes * each.resolved.queue.shape.price.dollars_per_hour
+                of_node = each.resolved.queue.shape.price
+                dollars_per_hour = each.resolved.deployment.nodes * of_node.dollars_per_hour if of_node else None
                 look = partial(_show_job, view, dollars_per_hour)
                 code = follow(self._jobs, job_ids[stage], take=partial(view.take_line, stage), look=look)
                 view.end(stage, code)
@@ -249,7 +250,7 @@ class BatchTarget:
         return jobs[0]
 
 
-def _show_job(view: PipelineView, dollars_per_hour: float, job: BatchJob) -> None:
+def _show_job(view: PipelineView, dollars_per_hour: float | None, job: BatchJob) -> None:
     attempt = f"attempt {len(job.attempts) + 1} of job {job.id}"
     if job.status == "RUNNING":
         view.begin(job.stage, attempt, dollars_per_hour, job.started_at)

@@ -9,6 +9,7 @@ from deploy.batch.config import JobQueue
 from deploy.batch.job_definition import BatchDeployment, Request, read_container
 from deploy.batch.jobs import Definition
 from deploy.client.outline import Outline
+from infra.shapes import Shape
 from services.common.launch.batch.node import RECIPE_VARIABLE
 
 ABSENT = "nothing"
@@ -19,13 +20,8 @@ def describe_plan(
     queue: JobQueue, deployment: BatchDeployment, outline: Outline, body: Request, before: Definition | None
 ) -> str:
     """The plan for a person, one fact a line, the cost first. `before` is the newest job definition."""
-    hours = deployment.attempt_seconds / 3600
-    price = queue.shape.price
-    hourly = deployment.nodes * price.dollars_per_hour
     lines = [
-        f"cost        {deployment.nodes} x {queue.shape.name} x ${price.dollars_per_hour:,.2f} = ${hourly:,.2f} an hour"
-        f"; an attempt ends after {hours:g} h: ${hourly * hours:,.2f} at most (list price of {price.region}, "
-        f"{price.dated})",
+        f"cost        {_describe_cost(queue.shape, deployment.nodes, deployment.attempt_seconds / 3600)}",
         f"nodes       queue {queue.name}: they start for the job and stop some minutes after it",
         f"stage       {deployment.stage}: {outline.describe_topology(deployment.stage, deployment.nodes, 'nodes')}",
         f"image       {deployment.image}",
@@ -38,6 +34,17 @@ def describe_plan(
     changes = [f"  {line}" for line in find_differences(before.body, body)]
     title = f"definition  {body['jobDefinitionName']}, as revision {before.revision}"
     return "\n".join([*lines, f"{title} except for" if changes else title, *changes])
+
+
+def _describe_cost(shape: Shape, nodes: int, hours: float) -> str:
+    if shape.price is None:
+        return f"{nodes} x {shape.name}, whose price no public list has; an attempt ends after {hours:g} h"
+    of_node = shape.price.dollars_per_hour
+    of_all = nodes * of_node
+    return (
+        f"{nodes} x {shape.name} x ${of_node:,.2f} = ${of_all:,.2f} an hour; an attempt ends after {hours:g} h: "
+        f"${of_all * hours:,.2f} at most ({shape.price.describe_origin()})"
+    )
 
 
 def find_differences(before: Request, after: Request) -> list[str]:

@@ -88,9 +88,10 @@ class Line:
     """A line of the bill."""
 
     what: str
-    dollars_per_hour: float
+    dollars_per_hour: float | None
+    """None if no public list has the price."""
     region: str
-    """Region of the price; other regions have other prices."""
+    """Region of the price; other regions have other prices. Empty without a price."""
     dated: str
     source: str
 
@@ -120,7 +121,7 @@ def list_standing(sizes: Sizes, today: date) -> list[Line]:
         lines.append(Line(f"FSx for Lustre, {sizes.fsx}", hourly, price_region(), price.dated, price.source))
     if sizes.capacity_kind == "reservation":
         lines.append(_nodes("trainium, reserved", sizes.trainium_shape, sizes.reserved_nodes))
-    return [line for line in lines if line.dollars_per_hour]
+    return [line for line in lines if line.dollars_per_hour != 0]
 
 
 def list_running(sizes: Sizes) -> list[Line]:
@@ -128,7 +129,7 @@ def list_running(sizes: Sizes) -> list[Line]:
     lines = [_nodes("cpu", sizes.cpu_shape, sizes.cpu_nodes)]
     if sizes.capacity_kind == "on_demand":
         lines.insert(0, _nodes("trainium", sizes.trainium_shape, sizes.trainium_nodes))
-    return [line for line in lines if line.dollars_per_hour]
+    return [line for line in lines if line.dollars_per_hour != 0]
 
 
 def describe_cost(sizes: Sizes, hours: float, recipe: Recipe, today: date) -> str:
@@ -138,6 +139,7 @@ def describe_cost(sizes: Sizes, hours: float, recipe: Recipe, today: date) -> st
     text = [
         "List prices, for an estimate: prices differ between regions, and commitments cost less.",
         *_warn_of_other_regions(sizes, [*standing, *running]),
+        *_warn_of_missing_prices([*standing, *running]),
         *_table("billed while the stack is up, used or not", standing),
         f"  {_money(hourly)}/hour  {_money(hourly * 24)}/day  {_money(hourly * HOURS_OF_A_MONTH)}/month",
     ]
@@ -207,10 +209,17 @@ def _write_seconds(size: LustreSize, recipe: Recipe) -> float:
 
 
 def _warn_of_other_regions(sizes: Sizes, lines: list[Line]) -> list[str]:
-    others = sorted({line.region for line in lines} - {sizes.region})
+    others = sorted({line.region for line in lines if line.region} - {sizes.region})
     if sizes.region is None or not others:
         return []
     return [f"WARNING: the stack is in {sizes.region}, and prices of {', '.join(others)} are shown: look up its own."]
+
+
+def _warn_of_missing_prices(lines: list[Line]) -> list[str]:
+    missing = [line.what for line in lines if line.dollars_per_hour is None]
+    if not missing:
+        return []
+    return [f"WARNING: no price is known of {', '.join(missing)}, and no sum below has it: ask AWS, add it to the sums"]
 
 
 def _describe_capacity(sizes: Sizes) -> list[str]:
@@ -237,11 +246,13 @@ def _priced(what: str, count: int, price: str) -> Line:
 def _nodes(pool: str, shape_name: str, count: int) -> Line:
     price = find_shape(shape_name).price
     what = f"{count} x {shape_name} ({pool})"
+    if price is None:
+        return Line(what, None if count else 0, region="", dated="", source="none: no public list has the type")
     return Line(what, count * price.dollars_per_hour, price.region, price.dated, price.source)
 
 
 def _sum(lines: list[Line]) -> float:
-    return sum(line.dollars_per_hour for line in lines)
+    return sum(line.dollars_per_hour or 0 for line in lines)
 
 
 def _table(title: str, lines: list[Line]) -> list[str]:
@@ -250,6 +261,8 @@ def _table(title: str, lines: list[Line]) -> list[str]:
         title,
         *(
             f"  {line.what:{width}}  {_money(line.dollars_per_hour, 3):>10}/hour  {line.region}, {line.dated}"
+            if line.dollars_per_hour is not None
+            else f"  {line.what:{width}}  {'unknown':>10}"
             for line in lines
         ),
     ]

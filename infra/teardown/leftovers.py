@@ -152,7 +152,7 @@ def _instances(account: Account, stack: str) -> Iterator[Leftover]:
     }
     for name, each in living.items():
         shape = shapes.get(each["InstanceType"])
-        price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape else None
+        price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape and shape.price else None
         yield Leftover("instance", name, f"{each['InstanceType']}, {each['State']['Name']}", price)
 
 

@@ -80,6 +80,19 @@ def test_a_price_of_another_region_is_said_to_be_one(
     assert re.findall(r"^WARNING: the stack is in (\S+), and prices of (\S+) ", done.stdout, re.MULTILINE) == said
 
 
+def test_a_type_without_a_public_price_is_named_and_its_cost_is_not_guessed(
+    run_infra: RunInfra, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_values('region = "ap-south-2"\ntrainium = { shape = "trn2u.48xlarge", max_nodes = 4 }')
+    monkeypatch.setenv("HOURS", "10")
+
+    done = run_infra("cost")
+
+    assert re.search(r"^  4 x trn2u\.48xlarge \(trainium\) +unknown$", done.stdout, re.MULTILINE)
+    assert re.search(r"^WARNING: no price is known of 4 x trn2u\.48xlarge", done.stdout, re.MULTILINE)
+    assert f"a run of 10 hours: ${STANDING * 10:,.2f}" in done.stdout
+
+
 def test_the_control_plane_costs_more_once_its_version_leaves_standard_support(
     run_infra: RunInfra, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
 ) -> None:

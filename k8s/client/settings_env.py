@@ -238,7 +238,7 @@ def _describe_nodes(stage: str, pool: Pool) -> dict[str, str]:
     told = {
         node_pool_annotation(stage): pool.node_group,
         node_shape_annotation(stage): pool.shape.name,
-        node_price_annotation(stage): f"{pool.shape.price.dollars_per_hour:.2f}",
+        node_price_annotation(stage): f"{pool.shape.price.dollars_per_hour:.2f}" if pool.shape.price else "",
         capacity_end_annotation(stage): pool.capacity_ends_at,
     }
     return {key: value for key, value in told.items() if value}

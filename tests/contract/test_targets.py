@@ -32,7 +32,7 @@ from tests.deploy.batch.builders import config_of, job_deployment_of
 from tests.k8s.builders import deployment_of
 
 Thing = dict[str, Any]
-SHAPES = ("trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge")
+SHAPES = ("trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge", "trn2u.48xlarge")
 GIB, MIB = 2**30, 2**20
 REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 

@@ -32,9 +32,9 @@ class InstanceType:
     worker_memory_bytes: int
     peak_flops_per_second: float
     """Peak FLOP/s of a node, in dense bfloat16."""
-    dollars_per_hour: float
-    """Approximate on-demand price of a node; it differs by region and is not kept up to date."""
-    price_source: str
+    dollars_per_hour: float | None
+    """Approximate on-demand price of a node, which differs by region and is not kept up to date; None if unknown."""
+    price_source: str | None
     logical_core_size: int | None = None
     """Physical NeuronCores in a worker's logical one (Neuron's LNC); None where there is no choice."""
 
@@ -72,9 +72,10 @@ def read_pod_room(instance_type: str) -> tuple[int, float]:
     return pod["cpus"], float(pod["memory_gib"])
 
 
-def read_dollars_per_hour(instance_type: str) -> float:
-    """Return the approximate on-demand price of a node of this type."""
-    return float(_read_shapes()[instance_type]["price"]["dollars_per_hour"])
+def read_dollars_per_hour(instance_type: str) -> float | None:
+    """Return the approximate on-demand price of a node of this type; None if no list has it."""
+    price = _read_shapes()[instance_type]["price"]
+    return float(price["dollars_per_hour"]) if price else None
 
 
 def family_of(instance_type: str | None) -> str:
@@ -98,7 +99,7 @@ def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:
         chips=chips,
         worker_memory_bytes=chips * facts["device_memory_gib"] * GIB // workers,
         peak_flops_per_second=float(facts["peak_bf16_tflops"] * TERA),
-        dollars_per_hour=price["dollars_per_hour"],
-        price_source=f"{price['region']}, {price['source']}",
+        dollars_per_hour=price["dollars_per_hour"] if price else None,
+        price_source=f"{price['region']}, {price['source']}" if price else None,
         logical_core_size=core_size,
     )

@@ -268,12 +268,14 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
         f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node, {device.worker_peak_flops_per_second / 1e12:,.0f} a worker "
         f"({source_of_mfu})",
         "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
-        "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})",
+        "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})"
+        if price is not None
+        else f"unknown: no public list has a price of {device.name} (--dollars-per-node-hour)",
     }
 
 
-def _price(device: InstanceType, assumptions: Assumptions) -> tuple[float, str]:
-    """Return the price of a node in dollars an hour, and its source."""
+def _price(device: InstanceType, assumptions: Assumptions) -> tuple[float | None, str]:
+    """Return the price of a node in dollars an hour, None if it is unknown, and its source."""
     if assumptions.dollars_per_node_hour is not None:
         return assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
     return device.dollars_per_hour, f"on demand, {device.price_source}"
@@ -296,8 +298,9 @@ def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assum
     # Until the next checkpoint is committed, a failure loses the steps since the one before.
     lost_hours = (interval * step + write_seconds) / SECONDS_PER_HOUR
     rows |= {
-        "loss": f"a failure without notice loses at most {lost_hours * 60:,.0f} min, "
-        f"${lost_hours * nodes * price:,.0f}: {interval:,} steps and the write of the next checkpoint",
+        "loss": f"a failure without notice loses at most {lost_hours * 60:,.0f} min"
+        f"{'' if price is None else f', ${lost_hours * nodes * price:,.0f}'}: {interval:,} steps and the write of the "
+        f"next checkpoint",
         "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min) if training stopped for the "
         f"whole write; the recipe says {interval:,}. Training stops only for a copy to the host, which a run's summary "
         f"measures, so shorter intervals cost less",

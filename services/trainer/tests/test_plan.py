@@ -138,6 +138,17 @@ def test_the_cores_of_a_trn2_are_as_small_as_its_workers_need(
     assert said in shown.out + shown.err
 
 
+def test_the_price_of_an_ultraserver_s_node_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    trn2u = "--cluster.trainer_instance_type=trn2u.48xlarge"
+    assert plan(LLAMA_ON_TRN2, "--no-dry-run", trn2u) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"cost +unknown: .*trn2u\.48xlarge \(--dollars-per-node-hour\)", shown)
+    assert re.search(r"loss .* loses at most \d+ min: 50 steps", shown)
+
+    assert plan(LLAMA_ON_TRN2, "--no-dry-run", trn2u, "--dollars-per-node-hour=40") == 0
+    assert re.search(r"cost +\$[\d,]+ at \$40\.00 for a node-hour", capsys.readouterr().out)
+
+
 def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(LLAMA_2_7B, "--no-dry-run", "--cluster.trainer_workers_per_node=4") == 0
 

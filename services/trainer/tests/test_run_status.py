@@ -118,6 +118,7 @@ def test_a_command_without_a_cluster_holds_one_node_however_many_the_recipe_asks
 
 def test_chip_hours_and_cost_count_the_nodes_of_all_commands(new_job: JobBuilder) -> None:
     job, price = new_job(), read_instance_types()["trn1.32xlarge"].dollars_per_hour
+    assert price
     for hours in (3, 1):
         with recording_command(on_trainium(job, datetime.now(UTC) - timedelta(hours=hours))):
             pass

@@ -41,7 +41,9 @@ def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:
     assert nodes["nodeRangeProperties"][0]["targetNodes"] == "0:"  # one with an end would fix the number
 
 
-@pytest.mark.parametrize(("shape", "cards"), [("trn1.32xlarge", 8), ("trn1n.32xlarge", 16), ("trn2.48xlarge", 16)])
+@pytest.mark.parametrize(
+    ("shape", "cards"), [("trn1.32xlarge", 8), ("trn1n.32xlarge", 16), ("trn2.48xlarge", 16), ("trn2u.48xlarge", 16)]
+)
 def test_a_container_has_every_device_of_its_node(shape: str, cards: int) -> None:
     devices = read_container(definition_of(config={"TRAINIUM_SHAPE": shape}))["linuxParameters"]["devices"]
     paths = {each["hostPath"] for each in devices}
