@@ -146,7 +146,8 @@ class Training:
         self._fault: MillraceError | None = None
         self._setup_seconds = max(0.0, time.time() - job.workers_started_at.timestamp())
         self._training_since = time.perf_counter()
-        self.recorder = MetricsRecorder(job, group, self._backend, self._first_step)
+        workers_of_node = environment.local_world_size
+        self.recorder = MetricsRecorder(job, group, self._backend, self._first_step, workers_of_node)
         self.watchdog = Watchdog(job, environment, group)
 
     @property

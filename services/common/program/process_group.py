@@ -1,18 +1,24 @@
 """The process group of all workers on their hosts, over gloo whatever their devices are.
 
+What all workers tell each other goes through a binomial tree. Each worker is at most log2(workers) messages away from
+rank 0 and has as many connections at most, and workers with neighbouring ranks, which share a node, come together
+first. A collective of gloo over all workers is a ring, with two messages in a row for each of them.
+
 Where a device's collectives have to form the first group of all, that is torch's group WORLD, and the hosts' group is
 formed beside it. Everywhere else WORLD is the hosts' group.
 """
 
 from __future__ import annotations
 
+import operator
 import os
+import pickle  # nosec B403 # bytes that workers of the same run made
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +26,7 @@ import torch.distributed as dist
 from services.common.errors import WorkersLost
 
 R = TypeVar("R")
+V = TypeVar("V")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
@@ -42,6 +49,21 @@ class Store(Protocol):
         ...
 
 
+class Tree(NamedTuple):
+    """A worker's neighbours in the binomial tree of all workers, whose root is rank 0."""
+
+    parent: int | None
+    children: tuple[int, ...]
+    """Ranks in ascending order. Child `rank + 2**i` stands for itself and up to 2**i - 1 ranks after it."""
+
+    @classmethod
+    def of(cls, rank: int, world_size: int) -> Self:
+        powers = [1 << exponent for exponent in range(max(1, world_size - 1).bit_length())]
+        parents = [rank - power for power in powers if rank & power]
+        below = [power for power in powers if power < (rank & -rank or world_size)]
+        return cls(parents[0] if parents else None, tuple(rank + each for each in below if rank + each < world_size))
+
+
 class ProcessGroup:
     """One worker's connection to all other workers of the run.
 
@@ -49,10 +71,17 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, rank: int, world_size: int, store: Store | None = None, host: dist.ProcessGroup | None = None
+        self,
+        rank: int,
+        world_size: int,
+        store: Store | None = None,
+        host: dist.ProcessGroup | None = None,
+        *,
+        is_fake: bool = False,
     ) -> None:
         """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
         self.rank, self.world_size, self._host = rank, world_size, host
+        self._tree = Tree(None, ()) if is_fake else Tree.of(rank, world_size)
         self.store = store
         """Store of the small values by which the workers have found each other; None for a single worker."""
         self.timeout = COLLECTIVE_TIMEOUT
@@ -75,8 +104,9 @@ class ProcessGroup:
             with naming_lost_workers():
                 dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
                 host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
-            connect_by(lambda: dist.all_reduce(torch.zeros(1), group=host))
-            return cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
+            group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
+            connect_by(group.barrier)
+            return group
         return cls(rank, world_size)
 
     @classmethod
@@ -90,7 +120,7 @@ class ProcessGroup:
         if world_size > 1:
             backend = ",".join(f"{each}:fake" for each in {"cpu": None, device: None})
             dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
-        return cls(rank, world_size)
+        return cls(rank, world_size, is_fake=True)
 
     def leave(self) -> None:
         if dist.is_initialized():
@@ -98,12 +128,15 @@ class ProcessGroup:
 
     def maximum(self, value: int) -> int:
         """Return the largest of the workers' integers on every worker, so that all decide alike."""
-        if self.world_size == 1:
-            return value
-        tensor = torch.tensor(value)
-        with naming_lost_workers():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._host)
-        return int(tensor.item())
+        return self.reduce(value, max)
+
+    def reduce(self, value: V, join: Callable[[V, V], V]) -> V:
+        """Return what `join` makes of all workers' values, which can be pickled, on every worker.
+
+        `join` gets the values of neighbouring ranks, those of the lower ranks first. It costs two messages a worker,
+        at most 2 log2(workers) of them in a row. Their bytes are those of what `join` returns.
+        """
+        return cast("V", self._spread(self._join_below(value, join)))
 
     def limit_collectives(self, timeout: timedelta) -> None:
         """Limit the collectives that this worker begins from now on to `timeout`, also those along the mesh's axes.
@@ -118,25 +151,23 @@ class ProcessGroup:
                 c10d._set_pg_timeout(timeout, group)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return every worker's facts in the order of their ranks, on every worker."""
-        if self.world_size == 1:
-            return [facts]
-        gathered: list[Any] = [None] * self.world_size
-        with naming_lost_workers():
-            dist.all_gather_object(gathered, facts, group=self._host)
-        return gathered
+        """Return every worker's facts in the order of their ranks, on every worker: bytes grow with the workers."""
+        return self.reduce([facts], operator.add)
+
+    def collect(self, item: V) -> list[V]:
+        """Return every worker's item in the order of their ranks on rank 0, and an empty list on the others.
+
+        A worker sends its own item and those of the ranks below it in the tree, so half of all workers send one.
+        """
+        items = self._join_below([item], operator.add)
+        return items if self.rank == 0 else []
 
     def tell(self, work: Callable[[], R]) -> R:
         """Run `work` on rank 0 alone while the others wait, and return its result, a picklable object, on every worker.
 
-        Each worker receives the object once, by a broadcast. An error of `work` is raised on rank 0, and ends the
-        group.
+        Each worker receives the object once. An error of `work` is raised on rank 0, and ends the group.
         """
-        told = [self.wait_for_work(work if self.rank == 0 else lambda: None)]
-        if self.world_size > 1:
-            with naming_lost_workers():
-                dist.broadcast_object_list(told, src=0, group=self._host)
-        return cast("R", told[0])
+        return cast("R", self._spread(self.wait_for_work(work if self.rank == 0 else lambda: None)))
 
     def barrier(self) -> None:
         """Return once every worker has called this."""
@@ -159,6 +190,41 @@ class ProcessGroup:
             if future.done():
                 future.result()
         return future.result()
+
+    def _join_below(self, value: V, join: Callable[[V, V], V]) -> V:
+        """Return what `join` makes of the values of this worker and of all below it, and send it to the parent."""
+        for child in self._tree.children:
+            value = join(value, self._receive(child))
+        if self._tree.parent is not None:
+            self._send(self._tree.parent, value)
+        return value
+
+    def _spread(self, value: object) -> object:
+        """Return rank 0's value on every worker."""
+        if self._tree.parent is not None:
+            value = self._receive(self._tree.parent)
+        for child in reversed(self._tree.children):  # the child with the most workers below it first
+            self._send(child, value)
+        return value
+
+    def _send(self, rank: int, value: object) -> None:
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        with naming_lost_workers():
+            for part in (torch.tensor([len(content)]), content):
+                _require_work(dist.isend(part, rank, group=self._host)).wait(self.timeout)
+
+    def _receive(self, rank: int) -> Any:
+        length = torch.zeros(1, dtype=torch.int64)
+        with naming_lost_workers():
+            _require_work(dist.irecv(length, rank, group=self._host)).wait(self.timeout)
+            content = torch.empty(int(length.item()), dtype=torch.uint8)
+            _require_work(dist.irecv(content, rank, group=self._host)).wait(self.timeout)
+        return pickle.loads(content.numpy().tobytes())  # nosec B301 # bytes that a worker of the same run made
+
+
+def _require_work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the group"
+    return work
 
 
 def connect_by(collective: Callable[[], object]) -> None:

@@ -208,15 +208,14 @@ def _open_parent(job: Job) -> Artifact[CheckpointManifest]:
     return parent
 
 
-def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: Artifact[CheckpointManifest]) -> None:
+def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: FoundCheckpoint) -> None:
     """Load the weights of a checkpoint from verified files, and leave the moments as they are. All workers call this.
 
     Raises `ArtifactError` where a file is damaged or the checkpoint is not of the program's model.
     """
     with program.state.writing() as held:
         weights = {piece: tensor for piece, tensor in held.items() if piece.kind == "weight"}
-        found = FoundCheckpoint.of(checkpoint)
-        group.wait_for_work(partial(read_part, job, program.backend.mesh, found, weights))
+        group.wait_for_work(partial(read_part, job, program.backend.mesh, checkpoint, weights))
 
 
 def _require_seen(checkpoint: FoundCheckpoint, group: ProcessGroup) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -201,11 +201,11 @@ class CheckpointWriter:
     def _commit(self) -> None:
         assert self._writing
         entry, self._writing = self._writing.result(), None
-        entries = tuple(FileEntry(**each) for each in self._group.gather(entry.to_json()))
+        entries = self._group.collect(entry)
         if self._group.rank == 0:
             self._committing = self._thread.submit(self._publish, entries)
 
-    def _publish(self, shards: tuple[FileEntry, ...]) -> None:
+    def _publish(self, shards: Sequence[FileEntry]) -> None:
         job, payload = self._job, self._payload
         assert payload
         assert self._rows

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.checkpoint import CheckpointManifest
-from services.common.artifacts.store import Artifact
+from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.input.problem_list import list_problems
@@ -28,7 +28,7 @@ from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.trainer.agreement.requirements import require_same_program
 from services.trainer.checkpoints.loader import load_weights
-from services.trainer.checkpoints.lookup import find_trained_corpus
+from services.trainer.checkpoints.lookup import FoundCheckpoint, find_trained_corpus
 from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
@@ -49,7 +49,9 @@ class EvaluationJob:
 
     job: Job
     """The command, with the corpus that is evaluated."""
-    checkpoint: Artifact[CheckpointManifest]
+    checkpoint: Path
+    """Folder of the checkpoint. Rank 0 alone reads the manifest, which grows with the workers that wrote it."""
+    content_digest: str
     num_tokens: int | None
     """Targets to evaluate; None for all."""
     folder: Path
@@ -72,7 +74,7 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
     with using_node(job), _shared_folder(job) as folder:
         spec = describe_workers(job.recipe, folder)
         logger.info("evaluating %s with %d workers (%s)", checkpoint.path, spec.num_workers, job.launch)
-        described = EvaluationJob(job, checkpoint, num_tokens, folder)
+        described = EvaluationJob(job, checkpoint.path, checkpoint.manifest.content_digest, num_tokens, folder)
         run_workers(choose_launcher(job.launch), evaluate_as_worker, described, spec)
         evaluated = parse_json_line(read_file(folder / RESULT_FILE, folder))
     assert evaluated
@@ -88,13 +90,13 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
 
 def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnvironment) -> None:
     """Evaluate as one worker; rank 0 writes the result."""
-    job, checkpoint = evaluation_job.job, evaluation_job.checkpoint
+    job = evaluation_job.job
     configure_logging("trainer", rank=environment.rank)
     with working_on_node(job), joined_group(environment, begin_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         program = Program(job.recipe, make_backend(job, environment), draws_weights=False)
-        load_weights(job, program, group, checkpoint)
+        load_weights(job, program, group, group.tell(lambda: _find_checkpoint(evaluation_job)))
         evaluation = Validation(job.recipe, job.corpus, evaluation_job.num_tokens).evaluate(program)
         misses = {
             "graphs_compiled": group.maximum(program.backend.cache_report().graphs_compiled),
@@ -103,6 +105,18 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
         if evaluation and group.rank == 0:
             result = json.dumps({**describe_evaluation(evaluation), **misses})
             (evaluation_job.folder / RESULT_FILE).write_text(result, encoding="utf-8")
+
+
+def _find_checkpoint(evaluation_job: EvaluationJob) -> FoundCheckpoint:
+    """Read the manifest of the checkpoint. Raises `ArtifactError` where it is another one than the command has read."""
+    checkpoint = open_artifact(evaluation_job.checkpoint, CheckpointManifest)
+    found, expected = checkpoint.manifest.content_digest, evaluation_job.content_digest
+    if found != expected:
+        raise ArtifactError(
+            f"{checkpoint.path}: has the digest {found[:12]}, and had {expected[:12]} when the evaluation began: its "
+            f"run has written this step again. Run the same command again."
+        )
+    return FoundCheckpoint.of(checkpoint)
 
 
 def describe_table(record: Mapping[str, Any]) -> str:

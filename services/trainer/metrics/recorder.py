@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import resource
-import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -36,18 +37,20 @@ RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class MetricsRecorder:
-    """Records metrics; only rank 0 writes. All workers construct it together, because that gathers facts of all."""
+    """Records metrics; only rank 0 writes. All workers construct it together: they count the GPUs of all."""
 
-    def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
+    def __init__(
+        self, job: Job, group: ProcessGroup, backend: Backend, first_step: int, workers_of_node: int = 1
+    ) -> None:
         self._recipe, self._backend, self._group = job.recipe, backend, group
         self._run_folder, self._corpus = job.run_folder, job.corpus.id
         self._parent = job.lineage.parent
         self._step_tokens = tokens_per_step(job.recipe)
         per_token = {"mfu": palm_flops_per_token(job.recipe), "mfu_causal": causal_flops_per_token(job.recipe)}
         self._step_flops = {name: flops * self._step_tokens for name, flops in per_token.items()}
-        workers = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
-        self._workers_of_host = [worker["host"] for worker in workers].count(socket.gethostname())
-        self._published_peak = published_peak(job.recipe, [worker["gpu"] for worker in workers])
+        self._workers_of_node = workers_of_node
+        gpus = group.reduce(Counter([_name_of_gpu(backend)]), operator.add)
+        self._published_peak = published_peak(job.recipe, list(gpus.elements()))
         self._gemm_flops_per_second = math.nan
         self._counted_steps, self._counted_seconds = 0, 0.0
         self._record: dict[str, Any] = {}
@@ -148,7 +151,7 @@ class MetricsRecorder:
         """
         threads = self._recipe.parallel.threads_per_worker
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = min(1.0, cores / (self._workers_of_host * threads))
+        share = min(1.0, cores / (self._workers_of_node * threads))
         return share * measure_gemm_peak(self._recipe.train.dtype, threads, PEAK_SECONDS)
 
 
