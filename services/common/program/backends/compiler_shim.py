@@ -16,6 +16,7 @@ from pathlib import Path
 
 from services.common.errors import DeviceError
 from services.common.process.private_folder import new_name, private_folder
+from services.common.program.backends.warm_cache import missing_graphs
 
 COMPILER = "neuronx-cc"
 EXIT_CODE = DeviceError.exit_code
@@ -23,7 +24,6 @@ EXIT_CODE = DeviceError.exit_code
 # libneuronxla hands over a graph as `.../model.MODULE_<hash>+<hash of the flags>.hlo_module.pb`.
 _MODULE = re.compile(r"MODULE_\w+\+\w+")
 _REQUESTS = "requests"
-_SHOWN_GRAPHS = 4
 
 _SCRIPT = """\
 #!/bin/sh
@@ -53,12 +53,7 @@ class CompilerShim:
             return None
         requests = self._requests.read_text(encoding="utf-8", errors="replace").splitlines()
         graphs = list(dict.fromkeys(_name_graph(request) for request in requests))
-        named = ", ".join(graphs[:_SHOWN_GRAPHS]) + (" ..." if len(graphs) > _SHOWN_GRAPHS else "")
-        return DeviceError(
-            f"compile.require_warm is set, and the compile cache does not hold {named} ({len(graphs)} in all), because "
-            f"it was made for another step. Run the compiler stage again, or set --compile.require_warm=false to "
-            f"compile here."
-        )
+        return missing_graphs(graphs)
 
 
 def forbid_compiler() -> CompilerShim:

@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from services.common.errors import DeviceError
 from services.common.input.credentials import is_secret
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
-from services.common.program.backends.warm_cache import missing_graph
+from services.common.program.backends.warm_cache import graph_of, missing_graphs
+from services.common.program.backends.whole_graph import compile_whole
 
 R = TypeVar("R")
 
@@ -52,9 +53,10 @@ class Inductor:
 
     def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
         """Compile a function for the shapes of its first call. Other shapes compile again, unless `is_dynamic`."""
-        compiled = torch.compile(function, dynamic=is_dynamic, fullgraph=True)
+        compiled = compile_whole(function, dynamic=is_dynamic)
 
         def call(*arguments: Any) -> R:
+            self.counter.graph = graph_of(function)
             try:
                 return compiled(*arguments)
             except RuntimeError as error:  # Dynamo wraps the error that the counter raises
@@ -109,11 +111,13 @@ class CompileCounter(CustomGraphPass):
         self.graphs_compiled = 0
         self.is_forbidden = False
         self.refusal: DeviceError | None = None
+        self.graph = ""
+        """Name of the graph that is compiled next."""
 
     def __call__(self, graph: torch.fx.graph.Graph) -> None:
         self.graphs_compiled += 1
         if self.is_forbidden:
-            self.refusal = missing_graph()
+            self.refusal = missing_graphs([self.graph])
             raise self.refusal
 
     def uuid(self) -> str:

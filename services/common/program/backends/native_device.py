@@ -2,7 +2,7 @@
 
 `cpu` is tested. `cuda` follows the documentation of torch and `neuron` that of TorchNeuron (native PyTorch on Trn2 and
 Trn3, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/torch-distributed.html). Neither has run on
-its device; `neuron` runs in tests on a stand-in (`services/common/testing/neuron_device.py`).
+its device; `neuron` runs in tests on a stand-in (`services/common/testing/torch_neuron`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,23 @@
-"""The error of a program that may not compile and lacks a graph, whichever compiler its device has."""
+"""The error of a program that may not compile and lacks graphs, whichever compiler its device has."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.common.errors import DeviceError
 
+_SHOWN_GRAPHS = 4
 
-def missing_graph() -> DeviceError:
-    """Return the error for a graph that the compile cache does not hold although `compile.require_warm` is set."""
+
+def missing_graphs(names: Sequence[str]) -> DeviceError:
+    """Return the error for graphs that the compile cache does not hold although `compile.require_warm` is set."""
+    named = ", ".join(names[:_SHOWN_GRAPHS]) + (" ..." if len(names) > _SHOWN_GRAPHS else "")
     return DeviceError(
-        "compile.require_warm is set, and the compile cache lacks a graph, because it was made for another step. Run "
-        "the compiler stage again, or set --compile.require_warm=false to compile here."
+        f"compile.require_warm is set, and the compile cache does not hold {named} ({len(names)} in all), because it "
+        f"was made for another step. Run the compiler stage again, or set --compile.require_warm=false to compile here."
     )
+
+
+def graph_of(function: object) -> str:
+    """Return the name of a function's graph in an error."""
+    return f"a graph of {getattr(function, '__qualname__', function)}"
