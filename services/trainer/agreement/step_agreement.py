@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2e-5, 1e-3
 """Seconds between two looks at the board: they double with each look."""
+MOST_COUNTED_SECONDS = 1.0
+"""Seconds between two looks that count as waiting; a process that takes longer was frozen meanwhile."""
 MESSAGE_WAIT_SECONDS = 0.1
 """Seconds after which a leader that waits for a message sees that its run has ended."""
 
@@ -186,10 +188,13 @@ def _wait_for(look: Callable[[], T | None], check: Callable[[bool], None], secon
     """Look until there is a value, which is mostly there at once, and return it.
 
     `check` is called between two looks with whether more than `seconds` have passed, and ends the wait by an error.
+    Only seconds in which this process runs count: after a pause of the whole run, as by Ctrl-Z, nobody is late.
     """
-    began_at, pause_seconds = time.monotonic(), LEAST_PAUSE_SECONDS
+    waited_seconds, before, pause_seconds = 0.0, time.monotonic(), LEAST_PAUSE_SECONDS
     while (found := look()) is None:
-        check(time.monotonic() - began_at > seconds)
+        now = time.monotonic()
+        waited_seconds, before = waited_seconds + min(now - before, MOST_COUNTED_SECONDS), now
+        check(waited_seconds > seconds)
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, MOST_PAUSE_SECONDS)
     return found

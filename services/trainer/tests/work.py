@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -20,13 +21,17 @@ from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import BOARD_FILE, NodeBoard
+from services.common.process.stop_reason import StopReason
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program, StepResult
 from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
+from services.trainer.agreement.step_agreement import agreeing
+from services.trainer.agreement.step_reduction import WorkerStep
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
@@ -102,6 +107,24 @@ def die_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
 
 def freeze_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
     train_with_a_worker_that_freezes(job, place_on_nodes(environment, 2))
+
+
+def agree_after_a_freeze(folder: Path, environment: WorkerEnvironment) -> None:
+    """Agree on a step with a limit of 2 s, while all workers are stopped for 3 s, as by Ctrl-Z, and then go on."""
+    group = ProcessGroup(environment.rank, environment.world_size)
+    group.timeout = timedelta(seconds=2)
+    (folder / str(environment.rank)).write_text(str(os.getpid()), encoding="utf-8")
+    wait_until(lambda: (folder / "0").exists() and (folder / "1").exists())
+    with agreeing(environment, group) as agreement:
+        if environment.rank == 1:
+            time.sleep(0.5)  # the other waits
+            pids = (folder / "0").read_text(encoding="utf-8"), str(os.getpid())
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {' '.join(pids)}"])
+            os.kill(int(pids[0]), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)
+        agreement.begin(WorkerStep(StopReason.NONE, is_shard_written=True))
+        assert agreement.finish().applied.size == environment.world_size
 
 
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
