@@ -38,6 +38,7 @@ from services.trainer.checkpoints.lookup import (
     verify_sizes,
     verify_state,
 )
+from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.command_options import (
     evaluate_parser,
     export_parser,
@@ -128,7 +129,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         using_node(job),
     ):
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
-        if completed_step(checkpoint) >= recipe.train.max_steps:
+        if checkpoint and completed_step(checkpoint) >= recipe.train.max_steps and not _is_reported(job, checkpoint):
+            # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
         if checkpoint is None:
             job = _begin_run(job, arguments.recipe)
@@ -138,8 +140,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
         write_run(job)
         if checkpoint and is_complete:
-            # They differ if the command was killed between the last commit and the report.
-            if read_state(job.run_folder) != describe_state(checkpoint):
+            discard_left_over(job.checkpoint_collection, held.lease)
+            if not _is_reported(job, checkpoint):
                 report_training(job, arguments.recipe)
             report_published(job.checkpoint_collection, is_new=False)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
@@ -155,6 +157,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             notifying_run(job, arguments.recipe, step) as notices,
         ):
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held, notices.observe)
+        discard_left_over(job.checkpoint_collection, held.lease)
     report_training(job, arguments.recipe)
     report_published(job.checkpoint_collection, is_new=True)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
@@ -291,6 +294,11 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     for line in inspect(checkpoint, recipe):
         print(line)
     return 0
+
+
+def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
+    """Whether the report is of this state: it is not where a command was killed between its last commit and the report."""
+    return read_state(job.run_folder) == describe_state(checkpoint)
 
 
 def report_training(job: Job, recipe_path: Path) -> None:

@@ -164,12 +164,20 @@ def begin_partial(address: Address, lease: Lease) -> Path:
     """
     address.collection.mkdir(parents=True, exist_ok=True)
     displace(address, lease)
-    for path in list(address.collection.iterdir()):
-        if re.fullmatch(re.escape(address.id) + _UNFINISHED, path.name):
-            discard(path, lease)
+    discard_unfinished(address.collection, lease, re.escape(address.id))
     partial = partial_of(address, lease)
     partial.mkdir()
     return partial
+
+
+def discard_unfinished(collection: Path, lease: Lease, ids: str = _ID) -> None:
+    """Remove the unfinished work of earlier writers, and what a killed removal has left of an artifact.
+
+    The lease has to guard all artifacts of the collection whose id matches `ids`.
+    """
+    for path in list(collection.iterdir()):
+        if re.fullmatch(ids + _UNFINISHED, path.name):
+            discard(path, lease)
 
 
 def displace(address: Address, lease: Lease) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.lease import Lease
-from services.common.artifacts.store import discard
+from services.common.artifacts.store import discard, discard_unfinished
 from services.common.recipe.schema import Recipe, Train
 from services.trainer.checkpoints.lookup import checkpoint_steps
 
@@ -28,7 +28,7 @@ def discard_old(
     The checkpoint of `newest_step` was committed just now, and `looks_intact` is asked for at most `keep_latest` intact
     ones and the damaged ones between them. Damaged checkpoints that are newer than the
     oldest kept one stay for a person to inspect. Checkpoints of later steps are ignored: they are damaged, or the run
-    would have continued from them. A failed removal is only logged.
+    would have continued from them. What killed attempts left goes too. A failed removal is only logged.
     """
     policy = recipe.checkpoint
     steps = [step for step in reversed(checkpoint_steps(collection)) if step <= newest_step]
@@ -41,6 +41,18 @@ def discard_old(
                 _discard(collection / checkpoint_id(step), lease)
         elif len(steps) > policy.keep_latest:
             intact += looks_intact(step)
+    discard_left_over(collection, lease)
+
+
+def discard_left_over(collection: Path, lease: Lease) -> None:
+    """Remove what killed attempts left of checkpoints that they wrote or removed. No checkpoint may be in writing.
+
+    A failed removal is only logged.
+    """
+    try:
+        discard_unfinished(collection, lease)
+    except OSError as error:
+        logger.warning("%s: the rest of a checkpoint could not be removed: %s", collection, error)
 
 
 def discard_newer(collection: Path, step: int, lease: Lease) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.artifacts.checkpoint import shard_name
+from services.common.artifacts.checkpoint import INDEX_FILE, shard_name
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.manifest import read_sealed
+from services.common.artifacts.manifest import MANIFEST, read_sealed
 from services.common.artifacts.store import Artifact
 from services.common.launch.brought_files import offered_files
 from services.common.process.entry_point import exit_code_of
 from services.common.testing.disks import mounted, remount
+from services.common.testing.file_opens import noticing_opens
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
 from services.trainer.report.run_report import read_state
@@ -232,13 +233,22 @@ def test_a_second_command_says_that_the_run_is_complete_and_sees_to_its_report(
     assert train_alone(capfd, recipe, root)[0] == 0
     (report,) = root.glob("run/*/report.html")
     written = report.stat().st_mtime_ns
-    exit_code, output = call_trainer(capfd, recipe, root)
+    newest = checkpoints(root)["step-00000020"]
+    for left in ("step-00000015.removed-01234567.partial", "step-00000018.01234567.partial"):  # as if killed
+        (newest.parent / left).mkdir()
+        (newest.parent / left / shard_name(0)).touch()
+    with noticing_opens(newest) as opens:
+        exit_code, output = call_trainer(capfd, recipe, root)
     assert exit_code == 0
+    assert {path.name for path in opens.paths} == {MANIFEST}
+    assert sorted(path.name for path in newest.parent.iterdir()) == sorted(checkpoints(root))
     assert "the run is complete: step 20 of 20" in output
     assert report.stat().st_mtime_ns == written
 
     report.unlink()  # as if killed before it was written
-    assert call_trainer(capfd, recipe, root)[0] == 0
+    with noticing_opens(newest) as opens:
+        assert call_trainer(capfd, recipe, root)[0] == 0
+    assert {path.name for path in opens.paths} == {MANIFEST, shard_name(0), INDEX_FILE}
     state = read_state(report.parent)
     assert state is not None
     assert state.startswith("step-00000020 ")

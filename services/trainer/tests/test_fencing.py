@@ -25,7 +25,12 @@ from services.trainer.tests.builders import make_program
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
-LEFTOVERS = ("step-00000005.partial", "step-00000005.01234567.partial")
+LEFTOVERS = (
+    "step-00000005.partial",
+    "step-00000005.01234567.partial",
+    "step-00000003.01234567.partial",
+    "step-00000002.removed-01234567.partial",
+)
 
 
 def test_a_worker_of_an_earlier_attempt_commits_nothing(tmp_path: Path, new_job: Callable[..., Job]) -> None:
@@ -69,7 +74,7 @@ def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
     assert [path.name for path in lost.checkpoint_collection.iterdir()] == ["step-00000005"]
 
 
-def test_what_earlier_attempts_left_of_a_checkpoint_is_removed_by_the_one_that_writes_it(
+def test_what_earlier_attempts_left_of_checkpoints_is_removed_by_the_one_that_writes_the_next(
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job(train__max_steps="5")
