@@ -297,7 +297,7 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
-    """Whether the report is of this state: it is not where a command was killed between its last commit and the report."""
+    """Whether the report is of this state, which it is not where a command was killed before it wrote the report."""
     return read_state(job.run_folder) == describe_state(checkpoint)
 
 

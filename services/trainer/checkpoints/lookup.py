@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from services.common.artifacts.checkpoint import (
+    INDEX_FILE,
     CheckpointManifest,
     CheckpointPayload,
     ShardOrigin,
@@ -32,6 +33,7 @@ from services.common.errors import ArtifactError, LimitError, TryAgain, Unreadab
 from services.common.input.problem_list import list_names, list_problems, shorten
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Recipe
+from services.trainer.checkpoints.index import read_index
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.corpus import RunCorpus
 from services.trainer.job import run_name, tokens_after
@@ -94,14 +96,16 @@ def verify_state(recipe: Recipe, corpus: RunCorpus, level: Level = "full") -> Ve
     """Return a function that verifies a checkpoint of the recipe's run completely.
 
     It verifies the bytes or sizes of the files, that the manifest describes this run, that the shards hold each element
-    of the model's state once and, at the level "full", that training can produce the values. That level reads each file
-    twice, the second time from the kernel's cache.
+    of the model's state once, that the index has their slices and, at the level "full", that training can produce the
+    values. That level reads each file twice, the second time from the kernel's cache.
     """
 
     def verify(checkpoint: Artifact[CheckpointManifest]) -> None:
         verify_files(checkpoint.path, checkpoint.manifest, level=level)
         require_of_run(checkpoint, recipe, corpus)
-        reader = ShardReader(checkpoint, parameter_shapes(recipe.model))
+        shapes, found = parameter_shapes(recipe.model), FoundCheckpoint.of(checkpoint)
+        reader = ShardReader(checkpoint, shapes)
+        reader.require_index(read_index(found.path, found.origin_of(INDEX_FILE), shapes, found.ranks, None))
         if level == "full":
             reader.require_values_of_training()
 

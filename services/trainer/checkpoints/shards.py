@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, ShardOrigin
+from services.common.artifacts.checkpoint import INDEX_FILE, CheckpointManifest, ShardOrigin
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
@@ -153,6 +154,17 @@ class ShardReader(SliceReader):
                 for piece in read_header(self._folder / file, tensors, shapes):
                     self._places.setdefault((piece.kind, piece.name), []).append(Place(piece, file))
         self.require_each_element_once()
+
+    def require_index(self, index: Places) -> None:
+        """Raise `ArtifactError` unless an index has exactly the slices of the shards, each in its shard."""
+        for tensor in sorted(self._places.keys() | index.keys()):
+            held, listed = (Counter(places.get(tensor, ())) for places in (self._places, index))
+            for place in (held - listed) + (listed - held):
+                raise ArtifactError(
+                    f"{self._folder / INDEX_FILE}: has {place.key} of {place.file} {listed[place]} times, but "
+                    f"{place.file} has it {held[place]} times. Restore the checkpoint from a copy, or move its folder "
+                    f"away: then the run continues from the one before."
+                )
 
     def require_values_of_training(self) -> None:
         """Raise `ArtifactError` for a slice with values that are NaN, infinite or a mean of squares below zero."""

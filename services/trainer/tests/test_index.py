@@ -14,10 +14,12 @@ import safetensors.torch
 import torch
 
 from services.common.artifacts.checkpoint import INDEX_FILE
+from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.manifests import forge
+from services.trainer.checkpoints.lookup import Verify, open_checkpoint, verify_checkpoint, verify_state
 from services.trainer.checkpoints.safetensors_file import ORIGIN
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -68,8 +70,18 @@ def set_column(column: int, value: int) -> Callable[[Tables], object]:
     return lambda tables: tables[NORM][0].__setitem__(column, value)
 
 
+def find_problem(job: Job, verify: Verify) -> str:
+    """Return why the checkpoint is refused; empty if it is intact."""
+    try:
+        open_checkpoint(job.checkpoint_collection, 1, verify)
+    except ArtifactError as error:
+        return str(error)
+    return ""
+
+
 def test_a_worker_of_another_layout_loads_by_the_index(job: Job) -> None:
     assert problem_of_one_of_two(job) == ""
+    assert find_problem(job, verify_state(job.recipe, job.corpus)) == ""
 
 
 @pytest.mark.parametrize(
@@ -94,6 +106,8 @@ def test_rows_that_are_not_the_shards_slices_are_refused(
     rewrite_index(job.checkpoint_address(1).path, change)
 
     assert said in problem_of_one_of_two(job)
+    assert problem_of(job, 1) == ""  # a worker of the same layout does not read the index
+    assert INDEX_FILE in find_problem(job, verify_state(job.recipe, job.corpus, "size"))
 
 
 def test_an_index_of_another_step_and_a_damaged_one_are_refused(job: Job) -> None:
@@ -102,4 +116,5 @@ def test_an_index_of_another_step_and_a_damaged_one_are_refused(job: Job) -> Non
     assert f"{INDEX_FILE}: is a shard of another state" in problem_of_one_of_two(job)
 
     flip_a_bit(folder / INDEX_FILE)
+    assert f"{INDEX_FILE}: xxh3-128 is" in find_problem(job, verify_checkpoint)
     assert f"{INDEX_FILE}: xxh3-128 is" in problem_of_one_of_two(replace(job, start_number=1))
