@@ -277,7 +277,7 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def import_model(arguments: Namespace, recipe: Recipe) -> int:
-    """Begin the run with the weights of a Hugging Face folder or of an NxD checkpoint."""
+    """Begin the run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint."""
     job = _new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
         print(import_weights(job, arguments.source, held.lease))

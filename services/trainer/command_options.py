@@ -135,13 +135,16 @@ def export_parser() -> RecipeParser:
 
 
 def import_parser() -> RecipeParser:
-    parser = _parser("import", "Begin a run with the weights of a Hugging Face folder or of an NxD checkpoint.")
+    parser = _parser(
+        "import",
+        "Begin a run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint (torchtitan's).",
+    )
     parser.add_argument(
         "--from",
         dest="source",
         type=Path,
         required=True,
-        help="Hugging Face folder of a Llama, or the folder of an NxD checkpoint's tag",
+        help="Hugging Face folder of a Llama, folder of an NxD checkpoint's tag, or folder of a DCP checkpoint's step",
     )
     return parser
 

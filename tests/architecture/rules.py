@@ -94,7 +94,7 @@ READ_THEIR_OWN = {
     "services.tokenizer.sources.file_system": "opens any file system, and local files after `require_regular_file`",
     "services.trainer.conversion.hugging_face": "lets safetensors open a path after `require_regular_file`",
     "services.trainer.inspection.node_inspection": "reads /proc or /sys",
-    "services.trainer.conversion.nxd.rank_file": "lets torch open a path after `require_regular_file`",
+    "services.trainer.conversion.saved_tensors": "lets torch open a path after `require_regular_file`",
     "services.trainer.checkpoints.safetensors_file": "lets safetensors open a path after `require_regular_file`",
     "infra.addons.releases": "reads files of this repository",
     "infra.checks": "reads files of this repository",

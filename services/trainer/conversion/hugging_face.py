@@ -171,6 +171,15 @@ def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Cal
         yield read
 
 
+def require_all_and_no_more(folder: Path, missing: Sequence[str], unknown: Sequence[str]) -> None:
+    """Raise `ArtifactError` unless both lists are empty: weights of the model, and tensors that are none of them."""
+    if missing or unknown:
+        raise ArtifactError(
+            f"{folder}: does not hold the weights of the recipe's model: {len(missing)} missing "
+            f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or 'none'})."
+        )
+
+
 def require_finite(folder: Path, name: str, tensor: Tensor) -> None:
     """Raise `ArtifactError` for a weight with values that are NaN or infinite."""
     num_bad = int((~torch.isfinite(tensor)).sum())
@@ -224,13 +233,8 @@ def _open(folder: Path, file: str) -> Any:
 
 
 def _require_shapes(folder: Path, files: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    unknown = [name for name in files if name not in shapes and not _is_stored_twice(name)]
-    missing = [name for name in shapes if name not in files]
-    if unknown or missing:
-        raise ArtifactError(
-            f"{folder}: does not hold the weights of the recipe's model: {len(missing)} missing "
-            f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or 'none'})."
-        )
+    unknown = [name for name in files if name not in shapes and not is_stored_twice(name)]
+    require_all_and_no_more(folder, [name for name in shapes if name not in files], unknown)
     for name, shape in shapes.items():
         found = files[name].get_slice(name)
         if tuple(found.get_shape()) != tuple(shape) or found.get_dtype() not in DTYPES:
@@ -240,6 +244,6 @@ def _require_shapes(folder: Path, files: Mapping[str, Any], shapes: Mapping[str,
             )
 
 
-def _is_stored_twice(name: str) -> bool:
+def is_stored_twice(name: str) -> bool:
     """Return whether a weight is redundant: a tied head is the embedding, rotary frequencies are configured."""
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")

@@ -1,4 +1,4 @@
-"""Begins a run with the weights of a Hugging Face folder or an NxD checkpoint, as its checkpoint after step 0."""
+"""Begins a run, as its checkpoint after step 0, with weights of a Hugging Face folder, or an NxD or DCP checkpoint."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.lookup import checkpoint_steps
 from services.trainer.checkpoints.shards import write_shard
+from services.trainer.conversion.dcp.checkpoint import DcpWeights, is_dcp_checkpoint
 from services.trainer.conversion.hugging_face import CONFIG, group_parameters, open_weights, require_same_model
 from services.trainer.conversion.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
 from services.trainer.conversion.tokenizer_export import VOCABULARY_FOLDER
@@ -92,7 +93,8 @@ def _open_weights(
         raise ArtifactError(f"{folder}: no such folder. Pass one with --from, as a model's `save_pretrained` makes it.")
     model = job.recipe.model
     is_nxd = is_nxd_checkpoint(folder)
-    if not is_nxd or os.path.lexists(folder / CONFIG):
+    is_dcp = not is_nxd and is_dcp_checkpoint(folder)
+    if not (is_nxd or is_dcp) or os.path.lexists(folder / CONFIG):
         require_same_model(folder, model)
     else:
         logger.warning(
@@ -102,6 +104,10 @@ def _open_weights(
             CONFIG,
         )
     _require_same_vocabulary(folder, job)
+    if is_dcp:
+        chunks = DcpWeights(folder, model)
+        logger.info("weights have %s", chunks.description)
+        return chunks.read
     if not is_nxd:
         return opened.enter_context(open_weights(folder, shapes))
     weights = NxdWeights(folder, model)

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 
 from services.common.testing.strange_files import STRANGE_FILES, replace_by
+from services.trainer.conversion.dcp.metadata import METADATA
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.evaluation.records import EVALUATIONS_FILE
@@ -22,6 +23,7 @@ from services.trainer.metrics.events import EVENTS_FILE, read_events, record_eve
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE
 from services.trainer.run import open_run
 from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.dcp_files import save
 from services.trainer.tests.runs import REPOSITORY, call_trainer
 from services.trainer.tests.test_import import ALONE, digest_in
 
@@ -41,7 +43,7 @@ def run_of_one_step(new_shared_job: Callable[..., Job]) -> Job:
 
 @pytest.fixture(scope="module")
 def sources(run_of_one_step: Job) -> dict[str, Path]:
-    """The same weights in one file, behind an index, and as NxD's checkpoint."""
+    """The same weights in one file, behind an index, and as checkpoints of NxD and of torch.distributed.checkpoint."""
     run, folder = open_run(run_of_one_step.root, run_of_one_step.run), run_of_one_step.root.parent / "sources"
     folder.mkdir()
     whole = export(run, folder / "whole")
@@ -49,7 +51,8 @@ def sources(run_of_one_step: Job) -> dict[str, Path]:
     (cut / WEIGHTS).rename(cut / PART)
     names = safetensors.torch.load_file(cut / PART)
     (cut / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, PART)}), encoding="utf-8")
-    return {"whole": whole, "cut": cut, "nxd": export(run, folder / "nxd", NxdLayout(1))}
+    dcp = save(folder / "dcp", dict(names))
+    return {"whole": whole, "cut": cut, "nxd": export(run, folder / "nxd", NxdLayout(1)), "dcp": dcp}
 
 
 def import_from(capfd: pytest.CaptureFixture[str], job: Job, folder: Path) -> tuple[int, str]:
@@ -59,7 +62,10 @@ def import_from(capfd: pytest.CaptureFixture[str], job: Job, folder: Path) -> tu
 @pytest.mark.parametrize("kind", STRANGE_FILES)
 @pytest.mark.parametrize(
     ("source", "file"),
-    [("whole", CONFIG), ("whole", WEIGHTS), ("whole", VOCABULARY), ("cut", INDEX), ("cut", PART), ("nxd", RANK_FILE)],
+    [
+        *(("whole", CONFIG), ("whole", WEIGHTS), ("whole", VOCABULARY)),
+        *(("cut", INDEX), ("cut", PART), ("nxd", RANK_FILE), ("dcp", METADATA), ("dcp", "__0_0.distcp")),
+    ],
 )
 def test_an_import_ends_at_what_is_no_file_of_its_folder(
     tmp_path: Path,

@@ -22,14 +22,14 @@ from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model
-from services.trainer.conversion.hugging_face import require_finite
+from services.trainer.conversion.hugging_face import require_all_and_no_more, require_finite
 from services.trainer.conversion.nxd.layout import NxdLayout, rank_tensors
 from services.trainer.conversion.nxd.master_weights import OPTIMIZER, read_masters
 from services.trainer.conversion.nxd.rank_file import count_ranks, load_rank_file, rank_file_name, resolve
+from services.trainer.conversion.saved_tensors import WEIGHT_DTYPES
 
 BEGUN, COMMITTED = "checkpoint", "done"
 MODEL = "model"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Rank = tuple[int, int]
 """Ranks along the pipeline axis and the tensor axis."""
@@ -121,11 +121,7 @@ class NxdWeights:
         """Raise `ArtifactError` unless all ranks of a stage have its names, with the shapes of the model."""
         present = {name for weights in ranks.values() for name in weights}
         missing, unknown = [name for name in self._tensors if name not in present], sorted(present - set(self._tensors))
-        if missing or unknown:
-            raise ArtifactError(
-                f"{self._folder}: does not hold the weights of the recipe's model: {len(missing)} missing "
-                f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or 'none'})."
-            )
+        require_all_and_no_more(self._folder, missing, unknown)
         for (stage, index), weights in ranks.items():
             path = self._folder / MODEL / rank_file_name(0, index, stage)
             if uneven := set(weights) ^ set(ranks[stage, 0]):
@@ -173,8 +169,8 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
         if not str(name).endswith(".rotary_emb.inv_freq")  # older versions stored these, but they are configured
     }
     for name, weight in weights.items():
-        if weight.dtype not in DTYPES:
-            raise ArtifactError(f"{path}: {name} is {weight.dtype}, expected {', '.join(map(str, DTYPES))}.")
+        if weight.dtype not in WEIGHT_DTYPES:
+            raise ArtifactError(f"{path}: {name} is {weight.dtype}, expected {', '.join(map(str, WEIGHT_DTYPES))}.")
     return weights
 
 

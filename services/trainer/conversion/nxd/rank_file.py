@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import ArtifactError
-from services.common.input.files import reading_inputs, require_regular_file, unreadable
-from services.common.process.limits import explain_lack
+from services.trainer.conversion.saved_tensors import load_saved, require_dense
 
 _NAME = re.compile(r"dp_rank_(\d{2,4})_tp_rank_(\d{2,4})_pp_rank_(\d{2,4})\.pt")
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
@@ -85,14 +84,7 @@ def resolve(path: Path, name: object, value: object) -> Tensor:
                 f"avoid_saving_lower_precision_weights: then load the checkpoint in NxD and save it without the option."
             )
         value = _load(file, _named_folder(path))
-    if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
-        raise ArtifactError(f"{path}: {name} is a {type(value).__name__}, expected a dense tensor.")
-    if value.device.type != "cpu":
-        raise ArtifactError(
-            f"{path}: {name} is on the device `{value.device}` without values, expected a tensor with values. The run "
-            f"saved its model before it had values: use the checkpoint of another step."
-        )
-    return value.detach().resolve_conj().resolve_neg()
+    return require_dense(path, name, value)
 
 
 def _named_folder(path: Path) -> Path:
@@ -101,20 +93,5 @@ def _named_folder(path: Path) -> Path:
 
 
 def _load(path: Path, within: Path) -> object:
-    with reading_inputs(within):
-        require_regular_file(path, within)
-    try:
-        with torch.serialization.safe_globals([(TensorReference, _REFERENCE)]):
-            loaded: object = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return loaded
-    except PermissionError as error:
-        raise unreadable(path, error) from error
-    except Exception as error:  # a damaged pickle can raise anything
-        if (lack := explain_lack(error, path)) is not None:
-            raise lack from error
-        # The text before this advises to load the file without protection.
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
-        raise ArtifactError(
-            f"{path}: cannot be read as a file of torch.save with nothing but tensors: {reason}. It is damaged, or not "
-            f"a part of an NxD checkpoint; copy it again."
-        ) from error
+    with torch.serialization.safe_globals([(TensorReference, _REFERENCE)]):
+        return load_saved(path, within, "an NxD checkpoint")
