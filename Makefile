@@ -352,5 +352,5 @@ benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? VARS=FILE.tfvars  Variables of the Terraform stack. Default: the stack's own.
 #? YES=1  Do not ask.
 #? ONLY=NAME,NAME  The add-ons. Default: all.
-#? VARIANT=cpu|cuda|neuron  The devices of the images. Default: cpu.
+#? VARIANT=cpu|cuda|neuron|trn2  The devices of the images. Default: cpu.
 #? TF_PLUGIN_MIRROR=FOLDER  A folder with Terraform's providers, for use without a network.

@@ -104,9 +104,11 @@ def print_platforms() -> None:
             print(f"  node    NVIDIA driver {node.driver} or newer, and the NVIDIA Container Toolkit")
         if isinstance(node, NeuronNode):
             print(f"  SDK     Neuron {platform.sdk}")
-            print(f"  node    driver aws-neuronx-dkms {node.driver}, in any case before {node.driver_before}")
-            print(f"          device plugin {node.device_plugin}")
-            print(f"          EKS AMI {node.ami_type}, of a release in infra/aws_releases.json")
+            if platform.torch_neuronx:
+                print(f"  torch   TorchNeuron {platform.torch_neuronx}, of images/torch-neuron.txt")
+            print(f"  node    driver: {node.describe_drivers()}")
+            print(f"          device plugin {node.device_plugin or 'unknown: no source names that of the SDK'}")
+            print(f"          EKS AMI {node.ami_type}, of a release in infra/aws_releases.json with such a driver")
             print(f"          instances of {' and '.join(node.instance_families)}")
 
 

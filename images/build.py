@@ -35,6 +35,7 @@ CA_VARIABLES = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 # Build arguments that docker takes from the environment: they may contain a token, which a command line would show.
 PASSED_ON = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "TORCH_INDEX_URL", "TORCH_FIND_LINKS"),
+    *("NEURON_INDEX_URL", "NEURON_FIND_LINKS", "NEURON_APT_URL", "UV_PYTHON_INSTALL_MIRROR"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from images.lock import NEURON_BASE, UNION, pins_of
+from images.lock import BROUGHT, UNION, pins_of
 from images.platforms import (
     REPOSITORY,
     SERVICES,
@@ -21,6 +21,9 @@ from images.platforms import (
     version_numbers,
 )
 
+TORCH_NEURON_SYSTEM = "ubuntu:26.04"
+"""The only system that the wheels of torch-neuronx are for."""
+
 
 def differences(repository: Path = REPOSITORY) -> list[str]:
     """Return a line for every file that differs from its variant's pin, or from another file of the variant."""
@@ -30,6 +33,7 @@ def differences(repository: Path = REPOSITORY) -> list[str]:
     ]
     for platform in platforms.values():
         problems += _tag_differences(platform) + _node_differences(platform) + _lock_differences(repository, platform)
+        problems += _torch_neuron_differences(repository, platform)
     return list(dict.fromkeys(problems))  # two services may have one Dockerfile
 
 
@@ -54,7 +58,10 @@ def _tag_differences(platform: Platform) -> list[str]:
     """The tag of a base image contains its Python, and the Neuron image's also its SDK: both must be the pin's."""
     minor = "".join(platform.python.split(".")[:2])
     wanted = [(platform.slim, platform.python)]
-    wanted += [(platform.platform, f"py{minor}"), (platform.platform, f"sdk{platform.sdk}-")] if platform.sdk else []
+    if platform.torch_neuronx:
+        wanted.append((platform.platform, TORCH_NEURON_SYSTEM))
+    elif platform.sdk:
+        wanted += [(platform.platform, f"py{minor}"), (platform.platform, f"sdk{platform.sdk}-")]
     wanted += [(platform.debian.slim, platform.debian.python)] if platform.debian else []
     return [
         f"images/platforms.toml, {platform.variant}: the base {image} is not tagged {part}"
@@ -75,9 +82,9 @@ def _node_differences(platform: Platform) -> list[str]:
         return []
     problems = []
     sdk = version_numbers(platform.sdk)[:2]
-    if version_numbers(node.device_plugin)[:2] != sdk:
+    if node.device_plugin and version_numbers(node.device_plugin)[:2] != sdk:
         problems.append(f"the device plugin {node.device_plugin} is not that of SDK {platform.sdk}")
-    if not version_numbers(node.driver) < version_numbers(node.driver_before):
+    if not node.takes_driver(node.driver):
         problems.append(f"the driver {node.driver} is not before {node.driver_before}")
     return [f"{where}: {problem}" for problem in problems]
 
@@ -85,7 +92,8 @@ def _node_differences(platform: Platform) -> list[str]:
 def _lock_differences(repository: Path, platform: Platform) -> list[str]:
     problems = []
     first_seen: dict[str, tuple[str, str]] = {}
-    base = pins_of(repository / NEURON_BASE.relative_to(REPOSITORY)) if platform.sdk else {}
+    brought = BROUGHT[platform.variant].relative_to(REPOSITORY) if platform.variant in BROUGHT else None
+    base = pins_of(repository / brought) if brought else {}
     services = {f"{service}-{platform.variant}": service for service in SERVICES}
     for name in (UNION[platform.variant].stem, *services):
         has_program = services.get(name) in STAGES_WITH_PROGRAM
@@ -99,11 +107,28 @@ def _lock_differences(repository: Path, platform: Platform) -> list[str]:
                 problems.append(f"lockfiles/{name}.txt: {package} is {version}, {other}.txt has {theirs}: make lock")
         if platform.cuda and has_program:
             problems += _cuda_differences(name, lock, platform.cuda)
-        if platform.sdk and has_program:
+        if has_program:
             problems += [
-                f"lockfiles/{name}.txt: {package} would replace the Neuron image's own: make lock"
+                f"lockfiles/{name}.txt: {package} would replace that of {brought}: make lock"
                 for package in sorted(lock.keys() & base.keys())
             ]
+    return problems
+
+
+def _torch_neuron_differences(repository: Path, platform: Platform) -> list[str]:
+    """TorchNeuron is of one release of torch, and the file that it is installed from has the pins of both."""
+    if not platform.torch_neuronx:
+        return []
+    file = BROUGHT[platform.variant].relative_to(REPOSITORY)
+    found = pins_of(repository / file)
+    problems = [
+        f"{file}: {package} is {found.get(package)}, images/platforms.toml says {wanted}"
+        for package, wanted in (("torch", platform.torch), ("torch-neuronx", platform.torch_neuronx))
+        if found.get(package) != wanted
+    ]
+    if version_numbers(platform.torch_neuronx)[:2] != version_numbers(platform.torch)[:2]:
+        where = f"images/platforms.toml, {platform.variant}"
+        problems.append(f"{where}: TorchNeuron {platform.torch_neuronx} is not for torch {platform.torch}")
     return problems
 
 

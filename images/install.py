@@ -20,6 +20,10 @@ from pathlib import Path
 BUILD = Path(__file__).parent
 VENV = Path("/opt/venv")
 DELTA = Path("/delta")
+TORCH_NEURON = BUILD / "torch-neuron.txt"
+"""Pins of torch and, after it, of the Neuron packages that a trn2 image takes from other indexes than the lock's."""
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+NEURON_INDEX = "https://pip.repos.neuron.amazonaws.com"
 
 
 def main(arguments: list[str]) -> None:
@@ -30,6 +34,8 @@ def main(arguments: list[str]) -> None:
         # The venv of the compiler and the trainer shows torch and the Neuron packages of the Neuron image.
         _make_venv(with_packages_of_base=name == "compiler-neuron.txt")
         _install(BUILD / name)
+        if name == "compiler-trn2.txt":
+            _install_torch_neuron(BUILD / name)
     else:
         before = _now_on_disk()
         _install(BUILD / name)
@@ -64,27 +70,15 @@ def _make_venv(with_packages_of_base: bool) -> None:
 
 def _install(lock: Path) -> None:
     environment = _installer_environment()
-    uv = BUILD / "uv/bin/uv"
-    if not uv.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(BUILD / "uv")], check=True)
-        pip = [str(BUILD / "uv/bin/pip"), "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--require-hashes", "-r", str(BUILD / "uv.txt")], check=True, env=environment)
     # A lock names every package, except those of the Neuron image: there is no dependency to look for.
-    install = [str(uv), "pip", "install", "--quiet", "--no-cache", "--no-deps", "--python", str(VENV / "bin/python")]
-    # Python would compile all of torch at every start of an image with a read-only root.
-    install += ["--compile-bytecode"]
     # Any index may have the pinned version, as with pip. The hashes decide whether it is the right file.
-    install += ["--index-strategy", "unsafe-best-match"]
+    install = [*_uv_pip_install(), "--no-deps", "--index-strategy", "unsafe-best-match"]
     torch = _torch_pin(lock)
-    torch_index, torch_links = os.environ.get("TORCH_INDEX_URL"), os.environ.get("TORCH_FIND_LINKS")
-    if not torch or not (torch_index or torch_links):
+    if not torch or not (os.environ.get("TORCH_INDEX_URL") or os.environ.get("TORCH_FIND_LINKS")):
         subprocess.run([*install, "--require-hashes", "-r", str(lock)], check=True, env=environment)
         return
     # torch is the first package, so that the build ends early when the index does not have it.
-    source = ["--default-index", torch_index] if torch_index else ["--no-index"]
-    source += ["--find-links", torch_links] if torch_links else []
-    without_index = {key: value for key, value in environment.items() if key not in ("UV_DEFAULT_INDEX", "UV_INDEX")}
-    if subprocess.run([*install, *source, torch], check=False, env=without_index).returncode != 0:
+    if not _succeeds([*install, *_source_of_torch(), torch]):
         sys.exit(
             f"install: {torch} was not found where TORCH=cpu, TORCH_INDEX_URL or TORCH_FIND_LINKS told to look; uv's "
             f"message is above. Name an index that this machine reaches with TORCH_INDEX_URL=, or build without all "
@@ -93,6 +87,58 @@ def _install(lock: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
         subprocess.run([sys.executable, str(BUILD / "without_cuda.py"), str(lock)], check=True, stdout=rest)
         subprocess.run([*install, "--require-hashes", "-r", rest.name], check=True, env=environment)
+
+
+def _install_torch_neuron(lock: Path) -> None:
+    """Install torch for CPUs, TorchNeuron and its compiler, whose pins have no hashes.
+
+    Dependencies of theirs that the lock has stay at its versions, and any other comes at its newest fitting version. A
+    package that Neuron's index has comes from no other index, whoever registers its name elsewhere.
+    """
+    lines = TORCH_NEURON.read_text(encoding="utf-8").splitlines()
+    torch, *neuron = [line for line in lines if line and not line.startswith("#")]
+    if not _succeeds([*_uv_pip_install(), "--no-deps", *_source_of_torch(), torch]):
+        sys.exit(
+            f"install: {torch} was not found in {TORCH_INDEX}, or where TORCH_INDEX_URL or TORCH_FIND_LINKS told to "
+            f"look; uv's message is above. Name an index of CPU builds that this machine reaches with TORCH_INDEX_URL=."
+        )
+    index, links = os.environ.get("NEURON_INDEX_URL"), os.environ.get("NEURON_FIND_LINKS")
+    source = ["--index", index or NEURON_INDEX] if index or not links else []
+    source += ["--find-links", links] if links else []
+    command = [*_uv_pip_install(), *source, "--constraints", str(lock), *neuron]
+    if subprocess.run(command, check=False, env=_installer_environment()).returncode != 0:
+        sys.exit(
+            f"install: {', '.join(neuron)} could not be installed from {index or links or NEURON_INDEX} beside the "
+            f"packages of {lock.name}; uv's message is above. Name another index with NEURON_INDEX_URL=, or a page of "
+            f"wheels with NEURON_FIND_LINKS=."
+        )
+
+
+def _uv_pip_install() -> list[str]:
+    """The command that installs into the venv, with uv at its locked version."""
+    uv = BUILD / "uv/bin/uv"
+    if not uv.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(BUILD / "uv")], check=True)
+        pip = [str(BUILD / "uv/bin/pip"), "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
+        locked = ["--require-hashes", "-r", str(BUILD / "uv.txt")]
+        subprocess.run([*pip, *locked], check=True, env=_installer_environment())
+    # Python would compile all of torch at every start of an image with a read-only root.
+    flags = ["--quiet", "--no-cache", "--compile-bytecode", "--python", str(VENV / "bin/python")]
+    return [str(uv), "pip", "install", *flags]
+
+
+def _source_of_torch() -> list[str]:
+    """Options that find torch without CUDA where TORCH_INDEX_URL and TORCH_FIND_LINKS say, or else at PyTorch."""
+    index, links = os.environ.get("TORCH_INDEX_URL"), os.environ.get("TORCH_FIND_LINKS")
+    source = ["--default-index", index or TORCH_INDEX] if index or not links else ["--no-index"]
+    return [*source, "--find-links", links] if links else source
+
+
+def _succeeds(command: list[str]) -> bool:
+    """Run a command of uv without the package indexes of the environment, and return whether it succeeded."""
+    own = {"UV_DEFAULT_INDEX", "UV_INDEX"}
+    environment = {key: value for key, value in _installer_environment().items() if key not in own}
+    return subprocess.run(command, check=False, env=environment).returncode == 0
 
 
 def _torch_pin(lock: Path) -> str:

@@ -7,15 +7,20 @@
 # clang (triton/runtime/build.py, 3.7) and with Python.h; cuda.h is in Triton's package. It links the driver's
 # libcuda.so.1, which it finds with `/sbin/ldconfig -p` (in Debian's libc-bin) or on LD_LIBRARY_PATH. TRITON_LIBCUDA_PATH
 # is not set, because hosts differ in where the driver's libraries are mounted.
-# neuron: the Neuron backend of Ray calls pkill.
+# neuron: the Neuron backend of Ray calls pkill. trn2: its base lacks the certificates too, which slim Python has.
 set -eu
-headers="$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
 case "$1" in
 neuron) packages=procps ;;
+trn2) packages="ca-certificates procps" ;;
 cuda) packages="g++ gcc" ;;
 *) packages=g++ ;;
 esac
-if [ "$1" != neuron ] && [ ! -e "$headers" ]; then packages="$packages libpython3-dev"; fi
+case "$packages" in
+g++*)
+    headers="$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
+    if [ ! -e "$headers" ]; then packages="$packages libpython3-dev"; fi
+    ;;
+esac
 apt-get update
 # shellcheck disable=SC2086  # two packages are two words
 apt-get install --yes --no-install-recommends $packages

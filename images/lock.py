@@ -18,8 +18,13 @@ from services.common.errors import DeviceError
 
 LOCKS = REPOSITORY / "lockfiles"
 NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
-# The cuda variant installs the same wheel of torch as the cpu variant.
-UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
+# Pins of the packages that images with the program have from elsewhere, so that their locks leave them out.
+BROUGHT = {"neuron": NEURON_BASE, "trn2": REPOSITORY / "images/torch-neuron.txt"}
+# The cuda variant installs the same wheel of torch as the cpu variant, and trn2 another build of the same version.
+UNION = {
+    **dict.fromkeys(("cpu", "cuda", "trn2"), LOCKS / "dev.txt"),
+    "neuron": LOCKS / "dev-neuron.txt",
+}
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
 LM_EVAL = REPOSITORY / "requirements-lm-eval.txt"
 # Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
@@ -80,12 +85,12 @@ def pins_of(lock: Path) -> dict[str, str]:
 
 
 def _write_constraints(platform: Platform) -> list[str]:
-    """Options of `uv pip compile` that constrain it to the platform's pins and to the Neuron image's packages."""
+    """Options of `uv pip compile` that constrain it to the platform's pins and to the packages from elsewhere."""
     # The locks' annotations contain this path, so it is the same on every machine.
     pins = REPOSITORY / f"dist/pins-{platform.variant}.txt"
     pins.parent.mkdir(exist_ok=True)
     pins.write_text(f"ray=={platform.ray}\ntorch=={platform.torch}\n", encoding="utf-8")
-    files = [pins, NEURON_BASE] if platform.variant == "neuron" else [pins]
+    files = [pins, BROUGHT[platform.variant]] if platform.variant in BROUGHT else [pins]
     return [option for file in files for option in ("--constraints", _relative(file))]
 
 
@@ -98,8 +103,8 @@ def _lock_images(variant: str, constraints: list[str]) -> None:
     union = UNION[variant]
     for service in SERVICES:
         options = [*constraints, "--constraints", _relative(union)]
-        if variant == "neuron" and service in STAGES_WITH_PROGRAM:
-            options += [f"--no-emit-package={package}" for package in _provided_by_neuron_image(union)]
+        if variant in BROUGHT and service in STAGES_WITH_PROGRAM:
+            options += [f"--no-emit-package={package}" for package in _left_out(variant)]
         _compile(_requirements_of(service), LOCKS / f"{service}-{variant}.txt", options=options)
 
 
@@ -114,10 +119,10 @@ def _requirements_of(service: str) -> list[Path]:
     return [REPOSITORY / "services" / folder / "requirements.txt" for folder in folders]
 
 
-def _provided_by_neuron_image(union: Path) -> list[str]:
-    # The Neuron image has a build of torch that needs none of the CUDA packages that the union's torch depends on.
-    cuda = {name for name in pins_of(union) if TORCH_AND_CUDA.match(f"{name}==")}
-    return sorted(pins_of(NEURON_BASE).keys() | cuda)
+def _left_out(variant: str) -> list[str]:
+    # The torch from elsewhere needs none of the CUDA packages that the union's torch depends on.
+    cuda = {name for name in pins_of(UNION[variant]) if TORCH_AND_CUDA.match(f"{name}==")}
+    return sorted(pins_of(BROUGHT[variant]).keys() | cuda)
 
 
 def _compile(requirements: Iterable[Path], output: Path, options: list[str], typed: str = "") -> None:

@@ -12,7 +12,7 @@ PLATFORMS = REPOSITORY / "images/platforms.toml"
 
 SERVICES = ("tokenizer", "compiler", "trainer", "head")
 STAGES_WITH_PROGRAM = ("compiler", "trainer")
-VARIANTS = ("cpu", "cuda", "neuron")
+VARIANTS = ("cpu", "cuda", "neuron", "trn2")
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,31 @@ class CudaNode:
 
 @dataclass(frozen=True)
 class NeuronNode:
-    """Requirements of the neuron variant's images on a node, which no image can bring."""
+    """Requirements of a variant with the Neuron SDK on a node, which no image can bring."""
 
     instance_families: tuple[str, ...]
     """Families of EC2 instances, such as trn1, whose NeuronCores the variant's images compute on."""
     driver: str
     """aws-neuronx-dkms of the SDK."""
-    driver_before: str
-    """The first driver that the SDK's runtime is too old for."""
-    device_plugin: str
     ami_type: str
     """EKS's name of the AMI family."""
+    driver_before: str = ""
+    """The first driver that the SDK's runtime is too old for; empty where none is known."""
+    device_plugin: str = ""
+    """aws-neuronx-k8-plugin of the SDK; empty where no source names it."""
 
     def takes_driver(self, version: str) -> bool:
         """Return whether the variant's images run on a node with this version of aws-neuronx-dkms."""
-        return version_numbers(self.driver) <= version_numbers(version) < version_numbers(self.driver_before)
+        is_old = not self.driver_before or version_numbers(version) < version_numbers(self.driver_before)
+        return version_numbers(self.driver) <= version_numbers(version) and is_old
+
+    def describe_drivers(self) -> str:
+        """The versions of aws-neuronx-dkms that the variant's images accept, in words."""
+        before = f" and before {self.driver_before}" if self.driver_before else ""
+        return f"aws-neuronx-dkms from {self.driver} on{before}"
 
 
-NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode}
+NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode, "trn2": NeuronNode}
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ class Platform:
     platform: str
     """Base image of the services that contain the program: the compiler and the trainer."""
     sdk: str = ""
-    """Version of the Neuron SDK in `platform`; empty for the other variants."""
+    """Version of the Neuron SDK in the images; empty unless the variant computes on NeuronCores."""
+    torch_neuronx: str = ""
+    """Version of TorchNeuron that is installed on `platform`; empty for a variant without it."""
     cuda: str = ""
     """Version of CUDA that torch's wheel depends on; empty unless the variant computes on NVIDIA GPUs."""
     debian: DebianBase | None = None
@@ -104,17 +113,30 @@ def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
     return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
 
 
+def find_variant(instance_type: str, path: Path = PLATFORMS) -> str:
+    """Return the variant whose images compute on an instance type with NeuronCores; empty where none does."""
+    family = instance_type.partition(".")[0]
+    return next((variant for variant, node in read_neuron_nodes(path).items() if family in node.instance_families), "")
+
+
 def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
     """Return the reason why no image computes on an instance type with NeuronCores; empty where one does."""
-    nodes = {variant: each.node for variant, each in read_platforms(path).items()}
-    families = {variant: node.instance_families for variant, node in nodes.items() if isinstance(node, NeuronNode)}
-    if any(instance_type.partition(".")[0] in each for each in families.values()):
+    if find_variant(instance_type, path):
         return ""
-    known = "; ".join(f"those of {variant} do on {' and '.join(each)}" for variant, each in families.items())
+    known = "; ".join(
+        f"those of {variant} do on {' and '.join(node.instance_families)}"
+        for variant, node in read_neuron_nodes(path).items()
+    )
     return (
         f"no image computes on {instance_type} yet: {known} (instance_families in images/platforms.toml). Its nodes "
         f"would be paid for and end every stage with exit code 4"
     )
+
+
+def read_neuron_nodes(path: Path = PLATFORMS) -> dict[str, NeuronNode]:
+    """The requirements on a node of every variant that computes on NeuronCores, by the variant's name."""
+    nodes = {variant: platform.node for variant, platform in read_platforms(path).items()}
+    return {variant: node for variant, node in nodes.items() if isinstance(node, NeuronNode)}
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:

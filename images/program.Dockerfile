@@ -9,22 +9,35 @@ ARG VARIANT=cpu
 ARG PINNED_PYTHON=3.11.14
 ARG RAY_VERSION=2.60.0
 
+# What the base of the trn2 variant lacks; nothing for the others. The address of an index may contain a token, so only
+# builder stages declare such variables: the history of the final image shows none.
+FROM ${BASE} AS system
+USER root
+ARG VARIANT
+ARG PINNED_PYTHON
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG UV_PYTHON_INSTALL_MIRROR
+ARG NEURON_APT_URL
+COPY images/prepare_base.sh images/neuron-runtime.txt lockfiles/uv.txt /build/
+COPY images/inputs /build/inputs
+RUN sh /build/prepare_base.sh "$VARIANT"
+
 # The compiler's packages are the first packages of the trainer's image too. Both images share every layer that is made
 # before SERVICE is declared in a stage.
-FROM ${BASE} AS compiler-packages
-USER root
+FROM system AS compiler-packages
 ARG BASE
 ARG VARIANT
 ARG PINNED_PYTHON
-# The address of an index may contain a token, so only builder stages declare these: the history of the final image
-# shows neither.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH_INDEX_URL
 ARG TORCH_FIND_LINKS
-COPY images/install.py images/without_cuda.py /build/
-COPY images/inputs /build/inputs
-COPY lockfiles/uv.txt lockfiles/compiler-${VARIANT}.txt /build/
+ARG NEURON_INDEX_URL
+ARG NEURON_FIND_LINKS
+ENV PATH=/opt/python/cpython-$PINNED_PYTHON-linux-x86_64-gnu/bin:$PATH
+COPY images/install.py images/without_cuda.py images/torch-neuron.txt /build/
+COPY lockfiles/compiler-${VARIANT}.txt /build/
 RUN python3 /build/install.py compiler-${VARIANT}.txt
 
 FROM compiler-packages AS service-packages
@@ -44,6 +57,8 @@ COPY images/install_toolchain.sh /build/
 RUN sh /build/install_toolchain.sh "$VARIANT"
 COPY images/make_user.sh /build/
 RUN set -eu; sh /build/make_user.sh; rm -r /build
+COPY --from=system /opt/python /opt/python
+COPY --from=system /opt/aws /opt/aws
 COPY --from=compiler-packages /opt/venv /opt/venv
 COPY --from=service-packages /delta /
 
@@ -84,6 +99,13 @@ RUN chmod -R a+rX /app
 FROM packages AS packages-on-cpu
 
 FROM packages AS packages-on-neuron
+
+# Where Neuron's Debian packages put the runtime and its tools, as in AWS's own images. The program imports TorchNeuron
+# itself, so that a process that has no worker's cores, such as the one that workers are forked from, touches no device.
+FROM packages AS packages-on-trn2
+ENV PATH=/opt/venv/bin:/opt/aws/neuron/bin:$PATH \
+    LD_LIBRARY_PATH=/opt/aws/neuron/lib \
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0
 
 # For a container that requests GPUs, the NVIDIA Container Toolkit mounts the driver's libraries (`compute`:
 # libcuda.so.1) and its tools (`utility`: nvidia-smi, which reports the kind of GPU that a graph is compiled for):

@@ -25,8 +25,8 @@ def release(service: str, bump: str, repository: Path = REPOSITORY) -> str:
     """Raise VERSION, move the changelog's Unreleased section, commit, tag, and return the tag.
 
     Raises `RecipeError` or `DeviceError` for a shallow clone, uncommitted changes, a changelog without an entry, a tag
-    that exists, a base image of the neuron variant without a digest, and an artifact schema whose fields changed since
-    the last release of any service while its name did not. After an error nothing is changed.
+    that exists, a base image of a variant for Trainium without a digest, and an artifact schema whose fields changed
+    since the last release of any service while its name did not. After an error nothing is changed.
     """
     folder = repository / "services" / service
     version_file, changelog = folder / "VERSION", folder / "CHANGELOG.md"
@@ -97,12 +97,14 @@ def _require_new_tag(repository: Path, service: str, tag: str) -> None:
 
 def _require_pinned_base(repository: Path, service: str) -> None:
     platforms = repository / "images/platforms.toml"
-    base = read_platforms(platforms)["neuron"].base_of(service)
-    if base not in read_digests(platforms):
-        raise DeviceError(
-            f"the neuron variant's base image {base} has no digest in images/platforms.toml, and its tag can be moved "
-            f"to another image. Run `make pin` on a machine that reaches its registry, and commit the file."
-        )
+    for platform in read_platforms(platforms).values():
+        base = platform.base_of(service)
+        if platform.sdk and base not in read_digests(platforms):
+            raise DeviceError(
+                f"the {platform.variant} variant's base image {base} has no digest in images/platforms.toml, and its "
+                f"tag can be moved to another image. Run `make pin` on a machine that reaches its registry, and commit "
+                f"the file."
+            )
 
 
 def _require_schema_bump(repository: Path) -> None:

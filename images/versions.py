@@ -15,6 +15,10 @@ from services.common.errors import DeviceError
 
 # Code that the head's image contains besides services/common and services/head.
 CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller")
+# What the build of an image with the program reads besides the files that every image's build reads.
+OF_PROGRAM = tuple(
+    f"images/{name}" for name in ("install_toolchain.sh", "prepare_base.sh", "torch-neuron.txt", "neuron-runtime.txt")
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def sources_of(service: str, variant: str) -> list[str]:
         "images/install.py",
         "images/without_cuda.py",
         "images/make_user.sh",
-        *(["images/install_toolchain.sh"] if service in STAGES_WITH_PROGRAM else []),
+        *(OF_PROGRAM if service in STAGES_WITH_PROGRAM else ()),
         "images/platforms.toml",
         ".dockerignore",
         *controller,

@@ -13,7 +13,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from images.platforms import SERVICES
+from images.platforms import SERVICES, find_variant
 from images.versions import describe_build
 from infra.account.session import Account, explaining_refusals
 from infra.addons.installation import compare_releases, install_releases
@@ -225,7 +225,8 @@ def _images(inputs: Inputs) -> dict[str, str]:
     """Maps repositories to the tags that `make deploy-stage` and `make cluster-up` would use. Batch needs no head."""
     chosen = os.environ.get("TAG", "")
     services = SERVICES if inputs.has_cluster else STAGES
-    return {f"{inputs.repositories}/{each}": chosen or describe_build(each, "neuron").commit_tag for each in services}
+    variant = find_variant(inputs.trainium_shape)
+    return {f"{inputs.repositories}/{each}": chosen or describe_build(each, variant).commit_tag for each in services}
 
 
 def _whole_number(name: str, default: int) -> int:

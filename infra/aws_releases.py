@@ -2,7 +2,7 @@
 
 `aws_releases.json` is the only table of them, and names its sources. Terraform takes its defaults from it and refuses a
 machine image that it does not list; `infra-preflight` compares the account with it. A test checks that every driver in
-it is one that `images/platforms.toml` accepts.
+it is one that a variant in `images/platforms.toml` accepts; preflight checks the variant of the chosen instance type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from images.platforms import NeuronNode, read_platforms
 from services.common.input.files import read_file
 
 AWS_RELEASES_JSON = Path(__file__).parent / "aws_releases.json"
@@ -62,13 +61,6 @@ def name_of_eks_release(release: str) -> str:
     """Name of the machine image of an EKS release, by which EC2 finds it: EC2 does not know the release's number."""
     version, _, day = release.partition("-")
     return f"amazon-eks-node-al2023-x86_64-neuron-{version.rpartition('.')[0]}-v{day}"
-
-
-def describe_drivers() -> str:
-    """The versions of aws-neuronx-dkms that the stages' images accept, in words."""
-    node = read_platforms()["neuron"].node
-    assert isinstance(node, NeuronNode)
-    return f"aws-neuronx-dkms from {node.driver} on and before {node.driver_before}"
 
 
 @cache

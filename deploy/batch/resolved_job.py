@@ -21,14 +21,14 @@ from deploy.client.outline import Outline
 from deploy.client.request import RETRIES, DeployRequest
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe
 from deploy.reservation import explain_end
+from images.platforms import find_variant
 from images.versions import describe_build
 from services.common.errors import DeviceError, RecipeError
 from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 
-VARIANT = "neuron"
 DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")
-"""The recipe of a request that names none. Images of the variant `neuron` refuse recipes for CPUs."""
+"""The recipe of a request that names none."""
 MOST_ATTEMPTS = 10
 """Batch's limit for the attempts of one job."""
 LEAST_ATTEMPT_SECONDS = 60
@@ -119,11 +119,12 @@ def read_recipe(definition: Definition) -> RequestedRecipe:
 
 def find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
     """The image of a tag, or of this checkout where `tag` is empty, by digest. Raises `DeviceError` for none in ECR."""
-    wanted = tag or describe_build(stage, VARIANT).commit_tag
+    variant = find_variant(config.trainium.shape.name)
+    wanted = tag or describe_build(stage, variant).commit_tag
     found = jobs.resolve_image(stage, wanted)
     if not found:
         raise DeviceError(
-            f"{config.image_of(stage)} has no image {wanted}: make images STAGE={stage} VARIANT={VARIANT} "
+            f"{config.image_of(stage)} has no image {wanted}: make images STAGE={stage} VARIANT={variant} "
             f"PUSH={config.repository.partition('/')[0]}, or name another with TAG="
         )
     return found

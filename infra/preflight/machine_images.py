@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from images.platforms import NeuronNode, find_variant, read_neuron_nodes
 from infra.account.batch_queues import environments_of, find_queue
 from infra.account.managed_node_groups import TRAINIUM, list_node_groups
 from infra.account.session import Account
@@ -12,7 +13,6 @@ from infra.apply.inputs import Inputs
 from infra.aws_releases import (
     AWS_RELEASES_JSON,
     MachineImages,
-    describe_drivers,
     name_of_eks_release,
     read_ecs_machine_images,
     read_eks_machine_images,
@@ -36,7 +36,7 @@ def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> lis
     found = _find_image(account, inputs.ami_id or images.default)
     if found is None:
         return [_describe_absent(account, images, inputs.ami_id or images.default, "ami_id")]
-    chosen = _look_at_image(found, images, "variable ami_id", "leave ami_id out, for the default")
+    chosen = _look_at_image(found, inputs, images, "variable ami_id", "leave ami_id out, for the default")
     return [chosen, *(_look_at_environments(account, inputs, images, found) if is_up else ())]
 
 
@@ -49,16 +49,17 @@ def _look_at_release(account: Account, inputs: Inputs) -> Look:
                 what=f"{TABLE} lists no release of EKS' Neuron AMI for Kubernetes {inputs.kubernetes_version}",
                 where=f"{TABLE}, variable kubernetes_version",
                 got=inputs.kubernetes_version,
-                expected=f"one of {known}, whose releases have {describe_drivers()}",
+                expected=f"one of {known}",
                 command=f"choose one of them, or look up its releases in {_any_page()} and add them there",
             )
         ]
     release = inputs.ami_release or images.default
     if release not in images.drivers:
-        return _describe_unknown(release, images, "variable ami_release", "leave ami_release out, for the default")
+        command = "leave ami_release out, for the default"
+        return _describe_unknown(release, inputs, images, "variable ami_release", command)
     if _find_image(account, name_of_eks_release(release)) is None:
         return _describe_absent(account, images, release, "ami_release")
-    return f"{release} has Neuron driver {images.drivers[release]}, which the images accept", []
+    return _look_at_driver(release, release, inputs, images, "variable ami_release")
 
 
 def _look_at_node_groups(account: Account, inputs: Inputs) -> Iterator[Look]:
@@ -70,7 +71,8 @@ def _look_at_node_groups(account: Account, inputs: Inputs) -> Iterator[Look]:
         images = versions.get(group.ami_release.rpartition(".")[0])
         if images is None or group.ami_release not in images.drivers:
             known = images or versions.get(inputs.kubernetes_version) or next(iter(versions.values()))
-            yield _describe_unknown(group.ami_release, known, f"node group {group.name}", "make infra-up, with no job")
+            where = f"node group {group.name}"
+            yield _describe_unknown(group.ami_release, inputs, known, where, "make infra-up, with no job")
         else:
             yield f"node group {group.name} has {group.ami_release}", []
 
@@ -85,14 +87,44 @@ def _look_at_environments(
                 continue
             found = _find_image(account, ami_id) or {"ImageId": ami_id, "Name": "a deleted image"}
             where = f"compute environment {environment.name}"
-            yield _look_at_image(found, images, where, "make infra-up STACK=batch, with no job")
+            yield _look_at_image(found, inputs, images, where, "make infra-up STACK=batch, with no job")
 
 
-def _look_at_image(found: dict[str, Any], images: MachineImages, where: str, command: str) -> Look:
-    name = found["Name"]
+def _look_at_image(found: dict[str, Any], inputs: Inputs, images: MachineImages, where: str, command: str) -> Look:
+    name, title = found["Name"], f"{found['Name']} ({found['ImageId']})"
     if name not in images.drivers:
-        return _describe_unknown(f"{name} ({found['ImageId']})", images, where, command)
-    return f"{name} ({found['ImageId']}) has Neuron driver {images.drivers[name]}, which the images accept", []
+        return _describe_unknown(title, inputs, images, where, command)
+    return _look_at_driver(name, title, inputs, images, where)
+
+
+def _look_at_driver(release: str, title: str, inputs: Inputs, images: MachineImages, where: str) -> Look:
+    """Checks that the images of the chosen instance type accept the driver of a release that the table lists."""
+    node, driver = _find_node(inputs), images.drivers[release]
+    if node is None or node.takes_driver(driver):
+        return f"{title} has Neuron driver {driver}, which the images accept", []
+    return f"{title} has Neuron driver {driver}, which the images for {inputs.trainium_shape} do not accept", [
+        Finding(
+            what=f"the images for {inputs.trainium_shape} do not accept the Neuron driver {driver} of {title}",
+            where=where,
+            got=driver,
+            expected=f"{node.describe_drivers()} (images/platforms.toml): {_list_fitting(node, images)}",
+            command=(
+                f"look up a release with such a driver in {images.look_up}, add it to {TABLE}, and write it into "
+                f"{'ami_release' if inputs.has_cluster else 'ami_id'}"
+            ),
+        )
+    ]
+
+
+def _find_node(inputs: Inputs) -> NeuronNode | None:
+    """What the images for the chosen instance type require of a node; None where no image computes on it."""
+    variant = find_variant(inputs.trainium_shape)
+    return read_neuron_nodes()[variant] if variant else None
+
+
+def _list_fitting(node: NeuronNode, images: MachineImages) -> str:
+    fitting = [release for release, driver in images.drivers.items() if node.takes_driver(driver)]
+    return f"one of {', '.join(fitting)}" if fitting else f"{TABLE} lists no such release"
 
 
 def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
@@ -107,13 +139,15 @@ def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
     return dict(found["Images"][0]) if found and found["Images"] else None
 
 
-def _describe_unknown(release: str, images: MachineImages, where: str, command: str) -> Look:
+def _describe_unknown(release: str, inputs: Inputs, images: MachineImages, where: str, command: str) -> Look:
+    node = _find_node(inputs)
+    fitting = f"{node.describe_drivers()}: {_list_fitting(node, images)}" if node else "a type that images compute on"
     return f"{release} is not in {TABLE}", [
         Finding(
             what=f"the images may not accept the Neuron driver of {release}",
             where=where,
             got=release,
-            expected=f"one of {', '.join(images.drivers)}, which have {describe_drivers()}",
+            expected=fitting,
             command=(
                 f"{command}; or look up its aws-neuronx-dkms in {images.look_up}, and add the release to {TABLE} if "
                 f"the images accept that driver"

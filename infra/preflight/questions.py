@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any
 
+from images.platforms import find_variant
 from infra.account.batch_queues import environments_of, find_queue, list_queues
 from infra.account.managed_node_groups import TRAINIUM, list_node_groups
 from infra.account.session import Account, explaining_refusals
@@ -323,18 +324,19 @@ def _look_at_images(account: Account, inputs: Inputs, images: dict[str, str], is
         if is_up or is_given
     ]
     there = [repository for repository in images if repository not in lacking]
-    without_tag = [finding for name in there if (finding := _find_image(account, registry, name, images[name]))]
+    variant = find_variant(inputs.trainium_shape)
+    without_tag = [found for name in there if (found := _find_image(account, registry, name, images[name], variant))]
     seen = f"{len(there) - len(without_tag)} of {len(images)} tags are in ECR"
     if lacking and not findings:
         seen += f"; infra-up will make {', '.join(sorted(lacking))}"
     return seen, findings + without_tag
 
 
-def _find_image(account: Account, registry: dict[str, str], repository: str, tag: str) -> Finding | None:
+def _find_image(account: Account, registry: dict[str, str], repository: str, tag: str, variant: str) -> Finding | None:
     asked = {"repositoryName": repository, "imageIds": [{"imageTag": tag}], **registry}
     if account.find("ecr", "describe_images", **asked):
         return None
     service = repository.rpartition("/")[2]
-    push = f"make images STAGE={service} VARIANT=neuron PUSH=REGISTRY, or TAG= with an existing tag"
+    push = f"make images STAGE={service} VARIANT={variant} PUSH=REGISTRY, or TAG= with an existing tag"
     where = f"ECR, {repository}, {account.region}"
     return Finding(f"no image {repository}:{tag}", where, "other tags, or none", tag, push)

@@ -2,8 +2,8 @@
 # this file, because Terraform can share a module and no variables.
 #
 # For another region or instance type, change region, zone_id and trainium.shape in terraform.tfvars, nothing else.
-# infra/shapes.json says what an instance type has and which zones offer it. make infra-up refuses trn2 for as long as
-# images/platforms.toml names no image that computes on it.
+# infra/shapes.json says what an instance type has and which zones offer it. make infra-up refuses a type for as
+# long as images/platforms.toml names no image that computes on it, or infra/aws_releases.json no driver that fits those.
 
 variable "region" {
   description = "The AWS region, which infra/shapes.json has to list."

@@ -101,7 +101,10 @@ def test_an_account_in_which_everything_fits(run_infra: RunInfra, fitting: Aws) 
         ('ami_release = "1.34.9-20260714"', "Neuron driver of 1.34.9-20260714"),
         ('ami_release = "1.34.9-20260625"', "no machine image 1.34.9-20260625"),
         ('kubernetes_version = "1.36"', "no release .* Kubernetes 1.36"),
-        ('trainium = { shape = "trn2.48xlarge", max_nodes = 1 }', "no image .* trn2.48xlarge"),
+        (
+            'trainium = { shape = "trn2.48xlarge", max_nodes = 1 }',
+            "images for trn2.48xlarge do not accept the Neuron driver 2.27.4.0 of 1.34.7-20260505",
+        ),
         ('addon_versions = { coredns = "v9" }', "no v9 of add-on coredns"),
     ],
 )

@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass
 
 from deploy.reservation import read_end
 from deploy.stage_contract import RAY_ENVIRONMENT, SHARED_MEMORY, Resources, StageContract, find_contract
+from images.platforms import find_variant, read_neuron_nodes
 from infra.shapes import Shape, find_shape
 from k8s.client.bounds import fill_images, fill_one_off, fill_quota
 from k8s.objects.api import Object
@@ -28,6 +29,7 @@ from k8s.objects.names import (
     NOTIFY_TOPIC_ANNOTATION,
     POOL_LABEL,
     REGION_ANNOTATION,
+    VARIANT_ANNOTATION,
     capacity_end_annotation,
     node_pool_annotation,
     node_price_annotation,
@@ -191,6 +193,8 @@ def _fill_cluster(cluster: Object, pools: dict[str, Pool], settings: dict[str, s
         DEFAULT_RECIPE_ANNOTATION: settings.get("RECIPE"),
         NOTIFY_TOPIC_ANNOTATION: settings.get("NOTIFY_TOPIC"),
     }
+    if TRAINIUM in pools and annotations.get(VARIANT_ANNOTATION) in read_neuron_nodes():
+        told[VARIANT_ANNOTATION] = find_variant(pools[TRAINIUM].shape.name)
     annotations.update({name: text for name, text in told.items() if text})
     head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     _add_variables(head, RAY_ENVIRONMENT)

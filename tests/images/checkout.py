@@ -34,7 +34,8 @@ def make_checkout(folder: Path) -> Path:
         write(repository / "services" / service / "work.py", "print('one')\n")
     platforms = repository / "images/platforms.toml"
     neuron = "public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.29.1-ubuntu24.04"
-    digests = f'[digests]\n"{neuron}" = "sha256:{"0" * 64}"\n"python:3.12.11-slim-bookworm" = "sha256:{"0" * 64}"\n'
+    bases = (neuron, "ubuntu:26.04", "python:3.12.11-slim-bookworm")
+    digests = "[digests]\n" + "".join(f'"{base}" = "sha256:{"0" * 64}"\n' for base in bases)
     write(platforms, platforms.read_text(encoding="utf-8").partition("[digests]")[0] + digests)
     git(repository, "init", "--quiet", "--initial-branch=main")
     git(repository, "config", "user.name", "someone")

@@ -75,7 +75,9 @@ def breaches_of(text: str) -> list[str]:
             rest for name, rest in instructions if name in ("CMD", "ENTRYPOINT") and not rest.startswith("[")
         ],
         "the history of the image would show an index setting or a secret": [
-            rest for name, rest in image if name == "ARG" and re.match(r"PIP_|TORCH_|.*TOKEN|.*SECRET", rest)
+            rest
+            for name, rest in image
+            if name == "ARG" and re.match(r"PIP_|TORCH_|NEURON_(INDEX|FIND|APT)|UV_|.*TOKEN|.*SECRET", rest)
         ],
         "only BuildKit knows it": [rest for rest in runs if rest.startswith("--mount") or "<<" in rest],
     }

@@ -142,6 +142,7 @@ def test_an_image_says_which_driver_a_node_must_have(tmp_path: Path) -> None:
         "cpu": {"trainer": {}, "head": {}},
         "cuda": {"trainer": {"NVIDIA_DRIVER": "580.65.06"}, "head": {}},
         "neuron": {"trainer": {"NEURON_DRIVER": "2.27.4.0"}, "head": {}},
+        "trn2": {"trainer": {"NEURON_DRIVER": "2.31.7.0"}, "head": {}},
     }
 
 

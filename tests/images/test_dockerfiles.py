@@ -96,8 +96,8 @@ def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: s
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_change_of_what_runs_in_a_build_is_a_new_tag(service: str) -> None:
     copies = [rest for name, rest in instructions_of(read_dockerfile(service)) if name == "COPY"]
-    copied = set(re.findall(r"images/\w+\.\w+", " ".join(copies)))
-    assert copied == {each for each in sources_of(service, "cpu") if re.fullmatch(r"images/\w+\.(py|sh)", each)}
+    copied = set(re.findall(r"images/[\w-]+\.\w+", " ".join(copies)))
+    assert copied == {each for each in sources_of(service, "cpu") if re.fullmatch(r"images/[\w-]+\.(py|sh|txt)", each)}
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -119,6 +119,7 @@ def test_the_images_that_compute_on_gpus_ask_for_them_and_for_the_driver_s_tools
         ("cuda", True, {"g++", "gcc"}),
         ("cuda", False, {"g++", "gcc", "libpython3-dev"}),
         ("neuron", False, {"procps"}),
+        ("trn2", False, {"ca-certificates", "procps"}),
     ],
 )
 def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(

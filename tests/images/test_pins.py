@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from images.check import differences
-from images.platforms import REPOSITORY
+from images.platforms import REPOSITORY, explain_no_image, find_variant
 from images.without_cuda import without_cuda
 
 
@@ -67,6 +67,20 @@ def test_the_images_of_this_repository_have_their_pins() -> None:
         ),
         ("images/platforms.toml", 'driver = "2.27.4.0"', 'driver = "2.29.0"', "the driver 2.29.0 is not before 2.29"),
         ("images/platforms.toml", 'sdk = "2.29.1"', "", "a Neuron SDK and a node table need each other"),
+        ("images/platforms.toml", '"ubuntu:26.04"', '"ubuntu:24.04"', "ubuntu:24.04 is not tagged ubuntu:26.04"),
+        ("images/torch-neuron.txt", "torch==2.13.0", "torch==2.14.0", "images/torch-neuron.txt: torch is 2.14.0"),
+        (
+            "images/platforms.toml",
+            'torch_neuronx = "2.13.3.0"',
+            'torch_neuronx = "2.14.3.0"',
+            "TorchNeuron 2.14.3.0 is not for torch 2.13.0",
+        ),
+        (
+            "lockfiles/compiler-trn2.txt",
+            "xxhash==",
+            "torch==2.13.0\nxxhash==",
+            "lockfiles/compiler-trn2.txt: torch would replace that of images/torch-neuron.txt",
+        ),
     ],
 )
 def test_an_image_that_leaves_the_pin_of_its_variant_is_named(
@@ -75,6 +89,21 @@ def test_an_image_that_leaves_the_pin_of_its_variant_is_named(
     assert differences(repository) == []
     replace_in(repository / file, old, new)
     assert told in "\n".join(differences(repository))
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "variant"),
+    [("trn1.32xlarge", "neuron"), ("trn1n.32xlarge", "neuron"), ("trn2.3xlarge", "trn2"), ("trn2u.48xlarge", "trn2")],
+)
+def test_the_images_for_an_instance_type_are_those_of_its_family_s_variant(instance_type: str, variant: str) -> None:
+    assert find_variant(instance_type) == variant
+    assert explain_no_image(instance_type) == ""
+
+
+def test_an_instance_type_without_images_is_answered_with_the_families_that_have_some() -> None:
+    assert find_variant("inf2.48xlarge") == ""
+    for named in ("inf2.48xlarge", "those of neuron do on trn1 and trn1n", "those of trn2 do on trn2"):
+        assert named in explain_no_image("inf2.48xlarge")
 
 
 def test_a_lock_without_cuda_keeps_all_but_torch_and_what_it_alone_needs() -> None:

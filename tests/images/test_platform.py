@@ -42,6 +42,12 @@ def options(tmp_path: Path) -> tuple[str, ...]:
         ("cuda", "cpu", "--parallel.device=cuda"),
         ("neuron", "cuda", "make images VARIANT=cuda"),
         ("cpu", "cuda", "make images VARIANT=cuda"),
+        ("trn2", "cpu", "--parallel.device=neuron"),
+        ("trn2", "xla", "make images VARIANT=neuron"),
+        ("trn2", "cuda", "make images VARIANT=cuda"),
+        ("neuron", "neuron", "make images VARIANT=trn2"),
+        ("cpu", "neuron", "make images VARIANT=trn2"),
+        ("cpu", "xla", "make images VARIANT=neuron"),
     ],
 )
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
@@ -57,7 +63,8 @@ def test_an_image_refuses_a_recipe_for_another_device_at_once(
 ) -> None:
     """A step that could run on the CPU is refused too, because the chips would be paid for and idle."""
     monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false", f"--parallel.device={device}")
+    options = (*options, f"--parallel.device={device}", "--train.reduction=fast")
+    done = call(capfd, f"services.{stage}.__main__", *options)
 
     assert done.returncode == 4, done.stderr
     assert f"{variant} image" in done.stderr
@@ -66,7 +73,7 @@ def test_an_image_refuses_a_recipe_for_another_device_at_once(
     assert not (tmp_path / "fsx").exists()
 
 
-@pytest.mark.parametrize("variant", ["cuda", "neuron"])
+@pytest.mark.parametrize("variant", ["cuda", "neuron", "trn2"])
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
 def test_a_cluster_is_told_before_it_gives_nodes(
     options: tuple[str, ...],
@@ -82,7 +89,7 @@ def test_a_cluster_is_told_before_it_gives_nodes(
     assert f"{variant} image" in json.loads(done.stdout)["problem"]
 
 
-@pytest.mark.parametrize("variant", ["cuda", "neuron"])
+@pytest.mark.parametrize("variant", ["cuda", "neuron", "trn2"])
 def test_an_image_for_another_device_still_shows_what_a_recipe_means(
     options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +99,7 @@ def test_an_image_for_another_device_still_shows_what_a_recipe_means(
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("variant", ["cuda", "neuron"])
+@pytest.mark.parametrize("variant", ["cuda", "neuron", "trn2"])
 def test_the_tokenizer_needs_no_device(
     options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,13 +142,14 @@ def test_a_library_that_is_there_and_breaks_is_named(tmp_path: Path) -> None:
     assert "make images STAGE=head VARIANT=cpu" in done.stderr
 
 
-def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", NEURON_LIBRARIES)
+def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path, variant: str) -> None:
     """A library that looks for its device when it is imported would end every build."""
-    for library in NEURON_LIBRARIES:
+    for library in NEURON_LIBRARIES[variant]:
         (tmp_path / f"{library}.py").write_text('raise RuntimeError("no device")', encoding="utf-8")
     neuron = {
         "MILLRACE_SERVICE": "compiler",
-        "MILLRACE_VARIANT": "neuron",
+        "MILLRACE_VARIANT": variant,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
     }
 
@@ -150,13 +158,38 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
 
     assert built.returncode == 0, built.stderr
     assert started.returncode == 4
-    assert "torch_xla" in started.stderr
+    assert NEURON_LIBRARIES[variant][0] in started.stderr
     assert "no device" in started.stderr
+    assert f"make images VARIANT={variant}" in started.stderr
 
 
+def test_where_images_are_built_torch_does_not_load_torch_neuron(tmp_path: Path) -> None:
+    """TorchNeuron registers itself with torch, which then imports it as a part of its own import."""
+    for library in NEURON_LIBRARIES["trn2"]:
+        (tmp_path / f"{library}.py").write_text('raise RuntimeError("no device")', encoding="utf-8")
+    about = tmp_path / "torch_neuronx-2.13.3.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-neuronx\nVersion: 2.13.3.0\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_neuronx = torch_neuronx:load\n", encoding="utf-8")
+    trn2 = {
+        "MILLRACE_SERVICE": "compiler",
+        "MILLRACE_VARIANT": "trn2",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
+    }
+
+    built = run("services.common.hardware.image_platform", "--without-device", **trn2)
+    started = run("services.common.hardware.image_platform", **trn2)
+
+    assert built.returncode == 0, built.stderr
+    assert "torch-neuronx        2.13.3.0" in built.stdout
+    assert started.returncode == 4
+    assert "torch is broken on the trn2 variant" in started.stderr
+
+
+@pytest.mark.parametrize("variant", NEURON_LIBRARIES)
 @pytest.mark.parametrize("service", ["tokenizer", "head"])
-def test_images_without_the_program_need_no_neuron_library(service: str) -> None:
-    done = run("services.common.hardware.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
+def test_images_without_the_program_need_no_neuron_library(service: str, variant: str) -> None:
+    done = run("services.common.hardware.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT=variant)
 
     assert done.returncode == 0, done.stderr
 

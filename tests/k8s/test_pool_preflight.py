@@ -129,15 +129,19 @@ def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[s
             "trainer_workers_per_node is 64, but a trn1.32xlarge has 32 NeuronCores",
         ),
         ("compiler", {"cluster.trainer_instance_type": "trn1n.32xlarge"}, ""),
-        ("trainer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, "no image computes on trn2.48xlarge yet"),
-        ("compiler", {"cluster.trainer_instance_type": "trn2.48xlarge"}, "no image computes on trn2.48xlarge yet"),
+        (
+            "trainer",
+            {"cluster.trainer_instance_type": "trn2.48xlarge"},
+            "cluster.trainer_instance_type is trn2.48xlarge, but the trainer's nodes are trn1.32xlarge",
+        ),
+        ("compiler", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
         ("tokenizer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
     ],
 )
 def test_a_recipe_for_other_nodes_is_named(
     compiler_on_cpus: list[Thing], stage: str, overrides: dict[str, str], said: str
 ) -> None:
-    """The compiler's CPU nodes compile for whatever the recipe says."""
+    """The compiler's CPU nodes compile for whatever the recipe says and its image, which is asked later, accepts."""
     group = worker_group_of(cluster_of(compiler_on_cpus), stage)
     found = check_instance_type(stage, outline_of(**overrides), group.instance_type, "CHANGE")
     assert said in found

@@ -56,7 +56,9 @@ def test_trn2_instead_of_trn1_is_a_shape_and_a_recipe(rendered: Render) -> None:
     template = trainer["template"]
 
     assert template["spec"]["nodeSelector"]["node.kubernetes.io/instance-type"] == "trn2.48xlarge"
-    assert cluster_of(things)["metadata"]["annotations"]["millrace.dev/trainer-node-price"] == "35.76"
+    annotations = cluster_of(things)["metadata"]["annotations"]
+    assert annotations["millrace.dev/trainer-node-price"] == "35.76"
+    assert annotations["millrace.dev/variant"] == "trn2"
     limits = template["spec"]["containers"][0]["resources"]["limits"]
     assert limits["aws.amazon.com/neuron"] == str(shape.neuron_devices)
     assert limits["vpc.amazonaws.com/efa"] == str(shape.efa_cards)

@@ -61,17 +61,42 @@ LIBRARIES = {
     ),
     "head": ("boto3", "fsspec", "kubernetes", "pandas", "requests"),
 }
-# Libraries of the AWS Neuron training image, for the services with the program. Whether all of them can be imported
-# without a Neuron device is not documented.
-NEURON_LIBRARIES = ("torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed")
+# Libraries of the Neuron SDK by variant, for the services with the program. The neuron variant has those of the AWS
+# Neuron training image, the trn2 variant TorchNeuron, the compiler and the language of kernels. Whether all of them can
+# be imported without a Neuron device is not documented.
+NEURON_LIBRARIES = {
+    "neuron": ("torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed"),
+    "trn2": ("torch_neuronx", "neuronxcc", "nki"),
+}
+# With this variable at 0, `import torch` does not load TorchNeuron (awsdocs-neuron latest, torch/index).
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 # Libraries that the compiler and the trainer need for GPUs besides a torch built with CUDA, whose import loads CUDA's
 # libraries, cuDNN and NCCL. Neither import needs a GPU or its driver.
 CUDA_LIBRARIES = ("triton",)
 WITH_PROGRAM = ("compiler", "trainer")
 
+
+@dataclass(frozen=True)
+class Home:
+    """What the images of a variant compute on."""
+
+    device: str
+    """The only `parallel.device` of recipes that the images run."""
+    means: str
+    node: str
+
+
+HOMES = {
+    "cpu": Home("cpu", "on CPUs", "a node without accelerators"),
+    "cuda": Home("cuda", "on NVIDIA GPUs", "a node with NVIDIA GPUs"),
+    "neuron": Home("xla", "on NeuronCores through torch_xla", "a trn1 node"),
+    "trn2": Home("neuron", "on NeuronCores through TorchNeuron", "a trn2 or trn3 node"),
+}
+"""By variant of the images."""
+
 DISTRIBUTIONS = (
     *("ray", "torch", "numpy", "cuda-toolkit", "triton"),
-    *("torch-xla", "torch-neuronx", "neuronx-cc", "neuronx-distributed"),
+    *("torch-xla", "torch-neuronx", "neuronx-cc", "nki", "neuronx-distributed"),
 )
 # Errors that imports of broken packages were seen to raise: ImportError and OSError for a shared library that is
 # missing or too old, and the others for a package that was built for another NumPy or another torch.
@@ -122,42 +147,29 @@ def require_backend(device: str) -> BackendEntry:
     No other device takes its place: on a Trainium node the CPU would train for weeks while the chips are paid for.
     Outside of an image, every device that torch finds may be used.
     """
-    variant = image_variant()
-    if variant == "neuron" and device != "xla":
+    home = HOMES[image_variant()]
+    if is_in_image() and device != home.device:
         raise DeviceError(
-            f"this is a neuron image, which runs the program only through torch_xla, and parallel.device is "
-            f"{device!r}. Use the chips: --parallel.device=xla. {_home_of(device)}"
-        )
-    if variant == "cuda" and device != "cuda":
-        raise DeviceError(
-            f"this is a cuda image, which runs the program only on NVIDIA GPUs, and parallel.device is {device!r}: "
-            f"the node's GPUs would be paid for and idle. Use them: --parallel.device=cuda. {_home_of(device)}"
-        )
-    if device == "cuda" and variant != "cuda" and is_in_image():
-        raise DeviceError(
-            f"this is a {variant} image, and parallel.device is 'cuda': its torch may be built without CUDA, and its "
-            f"containers request no GPU. {_home_of(device)}"
+            f"this is a {image_variant()} image, which runs the program only {home.means}, and parallel.device is "
+            f"{device!r}. Use what its nodes are paid for: --parallel.device={home.device}. {_home_of(device)}"
         )
     chips = neuron_chips()
     if chips and device == "cpu":
         raise DeviceError(
             f"this node has {len(chips)} Neuron devices ({NEURON_DEVICES}/{chips[0]} ...), and parallel.device is "
-            f"'cpu': they would be paid for and idle. Use them with --parallel.device=xla in a neuron image, or run on "
-            f"a node without them."
+            f"'cpu': they would be paid for and idle. Use them with --parallel.device=xla in a neuron image (trn1) or "
+            f"--parallel.device=neuron in a trn2 image (trn2, trn3), or run on a node without them."
         )
     return BACKENDS[device]
 
 
 def _home_of(device: str) -> str:
     """Return a sentence that names the image and the node on which a recipe for the device runs."""
-    if device == "neuron":
-        return "No image runs a recipe for neuron; it needs an environment with TorchNeuron."
-    variant, node = {
-        "cpu": ("cpu", "a node without accelerators"),
-        "cuda": ("cuda", "a node with NVIDIA GPUs"),
-        "xla": ("neuron", "a Trainium node"),
-    }[device]
-    return f"A recipe for {device} runs in an image of the {variant} variant, on {node}: make images VARIANT={variant}"
+    variant, home = next((variant, home) for variant, home in HOMES.items() if home.device == device)
+    return (
+        f"A recipe for {device} runs in an image of the {variant} variant, on {home.node}: make images "
+        f"VARIANT={variant}"
+    )
 
 
 def neuron_chips() -> list[str]:
@@ -170,13 +182,14 @@ def require_libraries(service: str, variant: str, without_device: bool = False) 
 
     With `without_device`, libraries that may need the variant's device are searched for and not imported.
     """
+    if without_device:
+        os.environ[AUTOLOAD] = "0"
     for library in dict.fromkeys([*EVERY_SERVICE, *libraries_of(service)]):
         _require(library, variant)
     if service in LIBRARIES.keys() - WITH_PROGRAM:
         return
-    if variant == "neuron":
-        for library in NEURON_LIBRARIES:
-            _require(library, variant, is_imported=not without_device)
+    for library in NEURON_LIBRARIES.get(variant, ()):
+        _require(library, variant, is_imported=not without_device)
     if variant == "cuda":
         for library in CUDA_LIBRARIES:
             _require(library, variant)
@@ -216,11 +229,17 @@ def _require_cuda_build() -> None:
 
 
 def _advice(library: str, variant: str) -> str:
-    if library in NEURON_LIBRARIES or (library == "torch" and variant == "neuron"):
-        return (
-            "The AWS Neuron training image has it, and this image is not built on that base. Build it on the base in "
-            "images/platforms.toml: make images VARIANT=neuron"
-        )
+    if library == "torch" or library in NEURON_LIBRARIES.get(variant, ()):
+        if variant == "neuron":
+            return (
+                "The AWS Neuron training image has it, and this image is not built on that base. Build it on the base "
+                "in images/platforms.toml: make images VARIANT=neuron"
+            )
+        if variant == "trn2":
+            return (
+                "The build takes it from the indexes of PyTorch and Neuron, at the version in images/torch-neuron.txt: "
+                "make images VARIANT=trn2"
+            )
     if image_service():
         return f"Build the image anew from its lock: make images STAGE={image_service()} VARIANT={variant}"
     return "Run `make setup`."

@@ -152,6 +152,11 @@ def test_a_workstation_may_leave_its_gpus_idle_and_a_cuda_image_may_not(monkeypa
     with pytest.raises(DeviceError, match=r"cpu image.*make images VARIANT=cuda"):
         choose_backend("cuda")
 
+    monkeypatch.setenv("MILLRACE_VARIANT", "trn2")
+    assert choose_backend("neuron") is TorchNative
+    with pytest.raises(DeviceError, match=r"trn2 image.*'xla'.*make images VARIANT=neuron"):
+        choose_backend("xla")
+
 
 def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
