@@ -87,7 +87,7 @@ def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_another_a
     tmp_path: Path, cluster: Cluster, command: subprocess.Popen[str]
 ) -> None:
     root = tmp_path / "fsx"
-    ray_workers = find_processes(cluster, "ray::RayTrainWorker")
+    ray_workers = find_processes(cluster, "ray::run_agent")
     agents = find_processes(cluster, "launch.agent_process")
     assert (len(ray_workers), len(agents)) == (2, 2)
 
@@ -100,7 +100,7 @@ def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_another_a
     workers = [each for agent in agents for each in agent.children(recursive=True) if not each.children()]
     max(workers, key=lambda each: each.memory_info().rss).kill()
     wait_for_restarts(1)
-    assert find_processes(cluster, "ray::RayTrainWorker") == ray_workers
+    assert find_processes(cluster, "ray::run_agent") == ray_workers
     assert find_processes(cluster, "launch.agent_process") == agents
 
     agents[0].kill()
@@ -117,4 +117,3 @@ def require_stop(command: subprocess.Popen[str], root: Path, reason: str) -> Non
     (attempts,) = root.glob("run/*/attempts.jsonl")
     attempt = json.loads(attempts.read_text(encoding="utf-8"))
     assert list(checkpoints(root))[-1] == f"step-{attempt['last_step']:08d}"
-    assert not list(root.glob("run/*/ray-train"))

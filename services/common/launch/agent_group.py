@@ -1,8 +1,8 @@
 """Conducts the agents of all nodes from the command, which has one TCP connection to each of them.
 
-A start of the workers costs two messages a node, and a loss at most three, whatever the number of workers. Nothing is
-sent in between, and agents send nothing to each other. The message of a start carries the pickled argument of the
-workers, so the command sends the bytes of that argument once for each node.
+A start of the workers costs two messages a node, a loss at most three, and a notice one, whatever the number of
+workers. Nothing else is sent, and agents send nothing to each other. The message of a start carries the pickled
+argument of the workers, so the command sends the bytes of that argument once for each node.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
-from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, admit_agent
+from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, Notice, admit_agent
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.launch.node_agent import NodeEnd, NodeStart, require_success
+from services.common.process.stop_reason import StopReason
 
 POLL_SECONDS = 1.0
 END_SECONDS = 60.0
@@ -90,6 +91,11 @@ class AgentGroup:
         for rank, agent in sorted(self._agents.items()):
             agent.send(NodeStart(work, spec, rank, self._num_agents, meeting))
         require_success(self._await_ends(require_launcher))
+
+    def tell_workers(self, reason: StopReason) -> None:
+        """Tell the workers of all nodes why they should stop. Raises `AgentLost`."""
+        for agent in self._agents.values():
+            agent.send(Notice(reason))
 
     def close(self) -> None:
         """End all agents, which kill their workers and end when their connection ends."""

@@ -1,8 +1,7 @@
 """The process of an agent that is not the command itself: `python -m services.common.launch.agent_process`.
 
-A launcher starts it on each node and writes its `AgentConfig` to its stdin, as one line. Each later line there is a
-notice for the node's workers. The process is not the launcher's own: Ray calls functions in a thread, and both the
-handlers of signals and the kernel's signal at a parent's death need a main thread.
+A launcher starts it on each node and writes its `AgentConfig` to its stdin, as one line. The process is not the
+launcher's own: a process of Ray has handlers of signals that are Ray's, and modules that workers must not inherit.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for_any
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.common.errors import TryAgain
 from services.common.launch import fork_server
@@ -26,6 +24,7 @@ from services.common.launch.agent_channel import (
     AgentHello,
     EndWorkers,
     NodeIdle,
+    Notice,
     WorkersFailed,
     connect_agent,
 )
@@ -35,8 +34,6 @@ from services.common.process.stop_reason import StopReason
 
 END_SECONDS = 30.0
 """Seconds that an agent has to end its workers and itself after the command has closed their connection."""
-_STDIN: Any = 0
-_NOTICE_BYTES = 4_096
 
 
 class AgentConfig(NamedTuple):
@@ -97,26 +94,24 @@ def _end_with(connection: Connection) -> None:
 
 def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
     """Wait for one message of the command, and run the workers that it asks for. Raises `EOFError` at its end."""
-    message = _receive(agent, connection, wait_for_any([connection, _STDIN]))
+    message = _receive(agent, connection)
     if not isinstance(message, NodeStart):  # workers that the command asks to end have ended already
         return
     agent.start(message)
-    while not agent.wait([connection, _STDIN]):
-        if isinstance(_receive(agent, connection, wait_for_any([connection, _STDIN], timeout=0)), EndWorkers):
+    while not agent.wait([connection]):
+        if connection.poll() and isinstance(_receive(agent, connection), EndWorkers):
             break
     if agent.has_failed:
         connection.send(WorkersFailed())
     connection.send(NodeIdle(agent.end(), find_meeting_point(address)))
 
 
-def _receive(agent: NodeAgent, connection: Connection, ready: Sequence[object]) -> object:
-    """Read a notice and a message where they are ready; return the message. Raises `EOFError` if their sender ended."""
-    if _STDIN in ready:
-        notice = os.read(_STDIN, _NOTICE_BYTES)
-        if not notice:
-            raise EOFError
-        agent.tell_workers(StopReason.PREEMPTION)
-    return connection.recv() if connection in ready else None
+def _receive(agent: NodeAgent, connection: Connection) -> object:
+    """Return the next message of the command, of which a notice has reached the node's workers."""
+    message = connection.recv()
+    if isinstance(message, Notice):
+        agent.tell_workers(message.reason)
+    return message
 
 
 if __name__ == "__main__":

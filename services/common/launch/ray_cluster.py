@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import ray
+import ray.exceptions
 
 from services.common.errors import DeviceError, MillraceError, TryAgain
 from services.common.launch.batch.ray_process import OBJECT_STORE_BYTES
@@ -39,6 +40,15 @@ PROBE_SECONDS = 10.0
 SHUTDOWN_SECONDS = 10.0
 """Seconds that Ray's library gets to leave the cluster: it has no limit of its own for a process that hangs."""
 _SIGACTION_BYTES = 256  # more than a `struct sigaction` has: 152 in glibc
+LOST_BY_RAY = (
+    ray.exceptions.TaskUnschedulableError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+)
+"""Errors of Ray for a task whose process or node was lost, and which Ray does not run again."""
 LOST_HEAD_FAILURES = 4  # failed connections in a row; Ray's library ends the process after 60 s without the head
 
 

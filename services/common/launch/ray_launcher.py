@@ -21,7 +21,7 @@ from services.common.errors import MillraceError, WorkersLost
 from services.common.launch import inline, ray_agents
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand
-from services.common.launch.ray_cluster import calling_ray, connect, is_lost
+from services.common.launch.ray_cluster import LOST_BY_RAY, calling_ray, connect, is_lost
 from services.common.launch.ray_room import (
     POLL_SECONDS,
     TASK_SHARE,
@@ -32,16 +32,6 @@ from services.common.launch.ray_room import (
 )
 
 prepare, open_workers = ray_agents.prepare, ray_agents.open_workers
-
-# Errors of Ray for a lost process or node, raised where a task is not run again.
-_LOST = (
-    ray.exceptions.TaskUnschedulableError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.LocalRayletDiedError,
-    ray.exceptions.OutOfMemoryError,
-    ray.exceptions.ObjectLostError,
-)
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
@@ -103,7 +93,7 @@ def _ending_tasks(running: Mapping[ray.ObjectRef[Any], object]) -> Iterator[None
         yield
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, MillraceError | OSError) else error) from None
-    except _LOST as error:
+    except LOST_BY_RAY as error:
         raise WorkersLost(str(error)) from error
     finally:
         if running and not is_lost():
@@ -186,7 +176,7 @@ def _take_ended(running: dict[ray.ObjectRef[Any], T]) -> list[tuple[T, Any]]:
 def _result_of(reference: ray.ObjectRef[Any]) -> Any:
     try:
         return ray.get(reference)
-    except _LOST as error:
+    except LOST_BY_RAY as error:
         return LostTask(str(error), isinstance(error, ray.exceptions.OutOfMemoryError))
 
 

@@ -52,13 +52,10 @@ class Nodes:
         command = [sys.executable, "-m", "services.common.launch.agent_process"]
         agent = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=REPOSITORY)
         place = (rank, LOOPBACK_ADDRESS, self.group.address, self.group.key.hex(), os.getpid(), PRELOAD)
-        self.tell(agent, AgentConfig(*place).to_line())
-        return agent
-
-    def tell(self, agent: subprocess.Popen[bytes], line: bytes) -> None:
         assert agent.stdin is not None
-        agent.stdin.write(line)
-        agent.stdin.flush()
+        with agent.stdin as stdin:
+            stdin.write(AgentConfig(*place).to_line())
+        return agent
 
     def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any = None) -> None:
         self.group.gather(lambda: None)
@@ -72,8 +69,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     yield made
     made.group.close()
     for agent in made.agents:
-        assert agent.stdin is not None
-        agent.stdin.close()
         agent.wait(20)
 
 
@@ -132,15 +127,18 @@ def test_the_error_of_a_start_comes_back_and_the_next_start_works(nodes: Nodes) 
     assert (nodes.folder / "3-of-4-on-1").exists()
 
 
-def test_what_a_node_hears_reaches_its_own_workers_and_stays_with_the_node(nodes: Nodes) -> None:
+def test_a_notice_reaches_all_workers_and_a_signal_those_of_its_node_also_in_later_starts(
+    nodes: Nodes, messages: Counter[str]
+) -> None:
     nodes.group.gather(lambda: None)
-    nodes.tell(nodes.agents[0], b"preemption\n")
+    nodes.group.tell_workers(StopReason.PREEMPTION)
     nodes.agents[1].send_signal(signal.SIGTERM)
     for _ in range(2):
         nodes.run(work.write_stop_reason)
 
         heard = [json.loads((nodes.folder / f"{rank}.json").read_text()) for rank in range(2 * NODES)]
         assert heard == [StopReason.PREEMPTION] * 2 + [StopReason.SIGTERM] * 2
+    assert messages["Notice"] == NODES
 
 
 def test_who_has_no_key_is_no_agent_and_a_killed_agent_ends_its_workers_and_the_other_agents(nodes: Nodes) -> None:

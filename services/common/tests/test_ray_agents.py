@@ -5,7 +5,6 @@ The cluster has four nodes, which are processes of this machine.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from services.common.testing.waiting import wait_until
 from services.common.tests import work
 
 ray = pytest.importorskip("ray")
-pytest.importorskip("torch")  # Ray Train's
 
 pytestmark = pytest.mark.slow
 
 NODES = 4
 WORKERS_PER_NODE = 16
 AGENT = "launch.agent_process"
+TASK = "ray::run_agent"
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +54,13 @@ def find_processes(*names: str) -> set[int]:
     return {each.pid for each in found if any(name in " ".join(each.info["cmdline"] or []) for name in names)}
 
 
-def test_64_workers_on_4_nodes_are_4_actors_of_ray_train(tmp_path: Path, launcher: Launcher) -> None:
+def test_64_workers_on_4_nodes_are_4_tasks_of_ray_and_no_actor(tmp_path: Path, launcher: Launcher) -> None:
     with launcher.open_workers(new_spec(tmp_path, WORKERS_PER_NODE)) as workers:
         workers.run(work.write_place, tmp_path)
 
-        assert len(find_processes("ray::RayTrainWorker")) == NODES
+        assert len(find_processes(TASK)) == NODES
         assert len(find_processes(AGENT)) == NODES
+        assert ray._private.state.actors() == {}
 
     places = sorted(place[:3] for place in work.read_environments(tmp_path))
     expected = [[WORKERS_PER_NODE, node, NODES] for node in range(NODES) for _ in range(WORKERS_PER_NODE)]
@@ -78,8 +78,8 @@ def test_each_node_has_a_file_with_the_heartbeats_of_its_workers(tmp_path: Path,
 
 
 def test_lost_workers_are_started_again_without_ray(tmp_path: Path, launcher: Launcher) -> None:
-    """The processes of Ray and the agents are the same before and after: the attempt of Ray Train goes on."""
-    names = ("ray::RayTrainWorker", "ray::TrainController", AGENT)
+    """The processes of Ray's tasks and of the agents are the same before and after: the attempt goes on."""
+    names = (TASK, AGENT)
     with launcher.open_workers(new_spec(tmp_path, 2)) as workers:
         workers.run(work.write_place, tmp_path)
         before = find_processes(*names)
@@ -87,7 +87,7 @@ def test_lost_workers_are_started_again_without_ray(tmp_path: Path, launcher: La
             workers.run(work.die_on_last_rank, None)
         workers.run(work.write_rank, tmp_path)
 
-        assert len(before) == 2 * NODES + 1
+        assert len(before) == 2 * NODES
         assert find_processes(*names) == before
     assert (tmp_path / "7-of-8-on-1").exists()
 
@@ -117,10 +117,11 @@ def test_a_frozen_agent_of_another_node_is_killed_and_the_next_start_has_new_age
     assert (tmp_path / "7-of-8-on-1").exists()
 
 
-def test_a_killed_controller_leaves_the_nodes_to_the_next_start(tmp_path: Path, launcher: Launcher) -> None:
+def test_a_killed_task_leaves_the_nodes_to_the_next_start(tmp_path: Path, launcher: Launcher) -> None:
+    """Each start takes all CPUs of all nodes, so the next one waits until Ray has freed them."""
     with launcher.open_workers(new_spec(tmp_path, WORKERS_PER_NODE)) as workers:
-        with pytest.raises(WorkersLost):
-            workers.run(work.kill_controller, os.getpid())
+        with pytest.raises(WorkersLost, match="Ray lost the agent of node 3"):
+            workers.run(work.kill_task_of_ray, None)
         workers.run(work.write_rank, tmp_path)
 
     assert (tmp_path / "63-of-64-on-15").exists()

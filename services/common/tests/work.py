@@ -91,11 +91,10 @@ def kill_agent(folder: Path, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
-def kill_controller(command: int, environment: WorkerEnvironment) -> None:
-    """Let the last of all workers kill the controller of Ray Train in a cluster that the process `command` started."""
+def kill_task_of_ray(_: None, environment: WorkerEnvironment) -> None:
+    """Let the last of all workers kill the process of Ray that started the agent of its node."""
     if environment.rank == environment.world_size - 1:
-        found = psutil.Process(command).children(recursive=True)
-        next(each for each in found if "ray::TrainController" in " ".join(each.cmdline())).kill()
+        next(each for each in psutil.Process().parents() if "ray::run_agent" in " ".join(each.cmdline())).kill()
     threading.Event().wait()
 
 
