@@ -118,11 +118,10 @@ def test_what_a_service_requires_is_what_its_image_is_checked_for(service: str) 
 
 
 def required_by(*folders: str) -> set[str]:
-    """Modules of the packages in the requirements of these folders; an extra of Ray counts as a module."""
+    """Modules of the packages in the requirements of these folders."""
     texts = [(REPOSITORY / "services" / folder / "requirements.txt").read_text(encoding="utf-8") for folder in folders]
     lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("#")]
-    names = {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines}
-    return names | {"ray.train" for line in lines if line.startswith("ray[train]")}
+    return {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines}
 
 
 BROKEN_RICH = """

@@ -14,7 +14,7 @@ OK, NO_TESTS_RAN = 0, 5
 SLOW_ALONE = "import pytest\n\n\n@pytest.mark.slow\ndef test_it() -> None: ...\n"
 """A file whose tests are all deselected by default."""
 LACKS_A_LIBRARY = "import pytest\npytest.importorskip('no_such_library')\n"
-"""A file that skips itself, as the tests on Ray Train do in a service's environment without torch."""
+"""A file that skips itself, as the tests on torch do in a service's environment without torch."""
 
 
 @pytest.mark.parametrize(
