@@ -7,11 +7,12 @@ the variables that torch_xla derives from torchrun's, and those that it sets wro
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,8 @@ CONTRADICTING_VARIABLES = ("TORCHELASTIC_RUN_ID", "NEURON_PJRT_PROCESSES_NUM_DEV
 EFA_VARIABLES = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 EFA_DEVICES = Path("/dev/infiniband")
 
+KEY_BYTES = 32
+
 
 @dataclass(frozen=True)
 class MeetingPoint:
@@ -42,6 +45,8 @@ class MeetingPoint:
     """Port of torch's store, where the processes of a group meet."""
     communicator_port: int
     """Port of the Neuron runtime's communicator. Without it torch_xla uses 62182 on every node."""
+    key: bytes = field(default=b"", repr=False)
+    """Key by which the workers know each other's messages; see `WorkerEnvironment.key`."""
 
     @property
     def url(self) -> str:
@@ -131,7 +136,8 @@ def find_meeting_point(host: str) -> MeetingPoint:
             holder = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             holder.bind(("", 0))
             ports.append(holder.getsockname()[1])
-    return MeetingPoint(host, *ports)
+    store_port, communicator_port = ports
+    return MeetingPoint(host, store_port, communicator_port, secrets.token_bytes(KEY_BYTES))
 
 
 def find_network(address: str) -> NodeNetwork:

@@ -158,6 +158,7 @@ class NodeAgent:
                 node_rank=start.node_rank,
                 num_nodes=start.num_nodes,
                 node_folder=folder,
+                key=start.meeting.key,
             )
             of_neuron: dict[str, str] = {}
             if network:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import WorkersLost
+from services.common.program.sealed_messages import seal, unseal
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -77,10 +78,11 @@ class ProcessGroup:
         store: Store | None = None,
         host: dist.ProcessGroup | None = None,
         *,
+        key: bytes = b"",
         is_fake: bool = False,
     ) -> None:
         """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
-        self.rank, self.world_size, self._host = rank, world_size, host
+        self.rank, self.world_size, self._host, self._key = rank, world_size, host, key
         self._tree = Tree(None, ()) if is_fake else Tree.of(rank, world_size)
         self.store = store
         """Store of the small values by which the workers have found each other; None for a single worker."""
@@ -88,10 +90,11 @@ class ProcessGroup:
         """Limit of the collectives that this worker begins now."""
 
     @classmethod
-    def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO) -> Self:
+    def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO, key: bytes = b"") -> Self:
         """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk.
 
-        `world` is the torch.distributed backend of torch's own group of all workers.
+        `world` is the torch.distributed backend of torch's own group of all workers. With the `key`, which all workers
+        have from their launcher, they know each other's messages.
         """
         if world_size > 1:
             # A path is not passed as a file:// URL, in which some of its characters have other meanings.
@@ -104,7 +107,7 @@ class ProcessGroup:
             with naming_lost_workers():
                 dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
                 host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
-            group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
+            group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host, key=key)
             connect_by(group.barrier)
             return group
         return cls(rank, world_size)
@@ -208,7 +211,8 @@ class ProcessGroup:
         return value
 
     def _send(self, rank: int, value: object) -> None:
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sealed = seal(self._key, f"rank {self.rank} to rank {rank}", pickle.dumps(value))
+        content = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
         with naming_lost_workers():
             for part in (torch.tensor([len(content)]), content):
                 _require_work(dist.isend(part, rank, group=self._host)).wait(self.timeout)
@@ -219,7 +223,11 @@ class ProcessGroup:
             _require_work(dist.irecv(length, rank, group=self._host)).wait(self.timeout)
             content = torch.empty(int(length.item()), dtype=torch.uint8)
             _require_work(dist.irecv(content, rank, group=self._host)).wait(self.timeout)
-        return pickle.loads(content.numpy().tobytes())  # nosec B301 # bytes that a worker of the same run made
+        try:
+            unsealed = unseal(self._key, f"rank {rank} to rank {self.rank}", content.numpy().tobytes())
+        except ValueError as error:
+            raise WorkersLost(f"{error}: another process has taken a worker's place") from error
+        return pickle.loads(unsealed)  # nosec B301 # bytes that a worker of the same run made
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:

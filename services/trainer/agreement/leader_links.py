@@ -1,12 +1,12 @@
 """Connects the first worker of each node, its leader, with those of its partner nodes, and carries their messages.
 
-A leader has at most log2(nodes) + 1 connections, and reads as many addresses and one token from the workers' store. The
-token keeps strangers out: what arrives on a connection is numbers alone, and those only after the token.
+A leader has at most log2(nodes) + 1 connections, and reads as many addresses from the workers' store, to which a
+stranger may write. So a greeting and each message is sealed with the key of the start, which the leaders have from
+their agents. What arrives is numbers alone.
 """
 
 from __future__ import annotations
 
-import secrets
 import selectors
 import socket
 import struct
@@ -20,15 +20,16 @@ from urllib.parse import urlsplit
 from services.common.errors import WorkersLost
 from services.common.launch.node_board import MAX_NUMBERS
 from services.common.program.process_group import Store
+from services.common.program.sealed_messages import SEAL_BYTES, seal, unseal
 from services.trainer.agreement.recursive_doubling import Message, partners_of
 
 Numbers = tuple[float, ...]
 
-TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0
 """Limit for the greeting on a new connection; a stranger that says nothing keeps no leader out for longer."""
-_GREETING = struct.Struct(f"={TOKEN_BYTES}sI")
-"""The token, and the sender's node."""
+_GREETING = struct.Struct("=I")
+"""The sender's node, before a seal."""
+GREETING_BYTES = _GREETING.size + SEAL_BYTES
 _HEADER = struct.Struct("=QHH")
 """Sequence number, round, and count of the numbers that follow."""
 _RECEIVE_BYTES = 2**16
@@ -38,8 +39,8 @@ _LOOPBACK = "127.0.0.1"
 class LeaderLinks:
     """The connections of one node's leader."""
 
-    def __init__(self, node: int, connections: dict[int, socket.socket]) -> None:
-        self._node, self._connections = node, connections
+    def __init__(self, node: int, connections: dict[int, socket.socket], key: bytes) -> None:
+        self._node, self._connections, self._key = node, connections, key
         self._unread = dict.fromkeys(connections, b"")
         self.lost: dict[int, WorkersLost] = {}
         """Errors that name the partners whose connection has ended. A partner that is done with all reductions closes
@@ -50,7 +51,7 @@ class LeaderLinks:
             self._selector.register(connection, selectors.EVENT_READ, partner)
 
     @classmethod
-    def connect(cls, node: int, num_nodes: int, rendezvous: str, store: Store, timeout: timedelta) -> Self:
+    def connect(cls, node: int, num_nodes: int, rendezvous: str, store: Store, timeout: timedelta, key: bytes) -> Self:
         """Connect to the leaders of all partner nodes. All leaders call this together. Raises `WorkersLost`."""
         deadline = time.monotonic() + timeout.total_seconds()
         partners = partners_of(node, num_nodes)
@@ -59,19 +60,16 @@ class LeaderLinks:
             with _listen(rendezvous) as listener:
                 host, port = listener.getsockname()[:2]
                 store.set(f"leader/{node}", f"{port} {host}")
-                if node == 0:
-                    store.set("leader/token", secrets.token_hex(TOKEN_BYTES))
-                token = bytes.fromhex(store.get("leader/token").decode())
                 # A connection waits in the listener's queue, so that no leader has to accept while it connects.
                 for partner in partners:
                     if partner < node:
                         connections[partner] = _call(store.get(f"leader/{partner}").decode(), deadline)
-                        connections[partner].sendall(_GREETING.pack(token, node))
+                        connections[partner].sendall(seal(key, _route(node, partner), _GREETING.pack(node)))
                 awaited = {partner for partner in partners if partner > node}
                 while awaited:
                     listener.settimeout(max(0.0, deadline - time.monotonic()))
                     connection, _ = listener.accept()
-                    caller = _greeted_by(connection, token)
+                    caller = _greeted_by(connection, node, key)
                     if caller not in awaited:
                         connection.close()
                         continue
@@ -83,15 +81,17 @@ class LeaderLinks:
         for connection in connections.values():
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return cls(node, connections)
+        return cls(node, connections, key)
 
     def send(self, messages: Sequence[Message[Numbers]]) -> None:
         """Send messages of this node. Raises `WorkersLost`."""
         for message in messages:
             numbers = message.value
             header = _HEADER.pack(message.sequence, message.round, len(numbers))
+            content = header + struct.pack(f"={len(numbers)}d", *numbers)
             try:
-                self._connections[message.receiver].sendall(header + struct.pack(f"={len(numbers)}d", *numbers))
+                receiver = message.receiver
+                self._connections[receiver].sendall(seal(self._key, _route(self._node, receiver), content))
             except OSError as error:
                 raise _lost(message.receiver, str(error)) from error
 
@@ -122,9 +122,13 @@ class LeaderLinks:
             sequence, round_, count = _HEADER.unpack_from(unread)
             if count > MAX_NUMBERS:
                 raise _lost(partner, f"it sent {count} numbers, of which there are at most {MAX_NUMBERS}")
-            end = _HEADER.size + 8 * count
+            end = _HEADER.size + 8 * count + SEAL_BYTES
             if len(unread) < end:
                 break
+            try:
+                unseal(self._key, _route(partner, self._node), unread[:end])
+            except ValueError as error:
+                raise _lost(partner, str(error)) from error
             numbers = struct.unpack_from(f"={count}d", unread, _HEADER.size)
             messages.append(Message(sequence, partner, self._node, round_, numbers))
             unread = unread[end:]
@@ -149,18 +153,26 @@ def _call(address: str, deadline: float) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
 
 
-def _greeted_by(connection: socket.socket, token: bytes) -> int | None:
-    """Return the node of the leader that has connected; None for a stranger, which does not know the token."""
+def _greeted_by(connection: socket.socket, node: int, key: bytes) -> int | None:
+    """Return the node of the leader that has connected to this node; None for a stranger, which has no key."""
     deadline, greeting, arrived = time.monotonic() + GREETING_SECONDS, b"", b"-"
     with suppress(OSError):
-        while len(greeting) < _GREETING.size and arrived:
+        while len(greeting) < GREETING_BYTES and arrived:
             connection.settimeout(max(0.0, deadline - time.monotonic()))
-            arrived = connection.recv(_GREETING.size - len(greeting))
+            arrived = connection.recv(GREETING_BYTES - len(greeting))
             greeting += arrived
-    if len(greeting) < _GREETING.size:
+    if len(greeting) < GREETING_BYTES:
         return None
-    theirs, node = _GREETING.unpack(greeting)
-    return int(node) if secrets.compare_digest(theirs, token) else None
+    (caller,) = _GREETING.unpack_from(greeting)
+    try:
+        unseal(key, _route(caller, node), greeting)
+    except ValueError:
+        return None
+    return int(caller)
+
+
+def _route(sender: int, receiver: int) -> str:
+    return f"the leader of node {sender} to that of node {receiver}"
 
 
 def _close_all(connections: dict[int, socket.socket]) -> None:

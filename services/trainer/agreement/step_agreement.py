@@ -125,7 +125,8 @@ class _Leader:
         self._rank, self._board, self._sequence = environment.rank, board, last_sequence
         node, num_nodes = environment.node_rank, environment.num_nodes
         assert group.store
-        self._links = LeaderLinks.connect(node, num_nodes, environment.rendezvous, group.store, group.timeout)
+        place = (node, num_nodes, environment.rendezvous)
+        self._links = LeaderLinks.connect(*place, group.store, group.timeout, environment.key)
         self._doubling = RecursiveDoubling(node, num_nodes, join_encoded, last_sequence + 1)
         self._has_ended = False
         self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()

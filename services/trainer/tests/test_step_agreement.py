@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import NodeBoard
 from services.common.process.stop_reason import StopReason
 from services.common.program.process_group import ProcessGroup, Store
+from services.common.program.sealed_messages import seal
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement import leader_links
 from services.trainer.agreement.leader_links import LeaderLinks
@@ -29,6 +31,7 @@ from services.trainer.agreement.step_agreement import StepAgreement, agreeing
 from services.trainer.agreement.step_reduction import ReducedStep, WorkerStep
 
 STEPS = 20
+KEY = b"key of the start"
 
 
 def environments(folder: Path, num_nodes: int, local_world_size: int) -> list[WorkerEnvironment]:
@@ -177,7 +180,7 @@ def linked(tmp_path: Path) -> Iterator[Callable[[int], list[LeaderLinks]]]:
         store = new_store()
         with ThreadPoolExecutor(num_nodes) as pool:
             connecting = [
-                pool.submit(LeaderLinks.connect, node, num_nodes, "file", store, timedelta(seconds=20))
+                pool.submit(LeaderLinks.connect, node, num_nodes, "file", store, timedelta(seconds=20), KEY)
                 for node in range(num_nodes)
             ]
         made.extend(each.result() for each in connecting)
@@ -210,11 +213,12 @@ def test_a_stranger_is_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_links, "GREETING_SECONDS", 0.2)
     store = new_store()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(LeaderLinks.connect, 0, 2, "file", store, timedelta(seconds=20))
+        first = pool.submit(LeaderLinks.connect, 0, 2, "file", store, timedelta(seconds=20), KEY)
         port = int(store.get("leader/0").split()[0])
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-        strangers[0].sendall(leader_links._GREETING.pack(bytes(leader_links.TOKEN_BYTES), 1))
-        second = pool.submit(LeaderLinks.connect, 1, 2, "file", store, timedelta(seconds=20))
+        greeting = leader_links._GREETING.pack(1)
+        strangers[0].sendall(seal(b"", leader_links._route(1, 0), greeting))
+        second = pool.submit(LeaderLinks.connect, 1, 2, "file", store, timedelta(seconds=20), KEY)
         second.result().send([Message(1, 1, 0, 1, (3.0,))])
         assert first.result().receive(5) == [Message(1, 1, 0, 1, (3.0,))]
         assert strangers[0].recv(1) == b""
@@ -224,26 +228,40 @@ def test_a_stranger_is_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
     second.result().close()
 
 
+def test_a_stranger_in_the_place_of_a_leader_gets_no_numbers_believed() -> None:
+    """The workers' store is open to a stranger, who names an own address as that of a leader there."""
+    store = new_store()
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as stranger:
+        store.set("leader/0", f"{stranger.getsockname()[1]} 127.0.0.1")
+        connecting = pool.submit(LeaderLinks.connect, 1, 2, "file", store, timedelta(seconds=20), KEY)
+        stranger.settimeout(20)
+        connection, _ = stranger.accept()
+        with connection, closing(connecting.result()) as links:
+            message = leader_links._HEADER.pack(1, 1, 1) + struct.pack("=d", 3.0)
+            connection.sendall(seal(connection.recv(1_024)[-32:], leader_links._route(0, 1), message))
+            with pytest.raises(WorkersLost, match="node 0"):
+                links.receive(5)
+
+
 def test_a_stranger_that_greets_byte_by_byte_keeps_no_leader_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_links, "GREETING_SECONDS", 0.2)
     store = new_store()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(LeaderLinks.connect, 0, 2, "file", store, timedelta(seconds=20))
+        first = pool.submit(LeaderLinks.connect, 0, 2, "file", store, timedelta(seconds=20), KEY)
         port = int(store.get("leader/0").split()[0])
         num_sent = 0
         with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(ConnectionError):
-            while num_sent < leader_links._GREETING.size:
+            while num_sent < leader_links.GREETING_BYTES:
                 stranger.sendall(b"-")
                 num_sent += 1
                 time.sleep(0.15)
-        assert num_sent < leader_links._GREETING.size
-        second = pool.submit(LeaderLinks.connect, 1, 2, "file", store, timedelta(seconds=20))
+        assert num_sent < leader_links.GREETING_BYTES
+        second = pool.submit(LeaderLinks.connect, 1, 2, "file", store, timedelta(seconds=20), KEY)
         first.result().close()
         second.result().close()
 
 
 def test_a_leader_whose_partner_never_comes_is_lost() -> None:
     store = new_store()
-    store.set("leader/token", "00" * leader_links.TOKEN_BYTES)
     with pytest.raises(WorkersLost, match="node 0"):
-        LeaderLinks.connect(0, 2, "file", store, timedelta(seconds=0.2))
+        LeaderLinks.connect(0, 2, "file", store, timedelta(seconds=0.2), KEY)

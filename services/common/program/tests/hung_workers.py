@@ -51,6 +51,15 @@ def lose_a_worker_that_never_connects(call: tuple[str, Path], environment: Worke
     ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
 
 
+def join_with_another_key(folder: Path, environment: WorkerEnvironment) -> None:
+    """Join as two workers, of which the second has another key: a stranger that has taken a worker's place."""
+    rank, size = environment.rank, environment.world_size
+    try:
+        ProcessGroup.join(rank, size, environment.rendezvous, key=environment.key if rank == 0 else b"another key")
+    except WorkersLost as error:
+        (folder / str(rank)).write_text(str(error), encoding="utf-8")
+
+
 def _note_loss(folder: Path, rank: int, call: Callable[[], object]) -> None:
     """Write whether `call` raised `WorkersLost`. The last worker does not call it, and waits for the others' notes."""
     if rank == WORKERS - 1:
