@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import warnings
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from services.common.recipe.schema import Model
+from services.common.testing.fork_server import start_process
 from services.trainer.conversion.dcp.metadata import METADATA
 from services.trainer.tests.nxd_files import Weights
 
@@ -117,10 +117,7 @@ def save(folder: Path, state: State) -> Path:
 def save_on_two_ranks(states: Mapping[Path, State]) -> None:
     """Save states from two processes with a gloo group, each tensor sharded along rows, columns or not at all."""
     meeting = next(iter(states)).with_name("meeting")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_save_shards, args=(rank, str(meeting), dict(states))) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
+    ranks = [start_process(_save_shards, rank, str(meeting), dict(states)) for rank in range(RANKS)]
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0] * RANKS

@@ -337,6 +337,13 @@ def halve_chunk(metadata: Any) -> None:
     chunk.sizes = torch.Size([chunk.sizes[0] // 2, chunk.sizes[1]])
 
 
+def nest(value: object) -> object:
+    """Nest a value so that few bytes of a pickle would be 2**100 values as text."""
+    for _ in range(100):
+        value = (value, value)
+    return value
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -369,13 +376,18 @@ def halve_chunk(metadata: Any) -> None:
         ),
         (
             metadata(lambda each: setattr(place_of(HEAD)(each), "transform_descriptors", ["zstd"])),
-            f"{HEAD} is stored with extensions of DCP, ['zstd']",
+            f"{HEAD} is stored with extensions of DCP",
         ),
         (
             metadata(lambda each: setattr(place_of(HEAD)(each), "length", 2**62)),
             f"{FILE}: has ",
         ),
-        (metadata(lambda each: setattr(place_of(HEAD)(each), "offset", -1)), "(-1, "),
+        (metadata(lambda each: setattr(place_of(HEAD)(each), "offset", -1)), "other values than numbers from 0 on"),
+        (
+            metadata(lambda each: setattr(place_of(HEAD)(each), "offset", nest(()))),
+            "other values than numbers from 0 on",
+        ),
+        (metadata(lambda each: setattr(place_of(HEAD)(each), "relative_path", "a/" * 10**6)), f"{HEAD} is in 'a/"),
         (
             metadata(lambda each: setattr(place_of(HEAD)(each), "offset", place_of(NORM)(each).offset)),
             f"{FILE}: has torch.float32 [32] of {HEAD}, but .metadata names torch.float32 [24, 32]",
@@ -386,8 +398,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, change: Chang
     source = save(tmp_path / "step-3", dict(draw_weights(MODEL)))
     change(source)
 
-    with pytest.raises(ArtifactError, match=re.escape(message)):
+    with pytest.raises(ArtifactError, match=re.escape(message)) as raised:
         assert not is_dcp_checkpoint(source) or read_all(source)
+    assert len(str(raised.value)) < 2_000
 
 
 def test_a_chunk_that_is_named_twice_leaves_values_out(tmp_path: Path, saved: dict[str, Path]) -> None:

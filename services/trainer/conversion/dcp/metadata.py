@@ -19,6 +19,7 @@ import torch
 
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file, reading_inputs
+from services.common.input.problem_list import shorten
 from services.common.process.limits import explain_lack
 
 METADATA = ".metadata"
@@ -36,6 +37,7 @@ _UNUSED = {
 }
 """Names of values that are not used: the memory's format, and the path that the checkpoint was saved at."""
 
+MAX_DIMENSIONS = 64
 Sizes = tuple[int, ...]
 Kind = TypeVar("Kind")
 
@@ -78,7 +80,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
             raise lack from error
         raise ArtifactError(
             f"{path}: cannot be read as the metadata of torch.distributed.checkpoint: "
-            f"{error or type(error).__name__}. It is damaged, or of another format; copy the checkpoint again."
+            f"{shorten(str(error), 1_000) or type(error).__name__}. It is damaged, or of another format; copy the "
+            f"checkpoint again."
         ) from error
 
 
@@ -141,7 +144,7 @@ def _read_chunk(
         raise ValueError(f"{name} has a chunk at {list(offsets)} that no file has")
     place = files[name, offsets]
     if place.get("transform_descriptors"):
-        raise ValueError(f"{name} is stored with extensions of DCP, {place['transform_descriptors']}; save it without")
+        raise ValueError(f"{name} is stored with extensions of DCP, such as compression; save it without")
     file = _require(place["relative_path"], str)
     if Path(file).name != file:
         raise ValueError(f"{name} is in {file!r}, expected a file of the checkpoint's own folder")
@@ -162,7 +165,8 @@ def _require(value: object, kind: type[Kind]) -> Kind:
 
 
 def _sizes(values: object) -> Sizes:
-    numbers = tuple(_require(values, tuple))
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"it has {numbers} in the place of sizes")
-    return numbers
+    numbers = _require(values, tuple)
+    if len(numbers) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        # The numbers are not shown: what is nested in itself a few times would fill the memory as text.
+        raise ValueError(f"it has other values than numbers from 0 on, or more than {MAX_DIMENSIONS} of them, as sizes")
+    return tuple(numbers)
