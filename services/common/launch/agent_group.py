@@ -73,6 +73,11 @@ class AgentGroup:
         self._agents: dict[int, _Agent] = {}
         threading.Thread(target=self._accept, name="agents", daemon=True).start()
 
+    @property
+    def num_arrived(self) -> int:
+        """Number of agents that have connected. Any thread may ask."""
+        return len(self._agents) + self._arrived.qsize()
+
     def gather(self, require_launcher: Callable[[], None]) -> None:
         """Wait until all agents have connected. `require_launcher` raises an error where they will not."""
         while len(self._agents) < self._num_agents:

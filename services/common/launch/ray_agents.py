@@ -210,18 +210,24 @@ class _Attempt:
         ]
 
     def _follow(self, gang: PlacementGroup, tasks: list[ray.ObjectRef[None]]) -> None:
-        """Wait until a task ends, then until all have, and raise the error of the first that failed."""
+        """Wait until a task ends or the command closes the agents, then for all tasks, and raise the first error.
+
+        Raises `NoRoomForWorkers` where an agent does not come: its node was lost before the task started.
+        """
+        deadline = time.monotonic() + ray_room.GROUP_START_SECONDS
         nodes, is_told = set(placement_group_table(gang)["bundles_to_node_id"].values()), False
         ended: list[ray.ObjectRef[None]] = []
-        while not ended:
+        while not (ended or self._is_over.is_set()):
             ended, _ = ray.wait(tasks, timeout=WATCH_SECONDS)
+            if self._agents.num_arrived < len(tasks) and time.monotonic() > deadline:
+                raise ray_room.no_room(_demand_of_node(self._spec), len(tasks))
             if not is_told and cluster_address() and nodes & ray._private.state.state.get_draining_nodes().keys():
                 is_told = True
                 self._is_preempted.set()
         self._is_over.set()
         # The command closes the connections of the other agents, which then end in order.
-        ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS)
-        for task in ended:
+        others, _ = ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS)
+        for task in [*ended, *others]:
             _raise_failure(task, tasks.index(task))
 
 
