@@ -108,9 +108,9 @@ def _install_torch_neuron(lock: Path) -> None:
     command = [*_uv_pip_install(), *source, "--constraints", str(lock), *neuron]
     if subprocess.run(command, check=False, env=_installer_environment()).returncode != 0:
         sys.exit(
-            f"install: {', '.join(neuron)} could not be installed from {index or links or NEURON_INDEX} beside the "
-            f"packages of {lock.name}; uv's message is above. Name another index with NEURON_INDEX_URL=, or a page of "
-            f"wheels with NEURON_FIND_LINKS=."
+            f"install: {', '.join(neuron)} could not be installed beside the packages of {lock.name}: from "
+            f"{NEURON_INDEX}, or where NEURON_INDEX_URL or NEURON_FIND_LINKS told to look. uv's message is above. Name "
+            f"an index that this machine reaches with NEURON_INDEX_URL=."
         )
 
 

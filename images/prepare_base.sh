@@ -50,7 +50,7 @@ if ! {
         /etc/apt/keyrings/neuron.asc && apt-get $https update &&
         apt-get $https install --yes --no-install-recommends $lacking
 }; then
-    echo "prepare_base: $repository did not give$lacking for $VERSION_CODENAME; apt's message is above. Name a mirror with" \
-        "NEURON_APT_URL=, or a base image that has these packages: BASE=" >&2
+    echo "prepare_base: Neuron's repository did not give$lacking for $VERSION_CODENAME; apt's message is above. Name a" \
+        "mirror with NEURON_APT_URL=, or a base image that has these packages: BASE=" >&2
     exit 1
 fi

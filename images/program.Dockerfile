@@ -103,7 +103,7 @@ FROM packages AS packages-on-neuron
 # Where Neuron's Debian packages put the runtime and its tools, as in AWS's own images. The program imports TorchNeuron
 # itself, so that a process that has no worker's cores, such as the one that workers are forked from, touches no device.
 FROM packages AS packages-on-trn2
-ENV PATH=/opt/venv/bin:/opt/aws/neuron/bin:$PATH \
+ENV PATH=$PATH:/opt/aws/neuron/bin \
     LD_LIBRARY_PATH=/opt/aws/neuron/lib \
     TORCH_DEVICE_BACKEND_AUTOLOAD=0
 

@@ -1,4 +1,8 @@
-"""Writes a CycloneDX bill of materials for each image, from the lock that its packages are installed from."""
+"""Writes a CycloneDX bill of materials for each image, from the lock that its packages are installed from.
+
+The compiler's and the trainer's images of the variant trn2 have packages from other indexes, too: of these the pinned
+ones are in the bill, without hashes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from images.platforms import REPOSITORY, read_platforms
+from images.lock import BROUGHT
+from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM, read_platforms
 from images.versions import describe_build
 from services.common.errors import DeviceError
 
@@ -25,11 +30,15 @@ def write_sboms(services: Sequence[str], variant: str) -> list[Path]:
 def _write(service: str, variant: str) -> Path:
     build = describe_build(service, variant)
     output = OUTPUT / f"{service}-{build.tag}.cdx.json"
+    platform = read_platforms()[variant]
     with tempfile.NamedTemporaryFile(suffix=".txt") as installed:
         _uv("pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-annotate", "--no-header",
             # A lock has packages for all systems and Pythons; an image has one of each.
-            "--python-platform", "linux", "--python-version", read_platforms()[variant].python,
+            "--python-platform", "linux", "--python-version", platform.python,
             "--output-file", installed.name, f"lockfiles/{service}-{variant}.txt")  # fmt: skip
+        if platform.torch_neuronx and service in STAGES_WITH_PROGRAM:
+            with Path(installed.name).open("a", encoding="utf-8") as file:
+                file.write(BROUGHT[variant].read_text(encoding="utf-8"))
         _uv("run", "--quiet", "--no-project", "--isolated", "--with-requirements", str(TOOL),
             "cyclonedx-py", "requirements", "--output-reproducible", "--output-format", "JSON",
             "--output-file", str(output), installed.name)  # fmt: skip

@@ -117,7 +117,8 @@ def up() -> None:
     settings, outputs = _settings(), stack.outputs()
     write_settings(outputs, settings)
     print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes; its addresses are in {settings}. Next:")
-    _print_rest_of_road("eks", Place(inputs.region, inputs.name, outputs["registry"], outputs["bucket"]))
+    variant = find_variant(inputs.trainium_shape)
+    _print_rest_of_road("eks", Place(inputs.region, inputs.name, outputs["registry"], outputs["bucket"], variant))
 
 
 def _make_plan(is_quiet: bool) -> tuple[Stack, Plan, Inputs]:
@@ -150,7 +151,8 @@ def _write_config(stack: Stack, inputs: Inputs) -> None:
     write_durably(path, config.encode())
     [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
     print(f"\n{inputs.name} is up in {inputs.region}, with no nodes; its addresses are in {path}. Next:")
-    _print_rest_of_road("batch", Place(inputs.region, inputs.name, registry, outputs["bucket"]))
+    variant = find_variant(inputs.trainium_shape)
+    _print_rest_of_road("batch", Place(inputs.region, inputs.name, registry, outputs["bucket"], variant))
 
 
 def down() -> None:

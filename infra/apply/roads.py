@@ -28,9 +28,11 @@ class Place:
     name: str
     registry: str
     bucket: str
+    variant: str
+    """The variant of the images that compute on the account's Trainium nodes."""
 
 
-EXAMPLE = Place("us-west-2", "millrace", "111122223333.dkr.ecr.us-west-2.amazonaws.com", "BUCKET")
+EXAMPLE = Place("us-west-2", "millrace", "111122223333.dkr.ecr.us-west-2.amazonaws.com", "BUCKET", "neuron")
 _LOGIN = Step(
     "aws ecr get-login-password --region {region} | docker login --username AWS --password-stdin {registry}",
     "",
@@ -48,7 +50,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         Step("aws eks update-kubeconfig --region {region} --name {name}", ""),
         Step("make addons", "KubeRay, Volcano, device plugins, Prometheus"),
         _LOGIN,
-        Step("make images VARIANT=neuron PUSH={registry}", ""),
+        Step("make images VARIANT={variant} PUSH={registry}", ""),
         Step("make cluster-up OVERLAY=eks", "the RayCluster, with no stage's nodes"),
         Step(
             "kubectl -n millrace create secret generic hugging-face --from-file=token=/dev/stdin",
@@ -74,7 +76,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         Step("make infra-preflight STACK=batch", "checks zone, quotas, addresses, images"),
         Step("make infra-up STACK=batch", "cost, plan, question; writes deploy/batch/config.txt"),
         _LOGIN,
-        Step("make images VARIANT=neuron PUSH={registry}", ""),
+        Step("make images VARIANT={variant} PUSH={registry}", ""),
         Step("make deploy-stage STAGE=tokenizer TARGET=batch", "Llama 2 7B, unless RECIPE= says another"),
         Step("make deploy-stage STAGE=compiler TARGET=batch", "the first that pays for a Trainium node"),
         Step("make deploy-stage STAGE=trainer TARGET=batch", "pays for 4 Trainium nodes"),

@@ -74,7 +74,9 @@ def _look_at_node_groups(account: Account, inputs: Inputs) -> Iterator[Look]:
             where = f"node group {group.name}"
             yield _describe_unknown(group.ami_release, inputs, known, where, "make infra-up, with no job")
         else:
-            yield f"node group {group.name} has {group.ami_release}", []
+            where = f"node group {group.name}"
+            _, found = _look_at_driver(group.ami_release, group.ami_release, inputs, images, where)
+            yield f"{where} has {group.ami_release}", found
 
 
 def _look_at_environments(

@@ -88,7 +88,7 @@ def test_the_road_of_the_page_is_walked_in_an_account(
     assert walked == [
         *("cp", "infra-cost", "infra-preflight", "infra-up", "aws", "addons", "aws", "kubectl", "infra-down"),
     ]
-    place = Place(REGION, "millrace", "123456789012.dkr.ecr.us-west-2.amazonaws.com", "millrace-123456789012")
+    place = Place(REGION, "millrace", "123456789012.dkr.ecr.us-west-2.amazonaws.com", "millrace-123456789012", "neuron")
     for line in describe_road("eks", place, after="make infra-up"):
         assert f"  {line}\n" in said
     assert "aws s3 cp tokenizer.model s3://millrace-123456789012/tokenizer/tokenizer.model" in said

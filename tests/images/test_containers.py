@@ -13,6 +13,7 @@ import pytest
 
 from images.build import CA_BUNDLE, choose_platform
 from images.docker import docker, inspect_image, require_engine
+from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
 from services.common.errors import DeviceError
 from services.common.testing.manifests import reseal
@@ -277,6 +278,92 @@ def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: di
     assert done.returncode == 0, done.stderr
     producer = json.loads(next(root.glob("corpus/*/*/manifest.json")).read_text())["producer"]
     assert producer["image"] == neuron_images["tokenizer"]
+
+
+@pytest.fixture(scope="module")
+def trn2_base(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables that build on a stand-in for Ubuntu with Neuron's packages and for the indexes of wheels."""
+    platform = choose_platform("cpu")
+    image = "localhost/millrace-test/trn2-stand-in:2.13.0"
+    context = tmp_path_factory.mktemp("trn2") / "stand-in"
+    shutil.copytree(REPOSITORY / "tests/images/stand_in_trn2", context)
+    for name in ("neuron-runtime.txt", "torch-neuron.txt"):
+        shutil.copy2(checkout / "images" / name, context)
+    docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}", "--tag", image, str(context))
+    bases = {"BASE": image, "SLIM_BASE": platform.slim, "PINNED_PYTHON": platform.python}
+    return {"VARIANT": "trn2", **bases, "TORCH_FIND_LINKS": "/stand-in/wheels", "NEURON_FIND_LINKS": "/stand-in/wheels"}
+
+
+@pytest.fixture(scope="module")
+def trn2_images(checkout: Path, trn2_base: dict[str, str]) -> dict[str, str]:
+    """The images with the program; the others differ from those of the other variants by their locks alone."""
+    return build(checkout, STAGE="compiler", **trn2_base) | build(checkout, STAGE="trainer", **trn2_base)
+
+
+@pytest.mark.parametrize("service", ["compiler", "trainer"])
+def test_a_trn2_image_has_what_its_service_stands_on(trn2_images: dict[str, str], service: str) -> None:
+    check = ("--entrypoint", "python", trn2_images[service], "-m", "services.common.hardware.image_platform")
+    assert "trn2" in docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *check)
+    assert labels_of(trn2_images[service])["millrace.neuron-sdk"] == "2.33.0"
+
+
+INSTALLED = """
+import importlib.metadata, os, sys
+for name in sys.argv[1:]:
+    print(name, importlib.metadata.version(name))
+print(os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"], *sorted(os.listdir("/opt/aws/neuron/lib")))
+"""
+
+
+@pytest.mark.parametrize("service", ["compiler", "trainer"])
+def test_a_trn2_image_has_torch_neuron_beside_the_versions_of_its_lock(
+    trn2_images: dict[str, str], service: str
+) -> None:
+    """What TorchNeuron needs and the lock has stays as it is, and what the lock lacks is installed too."""
+    names = ("torch", "torch-neuronx", "neuronx-cc", "nki", "numpy", "toolz")
+    command = ("--entrypoint", "python", trn2_images[service], "-c", INSTALLED, *names)
+    *found, runtime = docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *command).splitlines()
+    versions = dict(line.split() for line in found)
+    brought = pins_of(REPOSITORY / "images/torch-neuron.txt")
+    assert {name: versions[name].partition("+")[0] for name in brought} == brought
+    assert versions["numpy"] == pins_of(REPOSITORY / f"lockfiles/{service}-trn2.txt")["numpy"]
+    assert "toolz" not in pins_of(REPOSITORY / f"lockfiles/{service}-trn2.txt")
+    assert runtime == "0 aws-neuronx-collectives.so aws-neuronx-runtime-lib.so aws-neuronx-tools.so"
+    assert labels_of(trn2_images[service])["millrace.neuron-driver"] == "2.31.7.0"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NEURON_FIND_LINKS": "", "NEURON_INDEX_URL": "http://127.0.0.1:1"}, ("torch-neuronx==", "NEURON_INDEX_URL=")),
+        ({"TORCH_FIND_LINKS": "", "TORCH_INDEX_URL": "http://127.0.0.1:1"}, ("torch==2.13.0", "TORCH_INDEX_URL=")),
+    ],
+    ids=["neuron", "torch"],
+)
+def test_an_index_of_trn2_that_does_not_answer_ends_the_build_with_the_way_out(
+    checkout: Path, trn2_base: dict[str, str], variables: dict[str, str], said: tuple[str, ...]
+) -> None:
+    done = run_images(checkout, "build", STAGE="compiler", **(trn2_base | variables))
+    assert done.returncode == 4
+    assert all(each in done.stderr for each in said), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("python", "variables", "said"),
+    [
+        ("3.12.0", {"UV_PYTHON_INSTALL_MIRROR": "http://127.0.0.1:1"}, ("3.12.0", "UV_PYTHON_INSTALL_MIRROR=")),
+        ("", {"NEURON_APT_URL": "http://127.0.0.1:1"}, ("aws-neuronx-runtime-lib=2.35.30.0", "NEURON_APT_URL=")),
+    ],
+    ids=["python", "runtime"],
+)
+def test_what_the_base_of_trn2_lacks_and_nobody_gives_is_named(
+    checkout: Path, trn2_base: dict[str, str], python: str, variables: dict[str, str], said: tuple[str, ...]
+) -> None:
+    """A slim Python in place of Ubuntu: it lacks Neuron's packages, and the Python if another one is pinned."""
+    base = {"BASE": trn2_base["SLIM_BASE"], "PINNED_PYTHON": python or trn2_base["PINNED_PYTHON"]}
+    done = run_images(checkout, "build", STAGE="compiler", **(trn2_base | base | variables))
+    assert done.returncode == 4
+    assert all(each in done.stderr for each in said), done.stderr
 
 
 # Writes where the Neuron tools write, some of them whatever the variables say.

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from deploy.batch.batch_target import BatchTarget
-from deploy.batch.resolved_job import DEFAULT_RECIPE
+from deploy.batch.resolved_job import DEFAULT_RECIPE, find_image
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.file import RecipeSource, parse_recipe_source
 from services.common.recipe.schema import STAGES
 from services.common.testing.recipes import recipe_text
-from tests.deploy.batch.builders import Ask
+from tests.deploy.batch.builders import Ask, config_of
 from tests.deploy.batch.cloud import TAG, Cloud
 from tests.polling import Script
 
@@ -244,6 +244,14 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(
         batch.deploy(ask(**changes), None)
     assert cloud.submitted == []
     assert cloud.jobs.definitions("trainer") == []
+
+
+@pytest.mark.parametrize(("shape", "variant"), [("trn1.32xlarge", "neuron"), ("trn2.48xlarge", "trn2")])
+def test_the_images_are_of_the_variant_that_computes_on_the_trainium_nodes(
+    cloud: Cloud, shape: str, variant: str
+) -> None:
+    with pytest.raises(DeviceError, match=f"-{variant}: make images STAGE=tokenizer VARIANT={variant} "):
+        find_image(config_of(TRAINIUM_SHAPE=shape), cloud.jobs, "tokenizer", "")
 
 
 @pytest.mark.parametrize(
