@@ -125,10 +125,10 @@ def write(path: Path, content: str) -> None:
 
 def heavy_imports_after(*modules: str) -> list[str]:
     """Return the slow libraries and the threads that a process has after importing the modules."""
+    slow = {"boto3", "datasets", "numba", "pandas", "pyarrow", "ray", "sentencepiece", "torch", "transformers"}
     program = (
         f"import sys, threading, {', '.join(modules)}; "
-        "print(*sorted({'torch', 'ray', 'pyarrow', 'pandas', 'datasets', 'transformers', 'sentencepiece', 'numba'}"
-        " & set(sys.modules)), *[each.name for each in threading.enumerate()[1:]])"
+        f"print(*sorted({slow} & set(sys.modules)), *[each.name for each in threading.enumerate()[1:]])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -169,6 +169,7 @@ def test_importing_a_contract_is_light() -> None:
     )
     assert heavy_imports_after(*light) == []
     assert heavy_imports_after("services.common.artifacts.corpus") == ["pyarrow"]
+    assert "boto3" not in heavy_imports_after("services.trainer.metrics.tensorboard")
 
 
 def recipes() -> Iterator[Path]:
