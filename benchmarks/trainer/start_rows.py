@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +85,32 @@ def make_table(
 ) -> str:
     """Make the recipe's corpus and compile cache in `root`, then measure and format the rows of the launchers."""
     recipe, root = recipe.absolute(), root.absolute()
-    checkouts = {NOW: REPOSITORY} | ({BEFORE: before.absolute()} if before else {})
-    for checkout in checkouts.values():
-        for stage in ("tokenizer", "compiler"):
-            command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
-            subprocess.run(command, check=True, cwd=checkout)
+    checkouts = name_checkouts(before)
+    make_artifacts(recipe, root, checkouts.values())
     commands = {f"{launch} {name}": (launch, folder) for launch in launches for name, folder in checkouts.items()}
     return describe_starts(measure_rounds([*commands], rounds, lambda row: measure_start(recipe, root, *commands[row])))
+
+
+def name_checkouts(before: Path | None) -> dict[str, Path]:
+    """Return the folders of this checkout and of the other one, if there is one."""
+    return {NOW: REPOSITORY} | ({BEFORE: before.absolute()} if before else {})
+
+
+def make_artifacts(recipe: Path, root: Path, checkouts: Iterable[Path], *overrides: str) -> None:
+    """Make the corpus and the compile cache of the recipe in `root` with each checkout, where it lacks them."""
+    for checkout in checkouts:
+        for stage in ("tokenizer", "compiler"):
+            options = ["--recipe", str(recipe), "--root", str(root), *overrides]
+            subprocess.run([sys.executable, "-m", f"services.{stage}", *options], check=True, cwd=checkout)
+
+
+@contextmanager
+def new_root(root: Path) -> Iterator[Path]:
+    """Make a root for the block that has the corpus and the compile cache of `root`, and no run."""
+    with tempfile.TemporaryDirectory() as name:
+        for collection in ("corpus", "compile_cache"):
+            (Path(name) / collection).symlink_to(root / collection)
+        yield Path(name)
 
 
 def describe_starts(measured: dict[str, list[MeasuredStart]]) -> str:
@@ -110,18 +129,14 @@ def describe_starts(measured: dict[str, list[MeasuredStart]]) -> str:
 
 def measure_start(recipe: Path, root: Path, launch: str, checkout: Path) -> MeasuredStart:
     """Train a new run with the program of `checkout`, kill its last worker, and stop it after the restart."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for collection in ("corpus", "compile_cache"):
-            (folder / collection).symlink_to(root / collection)
-        with _running(recipe, folder, launch, checkout) as command:
-            started_at = time.time()
-            first = _wait_for(command, lambda: _find_first_step(folder, started_at))
-            _wait_for(command, lambda: len(_stalls(folder)) >= 2)
-            killed_at = time.time()
-            _find_last_worker(command, load_recipe(recipe, {})).kill()
-            again = _wait_for(command, lambda: _find_first_step(folder, killed_at))
-            return MeasuredStart(first - started_at, again - killed_at, statistics.median(_stalls(folder)))
+    with new_root(root) as folder, _running(recipe, folder, launch, checkout) as command:
+        started_at = time.time()
+        first = _wait_for(command, lambda: _find_first_step(folder, started_at))
+        _wait_for(command, lambda: len(_stalls(folder)) >= 2)
+        killed_at = time.time()
+        _find_last_worker(command, load_recipe(recipe, {})).kill()
+        again = _wait_for(command, lambda: _find_first_step(folder, killed_at))
+        return MeasuredStart(first - started_at, again - killed_at, statistics.median(_stalls(folder)))
 
 
 @contextmanager
