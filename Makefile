@@ -18,7 +18,7 @@ images = ./bootstrap python -m images
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
 	test-torch29 test-nxd-parity test-lm-eval test-images test-cluster test-cluster-smoke test-cuda \
-	test-batch soak check-infra check-security test-infra benchmark-tokenizer benchmark-trainer docs \
+	test-trn1 test-trn2 test-batch soak check-infra check-security test-infra benchmark-tokenizer benchmark-trainer docs \
 	docs-environment picture
 
 ##@ On this machine
@@ -283,6 +283,14 @@ test-cluster-smoke: setup ## Run the part of test-cluster that CI runs: one real
 
 test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
 	$(python) -m pytest -m cuda -rs tests/hardware services/common/program/tests/test_native_device.py
+
+test-trn1: ## Run the tests on trn1's NeuronCores, with the shell's Python.
+#? MATCHING=WORDS  Words of the tests' names. Default: all tests.
+	python -m pytest -m neuron -rs -s tests/hardware/test_trn1.py -k "$(MATCHING)"
+
+test-trn2: ## Run the tests on trn2's or trn3's NeuronCores, or on a stand-in.
+#? test-trn1
+	$(if $(wildcard /dev/neuron0),python,$(python)) -m pytest -m "neuron or slow" -rs -s tests/hardware/test_trn2.py -k "$(MATCHING)"
 
 test-batch: setup ## Run the tests on simulated AWS Batch nodes; needs root, iproute2, tini.
 	$(python) -m pytest -m batch infra/tests/batchsim

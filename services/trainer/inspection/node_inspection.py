@@ -35,6 +35,7 @@ from services.trainer.inspection.file_system import (
 from services.trainer.inspection.findings import Finding, look_at, ok, problem, show_size, warning
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.inspection.gpu_inspection import look_at_gpus, look_at_products
+from services.trainer.inspection.neuron_inspection import look_at_neuron_cores
 
 PROBE_BYTES = 64 * MIB
 SLOW_FSYNC_SECONDS = 0.25
@@ -112,6 +113,7 @@ def look_at_node(question: NodeQuestion) -> NodeView:
         *look_at("CPU cores", partial(_look_at_cores, question), "lower parallel.threads_per_worker"),
         *look_at("memory", partial(_look_at_memory, question), "run `plan`, which shows what uses the memory"),
         *look_at("GPUs", partial(_look_at_gpus, question), "run nvidia-smi, which shows the state of the driver"),
+        *look_at("NeuronCores", partial(_look_at_cores_of_chips, question), "run neuron-ls, which shows the chips"),
         *look_at("device", partial(_look_at_device, question, fingerprints), _device_advice(recipe)),
         *look_at("limits", partial(_look_at_limits, question), "ulimit -n 65536"),
         *look_at("matrix products", partial(_look_at_gemm, question, speeds), "find other processes on this node"),
@@ -245,6 +247,11 @@ def _look_at_gpus(question: NodeQuestion) -> Iterator[Finding]:
         yield from look_at_gpus(question.recipe, question.workers)
 
 
+def _look_at_cores_of_chips(question: NodeQuestion) -> Iterator[Finding]:
+    if question.recipe.parallel.device in ("xla", "neuron"):
+        yield look_at_neuron_cores(question.recipe, question.workers)
+
+
 def _look_at_device(question: NodeQuestion, fingerprints: list[str]) -> Iterator[Finding]:
     recipe = question.recipe
     require_backend(recipe.parallel.device)
@@ -252,6 +259,7 @@ def _look_at_device(question: NodeQuestion, fingerprints: list[str]) -> Iterator
     fingerprints.append(fingerprint(facts))
     names = {"cuda": "CUDA ", "triton": "Triton "} | ({"cxx": ""} if recipe.compile.enabled else {})
     others = "".join(f", {title}{facts[name]}" for name, title in names.items() if name in facts)
+    others += "".join(f", {name} {found}" for name, found in facts.get("libraries", {}).items())
     yield ok("device", f"{recipe.parallel.device} on {facts['machine']}, torch {facts['torch']}{others}")
 
 

@@ -142,7 +142,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
     for number, split in enumerate(SPLITS):
         generator = np.random.default_rng(number)
         tokens = (np.cumsum(generator.integers(1, 3, rows * length + tail_tokens)) % recipe.model.vocab_size).astype(
-            np.uint16
+            np.uint16 if recipe.model.vocab_size <= 2**16 else np.uint32
         )
         (workspace.files / split / "tail").mkdir(parents=True, exist_ok=True)
         check_digests: list[str] = []
@@ -189,7 +189,9 @@ def write_rows(
 
 
 def _write_tail(path: Path, split: Split, row: int, ids: np.ndarray, doc_starts: Sequence[int]) -> str:
-    return _write(path, pa.array([ids], pa.list_(pa.uint16())), split, row, ids[np.newaxis], [doc_starts])
+    return _write(
+        path, pa.array([ids], pa.list_(pa.from_numpy_dtype(ids.dtype))), split, row, ids[np.newaxis], [doc_starts]
+    )
 
 
 def _write(

@@ -260,6 +260,20 @@ run "another_shape_in_another_region_is_three_lines" {
   }
 }
 
+run "an_ultraserver" {
+  command = plan
+  variables {
+    region   = "ap-south-2"
+    zone_id  = "aps2-az1"
+    trainium = { shape = "trn2u.48xlarge", max_nodes = 4 }
+  }
+
+  assert {
+    condition     = module.network[0].trainium_subnet.zone_id == "aps2-az1" && output.addresses_per_node == 17
+    error_message = "zone: ${module.network[0].trainium_subnet.zone_id}, addresses: ${output.addresses_per_node}"
+  }
+}
+
 run "a_capacity_block" {
   variables {
     capacity = { kind = "capacity_block", reservation_id = "cr-0123456789abcdef0", ends_at = "2027-01-31T11:30:00Z" }

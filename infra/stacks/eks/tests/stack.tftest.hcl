@@ -222,6 +222,21 @@ run "another_shape_in_another_region_is_three_lines" {
   }
 }
 
+run "an_ultraserver_in_a_capacity_block" {
+  command = plan
+  variables {
+    region   = "ap-south-2"
+    zone_id  = "aps2-az1"
+    trainium = { shape = "trn2u.48xlarge", max_nodes = 4 }
+    capacity = { kind = "capacity_block", reservation_id = "cr-0123456789abcdef0", ends_at = "2027-01-31T11:30:00Z" }
+  }
+
+  assert {
+    condition     = output.trainium_shape == "trn2u.48xlarge" && output.trainium_max_nodes == 4
+    error_message = "shape: ${output.trainium_shape}, nodes: ${output.trainium_max_nodes}"
+  }
+}
+
 run "trn1n_with_sixteen_cards" {
   command = plan
   variables {

@@ -1,4 +1,4 @@
-"""Programs of the workers in the tests on NeuronCores, in a module that other processes import."""
+"""Programs of the workers in the tests on trn1, in a module that other processes import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the program that need NeuronCores of trn1: `python -m pytest -m neuron -rs -s tests/hardware`.
+"""Tests of the program by torch_xla that need NeuronCores of trn1: `make test-trn1`.
 
 The order is that of docs/operations/first-trainium-run.md: a test relies on those before it.
 """
@@ -27,7 +27,7 @@ from services.trainer.metrics.run_numbers import compute_efficiency
 from services.trainer.tests.builders import make_corpus, make_job, make_recipe, write_recipe
 from services.trainer.tests.numbers import GOLDEN, OF_GOLDEN_RUN, read_numbers
 from services.trainer.tests.runs import REPOSITORY
-from tests.hardware import work
+from tests.hardware import trn1_work
 from tests.hardware.conftest import CORES_OF_A_DEVICE, NEURON_DEVICES, ON_XLA, train_with_workers
 
 pytestmark = [pytest.mark.neuron, pytest.mark.timeout(4 * 3600)]
@@ -40,7 +40,7 @@ NODE = read_instance_types()["trn1.32xlarge"]
 
 def test_each_worker_opens_the_core_that_it_was_told_and_knows_the_other(tmp_path: Path) -> None:
     """torch_neuronx replaces the part of torch_xla that sets environment variables on import."""
-    run_workers(inline, work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
+    run_workers(inline, trn1_work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
 
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert [each["changed"] for each in found] == [{}, {}]
