@@ -1,4 +1,5 @@
-"""Builds the compile cache with two processes: one traces with an empty cache, one verifies with a copy of the result.
+"""Builds the compile cache with processes: one traces with an empty cache, others go on with it where other ranks may
+have other graphs, and the last one verifies with a copy of the result.
 
 For Neuron this is `neuron_cache`; both run the trace in a child process here.
 """
@@ -12,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -56,13 +57,14 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
         trace = partial(trace_in_child, recipe)
         return neuron_cache.build_neuron_cache(recipe, facts, workspace, choose_launcher(launch), trace)
     scratch, phase_timer = workspace.own_scratch, PhaseTimer()
+    ranks = choose_backend(recipe.parallel.device).ranks_to_trace(recipe)
     with phase_timer.phase("compile"):
-        compiled = trace_in_child(recipe, scratch / "compile", title="compiling")
+        num_compiled = _compile_ranks(recipe, scratch / "compile", ranks)
         published = workspace.files / GRAPHS
         _copy_files(scratch / "compile" / "cache", published)
     with phase_timer.phase("verify"):
         # At another path, as on a trainer's node: a cache that works only where it was made would pass otherwise.
-        verified = trace_in_child(recipe, scratch / "verify", title="verifying", warm_from=published)
+        verified = trace_in_child(recipe, scratch / "verify", "verifying", published, rank=ranks[-1])
     if verified.graphs_compiled or verified.new_files:
         raise DeviceError(
             f"the compile cache is not reusable: with a copy of it, a second process compiled "
@@ -74,7 +76,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
         target=recipe.parallel.device,
         program_fingerprint=fingerprint(facts),
         facts=facts,
-        graphs_compiled=compiled.graphs_compiled,
+        graphs_compiled=num_compiled,
         graphs_missed_by_verification=0,
         world_size_traced=recipe.parallel.num_workers,
         phases=tuple(phase_timer.phases),
@@ -82,18 +84,40 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
     return Draft(payload)
 
 
+def _compile_ranks(recipe: Recipe, folder: Path, ranks: Sequence[int]) -> int:
+    """Fill `folder/cache` with the graphs of these ranks, and return their number.
+
+    Where the second rank adds none to those of the first, no graph lists ranks, and all others have the same.
+    """
+    total = 0
+    for number, rank in enumerate(ranks, start=1):
+        title = f"compiling for rank {rank}, {number} of {len(ranks)}" if len(ranks) > 1 else "compiling"
+        report = trace_in_child(recipe, folder, title, rank=rank)
+        total += report.graphs_compiled
+        if number == 2 and not report.new_files:
+            break
+    return total
+
+
 def trace_in_child(
-    recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None, is_for_plan: bool = False
+    recipe: Recipe,
+    folder: Path,
+    title: str,
+    warm_from: Path | None = None,
+    is_for_plan: bool = False,
+    rank: int = 0,
 ) -> TraceReport:
-    """Run `services.compiler.trace` in a child process with the cache directory `folder/cache`."""
+    """Run `services.compiler.trace` in a child process with the cache directory `folder/cache`, which may have graphs
+    of other ranks.
+    """
     cache = folder / "cache"
-    cache.mkdir(parents=True)
+    cache.mkdir(parents=True, exist_ok=True)
     if warm_from:
         _copy_files(warm_from, cache)
     before = set(list_files(cache))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
     with (
-        _child(folder, cache, recipe, is_for_plan) as child,
+        _child(folder, cache, recipe, rank, is_for_plan) as child,
         show_progress(title, len(PHASES), "phases") as progress,
     ):
         assert child.stdout is not None
@@ -107,14 +131,16 @@ def trace_in_child(
 
 
 @contextmanager
-def _child(folder: Path, cache: Path, recipe: Recipe, is_for_plan: bool) -> Iterator[subprocess.Popen[str]]:
+def _child(folder: Path, cache: Path, recipe: Recipe, rank: int, is_for_plan: bool) -> Iterator[subprocess.Popen[str]]:
     """Run the tracing process; it ends at any end of this one, because its standard input then closes."""
-    command = [sys.executable, "-m", "services.compiler.trace", str(folder), *([FOR_PLAN] if is_for_plan else [])]
-    with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
+    options = [str(folder), str(rank), *([FOR_PLAN] if is_for_plan else [])]
+    command = [sys.executable, "-m", "services.compiler.trace", *options]
+    with (folder / "log.txt").open("ab") as log, private_folder(new_name("compiler")) as plain:
         # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
         (plain / "cache").symlink_to(cache)
-        of_cache = choose_backend(recipe.parallel.device).cache_environment(plain / "cache", recipe)
-        environment = {**os.environ, **of_cache, "TMPDIR": str(plain)}
+        backend = choose_backend(recipe.parallel.device)
+        variables = backend.cache_environment(plain / "cache", recipe) | backend.trace_environment(recipe)
+        environment = {**os.environ, **variables, "TMPDIR": str(plain)}
         child = subprocess.Popen(
             command,
             env=environment,

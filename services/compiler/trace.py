@@ -1,7 +1,7 @@
 """Drive the program through every phase a run has, in one process that stands for the whole topology.
 
-The process is rank 0 of a group whose other ranks are fake: shapes and graphs are real, values are not.
-`python -m services.compiler.trace FOLDER` reads FOLDER/recipe.json, fills the cache directory that
+The process is one rank of a group whose other ranks are fake: shapes and graphs are real, values are not.
+`python -m services.compiler.trace FOLDER RANK` reads FOLDER/recipe.json, fills the cache directory that
 its environment names, prints the name of every phase at its end and writes FOLDER/report.json. With `--for-plan`
 it needs no Neuron software: its graphs have real sizes for an estimate, and are never compiled.
 """
@@ -39,18 +39,19 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    report = trace(recipe, tell=lambda phase: print(phase, flush=True), is_for_plan=argv[1:] == [FOR_PLAN])
+    rank, is_for_plan = int(argv[1]), argv[2:] == [FOR_PLAN]
+    report = trace(recipe, tell=lambda phase: print(phase, flush=True), rank=rank, is_for_plan=is_for_plan)
     (folder / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 
 
-def trace(recipe: Recipe, tell: Callable[[str], None], is_for_plan: bool = False) -> CacheReport:
-    """Run PHASES as rank 0 of the recipe's workers, and call `tell` with the name of every phase at its end."""
+def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0, is_for_plan: bool = False) -> CacheReport:
+    """Run PHASES as one rank of the recipe's workers, and call `tell` with the name of every phase at its end."""
     world_size = recipe.parallel.num_workers
     device = recipe.parallel.device
     choose_backend(device).world_collectives(device)  # torch has to know the device before a group names it
-    group = ProcessGroup.fake(world_size, device=device)
-    backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size), is_for_plan)
+    group = ProcessGroup.fake(world_size, rank, device)
+    backend = make_backend(recipe, make_mesh(recipe, rank, world_size), is_for_plan)
     run_phases(recipe, backend, tell)
     group.leave()
     return backend.cache_report()

@@ -20,6 +20,7 @@ def require_agreement(recipe: Recipe) -> None:
     _require_accelerators(recipe)
     if recipe.parallel.device == "xla":
         _require_fit_for_xla(recipe)
+    _require_fixed_workers(recipe)
     if recipe.parallel.reduce_dtype == "bfloat16" and recipe.train.dtype != "bfloat16":
         raise ValueError(
             f"parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got {recipe.train.dtype!r}: a sum of "
@@ -83,9 +84,15 @@ def _require_fit_for_xla(recipe: Recipe) -> None:
             f"parallel.device 'xla' is a NeuronCore of trn1, and cluster.trainer_instance_type is "
             f"{cluster.trainer_instance_type}, whose NeuronCores need 'neuron'"
         )
-    if cluster.min_nodes is not None:
+
+
+def _require_fixed_workers(recipe: Recipe) -> None:
+    """Raise `ValueError` where a run may lose workers, and its graphs name workers."""
+    device, min_nodes = recipe.parallel.device, recipe.cluster.min_nodes
+    is_split = recipe.compile.enabled and recipe.parallel.tensor_parallel_size > 1
+    if min_nodes is not None and (device == "xla" or (device == "neuron" and is_split)):
         raise ValueError(
-            f"cluster.min_nodes {cluster.min_nodes} cannot be combined with parallel.device 'xla': the graphs name the "
+            f"cluster.min_nodes {min_nodes} cannot be combined with parallel.device {device!r}: the graphs name the "
             f"workers that sum together, so a run with fewer workers needs another compile cache"
         )
 

@@ -114,6 +114,10 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             "cluster.min_nodes 1 .* parallel.device 'xla'",
         ),
         (
+            {"parallel.device": "neuron", "parallel.tensor_parallel_size": "2", "cluster.min_nodes": "1"},
+            "cluster.min_nodes 1 .* parallel.device 'neuron': the graphs name the workers",
+        ),
+        (
             {"parallel.device": "xla", "train.reduction": "fast", "cluster.trainer_instance_type": "trn2.48xlarge"},
             "trn1, and cluster.trainer_instance_type is trn2.48xlarge, .* 'neuron'",
         ),

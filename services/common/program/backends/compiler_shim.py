@@ -11,7 +11,8 @@ import os
 import re
 import shlex
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from services.common.errors import DeviceError
@@ -40,12 +41,23 @@ class CompilerShim:
     def __init__(self, folder: Path) -> None:
         """Write the shim. It passes commands other than `compile` on to the neuronx-cc that PATH has now."""
         self._requests = folder / _REQUESTS
+        self.path = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        """PATH of this process with the shim first."""
         real = shutil.which(COMPILER)
         otherwise = f'exec {shlex.quote(real)} "$@"' if real else "exit 127"
         script = _SCRIPT.format(otherwise=otherwise, requests=shlex.quote(str(self._requests)), exit_code=EXIT_CODE)
         shim = folder / COMPILER
         shim.write_text(script, encoding="utf-8")
         shim.chmod(0o700)
+
+    @contextmanager
+    def first_on_path(self) -> Iterator[None]:
+        """Let the shim come first on this process's PATH during the block."""
+        before, os.environ["PATH"] = os.environ.get("PATH", os.defpath), self.path
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = before
 
     def refusal(self) -> DeviceError | None:
         """Return the error that names the requested graphs; None where no graph was requested."""
@@ -56,13 +68,18 @@ class CompilerShim:
         return missing_graphs(graphs)
 
 
-def forbid_compiler() -> CompilerShim:
-    """Put the shim first on this process's PATH, until the process ends. Call it before the first graph is made."""
+def make_shim() -> CompilerShim:
+    """Make a shim that is removed when this process ends."""
     stack = ExitStack()
     folder = stack.enter_context(private_folder(new_name("shim")))
     atexit.register(stack.close)  # after a kill, the next command removes the folder
-    shim = CompilerShim(folder)
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return CompilerShim(folder)
+
+
+def forbid_compiler() -> CompilerShim:
+    """Put a shim first on this process's PATH, until the process ends. Call it before the first graph is made."""
+    shim = make_shim()
+    os.environ["PATH"] = shim.path
     return shim
 
 

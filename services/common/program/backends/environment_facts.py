@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from services.common.errors import DeviceError
 from services.common.input.credentials import is_secret
 
 
@@ -19,3 +20,13 @@ def variables_of(
         for name, value in sorted(environment.items())
         if name.startswith(prefixes) and name not in without and not is_secret(name, value)
     }
+
+
+def require_flags(environment: Mapping[str, str], variable: str, flags: Sequence[str]) -> None:
+    """Raise `DeviceError` where the environment's compiler flags are not those that a recipe gives."""
+    expected = " ".join(flags)
+    if environment.get(variable, expected) != expected:
+        raise DeviceError(
+            f"{variable}={environment[variable]!r} is set, and the recipe's flags are {expected!r}. Set flags in the "
+            f"recipe (compile.flags), and unset the variable: unset {variable}"
+        )

@@ -18,8 +18,8 @@ import torch
 
 from services.common.errors import DeviceError
 from services.common.hardware.nvidia_smi import describe_kinds
-from services.common.program.backends.neuron_facts import compiler_facts
-from services.common.recipe.schema import Device
+from services.common.program.backends.neuron_facts import compiler_facts, is_compile_only
+from services.common.recipe.schema import Device, Recipe
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class NativeDevice:
     """Whether the collectives have `all_to_all_single` with slices of any length."""
     compiler: Literal["inductor", "neuron"] = "inductor"
     """Compiler of `TorchNative.compile`."""
+    names_ranks_in_graphs: bool = False
+    """Whether the collectives of a compiled graph may list ranks, where others name the axis alone."""
+    hides_others: bool = False
+    """Whether the library itself hides the node's other devices from a process, and numbers the one that it shows."""
     visible_variable: str = ""
     """Environment variable that names those of the node's devices which a process sees."""
     library: str = ""
@@ -56,6 +60,8 @@ NATIVE_DEVICES: dict[Device, NativeDevice] = {
         forms_world=True,
         has_all_to_all=False,
         compiler="neuron",
+        names_ranks_in_graphs=True,
+        hides_others=True,
         visible_variable="NEURON_RT_VISIBLE_CORES",
         library="torch_neuronx",
         runs_eagerly=False,
@@ -80,7 +86,7 @@ def open_device(name: Device, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     require_device(name)
-    if name == "neuron":
+    if NATIVE_DEVICES[name].hides_others:
         return torch.device(name)
     variable = NATIVE_DEVICES[name].visible_variable
     visible = _visible_devices(variable, torch.get_device_module(name).device_count())
@@ -96,14 +102,15 @@ def open_device(name: Device, local_rank: int) -> torch.device:
     return torch.device(name, 0)
 
 
-def device_facts(name: Device) -> dict[str, Any]:
-    """Return by name the facts of a device that decide graphs and bits. Inductor's facts describe a CPU.
+def device_facts(recipe: Recipe) -> dict[str, Any]:
+    """Return by name the facts of the recipe's device that decide graphs and bits. Inductor's facts describe a CPU.
 
     It opens no device. Raises `DeviceError` where there is no such device.
     """
+    name = recipe.parallel.device
     if name == "cpu":
         return {}
-    require_device(name)
+    require_device(name, is_absence_fine=recipe.compile.trace_on == "cpu")
     if name == "cuda":
         variable, default = CUBLAS_WORKSPACE
         switches = {each: os.environ[each] for each in GPU_VARIABLES if each in os.environ}
@@ -114,11 +121,15 @@ def device_facts(name: Device) -> dict[str, Any]:
             # A worker sets the default when it opens its device; the command reads these facts before.
             "gpu_environment": switches | {variable: os.environ.get(variable, default)},
         }
-    return {"device": name, **compiler_facts(os.environ)}
+    return compiler_facts(os.environ, recipe)
 
 
-def require_device(name: Device) -> None:
-    """Raise `DeviceError` unless the installed torch knows the device and finds one."""
+def require_device(name: Device, is_absence_fine: bool = False) -> None:
+    """Raise `DeviceError` unless the installed torch knows the device and finds one.
+
+    A library that compiles without its device needs none where `is_absence_fine`, or the environment says so.
+    """
+    is_absence_fine = NATIVE_DEVICES[name].compiler == "neuron" and (is_absence_fine or is_compile_only(os.environ))
     library = NATIVE_DEVICES[name].library
     try:
         if library:
@@ -130,12 +141,14 @@ def require_device(name: Device) -> None:
             f"Install a torch that does{f', and {library}' if library else ''}, or choose another device: "
             f"--parallel.device=cpu"
         ) from error
-    if num_devices == 0:
-        variable = NATIVE_DEVICES[name].visible_variable
+    if num_devices == 0 and not is_absence_fine:
+        native = NATIVE_DEVICES[name]
+        variable = native.visible_variable
+        compiles = ", compile graphs without one: --compile.trace_on=cpu" if native.compiler == "neuron" else ""
         raise DeviceError(
             f"parallel.device = {name!r}, and torch {torch.__version__} finds no such device on this machine "
-            f"({variable}={os.environ.get(variable, 'not set')}). Run on a machine that has one and its driver, or "
-            f"choose another device: --parallel.device=cpu"
+            f"({variable}={os.environ.get(variable, 'not set')}). Run on a machine that has one and its driver"
+            f"{compiles}, or choose another device: --parallel.device=cpu"
         )
 
 

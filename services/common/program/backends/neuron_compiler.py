@@ -9,14 +9,16 @@ for each graph that the folder does not hold. None of it has run on a NeuronCore
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch._dynamo.config
-import torch._dynamo.utils
+from torch import Tensor
 
-from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
+from services.common.program.backends.compiler_shim import CompilerShim, make_shim
 from services.common.program.backends.neuron_facts import CACHE_VARIABLE
 from services.common.program.backends.warm_cache import graph_of, missing_graphs
 from services.common.program.backends.whole_graph import compile_whole
@@ -34,7 +36,6 @@ class NeuronCompiler:
     def __init__(self) -> None:
         self._folder = Path(os.environ[CACHE_VARIABLE]) if CACHE_VARIABLE in os.environ else None
         self._num_known = self._count_files()
-        self._num_traced = 0
         self._shim: CompilerShim | None = None
         torch._dynamo.config.recompile_limit = max(MOST_SHAPES, torch._dynamo.config.recompile_limit)
 
@@ -43,34 +44,46 @@ class NeuronCompiler:
         TorchNeuron refuses dynamic shapes.
         """
         compiled = compile_whole(function, backend=NEURON, dynamic=False)
+        known: set[tuple[torch.Size, ...]] = set()
 
         def call(*arguments: Any) -> R:
-            try:
+            if self._shim is None:
+                return compiled(*arguments)
+            shapes = tuple(each.shape for each in arguments if isinstance(each, Tensor))
+            with self._refusing(self._shim, graph_of(function), is_new=shapes not in known):
                 result = compiled(*arguments)
-            except RuntimeError as error:
-                if self._shim and self._shim.refusal():
-                    raise missing_graphs([graph_of(function)]) from error
-                raise
-            if self._shim and self._has_new_graph():  # of a compiler that does not come from PATH
-                raise missing_graphs([graph_of(function)])
+            known.add(shapes)
             return result
 
         return call
 
     def forbid_compilation(self) -> None:
-        """Raise `DeviceError` in the first call from now on that needs a graph which the cache does not hold."""
-        self._shim = forbid_compiler()
+        """Raise `DeviceError` in the first call from now on that needs a graph which the cache does not hold.
+
+        Operations outside of compiled functions go on to compile: TorchNeuron may keep files of these too, of which
+        those of collectives are in no trace.
+        """
+        self._shim = make_shim()
 
     @property
     def graphs_compiled(self) -> int:
         return self._count_files() - self._num_known
 
-    def _has_new_graph(self) -> bool:
-        num_traced = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if num_traced == self._num_traced:  # no graph was traced, so the folder need not be read
-            return False
-        self._num_traced = num_traced
-        return self.graphs_compiled > 0
+    @contextmanager
+    def _refusing(self, shim: CompilerShim, graph: str, is_new: bool) -> Iterator[None]:
+        """Raise `DeviceError` where neuronx-cc is started in the block, or a compiler that does not come from PATH adds
+        a file.
+        """
+        num_files = self._count_files() if is_new else 0
+        try:
+            with shim.first_on_path():
+                yield
+        except RuntimeError as error:
+            if shim.refusal():
+                raise missing_graphs([graph]) from error
+            raise
+        if is_new and self._count_files() > num_files:
+            raise missing_graphs([graph])
 
     def _count_files(self) -> int:
         return sum(path.is_file() for path in self._folder.rglob("*")) if self._folder else 0

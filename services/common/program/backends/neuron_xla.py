@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from services.common.program import attention
 from services.common.program.backends import neuron_distributed
 from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
+from services.common.program.backends.environment_facts import require_flags
 from services.common.program.backends.fenced_checkpointing import run_fenced
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.xla_environment import (
@@ -35,7 +36,6 @@ from services.common.program.backends.xla_environment import (
     graph_variables,
     library_versions,
     pjrt_device,
-    require_flags,
     require_opened,
     require_pinned,
     require_runtime,
@@ -103,7 +103,7 @@ class NeuronXla:
     @staticmethod
     def facts(recipe: Recipe) -> dict[str, Any]:
         require_pinned(os.environ)
-        require_flags(os.environ, recipe)
+        require_flags(os.environ, FLAGS_VARIABLE, compiler_flags(recipe))
         if importlib.util.find_spec("torch_xla") is None:
             raise torch_xla_is_absent("it is not installed")
         data_parallel_size = recipe.parallel.data_parallel_size
@@ -127,6 +127,14 @@ class NeuronXla:
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         # The name of a graph in the cache ends in a hash of the flags.
         return {CACHE_VARIABLE: str(folder), FLAGS_VARIABLE: " ".join(compiler_flags(recipe))}
+
+    @staticmethod
+    def trace_environment(recipe: Recipe) -> dict[str, str]:
+        return {}
+
+    @staticmethod
+    def ranks_to_trace(recipe: Recipe) -> tuple[int, ...]:
+        return (0,)  # a collective lists the ranks of all groups
 
     def index(self, axis: Axis) -> Tensor:
         return self._indices[axis]

@@ -121,6 +121,23 @@ class Backend(Collectives, Protocol):
         """
         ...
 
+    @staticmethod
+    def trace_environment(recipe: Recipe) -> dict[str, str]:
+        """Return further variables of a process that compiles the recipe's graphs and trains nothing, where workers get
+        theirs from their launcher.
+
+        With `compile.trace_on = "cpu"` they let it compile without the device, where its library does. Raises
+        `DeviceError` where the recipe lacks what the device would tell.
+        """
+        ...
+
+    @staticmethod
+    def ranks_to_trace(recipe: Recipe) -> tuple[int, ...]:
+        """Return ranks whose graphs together are those of all workers: 0, and others where a graph may list the ranks
+        that its collectives connect. If the second has the graphs of the first, all have them.
+        """
+        ...
+
     def make_bucket(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None) -> Bucket:
         """Make the bucket of these parameters in the memory layout that suits the device."""
         ...

@@ -23,10 +23,10 @@ from services.common.program.backends.native_device import (
     open_device,
     require_device,
 )
-from services.common.program.backends.neuron_facts import CACHE_VARIABLE as NEURON_CACHE_VARIABLE
+from services.common.program.backends.neuron_facts import cache_variables, trace_variables
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.buckets import Bucket
-from services.common.program.mesh import AXES, Axis, Mesh
+from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.process_group import COLLECTIVE_TIMEOUT, GLOO, connect_by, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
@@ -83,7 +83,7 @@ class TorchNative:
     def facts(recipe: Recipe) -> dict[str, Any]:
         device = recipe.parallel.device
         uses_inductor = recipe.compile.enabled and NATIVE_DEVICES[device].compiler == "inductor"
-        return device_facts(device) | inductor_facts(uses_inductor)
+        return device_facts(recipe) | inductor_facts(uses_inductor)
 
     @staticmethod
     def world_collectives(device: Device) -> str:
@@ -95,9 +95,21 @@ class TorchNative:
     @staticmethod
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         if NATIVE_DEVICES[recipe.parallel.device].compiler == "neuron":
-            return {NEURON_CACHE_VARIABLE: str(folder)}
+            return cache_variables(folder, recipe)
         is_on_gpu = recipe.parallel.device == "cuda"
         return {CACHE_VARIABLE: str(folder)} | ({TRITON_CACHE_VARIABLE: str(folder / "triton")} if is_on_gpu else {})
+
+    @staticmethod
+    def trace_environment(recipe: Recipe) -> dict[str, str]:
+        return trace_variables(recipe) if NATIVE_DEVICES[recipe.parallel.device].compiler == "neuron" else {}
+
+    @staticmethod
+    def ranks_to_trace(recipe: Recipe) -> tuple[int, ...]:
+        parallel = recipe.parallel
+        if not NATIVE_DEVICES[parallel.device].names_ranks_in_graphs or parallel.tensor_parallel_size == 1:
+            return (0,)
+        # The compiled functions of the program have collectives along the tensor axis alone.
+        return tuple(group[0] for group in make_mesh(recipe, 0, parallel.num_workers).groups("tensor"))
 
     def index(self, axis: Axis) -> Tensor:
         return self._indices[axis]

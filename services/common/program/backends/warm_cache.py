@@ -20,4 +20,9 @@ def missing_graphs(names: Sequence[str]) -> DeviceError:
 
 def graph_of(function: object) -> str:
     """Return the name of a function's graph in an error."""
-    return f"a graph of {getattr(function, '__qualname__', function)}"
+    return f"a graph of {name_of(function)}"
+
+
+def name_of(function: object) -> str:
+    """Return the name of a function in an error; that of a partial function is its call."""
+    return str(getattr(function, "__qualname__", function))

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo.exc
 
 from services.common.errors import DeviceError
+from services.common.program.backends.warm_cache import name_of
 
 R = TypeVar("R")
 
@@ -33,7 +34,7 @@ def compile_whole(function: Callable[..., R], **options: Any) -> Callable[..., R
         try:
             return compiled(*arguments)
         except _REFUSALS as error:
-            raise _graph_break(function.__qualname__, error) from error
+            raise _graph_break(name_of(function), error) from error
 
     return call
 

@@ -75,16 +75,6 @@ def compiler_flags(recipe: Recipe) -> tuple[str, ...]:
     return (f"--target={family_of(recipe.cluster.trainer_instance_type)}", *recipe.compile.flags)
 
 
-def require_flags(environment: Mapping[str, str], recipe: Recipe) -> None:
-    """Raise `DeviceError` where the environment's compiler flags are not the recipe's."""
-    flags = " ".join(compiler_flags(recipe))
-    if environment.get(FLAGS_VARIABLE, flags) != flags:
-        raise DeviceError(
-            f"{FLAGS_VARIABLE}={environment[FLAGS_VARIABLE]!r} is set, and the recipe's flags are {flags!r}. Set flags "
-            f"in the recipe (compile.flags), and unset the variable: unset {FLAGS_VARIABLE}"
-        )
-
-
 def pjrt_device(environment: Mapping[str, str]) -> str:
     """Return the device that torch_xla opens: NEURON, or CPU where PJRT_DEVICE says so.
 

@@ -27,7 +27,11 @@ REFUSED = {
     "another worker's device": "neuron:7",
     "a read by the host in a step": "the host reads the device",
     "dynamic shapes": "not static",
+    "a graph with a group that is not there": "nobody",
+    "random numbers": "random numbers",
+    "an operation that may run on the host": "erfinv",
     "a first group of some workers": "2 of 4 workers",
+    "slices of one tensor for each worker": "all_to_all_single",
 }
 
 
@@ -53,3 +57,7 @@ def test_a_step_reads_nothing_on_the_host_and_has_the_losses_of_a_cpu(probed: di
     assert steps["neuron"][0] == steps["cpu"][0]  # the next steps begin from weights of AdamW's other kernel
     assert steps["neuron"] == pytest.approx(steps["cpu"], rel=1e-6)
     assert steps["operations"] > 1_000
+
+
+def test_a_backward_pass_that_recomputes_computes_no_attention_again(probed: dict[str, Any]) -> None:
+    assert probed["attentions"] == probed["layers"]

@@ -7,7 +7,12 @@ computes in another way:
 - an operation over tensors of the host and of the device, besides copies and 0-dimensional numbers of the host;
 - float64 and complex tensors, and int64 values beyond 32 bits, which TorchNeuron would cut;
 - operations whose result's shape depends on values, and fused kernels that ignore some of their arguments;
+- random numbers, which a CPU would draw otherwise;
+- every operation outside of a graph that is not in `operations.KNOWN`;
 - inside `forbidding_host_reads`, every read of the device by the host.
+
+In one respect it is not as strict: the device has number 0 in every process, where TorchNeuron's is LOCAL_RANK. So the
+program may give the device no number.
 
 A tensor of the device has memory of its own size, which a CPU tensor shares: an operation is called with these CPU
 tensors, and so has the bits of the CPU.
@@ -27,6 +32,9 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map_only
 
+from services.common.program.backends.neuron_facts import is_compile_only
+from services.common.testing.torch_neuron.operations import KNOWN
+
 NAME = "neuron"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _METADATA_OPERATIONS = ("as_strided", "set_.source_Storage_storage_offset")
@@ -40,6 +48,10 @@ _FORBIDDEN = {
     "aten::_unique2": "the shape of its result depends on values",
     "aten::unique_dim": "the shape of its result depends on values",
     "aten::repeat_interleave.Tensor": "the shape of its result depends on values",
+    **dict.fromkeys(
+        ("aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_.float", "aten::native_dropout"),
+        "the device draws other random numbers than a CPU",
+    ),
 }
 """Operations that the device refuses, and the reasons."""
 
@@ -62,6 +74,8 @@ class NeuronModule(ModuleType):
         self.operations: collections.Counter[str] = collections.Counter()
         """Number of calls of each operation on the device."""
         self.are_reads_forbidden = False
+        self.is_in_graph = False
+        """Whether the operations that run now are those of a compiled graph."""
 
     def is_available(self) -> bool:
         return True
@@ -70,7 +84,7 @@ class NeuronModule(ModuleType):
         return True
 
     def device_count(self) -> int:
-        return 1
+        return 0 if is_compile_only(os.environ) else 1
 
     def current_device(self) -> int:
         return 0
@@ -112,6 +126,11 @@ def install() -> bool:
     for name, dtype in [*((each, None) for each in _NARROWED), *((each, torch.float32) for each in _WIDENED)]:
         aten.impl(name, _autocast_kernel(name, dtype), "AutocastPrivateUse1")
     return True
+
+
+def library() -> torch.library.Library:
+    """Return the library of the device's kernels, to which other modules add theirs."""
+    return _libraries[0]
 
 
 def device_module() -> NeuronModule:
@@ -183,6 +202,8 @@ def _run(operation: Any, *arguments: Any, **options: Any) -> Any:
     name = operation.name()
     if name in _FORBIDDEN:
         raise UnsupportedOnNeuron(f"{name}: {_FORBIDDEN[name]}")
+    if name.partition(".")[0] not in KNOWN and not device_module().is_in_graph:
+        raise UnsupportedOnNeuron(f"{name}: TorchNeuron is not known to run it, and would compute it on the host")
     device_module().operations[name] += 1
     given: dict[int, tuple[Tensor, Tensor]] = {}
     """The tensors of the device and those of the CPU that share their memory, by the number of the latter."""
