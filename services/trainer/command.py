@@ -27,6 +27,7 @@ from services.common.launch.metrics_export import export_metrics
 from services.common.process.command_line import RecipeParser, require_text
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
+from services.common.program.backends.slow_paths import slow_paths
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe, explain_repetition, explain_schedule_end
 from services.common.recipe.schema import Recipe, fingerprint
@@ -146,9 +147,9 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             report_published(job.checkpoint_collection, is_new=False)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
-        for problem in (explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)):
-            if problem:
-                logger.warning("%s", problem)
+        warnings = [explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)]
+        for problem in filter(None, [*warnings, *slow_paths(recipe).values()]):
+            logger.warning("%s", problem)
         prepare_node(job)
         with (
             export_metrics(collect_run(job), arguments),

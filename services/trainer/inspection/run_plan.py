@@ -18,6 +18,7 @@ from services.common.process.termination_notice import (
     TRAINER_NOTICE_SECONDS,
     needed_notice_seconds,
 )
+from services.common.program.backends.slow_paths import slow_paths
 from services.common.program.mesh import make_mesh
 from services.common.recipe.derived import causal_flops_per_token, derive, steps_of_run, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
@@ -140,9 +141,10 @@ def read_assumptions(arguments: Namespace) -> Assumptions:
 def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
     """Return the plan as a page of text. The numbers of the data need the corpus."""
     device = instance_type(recipe)
+    slow = {f"warning, {part}": reason for part, reason in slow_paths(recipe).items()}
     sections = [
         f"{recipe.name}: estimates of the run's needs (docs/benchmarks/trainer.md has their sources)",
-        _table("recipe", derive(recipe, corpus)),
+        _table("recipe", derive(recipe, corpus) | slow),
         _table("topology", _topology(recipe, device)),
         _memory_table(recipe, device),
         _table("time and cost", _time_and_cost(recipe, device, assumptions)),
