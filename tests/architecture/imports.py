@@ -47,6 +47,25 @@ def _imports_in(source: str, with_optional: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+def words_of(path: Path) -> list[str]:
+    """Return the strings and the names that the code of a file uses, without docstrings and comments."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            words.append(node.value)
+        elif isinstance(node, ast.Name):
+            words.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            words.append(node.attr)
+        elif isinstance(node, ast.alias):
+            words.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            words.append(node.module or "")
+    return words
+
+
 def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool = True) -> set[str]:
     """Return `start` and all first-party modules that it imports, directly or through others."""
     seen: set[str] = set()

@@ -9,7 +9,15 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.architecture.imports import calls_of, closure_of, joined_paths_of, modules_of, reads_of, third_parties_of
+from tests.architecture.imports import (
+    calls_of,
+    closure_of,
+    joined_paths_of,
+    modules_of,
+    reads_of,
+    third_parties_of,
+    words_of,
+)
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
@@ -111,6 +119,17 @@ def supplied_files_are_opened_in_one_way(root: Path) -> list[str]:
         for module, path in modules_of(root, "services", "deploy", "k8s", "infra").items()
         if module not in READ_THEIR_OWN and not module.startswith("services.common.testing.")
         for call in reads_of(path)
+    ]
+
+
+def one_folder_of_the_program_names_neuron(root: Path) -> list[str]:
+    """The program is one for all devices: what Neuron does otherwise is behind the Protocol of the backends."""
+    return [
+        f"{module} says {word!r}; put what differs behind services.common.program.backends.protocol"
+        for module, path in modules_of(root).items()
+        if module.startswith("services.common.program.") and not module.startswith("services.common.program.backends.")
+        for word in words_of(path)
+        if "neuron" in word.lower()
     ]
 
 

@@ -25,6 +25,7 @@ RULES: list[Rule] = [
     rules.tests_draw_seeds_in_one_place,
     rules.one_function_joins_paths_of_manifests,
     rules.supplied_files_are_opened_in_one_way,
+    rules.one_folder_of_the_program_names_neuron,
     rules.services_is_no_package,
     rules.services_have_their_documents,
     rules.versions_are_in_the_changelog,
@@ -68,6 +69,18 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
             *("path.read_text()", "path.open('rb')", "open(path)", "os.open(path, os.O_RDONLY)"),
             *("torch.load(path)", "safetensors.safe_open(path, 'pt')", "pa.memory_map(path)", "fsspec.open(path)"),
         )
+    ),
+    (
+        rules.one_folder_of_the_program_names_neuron,
+        "services/common/program/step.py",
+        '"""Neuron is fine here."""\nis_slow = device.type == "neuron"',
+        "services.common.program.step says 'neuron'; put",
+    ),
+    (
+        rules.one_folder_of_the_program_names_neuron,
+        "services/common/program/loss.py",
+        "from services.common.program.backends.neuron_facts import slow_paths",
+        "services.common.program.loss says 'services.common.program.backends.neuron_facts'; put",
     ),
     (rules.services_is_no_package, "services/__init__.py", "", "services/__init__.py"),
     (
