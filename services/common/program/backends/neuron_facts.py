@@ -93,8 +93,8 @@ def is_compile_only(environment: Mapping[str, str]) -> bool:
 
 def _core_size(recipe: Recipe) -> str:
     """Return the number of physical cores of a worker's logical one; empty where the recipe names no instances."""
-    instance_type = recipe.cluster.trainer_instance_type
-    size = read_instance_types()[instance_type].logical_core_size if instance_type else None
+    instance_type, on_node = recipe.cluster.trainer_instance_type, recipe.cluster.trainer_workers_per_node
+    size = read_instance_types()[instance_type].divided_for(on_node).logical_core_size if instance_type else None
     return "" if size is None else str(size)
 
 

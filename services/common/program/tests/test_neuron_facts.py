@@ -44,6 +44,16 @@ def test_a_worker_and_a_trace_have_the_facts_of_the_command(tmp_path: Path) -> N
     assert compiler_facts(worker, recipe) == compiler_facts(trace, recipe) == compiler_facts({}, recipe)
 
 
+@pytest.mark.parametrize(("workers", "size"), [(64, "2"), (128, "1")])
+def test_graphs_are_for_cores_as_small_as_a_node_s_workers_need(tmp_path: Path, workers: int, size: str) -> None:
+    """The launcher gives workers the same size."""
+    sizes = ("parallel__data_parallel_size", "cluster__trainer_workers_per_node", "batch__global_batch_size")
+    recipe = recipe_for(tmp_path, batch__micro_batch_size="1", **dict.fromkeys(sizes, str(workers)))
+
+    assert trace_variables(recipe) == {CORE_SIZE_VARIABLE: size}
+    assert compiler_facts({}, recipe)["logical_core_size"] == size
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("NEURON_COMPILER_OPT_LEVEL", "1"), ("TORCH_NEURONX_ENABLE_NKI_SDPA", "0")]
 )
