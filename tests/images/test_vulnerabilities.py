@@ -10,6 +10,7 @@ import pytest
 
 from images import vulnerabilities
 from images.lock import LOCKS
+from images.platforms import SERVICES, VARIANTS
 from images.vulnerabilities import audit, audit_locks
 from services.common.errors import DeviceError, TryAgain
 
@@ -46,8 +47,8 @@ def test_locks_without_a_vulnerable_pin_pass(answer: Any, capsys: pytest.Capture
     audit_locks()
 
     looked_up = {line.split()[1] for line in capsys.readouterr().out.splitlines()}
-    of_images = {path.name for path in LOCKS.glob("*.txt") if path.stem.endswith(("-cpu", "-cuda", "-neuron"))}
-    assert looked_up == {path.name for path in LOCKS.glob("*.txt")} - of_images | {"dev-neuron.txt"}
+    of_images = {f"{service}-{variant}.txt" for service in SERVICES for variant in VARIANTS}
+    assert looked_up == {path.name for path in LOCKS.glob("*.txt")} - of_images
 
 
 @pytest.mark.parametrize(
