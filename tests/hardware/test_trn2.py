@@ -172,7 +172,7 @@ def test_every_collective_is_right_along_every_axis(tmp_path: Path, case: Case) 
     assert len(results[0]["done"]) >= 16
 
 
-@pytest.mark.parametrize(("layers", "steps"), [("1", 1), ("2", 10)], ids=["one step of one layer", "ten steps of two"])
+@pytest.mark.parametrize(("layers", "steps"), [("1", 1), ("2", 10)], ids=["one_step_of_one_layer", "ten_steps_of_two"])
 def test_one_core_gives_the_losses_of_a_cpu(tmp_path: Path, layers: str, steps: int) -> None:
     """Settles points 22 and 23, operation by operation."""
     compare_with_a_cpu(tmp_path, Case("neuron", steps=steps, overrides=EAGER | {"model__num_hidden_layers": layers}))
