@@ -65,18 +65,14 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
             _watch.require_ray()
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-            "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}},
-        }
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         address = cluster_address()
         if address is None:
             failure = RayCall(partial(_start_here, options, num_cpus, resources or {}), goes_on=True).wait()
             if failure is not None:
                 raise failure
         else:
-            _join(address, options)
+            _join(address, {**options, "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}}})
         logging.getLogger("ray").setLevel(logging.ERROR)
 
 
@@ -197,7 +193,7 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
     folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
     started: list[subprocess.Popen[Any]] = []
     call_at_end(partial(_leave, started, stack))
-    with _leaving_signals_to_us(), _starting_sessions(started):
+    with _leaving_signals_to_us(), _starting_sessions(started), _leaving_out_services():
         try:
             ray.init(
                 address="local",  # otherwise Ray joins any cluster of this machine, such as another command's
@@ -256,14 +252,16 @@ def _leaving_signals_to_us() -> Iterator[None]:
 def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
     """Start Ray's processes in sessions of their own, which signals to the command's group do not reach.
 
-    The command's guard ends the processes of these sessions. `started` receives the processes.
+    The command's guard ends the processes of these sessions. `started` receives the processes. They import what this
+    process can import: workers of Ray that start with an environment of their own would start later.
     """
     guard = start_guard()
     services: Any = ray._private.services
     popen = services.ConsolePopen
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
-        process = popen(*arguments, **options, start_new_session=True)
+        environment = {**(options.pop("env", None) or os.environ), "PYTHONPATH": _python_path()}
+        process = popen(*arguments, **options, env=environment, start_new_session=True)
         started.append(process)
         guard.watch_session(process.pid)
         return process
@@ -273,6 +271,24 @@ def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextmanager
+def _leaving_out_services() -> Iterator[None]:
+    """Start Ray without its dashboard, its log monitor and its autoscaler's monitor, and its agents on free ports.
+
+    `ray.init` has no options for that. These services take 1.7 s of CPU to start, and tell users about a cluster, which
+    this one is not. Ray's own choice of port is 52365: a second Ray of this machine would try that port for 3.4 s.
+    """
+    parameter: Any = ray._private.parameter
+    services: Any = ray._private.services
+    make, start_dashboard = parameter.RayParams, services.start_api_server
+    parameter.RayParams = partial(make, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *arguments, **options: (None, None)  # what it returns without a dashboard
+    try:
+        yield
+    finally:
+        parameter.RayParams, services.start_api_server = make, start_dashboard
 
 
 def _python_path() -> str:
