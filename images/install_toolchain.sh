@@ -7,11 +7,11 @@
 # clang (triton/runtime/build.py, 3.7) and with Python.h; cuda.h is in Triton's package. It links the driver's
 # libcuda.so.1, which it finds with `/sbin/ldconfig -p` (in Debian's libc-bin) or on LD_LIBRARY_PATH. TRITON_LIBCUDA_PATH
 # is not set, because hosts differ in where the driver's libraries are mounted.
-# neuron: the Neuron backend of Ray calls pkill. trn2: its base lacks the certificates too, which slim Python has.
+# neuron: nothing, neuronx-cc brings its own. trn2: the base lacks the certificates that slim Python has.
 set -eu
 case "$1" in
-neuron) packages=procps ;;
-trn2) packages="ca-certificates procps" ;;
+neuron) exit 0 ;;
+trn2) packages=ca-certificates ;;
 cuda) packages="g++ gcc" ;;
 *) packages=g++ ;;
 esac

@@ -118,8 +118,8 @@ def test_the_images_that_compute_on_gpus_ask_for_them_and_for_the_driver_s_tools
         ("cpu", False, {"g++", "libpython3-dev"}),
         ("cuda", True, {"g++", "gcc"}),
         ("cuda", False, {"g++", "gcc", "libpython3-dev"}),
-        ("neuron", False, {"procps"}),
-        ("trn2", False, {"ca-certificates", "procps"}),
+        ("neuron", False, set()),
+        ("trn2", False, {"ca-certificates"}),
     ],
 )
 def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(
@@ -135,8 +135,9 @@ def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(
         (tmp_path / name).chmod(0o755)
     command = ["/bin/sh", str(REPOSITORY / "images/install_toolchain.sh"), variant]
     subprocess.run(command, env={"PATH": str(tmp_path)}, check=True)
-    installs = [line.split() for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("install ")]
-    assert [{word for word in line[1:] if not word.startswith("-")} for line in installs] == [packages]
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    installed = [word for line in lines if line.startswith("install ") for word in line.split()[1:]]
+    assert {word for word in installed if not word.startswith("-")} == packages
 
 
 def test_an_image_has_no_code_of_tests() -> None:
