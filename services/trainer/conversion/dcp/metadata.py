@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
+import pickle  # nosec B403 # the unpickler below makes no class but its own
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
