@@ -28,6 +28,7 @@ from services.common.recipe.derived import causal_flops_per_token
 from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import memory_of_worker
 from services.common.testing.recipes import load_with, recipe_text
+from services.common.testing.seeds import draw_seed
 from services.common.testing.torch_neuron.package import write_package
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.metrics.run_numbers import compute_efficiency
@@ -233,7 +234,7 @@ def test_a_killed_worker_costs_no_graph_and_no_step(tmp_path: Path) -> None:
     while not checkpoints(root) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert process.poll() is None, "the run ended before its first checkpoint"
-    random.choice(workers_of(process)).kill()
+    random.Random(draw_seed()).choice(workers_of(process)).kill()
     output, _ = process.communicate(timeout=1800)
 
     assert process.returncode == 0, output

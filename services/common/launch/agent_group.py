@@ -71,12 +71,15 @@ class AgentGroup:
         self._is_listening = True
         self._arrived: queue.Queue[_Agent] = queue.Queue()
         self._agents: dict[int, _Agent] = {}
+        self._notice: Notice | None = None
+        self._closing, self._is_closed = threading.Lock(), False
         threading.Thread(target=self._accept, name="agents", daemon=True).start()
 
     @property
-    def num_arrived(self) -> int:
-        """Number of agents that have connected. Any thread may ask."""
-        return len(self._agents) + self._arrived.qsize()
+    def absent_ranks(self) -> list[int]:
+        """Ranks of the nodes whose agents have not connected. Any thread may ask."""
+        arrived = {*self._agents, *(agent.rank for agent in list(self._arrived.queue))}
+        return [rank for rank in range(self._num_agents) if rank not in arrived]
 
     def gather(self, require_launcher: Callable[[], None]) -> None:
         """Wait until all agents have connected. `require_launcher` raises an error where they will not."""
@@ -85,6 +88,8 @@ class AgentGroup:
             with suppress(queue.Empty):
                 agent = self._arrived.get(timeout=POLL_SECONDS)
                 self._agents[agent.rank] = agent
+                if self._notice:
+                    agent.send(self._notice)
         self._stop_listening()
 
     def run(self, work: bytes, spec: WorkerGroupSpec, require_launcher: Callable[[], None]) -> None:
@@ -98,15 +103,21 @@ class AgentGroup:
         require_success(self._await_ends(require_launcher))
 
     def tell_workers(self, reason: StopReason) -> None:
-        """Tell the workers of all nodes why they should stop. Raises `AgentLost`."""
+        """Tell the workers of all nodes, those whose agents are still to come too, why they should stop.
+
+        Raises `AgentLost`.
+        """
+        self._notice = Notice(reason)
         for agent in self._agents.values():
-            agent.send(Notice(reason))
+            agent.send(self._notice)
 
     def close(self) -> None:
         """End all agents, which kill their workers and end when their connection ends."""
         self._stop_listening()
-        for agent in self._agents.values():
-            agent.connection.close()
+        with self._closing:
+            self._is_closed = True
+            for agent in (*self._agents.values(), *self._arrived.queue):
+                agent.connection.close()
         self._agents = {}
 
     def _await_ends(self, require_launcher: Callable[[], None]) -> list[NodeEnd]:
@@ -156,4 +167,9 @@ class AgentGroup:
     def _admit(self, channel: socket.socket) -> None:
         with suppress(AuthenticationError, EOFError, OSError):
             connection = admit_agent(channel, self.key)
-            self._arrived.put(_Agent(connection, connection.recv()))
+            agent = _Agent(connection, connection.recv())
+            with self._closing:
+                if self._is_closed:
+                    connection.close()
+                else:
+                    self._arrived.put(agent)

@@ -17,7 +17,6 @@ import pickle  # nosec B403 # only the command's own bytes are pickled
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -44,11 +43,13 @@ from services.common.launch.ray_cluster import LOST_BY_RAY, RayCall, calling_ray
 from services.common.process.stop_reason import StopReason
 
 POLL_SECONDS = 0.5
-WATCH_SECONDS = 1.0
-"""Seconds between two questions to Ray's head whether a node of the workers is about to be taken away."""
+WAIT_SECONDS = 1
+"""Seconds of a wait in Ray, whole ones: for less, `PlacementGroup.wait` returns at once. In between the command asks
+Ray's head whether a node of the workers is about to be taken away."""
 NODE_SHARE = 1 - DRIVER_SHARE
 """Share of a node's stage resource for its agent, so large that no second agent is started on a node."""
 _SHOWN_CHARACTERS = 500
+_SHOWN_RANKS = 8
 
 _DEVICES = {**dict.fromkeys(NEURON_DEVICES, "neuron_cores"), "cuda": "GPU"}
 """Ray's resource for the device of a worker."""
@@ -186,9 +187,9 @@ class _Attempt:
                     self._follow(gang, self._start_tasks(gang, demand, _RAY_VARIABLES.get(device or "")))
 
     def _await_placement(self, gang: PlacementGroup, demand: dict[str, float], num_nodes: int) -> None:
-        deadline = time.monotonic() + ray_room.GROUP_START_SECONDS
-        while not self._is_over.is_set() and not gang.wait(POLL_SECONDS):
-            if time.monotonic() > deadline:
+        waited = Stopwatch()
+        while not self._is_over.is_set() and not gang.wait(WAIT_SECONDS):
+            if waited.look(True) > ray_room.GROUP_START_SECONDS:
                 raise ray_room.no_room(demand, num_nodes)
 
     def _start_tasks(
@@ -212,15 +213,20 @@ class _Attempt:
     def _follow(self, gang: PlacementGroup, tasks: list[ray.ObjectRef[None]]) -> None:
         """Wait until a task ends or the command closes the agents, then for all tasks, and raise the first error.
 
-        Raises `NoRoomForWorkers` where an agent does not come: its node was lost before the task started.
+        Raises `WorkersLost` where an agent does not come: its node was lost before the task started, or is frozen.
         """
-        deadline = time.monotonic() + ray_room.GROUP_START_SECONDS
+        waited = Stopwatch()
         nodes, is_told = set(placement_group_table(gang)["bundles_to_node_id"].values()), False
         ended: list[ray.ObjectRef[None]] = []
         while not (ended or self._is_over.is_set()):
-            ended, _ = ray.wait(tasks, timeout=WATCH_SECONDS)
-            if self._agents.num_arrived < len(tasks) and time.monotonic() > deadline:
-                raise ray_room.no_room(_demand_of_node(self._spec), len(tasks))
+            ended, _ = ray.wait(tasks, timeout=WAIT_SECONDS)
+            absent = self._agents.absent_ranks if not self._is_over.is_set() else []
+            if waited.look(bool(absent)) > ray_room.GROUP_START_SECONDS:
+                ranks = ", ".join(map(str, absent[:_SHOWN_RANKS]))
+                raise WorkersLost(
+                    f"{len(absent)} of {len(tasks)} agents did not connect within {ray_room.GROUP_START_SECONDS:.0f} s "
+                    f"of their placement, of node {ranks}: their nodes are lost, frozen or very slow"
+                )
             if not is_told and cluster_address() and nodes & ray._private.state.state.get_draining_nodes().keys():
                 is_told = True
                 self._is_preempted.set()

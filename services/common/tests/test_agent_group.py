@@ -130,8 +130,8 @@ def test_the_error_of_a_start_comes_back_and_the_next_start_works(nodes: Nodes) 
 def test_a_notice_reaches_all_workers_and_a_signal_those_of_its_node_also_in_later_starts(
     nodes: Nodes, messages: Counter[str]
 ) -> None:
+    nodes.group.tell_workers(StopReason.PREEMPTION)  # before the agents have come
     nodes.group.gather(lambda: None)
-    nodes.group.tell_workers(StopReason.PREEMPTION)
     nodes.agents[1].send_signal(signal.SIGTERM)
     for _ in range(2):
         nodes.run(work.write_stop_reason)
@@ -139,6 +139,14 @@ def test_a_notice_reaches_all_workers_and_a_signal_those_of_its_node_also_in_lat
         heard = [json.loads((nodes.folder / f"{rank}.json").read_text()) for rank in range(2 * NODES)]
         assert heard == [StopReason.PREEMPTION] * 2 + [StopReason.SIGTERM] * 2
     assert messages["Notice"] == NODES
+
+
+def test_agents_that_have_come_and_were_not_gathered_end_with_the_group(nodes: Nodes) -> None:
+    wait_until(lambda: nodes.group.absent_ranks == [])
+
+    nodes.group.close()
+
+    assert [agent.wait(20) for agent in nodes.agents] == [0] * NODES
 
 
 def test_who_has_no_key_is_no_agent_and_a_killed_agent_ends_its_workers_and_the_other_agents(nodes: Nodes) -> None:

@@ -110,16 +110,16 @@ def freeze_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
 
 
 def agree_after_a_freeze(folder: Path, environment: WorkerEnvironment) -> None:
-    """Agree on a step with a limit of 2 s, while all workers are stopped for 3 s, as by Ctrl-Z, and then go on."""
+    """Agree on a step with a limit of 8 s, while all workers are stopped for 9 s, as by Ctrl-Z, and then go on."""
     group = ProcessGroup(environment.rank, environment.world_size)
-    group.timeout = timedelta(seconds=2)
+    group.timeout = timedelta(seconds=8)
     (folder / str(environment.rank)).write_text(str(os.getpid()), encoding="utf-8")
     wait_until(lambda: (folder / "0").exists() and (folder / "1").exists())
     with agreeing(environment, group) as agreement:
         if environment.rank == 1:
             time.sleep(0.5)  # the other waits
             pids = (folder / "0").read_text(encoding="utf-8"), str(os.getpid())
-            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {' '.join(pids)}"])
+            subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {' '.join(pids)}"])
             os.kill(int(pids[0]), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.5)

@@ -81,9 +81,9 @@ class TorchNative:
 
     @staticmethod
     def facts(recipe: Recipe) -> dict[str, Any]:
-        device = recipe.parallel.device
-        uses_inductor = recipe.compile.enabled and NATIVE_DEVICES[device].compiler == "inductor"
-        return device_facts(recipe) | inductor_facts(uses_inductor)
+        is_of_inductor = NATIVE_DEVICES[recipe.parallel.device].compiler == "inductor"
+        # With another compiler the host's CPU decides neither bits nor graphs.
+        return device_facts(recipe) | (inductor_facts(recipe.compile.enabled) if is_of_inductor else {})
 
     @staticmethod
     def world_collectives(device: Device) -> str:
