@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
@@ -226,7 +227,10 @@ def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]
     ended = [process for process in started if process.poll() is not None]
     if not ended and isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
         return error
-    return TryAgain(f"Ray did not start on this machine: {error}. Run the same command again.")
+    programs = [Path(str(process.args[0])).name for process in ended]  # type: ignore[index] # Ray passes lists
+    lost = ", ".join(f"{name} with {process.returncode}" for name, process in zip(programs, ended, strict=True))
+    why = f"a process of it ended, {lost}" if lost else str(error).rstrip(".")
+    return TryAgain(f"Ray did not start on this machine: {why}. Run the same command again.")
 
 
 @contextmanager

@@ -146,8 +146,13 @@ def explain_os_error(error: Exception) -> MillraceError | None:
 
 def _report(error: MillraceError | Stopped) -> int:
     with suppress(OSError):  # stderr has no reader
-        print(f"millrace: {error}", file=sys.stderr, flush=True)
+        print(f"millrace: {_escape(str(error))}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def _escape(message: str) -> str:
+    """Write out control characters, which a name in a foreign file may have and a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in message)
 
 
 def _raise_stopped(signum: int) -> NoReturn:

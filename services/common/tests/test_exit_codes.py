@@ -54,6 +54,14 @@ def run_with_mount(options: str, root: Path, *arguments: str | Path) -> tuple[in
     return done.returncode, done.stderr
 
 
+def test_a_name_of_a_foreign_file_gives_a_terminal_no_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise ArtifactError("weight\x1b]0;owned\x07 is missing,\nand so is größe")
+
+    assert exit_code_of(fail) == 3
+    assert capsys.readouterr().err == "millrace: weight\\x1b]0;owned\\x07 is missing,\nand so is größe\n"
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [(RecipeError, 2), (ArtifactError, 3), (DeviceError, 4), (StorageError, 5), (TryAgain, 75), (WorkersLost, 75)],
