@@ -27,6 +27,7 @@ from infra.checks import run_checks
 from infra.confirmation import require_yes
 from infra.cost.estimate import Sizes, describe_cost, require_budget
 from infra.preflight.instance_device import judge_device
+from infra.preflight.machine_images import judge_machine_image
 from infra.preflight.questions import run_preflight
 from infra.preflight.requirement import require_fit
 from infra.teardown.leftovers import describe_leftovers, find_leftovers
@@ -125,7 +126,8 @@ def _make_plan(is_quiet: bool) -> tuple[Stack, Plan, Inputs]:
     """Plans the stack and prints its cost.
 
     Raises `RecipeError` for misspelt variables, of which terraform only warns, and for a budget below the idle stack's
-    cost, and `DeviceError` for an instance type on which no image computes.
+    cost, and `DeviceError` for an instance type on which no image computes, or a machine image whose driver the images
+    do not accept.
     """
     _read_variables()
     stack = _stack()
@@ -134,7 +136,7 @@ def _make_plan(is_quiet: bool) -> tuple[Stack, Plan, Inputs]:
     inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
     print(_describe_cost(inputs))
     require_budget(_sizes(inputs), inputs.budget_monthly_dollars, _today())
-    require_fit(judge_device(inputs))
+    require_fit([*judge_device(inputs), *judge_machine_image(inputs)])
     return stack, found, inputs
 
 

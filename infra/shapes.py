@@ -49,7 +49,7 @@ class Price:
     """Year and month, as in 2026-06."""
 
     def describe_origin(self) -> str:
-        return f"list price of {self.region}, {self.dated}"
+        return f"{self.region}, {self.dated}: {self.source}"
 
 
 @dataclass(frozen=True)

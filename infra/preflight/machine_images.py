@@ -40,7 +40,36 @@ def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> lis
     return [chosen, *(_look_at_environments(account, inputs, images, found) if is_up else ())]
 
 
+def judge_machine_image(inputs: Inputs) -> list[Finding]:
+    """A finding if the images do not accept the chosen machine image's driver, as far as the table alone can tell.
+
+    AWS alone knows the name behind an `ami_id`, which Terraform requires the table to list. So that is refused here
+    only if no release of the table fits.
+    """
+    if inputs.has_cluster:
+        return _judge_release(inputs)[1] if inputs.kubernetes_version else []
+    images = read_ecs_machine_images()
+    if not inputs.ami_id:
+        return _look_at_driver(images.default, images.default, inputs, images, "variable ami_id")[1]
+    node = _find_node(inputs)
+    if node is None or any(node.takes_driver(driver) for driver in images.drivers.values()):
+        return []
+    drivers = ", ".join(sorted(set(images.drivers.values())))
+    return [_describe_unfit(node, drivers, f"the releases in {TABLE}", inputs, images, "variable ami_id")]
+
+
 def _look_at_release(account: Account, inputs: Inputs) -> Look:
+    look = _judge_release(inputs)
+    if look[1]:
+        return look
+    images = read_eks_machine_images()[inputs.kubernetes_version]
+    release = inputs.ami_release or images.default
+    if _find_image(account, name_of_eks_release(release)) is None:
+        return _describe_absent(account, images, release, "ami_release")
+    return look
+
+
+def _judge_release(inputs: Inputs) -> Look:
     images = read_eks_machine_images().get(inputs.kubernetes_version)
     if images is None:
         known = ", ".join(read_eks_machine_images())
@@ -57,8 +86,6 @@ def _look_at_release(account: Account, inputs: Inputs) -> Look:
     if release not in images.drivers:
         command = "leave ami_release out, for the default"
         return _describe_unknown(release, inputs, images, "variable ami_release", command)
-    if _find_image(account, name_of_eks_release(release)) is None:
-        return _describe_absent(account, images, release, "ami_release")
     return _look_at_driver(release, release, inputs, images, "variable ami_release")
 
 
@@ -105,17 +132,23 @@ def _look_at_driver(release: str, title: str, inputs: Inputs, images: MachineIma
     if node is None or node.takes_driver(driver):
         return f"{title} has Neuron driver {driver}, which the images accept", []
     return f"{title} has Neuron driver {driver}, which the images for {inputs.trainium_shape} do not accept", [
-        Finding(
-            what=f"the images for {inputs.trainium_shape} do not accept the Neuron driver {driver} of {title}",
-            where=where,
-            got=driver,
-            expected=f"{node.describe_drivers()} (images/platforms.toml): {_list_fitting(node, images)}",
-            command=(
-                f"look up a release with such a driver in {images.look_up}, add it to {TABLE}, and write it into "
-                f"{'ami_release' if inputs.has_cluster else 'ami_id'}"
-            ),
-        )
+        _describe_unfit(node, driver, title, inputs, images, where)
     ]
+
+
+def _describe_unfit(
+    node: NeuronNode, driver: str, title: str, inputs: Inputs, images: MachineImages, where: str
+) -> Finding:
+    return Finding(
+        what=f"the images for {inputs.trainium_shape} do not accept the Neuron driver {driver} of {title}",
+        where=where,
+        got=driver,
+        expected=f"{node.describe_drivers()} (images/platforms.toml): {_list_fitting(node, images)}",
+        command=(
+            f"look up a release with such a driver in {images.look_up}, add it to {TABLE}, and write "
+            f"{'it into ami_release' if inputs.has_cluster else 'its id into ami_id'}"
+        ),
+    )
 
 
 def _find_node(inputs: Inputs) -> NeuronNode | None:

@@ -116,8 +116,9 @@ def terraform(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         change_of(ENVIRONMENT, RESOURCES, compute_resources=resources_with(subnets=["subnet-1"])),
     ]
     chosen = {"region": REGION, "name": "millrace", "zone_id": "usw2-az4", "trainium": {"max_nodes": 4}}
-    for stack, pools in (("eks", ("cpu_nodes", "core_nodes")), ("batch", ("cpu_nodes",))):
-        variables = {name: {"value": value} for name, value in (chosen | {pool: {} for pool in pools}).items()}
+    of_eks = {"kubernetes_version": "1.34", "cpu_nodes": {}, "core_nodes": {}}
+    for stack, own in (("eks", of_eks), ("batch", {"cpu_nodes": {}})):
+        variables = {name: {"value": value} for name, value in (chosen | own).items()}
         shown = {"variables": variables, "resource_changes": changes}
         (tmp_path / f"{stack}.json").write_text(json.dumps(shown), encoding="utf-8")
     outputs = {name: {"value": "x"} for name in OUTPUTS} | {"config": {"value": "ECR_REPO=registry/millrace\n"}}
@@ -190,16 +191,30 @@ def test_a_compute_environment_is_not_replaced_under_a_job(
     assert is_applied(terraform)
 
 
-@pytest.mark.parametrize("command", ["plan", "up"])
-def test_a_type_that_no_image_computes_on_is_refused_before_anything_is_made(
-    run_infra: RunInfra, aws: Aws, terraform: Programs, tmp_path: Path, command: str
+@pytest.mark.parametrize(
+    ("command", "stack", "ami_id"),
+    [("plan", "eks", None), ("up", "eks", None), ("up", "batch", None), ("up", "batch", "ami-0")],
+)
+def test_a_type_whose_images_take_no_listed_driver_is_refused_before_anything_is_made(
+    run_infra: RunInfra,
+    aws: Aws,
+    terraform: Programs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    stack: str,
+    ami_id: str | None,
 ) -> None:
-    shown = json.loads((tmp_path / "eks.json").read_text(encoding="utf-8"))
+    monkeypatch.setenv("STACK", stack)
+    shown = json.loads((tmp_path / f"{stack}.json").read_text(encoding="utf-8"))
     shown["variables"]["trainium"]["value"]["shape"] = "trn2.48xlarge"
-    (tmp_path / "eks.json").write_text(json.dumps(shown), encoding="utf-8")
+    if ami_id:
+        shown["variables"]["ami_id"] = {"value": ami_id}
+    (tmp_path / f"{stack}.json").write_text(json.dumps(shown), encoding="utf-8")
 
     done = run_infra(command, exit_code=4)
 
     assert not is_applied(terraform)
     assert "trn2.48xlarge" in done.stderr
-    assert "expected  one of trn1.32xlarge, trn1n.32xlarge\n" in done.stderr
+    assert f"where     variable {'ami_release' if stack == 'eks' else 'ami_id'}\n" in done.stderr
+    assert "expected  aws-neuronx-dkms from 2.31.7.0 on" in done.stderr

@@ -105,7 +105,7 @@ resource "terraform_data" "given" {
 }
 
 # One release by its name. The "recommended" release changes every week, which would replace the compute environment each
-# time, and its Neuron driver is newer than the images accept.
+# time, and its Neuron driver may be one that the images do not accept.
 data "aws_ami" "trainium" {
   owners             = var.ami_id == null ? ["amazon"] : null
   most_recent        = true
@@ -120,10 +120,10 @@ data "aws_ami" "trainium" {
     postcondition {
       condition     = contains(keys(local.amis.releases), self.name)
       error_message = <<-EOT
-        ami_id = "${self.id}" is ${self.name}, whose Neuron driver infra/aws_releases.json does not list. The images accept the
-        drivers of ${join(", ", keys(local.amis.releases))}.
-        Leave ami_id out to use ${local.amis.default}. Or look up the driver of your image (modinfo -F version neuron
-        on an instance), and add its name to the table if it is between driver and driver_before of images/platforms.toml.
+        ami_id = "${self.id}" is ${self.name}, whose Neuron driver infra/aws_releases.json does not list. It lists
+        ${join(", ", keys(local.amis.releases))}.
+        make platforms prints the drivers that the images for the shape accept. Choose an AMI with one of them; if that is
+        yours, look up its driver (modinfo -F version neuron on an instance), and add its name to the table.
       EOT
     }
   }

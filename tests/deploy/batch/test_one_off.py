@@ -125,7 +125,9 @@ def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     )
     assert batch.run_one_off(ask_one_off(), None) == expected
     said = capsys.readouterr().out
-    assert said.startswith("cost        m7i.8xlarge at $1.61 an hour: $9.68 at most, after 6 h (HOURS=; list price of")
+    assert said.startswith(
+        "cost        m7i.8xlarge at $1.61 an hour: $9.68 at most, after 6 h (HOURS=; us-east-1, 2023-08: on-demand"
+    )
     assert "runs        trainer: summary\n" in said
     assert "tokens 5\n" in said
     assert "loss 3.2\n" in said

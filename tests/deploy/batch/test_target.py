@@ -109,7 +109,7 @@ def test_a_dry_run_shows_cost_definition_and_what_is_new_and_changes_nothing(
     capsys.readouterr()
     assert batch.deploy(ask(arguments=("--train.max_steps=9",), hours=2.0, is_dry_run=True), None) == 0
     said = capsys.readouterr().out
-    assert "an attempt ends after 2 h: $43.00 at most (list price of us-east-1" in said
+    assert "an attempt ends after 2 h: $43.00 at most (us-east-1, 2026-06: a third party's list" in said
     assert "definition  millrace-trainer, as revision 1 except for\n" in said
     assert "--train.max_steps=9" in said
     assert "timeout.attemptDurationSeconds: 86400 -> 7200" in said
