@@ -288,7 +288,7 @@ test-trn1: ## Run the tests on trn1's NeuronCores, with the shell's Python.
 #? MATCHING=WORDS  Words of the tests' names. Default: all tests.
 	python -m pytest -m neuron -rs -s tests/hardware/test_trn1.py -k "$(MATCHING)"
 
-test-trn2: ## Run the tests on trn2's or trn3's NeuronCores, or on a stand-in.
+test-trn2: $(if $(wildcard /dev/neuron0),,setup) ## Run the tests on trn2's or trn3's NeuronCores, or on a stand-in.
 #? test-trn1
 	$(if $(wildcard /dev/neuron0),python,$(python)) -m pytest -m "neuron or slow" -rs -s tests/hardware/test_trn2.py -k "$(MATCHING)"
 

@@ -134,7 +134,7 @@ def takes(target: str, variable: str, deploy_target: str) -> bool:
 
 def problems_of_program(words: list[str], helps: dict[str, str], recipe_keys: set[str]) -> list[str]:
     module, *arguments = words
-    if re.search(r"[<{$]|\.$|[A-Z]", module) or module in ("pytest", "pip"):
+    if re.search(r"[<{$]|\.$|[A-Z]", module) or module in ("pytest", "pip", "ensurepip"):
         return []
     if not any((REPOSITORY / module.replace(".", "/")).with_suffix(suffix).exists() for suffix in ("", ".py")):
         return [f"{module}: no such module"]

@@ -245,7 +245,6 @@ def test_a_killed_worker_costs_no_graph_and_no_step(tmp_path: Path) -> None:
 
 NARROW = {
     "corpus.sequence_length": "512",
-    "model.vocab_size": "512",
     "model.hidden_size": "256",
     "model.intermediate_size": "512",
     "model.num_attention_heads": "8",
@@ -274,10 +273,12 @@ def train_shipped(folder: Path, **overrides: str) -> None:
     assert records
     assert all(math.isfinite(record["loss"]) for record in records)
     workers = recipe.parallel.num_workers
+    node = NODE.divided_for(workers)
     tokens_per_second = compute_efficiency(records)["tokens_per_second"]
-    utilization = tokens_per_second * causal_flops_per_token(recipe) / (workers * NODE.worker_peak_flops_per_second)
+    utilization = tokens_per_second * causal_flops_per_token(recipe) / (workers * node.worker_peak_flops_per_second)
     print(f"\n{tokens_per_second:,.0f} tokens/s on {workers} cores, {utilization:.1%} of their peak")
-    print(f"`plan` expects {memory_of_worker(recipe).peak_bytes / GIB:.2f} GiB of each core's 24")
+    expected, core = memory_of_worker(recipe).peak_bytes / GIB, node.worker_memory_bytes / GIB
+    print(f"`plan` expects {expected:.2f} GiB of each core's {core:.0f}")
 
 
 def test_two_layers_of_llama_3_1_8b_train_on_rows_of_8192_tokens(tmp_path: Path) -> None:
@@ -293,6 +294,16 @@ def test_two_layers_of_llama_3_1_8b_train_on_rows_of_8192_tokens(tmp_path: Path)
 
 
 @pytest.mark.skipif(NODE.workers > CORES, reason="needs the 64 logical NeuronCores of a trn2.48xlarge")
-def test_throughput_of_llama_3_1_8b_on_one_node(tmp_path: Path) -> None:
-    """Settles point 31, with all layers of the shipped recipe."""
-    train_shipped(tmp_path, parallel__data_parallel_size="16", batch__global_batch_size="256", train__max_steps="20")
+@pytest.mark.parametrize("workers", [64, 128], ids=["64_workers", "128_workers"])
+def test_throughput_of_llama_3_1_8b_on_one_node(tmp_path: Path, workers: int) -> None:
+    """Settles points 31 and 32, with all layers of the shipped recipe in 16 models: of 4 workers with two physical
+    cores each, and of 8 with one.
+    """
+    train_shipped(
+        tmp_path,
+        parallel__data_parallel_size="16",
+        parallel__tensor_parallel_size=f"{workers // 16}",
+        cluster__trainer_workers_per_node=f"{workers}",
+        batch__global_batch_size="256",
+        train__max_steps="20",
+    )

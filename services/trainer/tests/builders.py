@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -138,12 +138,12 @@ def make_corpus(
 
 def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind, tail_tokens: int) -> Draft:
     length = recipe.corpus.sequence_length
+    token_dtype: Literal["uint16", "uint32"] = "uint16" if recipe.model.vocab_size <= 2**16 else "uint32"
     splits: dict[Split, SplitCounts] = {}
     for number, split in enumerate(SPLITS):
         generator = np.random.default_rng(number)
-        tokens = (np.cumsum(generator.integers(1, 3, rows * length + tail_tokens)) % recipe.model.vocab_size).astype(
-            np.uint16 if recipe.model.vocab_size <= 2**16 else np.uint32
-        )
+        counts = np.cumsum(generator.integers(1, 3, rows * length + tail_tokens))
+        tokens = (counts % recipe.model.vocab_size).astype(token_dtype)
         (workspace.files / split / "tail").mkdir(parents=True, exist_ok=True)
         check_digests: list[str] = []
         for first in range(0, rows, recipe.corpus.rows_per_shard):
@@ -173,6 +173,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
         splits,
         sequence_length=length,
         rows_per_shard=recipe.corpus.rows_per_shard,
+        token_dtype=token_dtype,
     )
     return Draft(payload)
 
