@@ -87,7 +87,7 @@ class Shape:
     pod: PodRoom | None
     """Resources of a stage's pod; None if no stage runs on this type."""
     price: Price | None
-    """None if no public list has a price, as for types that are sold in Capacity Blocks alone."""
+    """Price of an instance; None if no public list has one, as for types that are sold in Capacity Blocks alone."""
 
     @property
     def pod_resources(self) -> Resources:

@@ -89,7 +89,7 @@ class Line:
 
     what: str
     dollars_per_hour: float | None
-    """None if no public list has the price."""
+    """Dollars an hour for all of the line; None if no public list has the price."""
     region: str
     """Region of the price; other regions have other prices. Empty without a price."""
     dated: str

@@ -152,7 +152,7 @@ def _describe_unfit(
 
 
 def _find_node(inputs: Inputs) -> NeuronNode | None:
-    """What the images for the chosen instance type require of a node; None where no image computes on it."""
+    """Return what the images for the chosen instance type require of a node; None where no image computes on it."""
     variant = find_variant(inputs.trainium_shape)
     return read_neuron_nodes()[variant] if variant else None
 

@@ -42,7 +42,7 @@ class Case:
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     key_value_copies: int = 1
-    """Of the mesh of `run_collectives`; a recipe's follow from its model."""
+    """Copies of each key-value head in the mesh of `run_collectives`; in a recipe they follow from its model."""
     steps: int = 1
     overrides: dict[str, str] = field(default_factory=dict)
 

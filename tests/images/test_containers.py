@@ -319,7 +319,7 @@ print(os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"], *sorted(os.listdir("/opt/aws/
 def test_a_trn2_image_has_torch_neuron_beside_the_versions_of_its_lock(
     trn2_images: dict[str, str], service: str
 ) -> None:
-    """What TorchNeuron needs and the lock has stays as it is, and what the lock lacks is installed too."""
+    """Packages that TorchNeuron needs keep the versions of the lock, and are installed where the lock lacks them."""
     names = ("torch", "torch-neuronx", "neuronx-cc", "nki", "numpy", "toolz")
     command = ("--entrypoint", "python", trn2_images[service], "-c", INSTALLED, *names)
     *found, runtime = docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *command).splitlines()

@@ -76,22 +76,24 @@ WITH_PROGRAM = ("compiler", "trainer")
 
 
 @dataclass(frozen=True)
-class Home:
-    """What the images of a variant compute on."""
+class VariantDevice:
+    """Describes the device on which the images of a variant compute."""
 
     device: str
     """The only `parallel.device` of recipes that the images run."""
-    means: str
+    path: str
+    """Words that say on which processors the program runs, and through which library."""
     node: str
+    """Words for the nodes that have the device."""
 
 
-HOMES = {
-    "cpu": Home("cpu", "on CPUs", "a node without accelerators"),
-    "cuda": Home("cuda", "on NVIDIA GPUs", "a node with NVIDIA GPUs"),
-    "neuron": Home("xla", "on NeuronCores through torch_xla", "a trn1 node"),
-    "trn2": Home("neuron", "on NeuronCores through TorchNeuron", "a trn2 or trn3 node"),
+DEVICES_OF_VARIANTS = {
+    "cpu": VariantDevice("cpu", "on CPUs", "a node without accelerators"),
+    "cuda": VariantDevice("cuda", "on NVIDIA GPUs", "a node with NVIDIA GPUs"),
+    "neuron": VariantDevice("xla", "on NeuronCores through torch_xla", "a trn1 node"),
+    "trn2": VariantDevice("neuron", "on NeuronCores through TorchNeuron", "a trn2 or trn3 node"),
 }
-"""By variant of the images."""
+"""Devices of images by the variant of the images."""
 
 DISTRIBUTIONS = (
     *("ray", "torch", "numpy", "cuda-toolkit", "triton"),
@@ -146,11 +148,11 @@ def require_backend(device: str) -> BackendEntry:
     No other device takes its place: on a Trainium node the CPU would train for weeks while the chips are paid for.
     Outside of an image, every device that torch finds may be used.
     """
-    home = HOMES[image_variant()]
-    if is_in_image() and device != home.device:
+    own = DEVICES_OF_VARIANTS[image_variant()]
+    if is_in_image() and device != own.device:
         raise DeviceError(
-            f"this is a {image_variant()} image, which runs the program only {home.means}, and parallel.device is "
-            f"{device!r}. Use what its nodes are paid for: --parallel.device={home.device}. {_home_of(device)}"
+            f"this is a {image_variant()} image, which runs the program only {own.path}, and parallel.device is "
+            f"{device!r}. Use what its nodes are paid for: --parallel.device={own.device}. {_name_images_for(device)}"
         )
     chips = neuron_chips()
     if chips and device == "cpu":
@@ -162,12 +164,11 @@ def require_backend(device: str) -> BackendEntry:
     return BACKENDS[device]
 
 
-def _home_of(device: str) -> str:
+def _name_images_for(device: str) -> str:
     """Return a sentence that names the image and the node on which a recipe for the device runs."""
-    variant, home = next((variant, home) for variant, home in HOMES.items() if home.device == device)
+    variant, its = next(each for each in DEVICES_OF_VARIANTS.items() if each[1].device == device)
     return (
-        f"A recipe for {device} runs in an image of the {variant} variant, on {home.node}: make images "
-        f"VARIANT={variant}"
+        f"A recipe for {device} runs in an image of the {variant} variant, on {its.node}: make images VARIANT={variant}"
     )
 
 

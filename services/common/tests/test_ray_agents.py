@@ -118,7 +118,7 @@ def test_a_frozen_agent_of_another_node_is_killed_and_the_next_start_has_new_age
 
 
 def test_a_killed_task_leaves_the_nodes_to_the_next_start(tmp_path: Path, launcher: Launcher) -> None:
-    """Each start takes all CPUs of all nodes, so the next one waits until Ray has freed them."""
+    """Each start of the workers takes all CPUs of all nodes, so the next start waits until Ray has freed them."""
     with launcher.open_workers(new_spec(tmp_path, WORKERS_PER_NODE)) as workers:
         with pytest.raises(WorkersLost, match="Ray lost the agent of node 3"):
             workers.run(work.kill_task_of_ray, None)

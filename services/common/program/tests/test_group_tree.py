@@ -1,4 +1,4 @@
-"""What all workers tell each other takes few messages, whatever their number: counted with workers that are threads."""
+"""Exchanges of all workers take few messages for any number of workers, counted here with threads as workers."""
 
 from __future__ import annotations
 

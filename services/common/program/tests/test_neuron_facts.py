@@ -1,4 +1,4 @@
-"""What decides TorchNeuron's graphs: the same facts for the command and its workers, others for other graphs."""
+"""The facts that decide TorchNeuron's graphs are the same in a command and its workers, and differ with the graphs."""
 
 from __future__ import annotations
 

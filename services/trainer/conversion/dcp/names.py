@@ -40,7 +40,7 @@ _WEIGHT = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.weight")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Where a model's weights are in a checkpoint."""
+    """Maps the weights of a Llama to the tensors of a checkpoint that hold them."""
 
     is_torchtitans: bool
     stored: Mapping[str, str]
