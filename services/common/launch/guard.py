@@ -37,7 +37,6 @@ import psutil
 from services.common.launch.process_family import (
     MARK,
     STOPPED_SECONDS,
-    Stopwatch,
     end_family,
     find_family,
     find_stopped,
@@ -51,6 +50,7 @@ from services.common.process.stop_signals import (
     end_at_once,
     say_if_heard,
 )
+from services.common.process.stopwatch import Stopwatch
 
 KILL_SECONDS = END_SECONDS + 1.0
 POLL_SECONDS = 0.25

@@ -26,7 +26,6 @@ never in this state, and neither is one that a debugger holds.
 
 _TRACKER_SECONDS = 1.0
 _AGAIN_SECONDS = 0.05
-_MOST_SECONDS_BETWEEN_LOOKS = 2.0
 _IS_EXITING = 0x4  # PF_EXITING of linux/sched.h, in the flags of proc_pid_stat(5)
 
 
@@ -40,29 +39,6 @@ def is_stopped(pid: int) -> bool:
 def find_stopped() -> set[int]:
     """The ids of all processes of this machine that are stopped by a signal."""
     return {pid for pid in psutil.pids() if is_stopped(pid)}
-
-
-class Stopwatch:
-    """Sums the seconds for which a state lasts, from look to look.
-
-    The time between two looks counts for at most 2 s: the looking process may itself have been stopped, as by Ctrl-Z.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._looked_at: float | None = None
-
-    def look(self, lasts: bool) -> float:
-        """Seconds for which the state has lasted until this look; 0 where `lasts` says that it has ended."""
-        now = time.monotonic()
-        if not lasts:
-            self.seconds, self._looked_at = 0.0, None
-        elif self._looked_at is None:
-            self._looked_at = now
-        else:
-            self.seconds += min(now - self._looked_at, _MOST_SECONDS_BETWEEN_LOOKS)
-            self._looked_at = now
-        return self.seconds
 
 
 def find_family(command: int, sessions: Collection[int], mark: str) -> list[psutil.Process]:

@@ -38,9 +38,10 @@ from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import DRIVER_SHARE, WorkerEnvironment, WorkerGroupSpec, Workers
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
-from services.common.launch.process_family import STOPPED_SECONDS, Stopwatch, is_stopped
+from services.common.launch.process_family import STOPPED_SECONDS, is_stopped
 from services.common.launch.ray_cluster import LOST_BY_RAY, RayCall, calling_ray, connect, require_ray
 from services.common.process.stop_reason import StopReason
+from services.common.process.stopwatch import Stopwatch
 
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 1

@@ -19,6 +19,7 @@ from typing import TypeVar
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import NodeBoard
+from services.common.process.stopwatch import Stopwatch
 from services.common.program.process_group import ProcessGroup
 from services.trainer.agreement.leader_links import LeaderLinks
 from services.trainer.agreement.recursive_doubling import RecursiveDoubling
@@ -28,8 +29,6 @@ T = TypeVar("T")
 
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2e-5, 1e-3
 """Seconds between two looks at the board: they double with each look."""
-MOST_COUNTED_SECONDS = 1.0
-"""Seconds between two looks that count as waiting; a process that takes longer was frozen meanwhile."""
 MESSAGE_WAIT_SECONDS = 0.1
 """Seconds after which a leader that waits for a message sees that its run has ended."""
 
@@ -191,11 +190,9 @@ def _wait_for(look: Callable[[], T | None], check: Callable[[bool], None], secon
     `check` is called between two looks with whether more than `seconds` have passed, and ends the wait by an error.
     Only seconds in which this process runs count: after a pause of the whole run, as by Ctrl-Z, nobody is late.
     """
-    waited_seconds, before, pause_seconds = 0.0, time.monotonic(), LEAST_PAUSE_SECONDS
+    waited, pause_seconds = Stopwatch(), LEAST_PAUSE_SECONDS
     while (found := look()) is None:
-        now = time.monotonic()
-        waited_seconds, before = waited_seconds + min(now - before, MOST_COUNTED_SECONDS), now
-        check(waited_seconds > seconds)
+        check(waited.look(True) > seconds)
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, MOST_PAUSE_SECONDS)
     return found
