@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import BinaryIO
 
@@ -32,11 +33,8 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
     """
     with require_unchanged(file), _open_parquet(file.uri) as (parquet, _):
         check_column(file, parquet.schema_arrow)
-        metadata = parquet.metadata
-        leaf = _leaf(metadata, file)
-        sizes = [
-            metadata.row_group(index).column(leaf).total_uncompressed_size for index in range(metadata.num_row_groups)
-        ]
+        groups = range(parquet.metadata.num_row_groups)
+        sizes = [chunk.total_uncompressed_size for chunk in _column_chunks(parquet.metadata, file, groups)]
     return [FileRange(file, index, index + 1, size) for index, size in enumerate(sizes)]
 
 
@@ -75,11 +73,9 @@ def _check_pages(file_range: FileRange, metadata: pq.FileMetaData, file: BinaryI
     In a remote file only the first page of a column chunk is checked, unless the footer says that the chunk is large:
     every page header would be a request of its own. Raises `ArtifactError` for a page above a limit.
     """
-    source = file_range.file
-    leaf = _leaf(metadata, source)
-    shared_bytes = 0
-    for group in range(file_range.begin, file_range.end):
-        chunk = metadata.row_group(group).column(leaf)
+    source, shared_bytes = file_range.file, 0
+    groups = range(file_range.begin, file_range.end)
+    for group, chunk in zip(groups, _column_chunks(metadata, source, groups), strict=True):
         begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
         reads_all = is_local(source.uri) or chunk.total_uncompressed_size > bytes_at_once(max_document_bytes)
         pages = read_pages(file, begin, chunk.total_compressed_size, chunk.num_values)
@@ -91,6 +87,46 @@ def _check_pages(file_range: FileRange, metadata: pq.FileMetaData, file: BinaryI
                 raise too_large(place, what, page.decoded_bytes, max_document_bytes)
             shared_bytes = max(shared_bytes, page.decoded_bytes if page.repeats_text else 0)
     return shared_bytes
+
+
+def _column_chunks(
+    metadata: pq.FileMetaData, file: InputFile, groups: Iterable[int]
+) -> Iterator[pq.ColumnChunkMetaData]:
+    """Yield what the file's footer says of its column in each of some row groups.
+
+    Raises `ArtifactError` or `OSError` for a footer that contradicts itself. The accessor of pyarrow 26 ends
+    the process with SIGABRT for such a footer, because a C++ exception leaves it; the reader of data, which is asked
+    first, raises.
+    """
+    leaf = _leaf(metadata, file)
+    with pq.ParquetFile(_FileWithoutData(), metadata=metadata, buffer_size=_BUFFER_BYTES) as reader:
+        for group in groups:
+            with suppress(_DataRead):
+                next(reader.iter_batches(row_groups=[group], columns=[file.column], use_threads=False), None)
+            yield metadata.row_group(group).column(leaf)
+
+
+class _FileWithoutData(io.RawIOBase):
+    """A file of unlimited size of which nothing can be read: a reader gets as far as the footer that it has."""
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return 2**62 if whence == io.SEEK_END else offset
+
+    def tell(self) -> int:
+        return 2**62
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        raise _DataRead
+
+
+class _DataRead(Exception):
+    """Raised where a reader has passed the footer's checks and begins to read data."""
 
 
 def _leaf(metadata: pq.FileMetaData, file: InputFile) -> int:

@@ -72,7 +72,8 @@ def test_a_row_that_one_worker_finds_damaged_ends_all_and_the_run_goes_on_once_i
     assert exit_code == 3, output
     assert f"{shard}: row {row % 32} of this file, row {row} of train" in output
     assert f"python -m services.common.artifacts verify {corpus.path}" in output
-    assert len(read_run(tmp_path / "fsx").records) == 6
+    # The record of step 6 may be missing: worker 0 writes it while worker 1 already reads the rows of step 7.
+    assert [each["step"] for each in read_run(tmp_path / "fsx").records] in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     newest = [*checkpoints(tmp_path / "fsx")][-1]
     assert newest >= "step-00000004"
 

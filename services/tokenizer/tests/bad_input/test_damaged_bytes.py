@@ -91,3 +91,23 @@ def test_damaged_bytes_are_read_or_refused_and_never_a_bug(tmp_path: Path, name:
         except (ArtifactError, RecipeError) as error:
             refusals.append(str(error))
     assert all(name in refusal for refusal in refusals)
+
+
+def test_a_parquet_footer_whose_lists_have_another_length_is_read_or_refused_and_ends_no_process(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "b.parquet"
+    FORMATS[path.name](path)
+    good = path.read_bytes()
+    footer_bytes = int.from_bytes(good[-8:-4], "little")
+    refusals = []
+    for at in range(len(good) - 8 - footer_bytes, len(good) - 8):
+        # The upper half of the byte before a short list in Thrift's compact protocol is the list's length: 1 becomes 2.
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x30]) + good[at + 1 :])
+        try:
+            [file] = list_inputs(Source(uri=str(path)))
+            cut_file(file, 3_000, 2**20)
+        except (ArtifactError, RecipeError) as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all(str(path) in refusal for refusal in refusals)
