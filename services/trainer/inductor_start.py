@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import pickle  # nosec B403 # only a child process's bytes are loaded
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-_KEYS = ("torch_key", "triton_key")
 # Torch imports all but the first module inside of functions that compile or find a graph.
 _MODULES = (
     "torch._inductor.compile_fx",
@@ -27,28 +26,29 @@ _MODULES = (
 
 
 def begin_inductor() -> None:
-    """Import Inductor and compute the part of cache keys that all graphs share: hashes of torch's and Triton's sources.
+    """Import Inductor and compute the part of cache keys that all graphs share, on a machine without a GPU.
 
-    The hashes take 0.6 s: a forked process computes them during the imports.
+    That part is a hash of torch's sources, which takes 0.25 s: a forked process computes it during the imports.
     """
     codecache = importlib.import_module("torch._inductor.codecache")
-    hashes = [
-        getattr(codecache, name) for name in _KEYS if hasattr(getattr(codecache, name), "set")
-    ]  # torch 2.9 has none
-    with _calling_in_a_fork(hashes):
+    can_be_set = hasattr(codecache.torch_key, "set")  # not in torch 2.9
+    with _calling_in_a_fork(codecache.torch_key) if can_be_set else nullcontext():
         for module in _MODULES:
             importlib.import_module(module)
     codecache.torch_key()
+    if can_be_set:
+        # Torch would hash Triton's library, which takes 0.35 s, and use the hash for graphs of a GPU alone.
+        codecache.triton_key.set(None)
     codecache.CacheBase.get_system()
 
 
 @contextmanager
-def _calling_in_a_fork(functions: Sequence[Any]) -> Iterator[None]:
-    """Call torch's cached functions in a forked process during the block, and store their results in the caches."""
+def _calling_in_a_fork(function: Any) -> Iterator[None]:
+    """Call torch's cached function in a forked process during the block, and store its result in the cache."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        _write_results(functions, writer)
+        _write_result(function, writer)
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as file:
@@ -56,15 +56,13 @@ def _calling_in_a_fork(functions: Sequence[Any]) -> Iterator[None]:
             written = file.read()
     finally:
         os.waitpid(child, 0)
-    if written:  # after a failure this process calls the functions itself and sees the error
-        results = pickle.loads(written)  # nosec B301 # bytes that the child process above made
-        for function, result in zip(functions, results, strict=True):
-            function.set(result)
+    if written:  # after a failure this process calls the function itself and sees the error
+        function.set(pickle.loads(written))  # nosec B301 # bytes that the child process above made
 
 
-def _write_results(functions: Sequence[Callable[[], Any]], writer: int) -> None:
+def _write_result(function: Callable[[], Any], writer: int) -> None:
     try:
         with suppress(Exception):
-            os.write(writer, pickle.dumps([function() for function in functions]))
+            os.write(writer, pickle.dumps(function()))
     finally:
         os._exit(0)
