@@ -39,7 +39,8 @@ from services.common.launch.launcher import DRIVER_SHARE, WorkerEnvironment, Wor
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
 from services.common.launch.process_family import STOPPED_SECONDS, is_stopped
-from services.common.launch.ray_cluster import LOST_BY_RAY, RayCall, calling_ray, connect, require_ray
+from services.common.launch.ray_cluster import connect
+from services.common.launch.ray_watch import LOST_BY_RAY, RayCall, calling_ray, require_ray
 from services.common.process.stop_reason import StopReason
 from services.common.process.stopwatch import Stopwatch
 

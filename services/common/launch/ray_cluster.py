@@ -1,4 +1,4 @@
-"""Starts or joins the Ray cluster that a command uses, watches it, and leaves it when the command ends.
+"""Starts or joins the Ray cluster that a command uses, and leaves it when the command ends.
 
 Without RAY_ADDRESS a command starts a Ray cluster of this machine alone. It listens on loopback, runs in sessions of
 its own, which a signal to the command's process group does not reach, and ends with the command.
@@ -9,49 +9,40 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
-import ray.exceptions
 
-from services.common.errors import DeviceError, MillraceError, TryAgain
+from services.common.errors import DeviceError, TryAgain
 from services.common.launch.batch.ray_process import OBJECT_STORE_BYTES
-from services.common.launch.cluster_address import AUTO, cluster_address, split_address
+from services.common.launch.cluster_address import AUTO, cluster_address
 from services.common.launch.guard import start_guard
+from services.common.launch.ray_watch import (
+    POLL_SECONDS,
+    RayCall,
+    is_lost,
+    probe_port,
+    require_ray,
+    watch_cluster,
+    watch_processes,
+)
 from services.common.process.entry_point import call_at_end
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 JOIN_SECONDS = 60.0
 """Seconds in which somebody has to listen at RAY_ADDRESS."""
-POLL_SECONDS = 1.0
-LOST_SECONDS = 20.0
-"""Seconds in which a command that has lost Ray has to end in order; then it is ended at once."""
-PROBE_SECONDS = 10.0
-"""Seconds between two connections that show whether the cluster's head is alive."""
 SHUTDOWN_SECONDS = 10.0
 """Seconds that Ray's library gets to leave the cluster: it has no limit of its own for a process that hangs."""
 _SIGACTION_BYTES = 256  # more than a `struct sigaction` has: 152 in glibc
-LOST_BY_RAY = (
-    ray.exceptions.TaskUnschedulableError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.LocalRayletDiedError,
-    ray.exceptions.OutOfMemoryError,
-    ray.exceptions.ObjectLostError,
-)
-"""Errors of Ray for a task whose process or node was lost, and which Ray does not run again."""
-LOST_HEAD_FAILURES = 4  # failed connections in a row; Ray's library ends the process after 60 s without the head
-
 
 _connecting = threading.Lock()
 
@@ -63,7 +54,7 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
     """
     with _connecting:
         if ray.is_initialized():
-            _watch.require_ray()
+            require_ray()
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -75,112 +66,6 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
         else:
             _join(address, {**options, "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}}})
         logging.getLogger("ray").setLevel(logging.ERROR)
-
-
-@contextmanager
-def calling_ray() -> Iterator[None]:
-    """Defer stop signals during a call into Ray by the main thread: Ray prints and drops what a signal handler raises.
-
-    Raises `TryAgain` when Ray is lost.
-    """
-    with deferring_stop_signals():
-        try:
-            _watch.require_ray()
-            yield
-        except MillraceError:
-            raise
-        except Exception as error:
-            if _watch.is_lost(within_seconds=2 * POLL_SECONDS):
-                raise _watch.loss from error
-            raise
-
-
-class RayCall:
-    """A long call into Ray, in a thread: in the main thread it would keep Ctrl-C and SIGTERM from the command."""
-
-    running: ClassVar[set[RayCall]] = set()
-
-    def __init__(self, call: Callable[[], object], goes_on: bool = False) -> None:
-        """`goes_on` keeps the thread until the process ends: the kernel kills Ray's processes with the thread that has
-        started them.
-        """
-        self._call, self._goes_on = call, goes_on
-        self._has_ended = threading.Event()
-        self._failure: Exception | None = None
-        self.running.add(self)
-        threading.Thread(target=self._run, name="ray-call", daemon=True).start()
-
-    def wait(self) -> Exception | None:
-        """Wait for the end of the call and return the exception that it raised. Raises `TryAgain` when Ray is lost."""
-        while not self._has_ended.wait(0.2):
-            _watch.require_ray()
-        return self._failure
-
-    def has_ended(self, within_seconds: float) -> bool:
-        return self._has_ended.wait(within_seconds)
-
-    def _run(self) -> None:
-        try:
-            self._call()
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
-            self._failure = error
-        except BaseException as error:  # noqa: BLE001 - the main thread waits for the end of the call
-            self._failure = RuntimeError(f"{error!r}")
-        self.running.remove(self)
-        self._has_ended.set()
-        if self._goes_on:
-            threading.Event().wait()
-
-
-def require_ray() -> None:
-    """Raise `TryAgain` when Ray itself was lost."""
-    _watch.require_ray()
-
-
-def is_lost() -> bool:
-    """Whether Ray itself was lost: then no call into Ray may be made any more."""
-    return _watch.is_lost()
-
-
-class _RayWatch:
-    """Notices that Ray itself is lost, before Ray's library does: that one ends the process with 1, a minute later."""
-
-    def __init__(self) -> None:
-        self._lost = threading.Event()
-        self._what = ""
-
-    def begin(self, find_lost: Callable[[], str], interval_seconds: float) -> None:
-        """Call `find_lost` in a thread until it names what is lost in a few words, or the command has left Ray."""
-        thread = threading.Thread(target=self._ask, args=(find_lost, interval_seconds), name="ray-watch", daemon=True)
-        thread.start()
-
-    def is_lost(self, within_seconds: float = 0.0) -> bool:
-        return self._lost.wait(within_seconds)
-
-    def require_ray(self) -> None:
-        """Raise `TryAgain` when Ray is lost."""
-        if self.is_lost():
-            raise self.loss
-
-    @property
-    def loss(self) -> TryAgain:
-        return TryAgain(f"Ray was lost: {self._what}. Run the same command again: it continues committed work.")
-
-    def _ask(self, find_lost: Callable[[], str], interval_seconds: float) -> None:
-        watched = ray._private.worker._global_node
-        while not self._what:
-            time.sleep(interval_seconds)
-            self._what = find_lost()
-            if not ray.is_initialized() or ray._private.worker._global_node is not watched:
-                self._what = ""
-                return
-        self._lost.set()
-        time.sleep(LOST_SECONDS)  # the main thread needs more only where it hangs in a call into Ray
-        os.write(2, f"millrace: {self.loss}\n".encode())
-        os._exit(TryAgain.exit_code)
-
-
-_watch = _RayWatch()
 
 
 def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, float]) -> None:
@@ -210,16 +95,7 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
         except Exception as error:
             raise _explain_failed_start(error, started) from error
     node: Any = ray._private.worker._global_node
-    essential = {name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")}
-    _watch.begin(partial(_find_ended, essential), POLL_SECONDS)
-
-
-def _find_ended(processes: dict[str, subprocess.Popen[Any]]) -> str:
-    return ", ".join(
-        f"its process {name} ended with {process.returncode}"
-        for name, process in processes.items()
-        if process.poll() is not None
-    )
+    watch_processes({name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")})
 
 
 def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]) -> Exception:
@@ -302,7 +178,7 @@ def _python_path() -> str:
 def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
     """Disconnect from Ray, and stop the Ray processes that this command started."""
     # Ray's library would wait for a lost process, or, in a thread that goes on, end this process with another code.
-    is_orderly = not _watch.is_lost() and not RayCall.running and RayCall(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
+    is_orderly = not is_lost() and not RayCall.running and RayCall(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
     if started:
         start_guard().end_family()
     for process in started:
@@ -332,56 +208,9 @@ def _join(address: str, options: dict[str, Any]) -> None:
     call_at_end(partial(_leave, [], ExitStack()))
     node: Any = ray._private.worker._global_node
     try:
-        liveness = _Liveness(node.gcs_address, node.raylet_socket_name)
+        watch_cluster(node.gcs_address, node.raylet_socket_name)
     except OSError as error:
         raise _unreachable(error) from error
-    _watch.begin(liveness.find_lost, POLL_SECONDS)
-
-
-class _Liveness:
-    """Checks whether the cluster's head and this node's raylet are alive.
-
-    The head is asked over the network, which may fail for a while. The raylet is watched by an open connection, which
-    ends with the raylet: seconds later Ray's library misses the raylet too, and ends the process with 1.
-    """
-
-    def __init__(self, address: str, raylet_socket: str) -> None:
-        self._address, self._head_failures, self._head_due = address, 0, 0.0
-        self._raylet = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._raylet.connect(raylet_socket)
-        self._raylet.setblocking(False)
-
-    def find_lost(self) -> str:
-        """Name the one that is lost in a few words; an empty string while both are alive."""
-        if not self._is_raylet_alive():
-            return "its raylet on this node no longer answers"
-        now = time.monotonic()
-        if now >= self._head_due:
-            self._head_due = now + PROBE_SECONDS
-            self._head_failures = 0 if _answers(self._address) else self._head_failures + 1
-        return "its head no longer answers" if self._head_failures >= LOST_HEAD_FAILURES else ""
-
-    def _is_raylet_alive(self) -> bool:
-        try:
-            return bool(self._raylet.recv(1, socket.MSG_PEEK))  # no bytes: the raylet has closed the connection
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-
-def _answers(address: str) -> bool:
-    try:
-        _probe_port(address)
-    except OSError:
-        return False
-    return True
-
-
-def _probe_port(address: str) -> None:
-    place = split_address(address)
-    assert place is not None
-    socket.create_connection(place, timeout=POLL_SECONDS).close()
 
 
 def _find_cluster() -> str:
@@ -399,7 +228,7 @@ def _wait_for_cluster(address: str) -> None:
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
-            _probe_port(address)
+            probe_port(address)
             return
         except OSError as error:
             if time.monotonic() > deadline:

@@ -21,7 +21,7 @@ from services.common.errors import MillraceError, WorkersLost
 from services.common.launch import inline, ray_agents
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand
-from services.common.launch.ray_cluster import LOST_BY_RAY, calling_ray, connect, is_lost
+from services.common.launch.ray_cluster import connect
 from services.common.launch.ray_room import (
     POLL_SECONDS,
     TASK_SHARE,
@@ -30,6 +30,7 @@ from services.common.launch.ray_room import (
     share_of_group,
     wait_for_room,
 )
+from services.common.launch.ray_watch import LOST_BY_RAY, calling_ray, is_lost
 
 prepare, open_workers = ray_agents.prepare, ray_agents.open_workers
 

@@ -13,7 +13,7 @@ import ray
 
 from services.common.errors import NoRoomForWorkers
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
-from services.common.launch.ray_cluster import calling_ray
+from services.common.launch.ray_watch import calling_ray
 
 GROUP_START_SECONDS = 600.0
 POLL_SECONDS = 1.0
