@@ -18,6 +18,7 @@ from pathlib import Path
 
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import copy_files, find_damages, list_files, require_undamaged
+from services.common.artifacts.manifest import FileEntry
 from services.common.errors import WorkersLost
 from services.common.hardware.faults import naming_hardware_faults
 from services.common.process.private_folder import private_base, private_folder
@@ -82,19 +83,19 @@ def prepare_node(job: Job) -> None:
             copy_files(job.cache.path, job.cache.manifest, targets)
 
 
-def verify_on_node(job: Job, checkpoint: FoundCheckpoint, files: Iterable[str]) -> None:
+def verify_on_node(job: Job, checkpoint: FoundCheckpoint, entries: Iterable[FileEntry]) -> None:
     """Verify the bytes of the files that a worker is about to read.
 
     One process of the command verifies each file on each node. It does so again after each restart of the workers,
     which may come weeks later. Raises `ArtifactError`, which names a damaged file.
     """
-    for file in files:
+    for entry in entries:
         with _doing_once(
-            job, f"verified-{job.start_number}-{checkpoint.id}-{checkpoint.content_digest}-{file}"
+            job, f"verified-{job.start_number}-{checkpoint.id}-{checkpoint.content_digest}-{entry.path}"
         ) as is_to_do:
             if is_to_do:
-                require_undamaged(checkpoint.path, 1, find_damages(checkpoint.path, [checkpoint.files[file]], "full"))
-                logger.info("verified %s of %s", file, checkpoint.path)
+                require_undamaged(checkpoint.path, 1, find_damages(checkpoint.path, [entry], "full"))
+                logger.info("verified %s of %s", entry.path, checkpoint.path)
 
 
 @contextmanager

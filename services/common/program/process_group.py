@@ -14,7 +14,7 @@ import operator
 import os
 import pickle  # nosec B403 # bytes that workers of the same run made
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -171,6 +171,20 @@ class ProcessGroup:
         Each worker receives the object once. An error of `work` is raised on rank 0, and ends the group.
         """
         return cast("R", self._spread(self.wait_for_work(work if self.rank == 0 else lambda: None)))
+
+    def tell_each(self, work: Callable[[], tuple[R, Sequence[V]]]) -> tuple[R, V]:
+        """Do as `tell` does with `work` that returns an object for all workers and one item for each rank.
+
+        Each worker returns the object and its own item. A worker receives its own item and those of the ranks below it
+        in the tree, so half of all workers receive one.
+        """
+        told, items = self.wait_for_work(work if self.rank == 0 else lambda: (cast("R", None), ()))
+        if self._tree.parent is not None:
+            told, items = self._receive(self._tree.parent)
+        for child in reversed(self._tree.children):
+            first = child - self.rank
+            self._send(child, (told, items[first : 2 * first]))
+        return told, items[0]
 
     def barrier(self) -> None:
         """Return once every worker has called this."""

@@ -1,13 +1,14 @@
 """Loads the newest intact checkpoint into the workers, which verify the files that they read.
 
-Rank 0 alone lists the checkpoints, reads a manifest and compares the sizes of the files. It tells the other workers, so
-that the metadata that a file system has to answer for does not grow with the square of the number of workers.
+Rank 0 alone lists the checkpoints, reads a manifest and compares the sizes of the files. It tells each worker what it
+found, and of the files the worker's own shard alone. So neither the metadata that a file system has to answer for nor
+what workers send each other grows with the square of their number.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +24,10 @@ from services.common.program.step import Program
 from services.trainer.branch import inherit_loss_spikes, open_parent
 from services.trainer.checkpoints.lookup import (
     FoundCheckpoint,
+    OwnShard,
     all_damaged,
     checkpoint_steps,
+    describe_checkpoint,
     open_checkpoint,
     require_of_run,
     verify_sizes,
@@ -153,40 +156,47 @@ def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> 
 
     Returns rank 0's finding, and the first worker's problem with the checkpoint; an empty text if it is intact.
     """
-    told = group.tell(lambda: find_checkpoint(job, step))
+    told, own_shard = group.tell_each(partial(find_checkpoint, job, program.backend.mesh, step))
     if told.checkpoint is None:
         return told, told.problem
     _require_seen(told.checkpoint, group)
     with program.state.writing() as held:
-        problem = group.wait_for_work(partial(load_part, job, program.backend.mesh, told.checkpoint, held))
+        problem = group.wait_for_work(partial(load_part, job, told.checkpoint, own_shard, held))
     if not group.maximum(bool(problem)):
         return told, ""
     return told, next(each["problem"] for each in group.gather({"problem": problem}) if each["problem"])
 
 
-def find_checkpoint(job: Job, step: int | None) -> CheckpointFinding:
-    """Describe the run's checkpoint of a step, or for None its parent's: from its manifest, and the files' sizes."""
+def find_checkpoint(job: Job, mesh: Mesh, step: int | None) -> tuple[CheckpointFinding, list[OwnShard | None]]:
+    """Describe the run's checkpoint of a step, or for None its parent's: from its manifest, and the files' sizes.
+
+    Also return each rank's own shard, as `describe_checkpoint` does.
+    """
     try:
         if step is None:
-            parent = _open_parent(job)
-            spikes = inherit_loss_spikes(parent, job.recipe, job.lineage) or LossSpikes()
-            return CheckpointFinding(FoundCheckpoint.of(parent), "", spikes)
-        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
-        require_of_run(checkpoint, job.recipe, job.corpus)
+            checkpoint = _open_parent(job)
+            spikes = inherit_loss_spikes(checkpoint, job.recipe, job.lineage) or LossSpikes()
+        else:
+            checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+            require_of_run(checkpoint, job.recipe, job.corpus)
+            spikes = checkpoint.manifest.checkpoint.loss_spikes
     except UnreadableError:
         raise
     except ArtifactError as error:
-        return CheckpointFinding(None, str(error))
-    return CheckpointFinding(FoundCheckpoint.of(checkpoint), "", checkpoint.manifest.checkpoint.loss_spikes)
+        return CheckpointFinding(None, str(error)), [None] * mesh.world_size
+    described, own_shards = describe_checkpoint(checkpoint, job.recipe, mesh)
+    return CheckpointFinding(described, "", spikes), own_shards
 
 
-def load_part(job: Job, mesh: Mesh, checkpoint: FoundCheckpoint, held: Mapping[StateSlice, Tensor]) -> str:
+def load_part(
+    job: Job, checkpoint: FoundCheckpoint, own_shard: OwnShard | None, held: Mapping[StateSlice, Tensor]
+) -> str:
     """Load a worker's slices of a checkpoint, from verified files.
 
     Returns the problem of a damaged checkpoint, and an empty text otherwise.
     """
     try:
-        read_part(job, mesh, checkpoint, held)
+        read_part(job, checkpoint, own_shard, held)
     except UnreadableError:
         raise
     except ArtifactError as error:
@@ -208,14 +218,18 @@ def _open_parent(job: Job) -> Artifact[CheckpointManifest]:
     return parent
 
 
-def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: FoundCheckpoint) -> None:
-    """Load the weights of a checkpoint from verified files, and leave the moments as they are. All workers call this.
+def load_weights(
+    job: Job, program: Program, group: ProcessGroup, find: Callable[[], Artifact[CheckpointManifest]]
+) -> None:
+    """Load the weights of the checkpoint that rank 0 finds, and leave the moments as they are. All workers call this.
 
     Raises `ArtifactError` where a file is damaged or the checkpoint is not of the program's model.
     """
+    mesh = program.backend.mesh
+    checkpoint, own_shard = group.tell_each(lambda: describe_checkpoint(find(), job.recipe, mesh))
     with program.state.writing() as held:
         weights = {piece: tensor for piece, tensor in held.items() if piece.kind == "weight"}
-        group.wait_for_work(partial(read_part, job, program.backend.mesh, checkpoint, weights))
+        group.wait_for_work(partial(read_part, job, checkpoint, own_shard, weights))
 
 
 def _require_seen(checkpoint: FoundCheckpoint, group: ProcessGroup) -> None:

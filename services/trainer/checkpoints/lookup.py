@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
 
 from services.common.artifacts.checkpoint import (
-    INDEX_FILE,
     CheckpointManifest,
     CheckpointPayload,
     ShardOrigin,
     checkpoint_id,
+    shard_name,
     step_of,
 )
 from services.common.artifacts.corpus import CorpusManifest
@@ -32,6 +32,7 @@ from services.common.artifacts.store import (
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
 from services.common.input.problem_list import list_names, list_problems, shorten
 from services.common.program.llama import parameter_shapes
+from services.common.program.mesh import Mesh
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.index import read_index
 from services.trainer.checkpoints.shards import ShardReader
@@ -48,7 +49,7 @@ Verify = Callable[[Artifact[CheckpointManifest]], None]
 class FoundCheckpoint:
     """A checkpoint as the process describes it to the workers that has read its manifest.
 
-    It has a fourth of the manifest's bytes, about 250 for each shard.
+    It does not grow with the shards. A worker that needs more than its own shard reads the manifest again.
     """
 
     path: Path
@@ -59,13 +60,10 @@ class FoundCheckpoint:
     recipe: Mapping[str, Any]
     state: CheckpointPayload
     """State without the origins of the shards, which follow from it."""
-    ranks: Mapping[str, int]
-    """Rank that wrote each shard, by the shard's name."""
-    files: Mapping[str, FileEntry]
 
     @classmethod
     def of(cls, checkpoint: Artifact[CheckpointManifest]) -> Self:
-        manifest, shards = checkpoint.manifest, checkpoint.manifest.checkpoint.shards
+        manifest = checkpoint.manifest
         return cls(
             path=checkpoint.path,
             name=manifest.name,
@@ -73,13 +71,50 @@ class FoundCheckpoint:
             content_digest=manifest.content_digest,
             recipe=manifest.recipe,
             state=manifest.checkpoint.model_copy(update={"shards": {}}),
-            ranks={file: origin.rank for file, origin in shards.items()},
-            files={entry.path: entry for entry in manifest.files},
         )
 
-    def origin_of(self, file: str) -> ShardOrigin:
-        """Return the origin that the header of a shard has to name, or for the index that of rank 0."""
-        return self.state.origin(self.name, self.ranks.get(file, 0))
+    def origin_of(self, rank: int) -> ShardOrigin:
+        """Return the origin that the header of a rank's shard has to name, and for rank 0 also that of the index."""
+        return self.state.origin(self.name, rank)
+
+    def read_manifest(self) -> CheckpointManifest:
+        """Read the manifest again. Raises `ArtifactError` where it is another one than was described."""
+        checkpoint = open_artifact(self.path, CheckpointManifest)
+        if (found := FoundCheckpoint.of(checkpoint)) != self:
+            raise ArtifactError(
+                f"{self.path}: its manifest has another content (files {found.content_digest[:12]}) than the one that "
+                f"rank 0 has read (files {self.content_digest[:12]}): the checkpoint was replaced meanwhile, or the "
+                f"folder is not the same on all nodes. Start the command again."
+            )
+        return checkpoint.manifest
+
+
+class OwnShard(NamedTuple):
+    """The shard of a checkpoint that the rank of a worker wrote."""
+
+    rank: int
+    entry: FileEntry
+
+
+def describe_checkpoint(
+    checkpoint: Artifact[CheckpointManifest], recipe: Recipe, mesh: Mesh
+) -> tuple[FoundCheckpoint, list[OwnShard | None]]:
+    """Return what all workers are told of a checkpoint, and each rank's own shard.
+
+    That is None for all ranks where another layout than the mesh's wrote the checkpoint.
+    """
+    return FoundCheckpoint.of(checkpoint), _find_own_shards(checkpoint, recipe, mesh)
+
+
+def _find_own_shards(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, mesh: Mesh) -> list[OwnShard | None]:
+    state, entries = checkpoint.manifest.checkpoint, {entry.path: entry for entry in checkpoint.manifest.files}
+    theirs = (state.data_parallel_size, state.tensor_parallel_size, state.zero_stage)
+    if theirs != (mesh.data_parallel_size, mesh.tensor_parallel_size, recipe.parallel.zero_stage):
+        return [None] * mesh.world_size
+    return [
+        OwnShard(rank, entries[name]) if name in entries and state.shards[name].rank == rank else None
+        for rank, name in enumerate(map(shard_name, range(mesh.world_size)))
+    ]
 
 
 def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
@@ -103,9 +138,9 @@ def verify_state(recipe: Recipe, corpus: RunCorpus, level: Level = "full") -> Ve
     def verify(checkpoint: Artifact[CheckpointManifest]) -> None:
         verify_files(checkpoint.path, checkpoint.manifest, level=level)
         require_of_run(checkpoint, recipe, corpus)
-        shapes, found = parameter_shapes(recipe.model), FoundCheckpoint.of(checkpoint)
-        reader = ShardReader(checkpoint, shapes)
-        reader.require_index(read_index(found.path, found.origin_of(INDEX_FILE), shapes, found.ranks, None))
+        shapes, shards = parameter_shapes(recipe.model), checkpoint.manifest.checkpoint.shards
+        reader, origin = ShardReader(checkpoint, shapes), FoundCheckpoint.of(checkpoint).origin_of(rank=0)
+        reader.require_index(read_index(checkpoint.path, origin, shapes, shards, None))
         if level == "full":
             reader.require_values_of_training()
 

@@ -28,7 +28,7 @@ from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.trainer.agreement.requirements import require_same_program
 from services.trainer.checkpoints.loader import load_weights
-from services.trainer.checkpoints.lookup import FoundCheckpoint, find_trained_corpus
+from services.trainer.checkpoints.lookup import find_trained_corpus
 from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
@@ -96,7 +96,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         program = Program(job.recipe, make_backend(job, environment), draws_weights=False)
-        load_weights(job, program, group, group.tell(lambda: _find_checkpoint(evaluation_job)))
+        load_weights(job, program, group, lambda: _open_checkpoint(evaluation_job))
         evaluation = Validation(job.recipe, job.corpus, evaluation_job.num_tokens).evaluate(program)
         misses = {
             "graphs_compiled": group.maximum(program.backend.cache_report().graphs_compiled),
@@ -107,8 +107,8 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
             (evaluation_job.folder / RESULT_FILE).write_text(result, encoding="utf-8")
 
 
-def _find_checkpoint(evaluation_job: EvaluationJob) -> FoundCheckpoint:
-    """Read the manifest of the checkpoint. Raises `ArtifactError` where it is another one than the command has read."""
+def _open_checkpoint(evaluation_job: EvaluationJob) -> Artifact[CheckpointManifest]:
+    """Open the checkpoint. Raises `ArtifactError` where it is another one than the command has read."""
     checkpoint = open_artifact(evaluation_job.checkpoint, CheckpointManifest)
     found, expected = checkpoint.manifest.content_digest, evaluation_job.content_digest
     if found != expected:
@@ -116,7 +116,7 @@ def _find_checkpoint(evaluation_job: EvaluationJob) -> FoundCheckpoint:
             f"{checkpoint.path}: has the digest {found[:12]}, and had {expected[:12]} when the evaluation began: its "
             f"run has written this step again. Run the same command again."
         )
-    return FoundCheckpoint.of(checkpoint)
+    return checkpoint
 
 
 def describe_table(record: Mapping[str, Any]) -> str:

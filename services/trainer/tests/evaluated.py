@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.recipes import load_with
 from services.trainer.checkpoints.loader import load_weights
-from services.trainer.checkpoints.lookup import FoundCheckpoint, choose_checkpoint
+from services.trainer.checkpoints.lookup import choose_checkpoint
 from services.trainer.conversion.export import export
 from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.losses import Evaluation
@@ -61,8 +61,7 @@ def evaluate_here(job: Job, corpus: RunCorpus | None = None, tokens: int | None 
     """Evaluate the newest checkpoint of the run in this process, with another recipe than the run's."""
     recipe = load_with(write_recipe(job.root.parent), **overrides)
     program = make_program(recipe)
-    checkpoint = FoundCheckpoint.of(choose_checkpoint(job.checkpoint_collection, None))
-    load_weights(job, program, ProcessGroup(0, 1), checkpoint)
+    load_weights(job, program, ProcessGroup(0, 1), lambda: choose_checkpoint(job.checkpoint_collection, None))
     evaluation = Validation(recipe, corpus or job.corpus, tokens).evaluate(program)
     assert evaluation
     return evaluation

@@ -105,11 +105,11 @@ def state_hash(checkpoint: Path) -> str:
 
 def problem_of(job: Job, step: int, mesh: Mesh = ALONE) -> str:
     """Return why a worker cannot load a run's checkpoint, as rank 0 or the worker finds it; empty if it is intact."""
-    told = find_checkpoint(job, step)
+    told, own_shards = find_checkpoint(job, mesh, step)
     if told.checkpoint is None:
         return told.problem
     program = Program(job.recipe, TorchNative(mesh, 1, job.recipe.train.reduction), draws_weights=False)
-    return load_part(job, mesh, told.checkpoint, program.state.read())
+    return load_part(job, told.checkpoint, own_shards[mesh.rank], program.state.read())
 
 
 def vouch_for_files(folder: Path, change: Callable[[Fields], object] = lambda fields: None) -> None:

@@ -18,7 +18,8 @@ from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
-from services.common.testing.manifests import forge
+from services.common.testing.manifests import forge, in_all_of_state, reseal
+from services.trainer.checkpoints.loader import find_checkpoint, load_part
 from services.trainer.checkpoints.lookup import Verify, open_checkpoint, verify_checkpoint, verify_state
 from services.trainer.checkpoints.safetensors_file import ORIGIN
 from services.trainer.job import Job
@@ -118,3 +119,11 @@ def test_an_index_of_another_step_and_a_damaged_one_are_refused(job: Job) -> Non
     flip_a_bit(folder / INDEX_FILE)
     assert f"{INDEX_FILE}: xxh3-128 is" in find_problem(job, verify_checkpoint)
     assert f"{INDEX_FILE}: xxh3-128 is" in problem_of_one_of_two(replace(job, start_number=1))
+
+
+def test_a_worker_of_another_layout_refuses_a_manifest_that_rank_0_has_not_read(job: Job) -> None:
+    found, _ = find_checkpoint(job, Mesh(0, data_parallel_size=2), 1)
+    assert found.checkpoint
+    reseal(found.checkpoint.path, in_all_of_state(tokens=found.checkpoint.state.tokens + 1))
+
+    assert "its manifest has another content" in load_part(job, found.checkpoint, None, {})

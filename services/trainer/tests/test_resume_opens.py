@@ -1,6 +1,6 @@
-"""The number of files that a worker opens at a resume does not grow with the number of workers.
+"""What a worker opens and is told at a resume does not grow with the number of workers.
 
-The tests count the opens on a checkpoint of 1,024 sparse shards.
+The tests count opens and bytes on a checkpoint of 1,024 sparse shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from services.common.artifacts.checkpoint import INDEX_FILE, CheckpointManifest, CheckpointPayload, shard_name
 from services.common.artifacts.manifest import MANIFEST, FileEntry
-from services.common.artifacts.store import Draft, Workspace, publish_once
+from services.common.artifacts.store import Artifact, Draft, Workspace, open_artifact, publish_once
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.process_group import ProcessGroup
@@ -29,7 +29,7 @@ from services.common.recipe.schema import Recipe
 from services.common.testing.file_opens import noticing_opens
 from services.trainer.checkpoints.index import of_all_kinds, write_index
 from services.trainer.checkpoints.loader import find_checkpoint, load_part
-from services.trainer.checkpoints.lookup import FoundCheckpoint
+from services.trainer.checkpoints.lookup import FoundCheckpoint, describe_checkpoint
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.job import Job, tokens_after
 
@@ -117,24 +117,41 @@ def sparse(new_shared_job: Callable[..., Job]) -> Sparse:
     address = job.checkpoint_address(STEP)
     publish_once(address, CheckpointManifest, "trainer", job.recipe, build)
     with noticing_opens(address.path) as opens:
-        found = find_checkpoint(job, STEP).checkpoint
-    assert found
-    return Sparse(job, make_mesh(job.recipe, WORKER, WORKERS), found, opens.paths, new_shared_job)
+        found, _ = find_checkpoint(job, make_mesh(job.recipe, 0, WORKERS), STEP)
+    assert found.checkpoint
+    return Sparse(job, make_mesh(job.recipe, WORKER, WORKERS), found.checkpoint, opens.paths, new_shared_job)
 
 
 def load(sparse: Sparse, job: Job, mesh: Mesh, held: Held) -> Counter[str]:
     """Load a worker's part into tensors of zeros, and return how often it opened which file."""
     target = {piece: torch.zeros_like(tensor) for piece, tensor in held.items()}
+    _, own_shards = find_checkpoint(job, mesh, STEP)
     with noticing_opens(sparse.checkpoint.path) as opens:
-        problem = load_part(replace(job, attempt=f"rank-{mesh.rank}"), mesh, sparse.checkpoint, target)
+        problem = load_part(replace(job, attempt=f"rank-{mesh.rank}"), sparse.checkpoint, own_shards[mesh.rank], target)
     assert problem == ""
     assert all(torch.equal(target[piece], tensor) for piece, tensor in held.items())
     return Counter(path.name for path in opens.paths)
 
 
-def test_rank_0_opens_the_manifest_alone_and_tells_300_bytes_a_shard(sparse: Sparse) -> None:
+def test_rank_0_opens_the_manifest_alone(sparse: Sparse) -> None:
     assert [path.name for path in sparse.opened_by_rank_0] == [MANIFEST]
-    assert len(pickle.dumps(sparse.checkpoint)) < 300 * WORKERS
+
+
+def test_a_worker_of_the_same_layout_is_told_its_own_shard_alone(sparse: Sparse) -> None:
+    manifest = open_artifact(sparse.checkpoint.path, CheckpointManifest).manifest
+    told_bytes = []
+    for workers in (16, 64, WORKERS):
+        state = manifest.checkpoint.model_copy(update={"data_parallel_size": workers // 2})
+        state = state.with_shards(manifest.name, {shard_name(rank): rank for rank in range(workers)})
+        files = tuple(entry for entry in manifest.files if entry.path in {INDEX_FILE, *state.shards})
+        written = Artifact(sparse.checkpoint.path, manifest.model_copy(update={"checkpoint": state, "files": files}))
+
+        told, own_shards = describe_checkpoint(written, sparse.job.recipe, Mesh(0, workers // 2, 2))
+
+        assert [own.entry.path for own in own_shards if own] == [*state.shards]
+        told_bytes.append(len(pickle.dumps((told, own_shards[-1]))))
+    assert max(told_bytes) - min(told_bytes) < 20
+    assert max(told_bytes) < 6_000
 
 
 def test_a_worker_of_the_same_layout_opens_its_own_shard_alone(sparse: Sparse) -> None:
@@ -151,6 +168,7 @@ def test_a_worker_of_another_layout_opens_the_index_and_the_shards_that_have_its
 
     opened = load(sparse, fewer, make_mesh(fewer.recipe, rank, WORKERS // 2), held)
 
+    assert opened.pop(MANIFEST) == 1
     assert opened.pop(INDEX_FILE) == OPENS_OF_A_FILE
     assert set(opened) <= {shard_name(each) for each in NEAR}
     assert 2 <= len(opened) <= 8

@@ -92,6 +92,19 @@ def test_each_worker_receives_once_what_rank_0_tells(world_size: int) -> None:
     assert max(group.in_a_row for group in groups) <= depth(world_size)
 
 
+@pytest.mark.parametrize("world_size", SIZES)
+def test_each_worker_receives_its_item_and_those_of_the_ranks_below_it(world_size: int) -> None:
+    items = [f"{rank:0200}" for rank in range(world_size)]
+    groups, results = run(world_size, lambda group: group.tell_each(lambda: ("told" * 100, items)))
+
+    assert results == [("told" * 100, item) for item in items]
+    received = Counter[int]()
+    for group in groups:
+        received += group.sent_bytes
+    assert all(received[rank] < 700 for rank in range(1, world_size, 2))  # what all are told, and their own item
+    assert received.total() < world_size * (500 + 125 * depth(world_size))
+
+
 @pytest.mark.parametrize("world_size", [16, 32, 64])
 def test_the_bytes_of_a_reduction_do_not_grow_with_the_workers(world_size: int) -> None:
     digests = {(part, "weights", 2**62 + part) for part in range(4)}
