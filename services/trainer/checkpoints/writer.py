@@ -115,7 +115,7 @@ class CheckpointWriter:
             loss_spikes=loss_spikes,
             ancestors=job.lineage.ancestors,
             data_offset_samples=job.lineage.data_offset_samples,
-        ).with_shards(job.run, {shard_name(rank): rank for rank in range(mesh.world_size)})
+        )
         self._writing = self._thread.submit(self._write, self._payload, state.begin_snapshot())
         if self._group.rank == 0 and self._rows is None:
             self._rows = of_all_kinds(state.find_owners())
@@ -187,8 +187,8 @@ class CheckpointWriter:
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
         with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):  # a newer attempt may hold it
             folder = partial_of(self._job.checkpoint_address(payload.step), self._lease)
-            file = shard_name(self._group.rank)
-            return write_shard(folder, file, payload.shards[file], snapshot())
+            rank = self._group.rank
+            return write_shard(folder, shard_name(rank), payload.origin(self._job.run, rank), snapshot())
 
     @contextmanager
     def _recording_failure(self, step: int) -> Iterator[None]:
@@ -212,7 +212,8 @@ class CheckpointWriter:
         address = job.checkpoint_address(payload.step)
         with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):
             index = write_index(partial_of(address, self._lease), payload.origin(job.run, rank=0), self._rows)
-            draft = Draft(payload, (job.corpus.link,), (*shards, index))
+            ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
+            draft = Draft(payload.with_shards(job.run, ranks), (job.corpus.link,), (*shards, index))
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, self._lease)
         logger.info("committed checkpoint step=%d", payload.step)
         seconds = time.perf_counter() - self._started
