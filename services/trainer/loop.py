@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from services.common.artifacts.corpus_rows import CorpusRows
@@ -15,12 +12,9 @@ from services.common.errors import MillraceError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.stop_reason import StopReason
 from services.common.process.telemetry import configure_logging
-from services.common.program.backends.choice import choose_backend
-from services.common.program.backends.protocol import Backend
-from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import learning_rate
-from services.common.program.process_group import GLOO, ProcessGroup
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.trainer.agreement.requirements import require_same_program, require_same_state
 from services.trainer.agreement.step_agreement import StepAgreement, agreeing
@@ -46,8 +40,9 @@ from services.trainer.metrics.events import record_event
 from services.trainer.metrics.metric_table import ReducedNumbers
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import StepRecord
-from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node
+from services.trainer.node_staging import new_cache_files, prepare_node
 from services.trainer.stop import StopConditions, clear_stop, stopped
+from services.trainer.worker import begin_device, joined_group, make_backend
 
 
 def train(job: Job, environment: WorkerEnvironment) -> None:
@@ -442,38 +437,3 @@ class Training:
         if self._fault:
             return "fault"
         return str(self._stop_reason) if self._stop_reason else "completion"
-
-
-def begin_device(job: Job) -> str:
-    """Name the node's copy of the compile cache to the libraries of the job's device, which may read the name when they
-    are imported. Return the name of the collectives that form torch's own group of all workers.
-    """
-    device = job.recipe.parallel.device
-    backend_class = choose_backend(device)
-    os.environ.update(backend_class.cache_environment(compile_cache_folder(job), job.recipe))
-    return backend_class.world_collectives(device)
-
-
-@contextmanager
-def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[ProcessGroup]:
-    """Join the process group of all workers, and leave it once all workers have reached the end of the block.
-
-    `world` comes from `begin_device`. A worker that raises an error does not leave: its end ends the group.
-    """
-    place = (environment.rank, environment.world_size, environment.rendezvous)
-    group = ProcessGroup.join(*place, world, environment.key)
-    yield group
-    group.barrier()  # an error that a worker raises next would end the group before rank 0 has finished its duties
-    group.leave()
-
-
-def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
-    """Make the backend of this worker's device, after `begin_device` has named the node's copy of the compile cache."""
-    backend_class = choose_backend(job.recipe.parallel.device)
-    recipe, parallel = job.recipe, job.recipe.parallel
-    mesh = make_mesh(recipe, environment.rank, environment.world_size)
-    settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)
-    backend = backend_class(mesh, *settings)
-    if recipe.compile.require_warm:
-        backend.require_warm_cache()
-    return backend

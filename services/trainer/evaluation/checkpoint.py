@@ -33,8 +33,8 @@ from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
-from services.trainer.loop import begin_device, joined_group, make_backend
 from services.trainer.node_staging import new_cache_files, prepare_node, using_node, working_on_node
+from services.trainer.worker import begin_device, joined_group, make_backend
 from services.trainer.worker_start import describe_workers
 
 logger = logging.getLogger(__name__)

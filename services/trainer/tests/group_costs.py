@@ -13,8 +13,8 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.stop_reason import StopReason
 from services.trainer.agreement.step_agreement import agreeing
 from services.trainer.agreement.step_reduction import WorkerStep
-from services.trainer.loop import joined_group
 from services.trainer.tests.work import place_on_nodes
+from services.trainer.worker import joined_group
 
 WORKERS_OF_NODE = 4
 FileStore = dist.FileStore  # type: ignore[attr-defined]

@@ -1,0 +1,50 @@
+"""Makes a process a worker of a job: with its device, in the process group of all workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.choice import choose_backend
+from services.common.program.backends.protocol import Backend
+from services.common.program.mesh import make_mesh
+from services.common.program.process_group import GLOO, ProcessGroup
+from services.trainer.job import Job
+from services.trainer.node_staging import compile_cache_folder
+
+
+def begin_device(job: Job) -> str:
+    """Name the node's copy of the compile cache to the libraries of the job's device, which may read the name when they
+    are imported. Return the name of the collectives that form torch's own group of all workers.
+    """
+    device = job.recipe.parallel.device
+    backend_class = choose_backend(device)
+    os.environ.update(backend_class.cache_environment(compile_cache_folder(job), job.recipe))
+    return backend_class.world_collectives(device)
+
+
+@contextmanager
+def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[ProcessGroup]:
+    """Join the process group of all workers, and leave it once all workers have reached the end of the block.
+
+    `world` comes from `begin_device`. A worker that raises an error does not leave: its end ends the group.
+    """
+    place = (environment.rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(*place, world, environment.key)
+    yield group
+    group.barrier()  # an error that a worker raises next would end the group before rank 0 has finished its duties
+    group.leave()
+
+
+def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
+    """Make the backend of this worker's device, after `begin_device` has named the node's copy of the compile cache."""
+    backend_class = choose_backend(job.recipe.parallel.device)
+    recipe, parallel = job.recipe, job.recipe.parallel
+    mesh = make_mesh(recipe, environment.rank, environment.world_size)
+    settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)
+    backend = backend_class(mesh, *settings)
+    if recipe.compile.require_warm:
+        backend.require_warm_cache()
+    return backend
