@@ -10,11 +10,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from services.common.process.progress import show_progress
 from services.common.program.backends.choice import choose_backend
 from services.common.recipe.schema import Recipe, fingerprint
 from services.compiler import neuron_cache
+from services.compiler.child_process_group import running_in_group, shell_exit_code
 from services.compiler.trace import FOR_PLAN, PHASES
 
 NEARLY_FULL_BYTES = 2**20
@@ -123,7 +123,7 @@ def trace_in_child(
         assert child.stdout is not None
         for done, name in enumerate(child.stdout, start=1):
             progress.advance_to(done, name.strip())
-        exit_code = child.wait()
+        exit_code = shell_exit_code(child.wait())
     if exit_code != 0:
         raise _explain_failure(folder, exit_code)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def trace_in_child(
 
 @contextmanager
 def _child(folder: Path, cache: Path, recipe: Recipe, rank: int, is_for_plan: bool) -> Iterator[subprocess.Popen[str]]:
-    """Run the tracing process; it ends at any end of this one, because its standard input then closes."""
+    """Run the tracing process; it ends at any end of this one, with what it has started, such as g++."""
     options = [str(folder), str(rank), *([FOR_PLAN] if is_for_plan else [])]
     command = [sys.executable, "-m", "services.compiler.trace", *options]
     with (folder / "log.txt").open("ab") as log, private_folder(new_name("compiler")) as plain:
@@ -141,21 +141,8 @@ def _child(folder: Path, cache: Path, recipe: Recipe, rank: int, is_for_plan: bo
         backend = choose_backend(recipe.parallel.device)
         variables = backend.cache_environment(plain / "cache", recipe) | backend.trace_environment(recipe)
         environment = {**os.environ, **variables, "TMPDIR": str(plain)}
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches this process only, which then kills the child
-        )
-        try:
+        with running_in_group(command, environment, stdout=subprocess.PIPE, stderr=log) as child:
             yield child
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # the session: a running g++ would go on writing into the cache
-            child.wait()
 
 
 def _copy_files(source: Path, target: Path) -> None:
@@ -174,7 +161,7 @@ def _explain_failure(folder: Path, exit_code: int) -> Exception:
             f"Free some space or pass another --root, and run the same command again."
         )
     killed = _KILLED.search(log)
-    if exit_code < 0 or exit_code in (75, 130) or killed:
+    if exit_code > 128 or exit_code == 75 or killed:
         how = killed.group() if killed else f"exit code {exit_code}"
         return WorkersLost(
             f"a process was killed while it compiled ({how}); the log is {folder}/log.txt. "

@@ -94,7 +94,12 @@ def _published(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)]
+    ("number", "exit_code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_publishes_nothing_and_leaves_no_process(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals, exit_code: int
