@@ -19,7 +19,11 @@ from services.trainer.inspection.fit import instance_type
 WITH_WORKERS = ("train", "evaluate")
 """Commands that start workers; `train` is the default."""
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-_EVERY_WORKER = ("services.trainer.supervise", "services.common.program.backends.torch_native")
+_EVERY_WORKER = (
+    "services.trainer.supervise",
+    "services.common.program.backends.torch_native",
+    "services.common.program.fingerprint:parse_source",
+)
 _COMPILED = ("services.common.program.backends.inductor", "services.trainer.inductor_start:begin_inductor")
 
 

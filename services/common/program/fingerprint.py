@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from services.common.program.backends.choice import choose_backend
+from services.common.program.backends.protocol import Backend
 from services.common.program.source import source_digest
 from services.common.recipe.schema import Recipe, identity
 
@@ -31,9 +32,21 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         **backend.facts(recipe),
-        "source": source_digest("services.common.program.step", backend.__module__),
+        "source": _source_digest(backend),
         "content_version": CONTENT_VERSION,
     }
+
+
+def parse_source() -> None:
+    """Parse the program's source for a CPU, so that processes that are forked from this one later need not do so.
+
+    They read the files all the same: where one has changed meanwhile, they parse and count what it has now.
+    """
+    _source_digest(choose_backend("cpu"))
+
+
+def _source_digest(backend: type[Backend]) -> str:
+    return source_digest("services.common.program.step", backend.__module__)
 
 
 def explain_difference(

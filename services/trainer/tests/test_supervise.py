@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -64,6 +65,9 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
     assert launcher.specs == [describe_workers(job.recipe, job.run_folder, job.attempt)]
     assert launcher.specs[0].num_workers == 2
     assert "services.trainer.supervise" in launcher.specs[0].preload
+    assert "services.common.program.fingerprint:parse_source" in launcher.specs[0].preload
+    for module, _, function in (each.partition(":") for each in launcher.specs[0].preload):
+        assert not function or callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize(("workers_per_node", "logical_core_size"), [(64, 2), (128, 1)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.common.program import source
+from services.common.program.fingerprint import parse_source
 
 STEP, BACKEND = "services.common.program.step", "services.common.program.backends.torch_native"
 REDUCTION, OTHER_BACKEND = "reduction.py", "backends/other_device.py"
@@ -46,6 +47,17 @@ def test_another_statement_makes_another_program(digest: Callable[..., str]) -> 
 
 def test_a_file_that_the_step_imports_from_afar_counts(digest: Callable[..., str]) -> None:
     assert digest() != digest("backends/inductor.py", 'return "millrace-compile-counter"', 'return "another"')
+
+
+def test_a_process_that_is_forked_after_the_parse_parses_only_what_has_changed(digest: Callable[..., str]) -> None:
+    source._parse.cache_clear()
+    parse_source()
+    num_modules = source._parse.cache_info().misses
+
+    before = digest()
+    assert source._parse.cache_info().misses == num_modules > 20
+    assert digest(REDUCTION, "size *= 2", "size *= 4") != before
+    assert source._parse.cache_info().misses == num_modules + 1
 
 
 def test_another_backend_and_what_no_step_imports_do_not_count(digest: Callable[..., str]) -> None:
