@@ -28,6 +28,7 @@ from services.common.launch.guard import start_guard
 from services.common.launch.ray_watch import (
     POLL_SECONDS,
     RayCall,
+    find_ended,
     is_lost,
     probe_port,
     require_ray,
@@ -35,13 +36,17 @@ from services.common.launch.ray_watch import (
     watch_processes,
 )
 from services.common.process.entry_point import call_at_end
+from services.common.process.hard_deadline import ending_after
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 JOIN_SECONDS = 60.0
 """Seconds in which somebody has to listen at RAY_ADDRESS."""
+CONNECT_SECONDS = 8.0
+"""Seconds for a connection to a Ray that this command has started; Ray's library takes less than one."""
 SHUTDOWN_SECONDS = 10.0
 """Seconds that Ray's library gets to leave the cluster: it has no limit of its own for a process that hangs."""
+_PORT_POLL_SECONDS = 0.02
 _SIGACTION_BYTES = 256  # more than a `struct sigaction` has: 152 in glibc
 
 _connecting = threading.Lock()
@@ -60,7 +65,9 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         address = cluster_address()
         if address is None:
-            failure = RayCall(partial(_start_here, options, num_cpus, resources or {}), goes_on=True).wait()
+            started: list[subprocess.Popen[Any]] = []
+            call = RayCall(partial(_start_here, started, options, num_cpus, resources or {}), goes_on=True)
+            failure = call.wait(partial(_require_living, started))
             if failure is not None:
                 raise failure
         else:
@@ -68,7 +75,10 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
         logging.getLogger("ray").setLevel(logging.ERROR)
 
 
-def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, float]) -> None:
+def _start_here(
+    started: list[subprocess.Popen[Any]], options: dict[str, Any], num_cpus: int, resources: Mapping[str, float]
+) -> None:
+    """Start a Ray of this machine alone; `started` receives its processes."""
     os.environ.pop("RAY_ADDRESS", None)  # it may be set and empty
     # Otherwise Ray replaces the loopback address by one that other machines can reach. Ray has read this variable when
     # it was imported, so the constant is for this process and the variable for the processes that Ray starts.
@@ -77,9 +87,8 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
     stack = ExitStack()
     # Ray's default folder is below one that every user can write to.
     folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
-    started: list[subprocess.Popen[Any]] = []
     call_at_end(partial(_leave, started, stack))
-    with _leaving_signals_to_us(), _starting_sessions(started), _leaving_out_services():
+    with _leaving_signals_to_us(), _starting_sessions(started), _leaving_out_services(), _noticing_losses(started):
         try:
             ray.init(
                 address="local",  # otherwise Ray joins any cluster of this machine, such as another command's
@@ -93,19 +102,25 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
                 **options,
             )
         except Exception as error:
-            raise _explain_failed_start(error, started) from error
-    node: Any = ray._private.worker._global_node
-    watch_processes({name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")})
+            _require_living(started)
+            raise _explain_failed_start(error) from error
+    watch_processes(started)
 
 
-def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]) -> Exception:
-    """The error for a Ray that did not start: `TryAgain` where a process was killed or the machine was too busy."""
-    ended = [process for process in started if process.poll() is not None]
-    if not ended and isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+def _require_living(started: list[subprocess.Popen[Any]]) -> None:
+    """Raise `TryAgain` where one of the processes has ended: Ray's library notices that after half a minute."""
+    if ended := find_ended(started):
+        raise _failed_start(ended)
+
+
+def _explain_failed_start(error: Exception) -> Exception:
+    """The error for a Ray that did not start: `TryAgain` where the machine was too busy."""
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
         return error
-    programs = [Path(str(process.args[0])).name for process in ended]  # type: ignore[index] # Ray passes lists
-    lost = ", ".join(f"{name} with {process.returncode}" for name, process in zip(programs, ended, strict=True))
-    why = f"a process of it ended, {lost}" if lost else str(error).rstrip(".")
+    return _failed_start(str(error).rstrip("."))
+
+
+def _failed_start(why: str) -> TryAgain:
     return TryAgain(f"Ray did not start on this machine: {why}. Run the same command again.")
 
 
@@ -169,6 +184,35 @@ def _leaving_out_services() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams, services.start_api_server = make, start_dashboard
+
+
+@contextmanager
+def _noticing_losses(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Notice the loss of a process where Ray's library waits for an answer from it and keeps Python's lock meanwhile:
+    30 s for the port of `gcs_server`, and a minute, at whose end the library ends this process with 1, to connect.
+    """
+    node: Any = ray._private.node
+    raylet: Any = ray._raylet
+    wait_for_port, connect_worker = node.wait_for_persisted_port, raylet.CoreWorker
+    frozen = str(_failed_start(f"its gcs_server or its raylet did not answer for {CONNECT_SECONDS:.0f} s"))
+
+    def wait(folder: str, node_id: str, name: str, timeout_ms: int) -> Any:
+        path, deadline = Path(folder, node.get_port_filename(node_id, name)), time.monotonic() + timeout_ms / 1000
+        while not path.exists() and time.monotonic() < deadline:
+            _require_living(started)
+            time.sleep(_PORT_POLL_SECONDS)
+        return wait_for_port(folder, node_id, name)
+
+    def connect(*arguments: Any, **options: Any) -> Any:
+        _require_living(started)
+        with ending_after(CONNECT_SECONDS, frozen, TryAgain.exit_code):
+            return connect_worker(*arguments, **options)
+
+    node.wait_for_persisted_port, raylet.CoreWorker = wait, connect
+    try:
+        yield
+    finally:
+        node.wait_for_persisted_port, raylet.CoreWorker = wait_for_port, connect_worker
 
 
 def _python_path() -> str:

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
@@ -82,9 +83,9 @@ _watch = _RayWatch()
 is_lost, require_ray = _watch.is_lost, _watch.require_ray
 
 
-def watch_processes(processes: Mapping[str, subprocess.Popen[Any]]) -> None:
-    """Watch these processes of a Ray that this command has started, by their names: each is essential."""
-    _watch.begin(partial(_find_ended, processes))
+def watch_processes(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Watch the processes of a Ray that this command has started: each is essential."""
+    _watch.begin(partial(find_ended, processes))
 
 
 def watch_cluster(address: str, raylet_socket: str) -> None:
@@ -125,10 +126,12 @@ class RayCall:
         self.running.add(self)
         threading.Thread(target=self._run, name="ray-call", daemon=True).start()
 
-    def wait(self) -> Exception | None:
-        """Wait for the end of the call and return the exception that it raised. Raises `TryAgain` when Ray is lost."""
+    def wait(self, require: Callable[[], None] = require_ray) -> Exception | None:
+        """Wait for the end of the call and return the exception that it raised. Raises `TryAgain` when Ray is lost,
+        which `require` finds out.
+        """
         while not self._has_ended.wait(0.2):
-            require_ray()
+            require()
         return self._failure
 
     def has_ended(self, within_seconds: float) -> bool:
@@ -154,11 +157,12 @@ def probe_port(address: str) -> None:
     socket.create_connection(place, timeout=POLL_SECONDS).close()
 
 
-def _find_ended(processes: Mapping[str, subprocess.Popen[Any]]) -> str:
+def find_ended(processes: Sequence[subprocess.Popen[Any]]) -> str:
+    """Name those of Ray's processes that have ended, in a few words; an empty string while all are alive."""
+    ended = [process for process in processes if process.poll() is not None]
+    names = [Path(str(process.args[0])).name for process in ended]  # type: ignore[index] # Ray passes lists
     return ", ".join(
-        f"its process {name} ended with {process.returncode}"
-        for name, process in processes.items()
-        if process.poll() is not None
+        f"its process {name} ended with {process.returncode}" for name, process in zip(names, ended, strict=True)
     )
 
 
