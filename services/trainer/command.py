@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
-from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, open_artifact
 from services.common.artifacts.upstream import open_corpus
@@ -31,7 +29,7 @@ from services.common.program.backends.slow_paths import slow_paths
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe, explain_repetition, explain_schedule_end
 from services.common.recipe.schema import Recipe, fingerprint
-from services.trainer.branch import describe_parent, find_lineage, name_run, open_parent, require_same_vocabulary
+from services.trainer.branch import describe_parent, name_run, open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import (
     choose_checkpoint,
     newest_checkpoint,
@@ -40,6 +38,15 @@ from services.trainer.checkpoints.lookup import (
     verify_state,
 )
 from services.trainer.checkpoints.retention import discard_left_over
+from services.trainer.command_inputs import (
+    find_published_corpus,
+    name_own_run,
+    new_job,
+    open_job,
+    open_own_corpus,
+    open_own_run,
+    read_nxd_layout,
+)
 from services.trainer.command_options import (
     evaluate_parser,
     export_parser,
@@ -53,9 +60,8 @@ from services.trainer.command_options import (
     train_parser,
 )
 from services.trainer.conversion.export import export
-from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
-from services.trainer.corpus import RunCorpus, describe_corpus
+from services.trainer.corpus import describe_corpus
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.inspection.checkpoint_content import inspect
@@ -65,12 +71,9 @@ from services.trainer.inspection.run_plan import describe_plan, describe_trace, 
 from services.trainer.inspection.sample import TextGenerator, require_drawable
 from services.trainer.inspection.step_trace import trace_step
 from services.trainer.job import (
-    ALLOW_COLD_COMPILE,
     Job,
     completed_step,
     continue_run,
-    open_cache,
-    run_name,
 )
 from services.trainer.metrics.commands import recording_command
 from services.trainer.metrics.prometheus import collect_run
@@ -115,13 +118,13 @@ def main(argv: list[str], recipe: Recipe | None = None) -> int:
 def train(arguments: Namespace, recipe: Recipe) -> int:
     """Train to the recipe's max_steps, continuing from the newest checkpoint."""
     if arguments.dry_run:
-        corpus = _published_corpus(arguments, recipe)
+        corpus = find_published_corpus(arguments, recipe)
         known = describe_start(arguments.root, recipe, corpus)
         print(describe(recipe, corpus.payload if corpus else None, known))
         return 0
     require_backend(recipe.parallel.device)
     require_trackers(arguments.tracker)
-    job = _open_job(arguments, recipe)
+    job = open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with (
         hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held,
@@ -192,7 +195,7 @@ def plan(arguments: Namespace, recipe: Recipe) -> int:
     Raises `RecipeError` if a worker needs more memory than its device has.
     """
     assumptions = read_assumptions(arguments)
-    corpus = _published_corpus(arguments, recipe)
+    corpus = find_published_corpus(arguments, recipe)
     print(describe_plan(recipe, corpus.payload if corpus else None, assumptions), flush=True)
     require_fit(recipe)
     if arguments.dry_run:
@@ -202,7 +205,7 @@ def plan(arguments: Namespace, recipe: Recipe) -> int:
 
 def summary(arguments: Namespace, recipe: Recipe) -> int:
     """Print what the three stages made, and a sample of the model's writing."""
-    run = _find_run(arguments, recipe)
+    run = open_own_run(arguments, recipe)
     print(summarize(run))
     print(f"\nThe model writes:\n{closing_sample(run)}")
     return 0
@@ -213,7 +216,7 @@ def report(arguments: Namespace, recipe: Recipe) -> int:
 
     The run may be going on. Before its first checkpoint there is no model for a sample: `ArtifactError`.
     """
-    return _report(arguments.root, _find_name(arguments, recipe), with_sample=arguments.sample)
+    return _report(arguments.root, name_own_run(arguments, recipe), with_sample=arguments.sample)
 
 
 def report_named_run(argv: list[str]) -> int:
@@ -238,7 +241,7 @@ def _report(root: Path, name: str, *, with_sample: bool) -> int:
 def print_sample(arguments: Namespace, recipe: Recipe) -> int:
     """Let the newest checkpoint continue a prompt."""
     require_drawable(arguments.tokens, arguments.temperature, arguments.seed)
-    run = _find_run(arguments, recipe)
+    run = open_own_run(arguments, recipe)
     print(TextGenerator(run).generate(arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
     return 0
 
@@ -256,14 +259,14 @@ def evaluate(arguments: Namespace, recipe: Recipe) -> int:
         collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, own), "").collection
         checkpoint = choose_checkpoint(collection, arguments.step, verify_sizes)
         require_of_run(checkpoint, recipe, own)
-    record = evaluate_checkpoint(_open_job(arguments, recipe), checkpoint, arguments.tokens)
+    record = evaluate_checkpoint(open_job(arguments, recipe), checkpoint, arguments.tokens)
     print(json.dumps(record) if arguments.json else describe_table(record))
     return 0
 
 
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
     """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint."""
-    nxd, count = _read_nxd_layout(arguments), arguments.average_last
+    nxd, count = read_nxd_layout(arguments), arguments.average_last
     if count < 1:
         raise RecipeError(f"--average-last {count}: expected the number of checkpoints, at least 1.")
     if nxd and count > 1:
@@ -271,7 +274,7 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
             f"--average-last {count} applies to --format hugging-face only: an NxD checkpoint is for a run that goes "
             f"on, and no run has had the mean of several states. Leave one of the two options out."
         )
-    run = _find_run(arguments, recipe)
+    run = open_own_run(arguments, recipe)
     allow_non_finite = arguments.allow_non_finite_weights
     print(export(run, arguments.output, nxd, allow_non_finite=allow_non_finite, average_last=count))
     return 0
@@ -279,7 +282,7 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
 
 def import_model(arguments: Namespace, recipe: Recipe) -> int:
     """Begin the run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint."""
-    job = _new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
+    job = new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
         print(import_weights(job, arguments.source, held.lease))
         write_run(job)
@@ -288,7 +291,7 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
 
 def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
-    corpus = _open_corpus(arguments, recipe)
+    corpus = open_own_corpus(arguments, recipe)
     collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, corpus), "").collection
     checkpoint = choose_checkpoint(collection, arguments.step)
     require_of_run(checkpoint, recipe, corpus)
@@ -329,70 +332,6 @@ def closing_sample(run: Run) -> str:
     writer = TextGenerator(run)
     written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
-
-
-def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
-    cache, program = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, arguments.allow_cold_compile)
-    waivers = (ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else ()
-    return replace(_new_job(arguments, recipe, cache, program), waivers=waivers, launch=arguments.launch)
-
-
-def _new_job(
-    arguments: Namespace, recipe: Recipe, cache: Artifact[CompileCacheManifest] | None, program_fingerprint: str
-) -> Job:
-    corpus = _open_corpus(arguments, recipe)
-    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
-    return Job(
-        recipe=recipe,
-        root=arguments.root,
-        run=run_name(recipe, corpus, lineage.parent),
-        corpus=corpus,
-        cache=cache,
-        program_fingerprint=program_fingerprint,
-        waivers=(),
-        launch="inline",
-        started_at=now,
-        attempt=uuid.uuid4().hex,
-        workers_started_at=now,
-        lineage=lineage,
-    )
-
-
-def _open_corpus(arguments: Namespace, recipe: Recipe) -> RunCorpus:
-    return describe_corpus(open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus))
-
-
-def _published_corpus(arguments: Namespace, recipe: Recipe) -> RunCorpus | None:
-    try:
-        return _open_corpus(arguments, recipe)
-    except ArtifactError:
-        return None
-
-
-def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
-    return open_run(arguments.root, _find_name(arguments, recipe))
-
-
-def _find_name(arguments: Namespace, recipe: Recipe) -> str:
-    corpus = _open_corpus(arguments, recipe)
-    return name_run(arguments.root, recipe, corpus)
-
-
-def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
-    size, copies = arguments.tensor_parallel_size, arguments.kv_size_multiplier
-    if arguments.format == "nxd":
-        if size is None or size < 1 or (copies is not None and copies < 1):
-            raise RecipeError(
-                "--format nxd: needs --tensor-parallel-size of at least 1, and no --kv-size-multiplier below 1. For "
-                "example: --tensor-parallel-size 8"
-            )
-        return NxdLayout(size, copies or 1, arguments.qkv_linear, arguments.fuse_qkv)
-    if size is not None or copies is not None or arguments.qkv_linear or arguments.fuse_qkv:
-        raise RecipeError(
-            "--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv apply to --format nxd only: add "
-            "--format nxd, or omit them."
-        )
-    return None
 
 
 @dataclass(frozen=True)
