@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
 from services.common.recipe.memory_estimate import checkpoint_bytes_of
-from services.common.recipe.schema import Cluster, Compile, Model, Parallel, Positive, Section, Stage, Train
+from services.common.recipe.schema import Cluster, Compile, Model, Parallel, Positive, Stage, Train
+from services.common.recipe.section import Section
 
 
 def _default(section: type[Section], key: str) -> Any:

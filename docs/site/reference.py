@@ -30,7 +30,8 @@ from services.common.artifacts.manifest import Manifest
 from services.common.errors import EXIT_BUG, MillraceError
 from services.common.process.metrics_server import PREFIX
 from services.common.process.stage_metrics import FILE_SYSTEM_METRICS, PROGRESS_METRICS
-from services.common.recipe.schema import Identity, Recipe
+from services.common.recipe.schema import Recipe
+from services.common.recipe.section import Identity
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS
 
 REPOSITORY = Path(__file__).parents[2]

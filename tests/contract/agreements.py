@@ -20,7 +20,7 @@ from infra.preflight import kubernetes_versions
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
-from services.common.recipe.schema import Kind
+from services.common.recipe.section import Kind
 
 Thing = dict[str, Any]
 

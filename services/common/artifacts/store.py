@@ -39,7 +39,8 @@ from services.common.artifacts.manifest import (
 )
 from services.common.errors import ArtifactError, TryAgain, naming_the_place
 from services.common.input.files import parse_json, read_file, unreadable
-from services.common.recipe.schema import Kind, Recipe, fingerprint, identity
+from services.common.recipe.schema import Recipe, fingerprint, identity
+from services.common.recipe.section import Kind
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from services.common.artifacts.shared_verification import verify_on_nodes, verif
 from services.common.artifacts.store import identity_key, is_id
 from services.common.errors import ArtifactError, DeviceError
 from services.common.launch.launcher import Launcher
-from services.common.recipe.schema import Kind, Recipe, fingerprint
+from services.common.recipe.schema import Recipe, fingerprint
+from services.common.recipe.section import Kind
 
 
 def verify_artifact(folder: Path, manifest: Manifest, launcher: Launcher) -> None:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.common.recipe.schema import Kind, Recipe, identity
+from services.common.recipe.schema import Recipe, identity
+from services.common.recipe.section import Kind
 
 _MOST_SHOWN = 80
 """Characters of a field's value that a message shows."""

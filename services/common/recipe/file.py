@@ -20,7 +20,8 @@ from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret, m
 from services.common.input.files import MAX_DEPTH, read_file, require_plain
 from services.common.input.problem_list import ProblemList
 from services.common.process.limits import explain_lack
-from services.common.recipe.schema import Recipe, Section
+from services.common.recipe.schema import Recipe
+from services.common.recipe.section import Section
 
 MAX_RECIPE_BYTES = 2**20
 

@@ -11,17 +11,24 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
 
 from services.common.hardware.instance_types import read_instance_types
-from services.common.input.credentials import require_no_credentials
 from services.common.recipe.agreement import require_agreement
 from services.common.recipe.presets import MODEL_PRESETS
+from services.common.recipe.section import (
+    COMPILED,
+    CORPUS,
+    CORPUS_UNLESS_DEFAULT,
+    TRACED,
+    TRAINED,
+    Identity,
+    Kind,
+    Section,
+)
 
-Kind = Literal["corpus", "compile_cache", "checkpoint"]
 Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -40,29 +47,8 @@ NoticeCondition = Literal[
 ]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
-
-@dataclass(frozen=True)
-class Identity:
-    """Marks a recipe field that decides the bytes of artifacts of these kinds."""
-
-    kinds: tuple[Kind, ...]
-    is_default_left_out: bool = False
-    """Whether the field's default value is no part of an id, because it gives the bytes of a recipe without the field.
-    Artifacts keep their ids when such a field is added."""
-
-
-CORPUS = Identity(("corpus",))
-CORPUS_UNLESS_DEFAULT = Identity(("corpus",), is_default_left_out=True)
-TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
-TRAINED = Identity(("checkpoint",))
-COMPILED = Identity(("compile_cache",))
-
 MAX_NAME_LENGTH = 128
 """Longest name of a run or corpus. File systems take 255 bytes, and stages add hashes, endings and tokens to a name."""
-
-MAX_ENTRIES = 10_000
-"""Most entries of a list, such as the sources of a corpus; a folder or a glob is one entry. The errors of a million bad
-entries would take gigabytes."""
 MAX_ADDRESS_CHARACTERS = 8_000
 """Most characters of a source's or a vocabulary's address. The paths of Linux end at 4,096 bytes."""
 
@@ -96,40 +82,6 @@ def _require_place_of_secret(place: str) -> str:
             "and a recipe is stored and shown"
         )
     return place
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        defer_build=True,  # a command uses few of its models, and starts 0.03 s earlier
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        hide_input_in_errors=True,  # it may hold a credential
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_short_lists(cls, fields: Any) -> Any:
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            if isinstance(value, (list, tuple)) and len(value) > MAX_ENTRIES:
-                raise ValueError(f"{name}: {len(value):,} entries, expected at most {MAX_ENTRIES:,}")
-        return fields
-
-    @field_validator("*")
-    @classmethod
-    def _fits_the_machine(cls, value: Any) -> Any:
-        """Refuse integers of more than 64 bits, which TOML does not have and floats cannot hold, text with a NUL, and
-        credentials.
-        """
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError("an integer of more than 64 bits")
-        if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"{value[:80]!r} has a NUL character, which no path and no name can have")
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, str):
-                require_no_credentials(each, "the value")
-        return value
 
 
 class Source(Section):

@@ -15,7 +15,8 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.input.credentials import MASK, is_secret, mask
 from services.common.process.telemetry import JsonLines, configure_logging
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Recipe, Section, Source
+from services.common.recipe.schema import Recipe, Source
+from services.common.recipe.section import Section
 from services.common.testing.recipes import recipe_text, write_recipe
 from services.common.tests.builders import REPOSITORY
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.presets import MODEL_PRESETS
-from services.common.recipe.schema import Kind, Recipe, identity
+from services.common.recipe.schema import Recipe, identity
+from services.common.recipe.section import Kind
 from services.common.testing.recipes import load_small, make_recipe
 
 KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")
