@@ -170,7 +170,9 @@ class CheckpointPayload(ManifestModel):
 
     def with_shards(self, run: str, ranks: Mapping[str, int]) -> Self:
         """Return the payload with these shards of the run; `ranks` maps file names to the ranks that write them."""
-        return self.model_copy(update={"shards": {file: self.origin(run, rank) for file, rank in ranks.items()}})
+        first = self.origin(run, rank=0)
+        shards = {file: first.model_copy(update={"rank": rank}) for file, rank in ranks.items()}
+        return self.model_copy(update={"shards": shards})
 
     @property
     def parent(self) -> Ancestor | None:
@@ -218,8 +220,9 @@ class CheckpointManifest(Manifest):
         state, origins = self.checkpoint, self.checkpoint.shards
         if unknown := sorted(({entry.path for entry in self.files} - {INDEX_FILE}) ^ set(origins)):
             raise ValueError(f"{', '.join(unknown[:4])}: expected both in `files` and in `checkpoint.shards`")
+        first = state.origin(self.name, rank=0)
         for path, origin in origins.items():
-            expected = state.origin(self.name, origin.rank)
+            expected = first.model_copy(update={"rank": origin.rank})
             if origin != expected:
                 raise ValueError(f"{path}: comes from another state: {explain_origins(origin, expected)}")
         ranks, num_workers = {origin.rank for origin in origins.values()}, state.num_workers
