@@ -5,8 +5,8 @@ starts. A task starts the agent as a process of its own, and returns when the ag
 started again by the agents, without Ray noticing. The loss of an agent, or of its node, ends the attempt, and the next
 start of the workers begins another.
 
-The number of Ray's tasks grows with the number of nodes alone. The command asks Ray's head once a second, in one call
-for all nodes, whether a node is about to be taken away.
+The number of Ray's tasks grows with the number of nodes alone. The command asks Ray's head once a second, in two calls
+for all nodes, whether a node was lost, and whether one is about to be taken away.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from services.common.launch.neuron_environment import NEURON_DEVICES, require_ev
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
 from services.common.launch.process_family import STOPPED_SECONDS, is_stopped
 from services.common.launch.ray_cluster import connect
-from services.common.launch.ray_watch import LOST_BY_RAY, RayCall, calling_ray, require_ray
+from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_node, explain_lost_task, find_lost_nodes
+from services.common.launch.ray_watch import RayCall, calling_ray, require_ray
 from services.common.process.stop_reason import StopReason
 from services.common.process.stopwatch import Stopwatch
 
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 1
 """Seconds of a wait in Ray, whole ones: for less, `PlacementGroup.wait` returns at once. In between the command asks
-Ray's head whether a node of the workers is about to be taken away."""
+Ray's head about the nodes of the workers."""
 NODE_SHARE = 1 - DRIVER_SHARE
 """Share of a node's stage resource for its agent, so large that no second agent is started on a node."""
-_SHOWN_CHARACTERS = 500
 _SHOWN_RANKS = 8
 
 _DEVICES = {**dict.fromkeys(NEURON_DEVICES, "neuron_cores"), "cuda": "GPU"}
@@ -215,12 +215,15 @@ class _Attempt:
     def _follow(self, gang: PlacementGroup, tasks: list[ray.ObjectRef[None]]) -> None:
         """Wait until a task ends or the command closes the agents, then for all tasks, and raise the first error.
 
-        Raises `WorkersLost` where an agent does not come: its node was lost before the task started, or is frozen.
+        Raises `WorkersLost` where Ray has lost a node, whose task may never end, and where an agent does not come: its
+        node was lost before the task started, or is frozen.
         """
-        waited = Stopwatch()
-        nodes, is_told = set(placement_group_table(gang)["bundles_to_node_id"].values()), False
+        waited, is_told = Stopwatch(), False
+        placed: dict[int, str] = placement_group_table(gang)["bundles_to_node_id"]
+        nodes = [placed[rank] for rank in range(len(tasks))]
         ended: list[ray.ObjectRef[None]] = []
-        while not (ended or self._is_over.is_set()):
+        lost: list[int] = []
+        while not (ended or lost or self._is_over.is_set()):
             ended, _ = ray.wait(tasks, timeout=WAIT_SECONDS)
             absent = self._agents.absent_ranks if not self._is_over.is_set() else []
             if waited.look(bool(absent)) > ray_room.GROUP_START_SECONDS:
@@ -229,12 +232,17 @@ class _Attempt:
                     f"{len(absent)} of {len(tasks)} agents did not connect within {ray_room.GROUP_START_SECONDS:.0f} s "
                     f"of their placement, of node {ranks}: their nodes are lost, frozen or very slow"
                 )
-            if not is_told and cluster_address() and nodes & ray._private.state.state.get_draining_nodes().keys():
-                is_told = True
-                self._is_preempted.set()
+            if cluster_address():
+                lost = find_lost_nodes(nodes)
+                if not is_told and not ray._private.state.state.get_draining_nodes().keys().isdisjoint(nodes):
+                    is_told = True
+                    self._is_preempted.set()
         self._is_over.set()
         # The command closes the connections of the other agents, which then end in order.
-        others, _ = ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS)
+        others = [task for rank, task in enumerate(tasks) if rank not in lost]
+        others, _ = ray.wait(others, num_returns=len(others), timeout=END_SECONDS) if others else ([], [])
+        if lost:
+            raise WorkersLost(f"node {lost[0]} of the workers was lost: {explain_lost_node(nodes[lost[0]])}")
         for task in [*ended, *others]:
             _raise_failure(task, tasks.index(task))
 
@@ -256,8 +264,7 @@ def _raise_failure(task: ray.ObjectRef[None], node_rank: int) -> None:
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, MillraceError) else error) from None
     except LOST_BY_RAY as error:
-        told = " ".join(str(error).split())[:_SHOWN_CHARACTERS]  # Ray's report has a line of its own for the reason
-        raise WorkersLost(f"Ray lost the agent of node {node_rank}: {told}") from error
+        raise WorkersLost(f"Ray lost the agent of node {node_rank}: {explain_lost_task(error)}") from error
 
 
 def _count_nodes(spec: WorkerGroupSpec) -> int:

@@ -22,6 +22,7 @@ from services.common.launch import inline, ray_agents
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand
 from services.common.launch.ray_cluster import connect
+from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_task
 from services.common.launch.ray_room import (
     POLL_SECONDS,
     TASK_SHARE,
@@ -30,7 +31,7 @@ from services.common.launch.ray_room import (
     share_of_group,
     wait_for_room,
 )
-from services.common.launch.ray_watch import LOST_BY_RAY, calling_ray, is_lost
+from services.common.launch.ray_watch import calling_ray, is_lost
 
 prepare, open_workers = ray_agents.prepare, ray_agents.open_workers
 
@@ -95,7 +96,7 @@ def _ending_tasks(running: Mapping[ray.ObjectRef[Any], object]) -> Iterator[None
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, MillraceError | OSError) else error) from None
     except LOST_BY_RAY as error:
-        raise WorkersLost(str(error)) from error
+        raise WorkersLost(f"Ray lost a task: {explain_lost_task(error)}") from error
     finally:
         if running and not is_lost():
             with calling_ray():
@@ -178,7 +179,7 @@ def _result_of(reference: ray.ObjectRef[Any]) -> Any:
     try:
         return ray.get(reference)
     except LOST_BY_RAY as error:
-        return LostTask(str(error), isinstance(error, ray.exceptions.OutOfMemoryError))
+        return LostTask(explain_lost_task(error), isinstance(error, ray.exceptions.OutOfMemoryError))
 
 
 class RayGauges:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
-import ray.exceptions
 
 from services.common.errors import MillraceError, TryAgain
 from services.common.launch.cluster_address import split_address
@@ -30,15 +29,6 @@ LOST_SECONDS = 20.0
 PROBE_SECONDS = 10.0
 """Seconds between two connections that show whether the cluster's head is alive."""
 LOST_HEAD_FAILURES = 4  # failed connections in a row; Ray's library ends the process after 60 s without the head
-LOST_BY_RAY = (
-    ray.exceptions.TaskUnschedulableError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.LocalRayletDiedError,
-    ray.exceptions.OutOfMemoryError,
-    ray.exceptions.ObjectLostError,
-)
-"""Errors of Ray for a task whose process or node was lost, and which Ray does not run again."""
 
 
 class _RayWatch:

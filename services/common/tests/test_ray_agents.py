@@ -120,8 +120,20 @@ def test_a_frozen_agent_of_another_node_is_killed_and_the_next_start_has_new_age
 def test_a_killed_task_leaves_the_nodes_to_the_next_start(tmp_path: Path, launcher: Launcher) -> None:
     """Each start of the workers takes all CPUs of all nodes, so the next start waits until Ray has freed them."""
     with launcher.open_workers(new_spec(tmp_path, WORKERS_PER_NODE)) as workers:
-        with pytest.raises(WorkersLost, match="Ray lost the agent of node 3"):
+        with pytest.raises(WorkersLost, match=r"Ray lost the agent of node 3: its process died$"):
             workers.run(work.kill_task_of_ray, None)
         workers.run(work.write_rank, tmp_path)
 
     assert (tmp_path / "63-of-64-on-15").exists()
+
+
+def test_a_node_that_ray_has_lost_ends_the_attempt(tmp_path: Path) -> None:
+    """The node's raylet stays a zombie, for which the node's processes take it to be alive: they go on."""
+    node = {"num_cpus": 1, "resources": {"stage_trainer": 1}}
+    often = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
+    with running_cluster([{**node, "_system_config": often}, node]) as started, joining(started) as launcher:
+        [lost] = started.worker_nodes
+        spec = WorkerGroupSpec(2, 1, 1, tmp_path, preload=("services.common.tests.work",))
+        told = r"node \d of the workers was lost: .* \(health check failed"
+        with launcher.open_workers(spec) as workers, pytest.raises(WorkersLost, match=told):
+            workers.run(work.kill_process, lost.all_processes["raylet"][0].process.pid)

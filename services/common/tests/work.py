@@ -98,6 +98,13 @@ def kill_task_of_ray(_: None, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
+def kill_process(pid: int, environment: WorkerEnvironment) -> None:
+    """Let the first of all workers kill a process, and all of them wait."""
+    if environment.rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    threading.Event().wait()
+
+
 def freeze_agent_and_die(_: None, environment: WorkerEnvironment) -> None:
     """Let the last of all workers freeze the agent of its node, and end."""
     if environment.rank == environment.world_size - 1:
