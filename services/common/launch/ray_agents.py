@@ -182,7 +182,6 @@ class _Attempt:
         connect(int(demand["CPU"]), {device: demand[device]} if device else {})
         with calling_ray():
             demand |= ray_room.share_of_group(NODE_SHARE)
-            ray_room.wait_for_room(demand, num_nodes)
             with _placed(demand, num_nodes) as gang:
                 self._await_placement(gang, demand, num_nodes)
                 if not self._is_over.is_set():

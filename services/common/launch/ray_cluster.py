@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,9 @@ def _start_here(
             )
         except Exception as error:
             _require_living(started)
-            raise _explain_failed_start(error) from error
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+                raise
+            raise _failed_start(str(error).rstrip(".")) from error  # such as a machine that is too busy
     watch_processes(started)
 
 
@@ -113,15 +115,19 @@ def _require_living(started: list[subprocess.Popen[Any]]) -> None:
         raise _failed_start(ended)
 
 
-def _explain_failed_start(error: Exception) -> Exception:
-    """The error for a Ray that did not start: `TryAgain` where the machine was too busy."""
-    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
-        return error
-    return _failed_start(str(error).rstrip("."))
-
-
 def _failed_start(why: str) -> TryAgain:
     return TryAgain(f"Ray did not start on this machine: {why}. Run the same command again.")
+
+
+@contextmanager
+def _replacing(module: Any, **parts: Any) -> Iterator[None]:
+    """Replace parts of a module of Ray's library for the block."""
+    before = {name: getattr(module, name) for name in parts}
+    vars(module).update(parts)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 @contextmanager
@@ -130,21 +136,19 @@ def _leaving_signals_to_us() -> Iterator[None]:
 
     Python sets handlers in the main thread alone, and Ray is started in another, so the handlers are the kernel's.
     """
-    libc, utils = ctypes.CDLL(None), ray._private.utils
+    libc = ctypes.CDLL(None)
     before = {signum: ctypes.create_string_buffer(_SIGACTION_BYTES) for signum in STOP_SIGNALS}
     for signum, action in before.items():
         libc.sigaction(int(signum), None, action)
-    set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
-        yield
+        with _replacing(ray._private.utils, set_sigterm_handler=lambda handler: None):
+            yield
     finally:
-        utils.set_sigterm_handler = set_handler
         for signum, action in before.items():
             libc.sigaction(int(signum), action, None)
 
 
-@contextmanager
-def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
+def _starting_sessions(started: list[subprocess.Popen[Any]]) -> AbstractContextManager[None]:
     """Start Ray's processes in sessions of their own, which signals to the command's group do not reach.
 
     The command's guard ends the processes of these sessions. `started` receives the processes. They import what this
@@ -161,11 +165,7 @@ def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
         guard.watch_session(process.pid)
         return process
 
-    services.ConsolePopen = start
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
+    return _replacing(services, ConsolePopen=start)
 
 
 @contextmanager
@@ -176,14 +176,13 @@ def _leaving_out_services() -> Iterator[None]:
     this one is not. Ray's own choice of port is 52365: a second Ray of this machine would try that port for 3.4 s.
     """
     parameter: Any = ray._private.parameter
-    services: Any = ray._private.services
-    make, start_dashboard = parameter.RayParams, services.start_api_server
-    parameter.RayParams = partial(make, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
-    services.start_api_server = lambda *arguments, **options: (None, None)  # what it returns without a dashboard
-    try:
+    fewer = partial(parameter.RayParams, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
+    no_dashboard = (None, None)  # what the function returns without a dashboard
+    with (
+        _replacing(parameter, RayParams=fewer),
+        _replacing(ray._private.services, start_api_server=lambda *arguments, **options: no_dashboard),
+    ):
         yield
-    finally:
-        parameter.RayParams, services.start_api_server = make, start_dashboard
 
 
 @contextmanager
@@ -208,11 +207,8 @@ def _noticing_losses(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
         with ending_after(CONNECT_SECONDS, frozen, TryAgain.exit_code):
             return connect_worker(*arguments, **options)
 
-    node.wait_for_persisted_port, raylet.CoreWorker = wait, connect
-    try:
+    with _replacing(node, wait_for_persisted_port=wait), _replacing(raylet, CoreWorker=connect):
         yield
-    finally:
-        node.wait_for_persisted_port, raylet.CoreWorker = wait_for_port, connect_worker
 
 
 def _python_path() -> str:

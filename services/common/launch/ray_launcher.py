@@ -26,8 +26,8 @@ from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_task
 from services.common.launch.ray_room import (
     POLL_SECONDS,
     TASK_SHARE,
+    is_room_for,
     nodes_of_stage,
-    room_for,
     share_of_group,
     wait_for_room,
 )
@@ -40,7 +40,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     """See `Launcher.map_tasks`. Ray runs a task up to three times more when its process or node was lost."""
     connect(num_workers)
     group = share_of_group(TASK_SHARE)
-    wait_for_room({"CPU": 1.0, **group}, 1)
+    wait_for_room({"CPU": 1.0, **group})
     remote = ray.remote(max_retries=3, num_cpus=1, resources=group)(function)
     waiting = enumerate(items)
     running: dict[ray.ObjectRef[Any], int] = {}
@@ -123,7 +123,7 @@ def run_tasks(
                 connect(num_workers * demand.num_cpus)
                 if demand not in placed:
                     group, resources = share_of_group(TASK_SHARE), _resources_of(demand)
-                    wait_for_room({**resources, **group}, 1)
+                    wait_for_room({**resources, **group})
                     memory = resources.get("memory")
                     placed[demand] = remote.options(num_cpus=demand.num_cpus, memory=memory, resources=group)
                 with calling_ray():
@@ -141,7 +141,7 @@ def has_room(demand: TaskDemand) -> bool:
     if cluster_address() is None:
         return inline.has_room(demand)
     with calling_ray():
-        return room_for({**_resources_of(demand), **share_of_group(TASK_SHARE)}) > 0
+        return is_room_for({**_resources_of(demand), **share_of_group(TASK_SHARE)})
 
 
 def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:

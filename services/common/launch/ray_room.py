@@ -27,18 +27,18 @@ def share_of_group(share: float) -> dict[str, float]:
     return {name: share for name in declared if name.startswith(STAGE_RESOURCE_PREFIX)}
 
 
-def wait_for_room(demand: dict[str, float], count: int) -> None:
-    """Wait until `count` of the running nodes could each hold `demand` if nothing else ran on them.
+def wait_for_room(demand: dict[str, float]) -> None:
+    """Wait until one of the running nodes could hold `demand` if nothing else ran on it.
 
     Raises `NoRoomForWorkers` after GROUP_START_SECONDS: Ray itself has no limit.
     """
     deadline = time.monotonic() + GROUP_START_SECONDS
     while True:
         with calling_ray():
-            if room_for(demand) >= count:
+            if is_room_for(demand):
                 return
         if time.monotonic() > deadline:
-            raise no_room(demand, count)
+            raise no_room(demand, 1)
         time.sleep(POLL_SECONDS)
 
 
@@ -48,9 +48,9 @@ def capacities_for(demand: dict[str, float]) -> list[int]:
     return [int(min(node.get(name, 0.0) / amount for name, amount in demand.items())) for node in nodes]
 
 
-def room_for(demand: dict[str, float]) -> int:
-    """Return the number of running nodes that could hold `demand` if nothing else ran on them."""
-    return sum(capacity > 0 for capacity in capacities_for(demand))
+def is_room_for(demand: dict[str, float]) -> bool:
+    """Whether one of the running nodes could hold `demand` if nothing else ran on it."""
+    return any(capacities_for(demand))
 
 
 def no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:

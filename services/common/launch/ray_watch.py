@@ -130,10 +130,8 @@ class RayCall:
     def _run(self) -> None:
         try:
             self._call()
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
-            self._failure = error
-        except BaseException as error:  # noqa: BLE001 - the main thread waits for the end of the call
-            self._failure = RuntimeError(f"{error!r}")
+        except BaseException as error:  # noqa: BLE001 - the main thread waits for the call, and raises its error
+            self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
         self.running.remove(self)
         self._has_ended.set()
         if self._goes_on:

@@ -30,6 +30,7 @@ class Popen(popen):
 def lose(*arguments, **options):
     [process] = [each for each in started if each.args[0].endswith(name)]
     process.kill()
+    process.wait()
     return real(*arguments, **options)
 
 def main(arguments):
