@@ -219,7 +219,8 @@ class _Attempt:
         """
         waited, is_told = Stopwatch(), False
         placed: dict[int, str] = placement_group_table(gang)["bundles_to_node_id"]
-        nodes = [placed[rank] for rank in range(len(tasks))]
+        # A node that was lost since its placement has an empty id.
+        nodes = [placed[rank] or ray.NodeID.nil().hex() for rank in range(len(tasks))]
         ended: list[ray.ObjectRef[None]] = []
         lost: list[int] = []
         while not (ended or lost or self._is_over.is_set()):

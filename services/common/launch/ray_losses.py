@@ -39,4 +39,4 @@ def explain_lost_node(node: str) -> str:
     """Name the host of a node that was lost, and the reason that Ray's head has noted."""
     found: dict[str, Any] = next((each for each in ray.nodes() if each["NodeID"] == node), {})
     reason = found.get("DeathReasonMessage") or "Ray gives no reason"
-    return f"{found.get('NodeManagerAddress', node)} is no longer among Ray's live nodes ({reason})"
+    return f"{found.get('NodeManagerAddress', 'its host')} is no longer among Ray's live nodes ({reason})"
