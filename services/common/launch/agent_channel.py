@@ -9,6 +9,8 @@ where the failure was on its own node.
 from __future__ import annotations
 
 import socket
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -18,8 +20,14 @@ from services.common.launch.node_agent import NodeEnd
 from services.common.process.stop_reason import StopReason
 
 CONNECT_SECONDS = 60.0
-_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 3
-"""The kernel probes a connection that is idle for 10 s, and ends it after three probes without an answer."""
+HANDSHAKE_SECONDS = 10.0
+"""Seconds in which an agent that has connected has to prove that it has the key."""
+UNREAD_SECONDS = 25.0
+"""Seconds after which the kernel ends a connection whose other end takes nothing or answers nothing. A frozen agent has
+room for all messages but the start of workers, and is noticed otherwise.
+"""
+_IDLE_SECONDS, _PROBE_SECONDS = 10, 5
+"""The kernel probes a connection that is idle for 10 s every 5 s."""
 
 
 @dataclass(frozen=True)
@@ -80,25 +88,36 @@ def connect_agent(host: str, port: int, key: bytes) -> Connection:
 
 def admit_agent(channel: socket.socket, key: bytes) -> Connection:
     """Take the connection of an agent. Raises `AuthenticationError`, `OSError` or `EOFError` for another client."""
-    connection = _keep_alive(channel)
-    try:
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-    except BaseException:
-        connection.close()
-        raise
+    with channel:
+        connection = _keep_alive(channel.dup())
+        limit = threading.Timer(HANDSHAKE_SECONDS, _shut_down, [channel])
+        limit.daemon = True
+        limit.start()
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            limit.cancel()
     return connection
 
 
+def _shut_down(channel: socket.socket) -> None:
+    with suppress(OSError):  # the client has gone in this moment
+        channel.shutdown(socket.SHUT_RDWR)
+
+
 def _keep_alive(channel: socket.socket) -> Connection:
-    """Make a connection that ends when the node at its other end is gone, which sends nothing any more."""
+    """Make a connection that ends when the node at its other end is gone, or no process there reads what is sent."""
     channel.settimeout(None)
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
         for option, value in (
             (socket.TCP_KEEPIDLE, _IDLE_SECONDS),
             (socket.TCP_KEEPINTVL, _PROBE_SECONDS),
-            (socket.TCP_KEEPCNT, _PROBES),
+            (socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1_000)),
         ):
             channel.setsockopt(socket.IPPROTO_TCP, option, value)
     channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

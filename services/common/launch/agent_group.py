@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import secrets
+import selectors
 import socket
 import threading
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
 from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, Notice, admit_agent
@@ -122,25 +122,26 @@ class AgentGroup:
 
     def _await_ends(self, require_launcher: Callable[[], None]) -> list[NodeEnd]:
         """Wait until no node has a worker left. The first failure ends the workers of all other nodes."""
-        working: dict[Any, _Agent] = {agent.connection: agent for agent in self._agents.values()}
         ends: list[NodeEnd] = []
         failed_at: float | None = None
-        while working:
-            for connection in wait_for_any(list(working), timeout=POLL_SECONDS):
-                agent = working[connection]
-                message = agent.receive()
-                if isinstance(message, NodeIdle):
-                    del working[connection]
-                    agent.meeting = message.meeting
-                    ends.append(message.end)
-                if failed_at is None and not (isinstance(message, NodeIdle) and not message.end.is_failure):
-                    failed_at = time.monotonic()
-                    for other in working.values():
-                        if other is not agent:
+        with selectors.DefaultSelector() as working:
+            for agent in self._agents.values():
+                working.register(agent.connection, selectors.EVENT_READ, agent)
+            while left := working.get_map():
+                for agent in [key.data for key, _ in working.select(POLL_SECONDS)]:
+                    message = agent.receive()
+                    is_idle = isinstance(message, NodeIdle)
+                    if is_idle:
+                        working.unregister(agent.connection)
+                        agent.meeting = message.meeting
+                        ends.append(message.end)
+                    if failed_at is None and not (is_idle and not message.end.is_failure):
+                        failed_at = time.monotonic()
+                        for other in [key.data for key in left.values() if key.data is not agent]:
                             other.send(EndWorkers())
-            require_launcher()
-            if failed_at and time.monotonic() - failed_at > END_SECONDS:
-                raise next(iter(working.values())).lost
+                require_launcher()
+                if failed_at and time.monotonic() - failed_at > END_SECONDS:
+                    raise next(iter(left.values())).data.lost
         return ends
 
     def _stop_listening(self) -> None:

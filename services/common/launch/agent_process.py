@@ -74,7 +74,7 @@ def main() -> None:
     try:
         while True:
             _serve(agent, connection, config.address)
-    except (EOFError, ConnectionError):  # the command has ended, or its launcher
+    except (EOFError, ConnectionError, TimeoutError):  # the command has ended, or its launcher, or its node is gone
         agent.close()
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import resource
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ import psutil
 import pytest
 
 from services.common.errors import ArtifactError, TryAgain, WorkersLost
-from services.common.launch import agent_group, agent_process, fork_server
+from services.common.launch import agent_channel, agent_group, agent_process, fork_server
 from services.common.launch.agent_channel import AgentHello, connect_agent, reach_command
 from services.common.launch.agent_group import AgentGroup, AgentLost, _Agent
 from services.common.launch.agent_process import AgentConfig
@@ -72,9 +74,19 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         agent.wait(20)
 
 
+class CountingSelector(selectors.DefaultSelector):
+    def __init__(self, counted: Counter[str]) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def register(self, *arguments: Any) -> selectors.SelectorKey:
+        self._counted["watched"] += 1
+        return super().register(*arguments)
+
+
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the messages that the command sends and receives, by their types."""
+    """Counts the messages that the command sends and receives, by their types, and what it asks the kernel to watch."""
     counted: Counter[str] = Counter()
     send, receive = _Agent.send, _Agent.receive
 
@@ -89,6 +101,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(_Agent, "send", count_sent)
     monkeypatch.setattr(_Agent, "receive", count_received)
+    monkeypatch.setattr(selectors, "DefaultSelector", lambda: CountingSelector(counted))
     return counted
 
 
@@ -98,7 +111,7 @@ def test_a_start_and_a_loss_take_a_few_messages_for_each_node_and_the_agents_sta
     nodes.run(work.write_place)
 
     assert [place[:3] for place in work.read_environments(nodes.folder)] == [[2, 0, 2]] * 2 + [[2, 1, 2]] * 2
-    assert messages == {"NodeStart": NODES, "NodeIdle": NODES}
+    assert messages == {"NodeStart": NODES, "NodeIdle": NODES, "watched": NODES}
     messages.clear()
     kept = private_base() / nodes.kept_folder  # of both nodes, which are one machine
     assert kept.is_dir()
@@ -106,7 +119,13 @@ def test_a_start_and_a_loss_take_a_few_messages_for_each_node_and_the_agents_sta
     with pytest.raises(WorkersLost, match=r"rank 3 \(pid \d+ on .*\) was killed by SIGKILL"):
         nodes.run(work.die_on_last_rank)
 
-    assert messages == {"NodeStart": NODES, "WorkersFailed": 1, "EndWorkers": NODES - 1, "NodeIdle": NODES}
+    assert messages == {
+        "NodeStart": NODES,
+        "WorkersFailed": 1,
+        "EndWorkers": NODES - 1,
+        "NodeIdle": NODES,
+        "watched": NODES,
+    }
     with pytest.raises(ArtifactError, match="rank 3 found damage"):
         nodes.run(work.raise_on_last_rank, "rank 3 found damage")
     assert kept.is_dir()
@@ -163,6 +182,32 @@ def test_who_has_no_key_is_no_agent_and_a_killed_agent_ends_its_workers_and_the_
     assert len(pids) == 2 * NODES
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
     assert [agent.wait(20) for agent in nodes.agents] == [0, -signal.SIGKILL]
+
+
+def test_a_stranger_that_says_nothing_is_dropped_and_costs_no_agent(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_channel, "HANDSHAKE_SECONDS", 0.5)
+    with socket.create_connection(nodes.group.address) as stranger:
+        while stranger.recv(1_024):  # the command's challenge, and then its end
+            pass
+    wait_until(lambda: "agent" not in {thread.name for thread in threading.enumerate()})
+
+    nodes.run(work.write_rank)
+
+
+def test_an_agent_that_reads_nothing_is_lost_when_a_start_does_not_fit_into_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_channel, "UNREAD_SECONDS", 1.0)
+    group, spec = AgentGroup(LOOPBACK_ADDRESS, 1), WorkerGroupSpec(1, 1, 1, tmp_path)
+    with connect_agent(*group.address, group.key) as agent:
+        agent.send(AgentHello(0, "host", find_meeting_point(LOOPBACK_ADDRESS)))
+        group.gather(lambda: None)
+
+        with pytest.raises(AgentLost, match=r"agent of node 0 \(host\)"):
+            group.run(bytes(2**26), spec, lambda: None)
+    group.close()
 
 
 @pytest.mark.slow
