@@ -14,6 +14,7 @@ import operator
 import os
 import pickle  # nosec B403 # bytes that workers of the same run made
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ class ProcessGroup:
     ) -> None:
         """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
         self.rank, self.world_size, self._host, self._key = rank, world_size, host, key
+        self._sealed: Counter[str] = Counter()
+        """Messages by their route. Workers count alike, so that no message passes for another one of its route."""
         self._tree = Tree(None, ()) if is_fake else Tree.of(rank, world_size)
         self.store = store
         """Store of the small values by which the workers have found each other; None for a single worker."""
@@ -225,7 +228,7 @@ class ProcessGroup:
         return value
 
     def _send(self, rank: int, value: object) -> None:
-        sealed = seal(self._key, f"rank {self.rank} to rank {rank}", pickle.dumps(value))
+        sealed = seal(self._key, self._next_route(self.rank, rank), pickle.dumps(value))
         content = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
         with naming_lost_workers():
             for part in (torch.tensor([len(content)]), content):
@@ -238,10 +241,15 @@ class ProcessGroup:
             content = torch.empty(int(length.item()), dtype=torch.uint8)
             _require_work(dist.irecv(content, rank, group=self._host)).wait(self.timeout)
         try:
-            unsealed = unseal(self._key, f"rank {rank} to rank {self.rank}", content.numpy().tobytes())
+            unsealed = unseal(self._key, self._next_route(rank, self.rank), content.numpy().tobytes())
         except ValueError as error:
             raise WorkersLost(f"{error}: another process has taken a worker's place") from error
         return pickle.loads(unsealed)  # nosec B301 # bytes that a worker of the same run made
+
+    def _next_route(self, sender: int, receiver: int) -> str:
+        route = f"rank {sender} to rank {receiver}"
+        self._sealed[route] += 1
+        return f"{route}, message {self._sealed[route]}"
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:

@@ -27,7 +27,14 @@ def test_bytes_of_a_process_without_the_key_of_the_start_are_not_unpickled(tmp_p
     (folder := tmp_path / "found").mkdir()
     run_workers(inline, hung_workers.join_with_another_key, folder, WorkerGroupSpec(2, 1, 2, tmp_path))
 
-    assert "rank 1 to rank 0 has no valid seal" in (folder / "0").read_text(encoding="utf-8")
+    assert "rank 1 to rank 0, message 1: " in (folder / "0").read_text(encoding="utf-8")
+
+
+def test_a_message_that_is_sent_again_at_another_place_is_not_unpickled(tmp_path: Path) -> None:
+    (folder := tmp_path / "found").mkdir()
+    run_workers(inline, hung_workers.send_a_message_again, folder, WorkerGroupSpec(2, 1, 2, tmp_path))
+
+    assert "rank 1 to rank 0, message 3: " in (folder / "0").read_text(encoding="utf-8")
 
 
 def test_a_seal_is_for_one_key_one_route_and_one_content() -> None:
