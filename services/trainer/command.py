@@ -282,7 +282,8 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
 
 def import_model(arguments: Namespace, recipe: Recipe) -> int:
     """Begin the run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint."""
-    job = new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
+    corpus, program = open_own_corpus(arguments, recipe), fingerprint(program_facts(recipe))
+    job = new_job(arguments.root, recipe, corpus, None, program)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
         print(import_weights(job, arguments.source, held.lease))
         write_run(job)

@@ -6,11 +6,13 @@ import uuid
 from argparse import Namespace
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, RecipeError
+from services.common.launch.launcher import INLINE
 from services.common.recipe.schema import Recipe
 from services.trainer.branch import find_lineage, name_run
 from services.trainer.conversion.nxd.layout import NxdLayout
@@ -23,24 +25,28 @@ def open_job(arguments: Namespace, recipe: Recipe) -> Job:
     """Open the corpus and the compile cache of a command, and return its job."""
     cache, program = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, arguments.allow_cold_compile)
     waivers = (ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else ()
-    return replace(new_job(arguments, recipe, cache, program), waivers=waivers, launch=arguments.launch)
+    job = new_job(arguments.root, recipe, open_own_corpus(arguments, recipe), cache, program)
+    return replace(job, waivers=waivers, launch=arguments.launch)
 
 
 def new_job(
-    arguments: Namespace, recipe: Recipe, cache: Artifact[CompileCacheManifest] | None, program_fingerprint: str
+    root: Path,
+    recipe: Recipe,
+    corpus: RunCorpus,
+    cache: Artifact[CompileCacheManifest] | None,
+    program_fingerprint: str,
 ) -> Job:
-    """Return the job of a command that starts no workers, or whose cache is open."""
-    corpus = open_own_corpus(arguments, recipe)
-    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
+    """Return the job of a command of this moment, which begins or continues the run of the recipe and the corpus."""
+    now, lineage = datetime.now(UTC), find_lineage(root, recipe, corpus)
     return Job(
         recipe=recipe,
-        root=arguments.root,
+        root=root,
         run=run_name(recipe, corpus, lineage.parent),
         corpus=corpus,
         cache=cache,
         program_fingerprint=program_fingerprint,
         waivers=(),
-        launch="inline",
+        launch=INLINE,
         started_at=now,
         attempt=uuid.uuid4().hex,
         workers_started_at=now,

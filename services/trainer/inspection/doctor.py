@@ -10,11 +10,9 @@ import getpass
 import os
 import statistics
 import time
-import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from services.common.process.command_line import RecipeParser
 from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Recipe, fingerprint
-from services.trainer.branch import find_lineage, open_parent, require_same_vocabulary
+from services.trainer.branch import open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import (
     all_damaged,
     checkpoint_steps,
@@ -42,6 +40,7 @@ from services.trainer.checkpoints.lookup import (
     verify_sizes,
     verify_state,
 )
+from services.trainer.command_inputs import new_job
 from services.trainer.corpus import describe_corpus
 from services.trainer.inspection.file_system import existing_place
 from services.trainer.inspection.findings import (
@@ -59,7 +58,7 @@ from services.trainer.inspection.findings import (
 )
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.node_inspection import NodeQuestion, NodeView, look_at_node, read_clock
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, open_cache, run_name
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, open_cache
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.stop import STOP_FILE
 
@@ -106,7 +105,7 @@ def doctor(arguments: Namespace, recipe: Recipe) -> int:
         ),
     ]
     if found.corpus:
-        job = _describe_job(arguments, recipe, found)
+        job = new_job(arguments.root, recipe, describe_corpus(found.corpus), found.cache, found.program)
         restore = "restore it from a copy, or move its folder away"
         findings += look_at("checkpoints", partial(_look_at_checkpoints, job, level, arguments, found), restore)
         findings += look_at("writer", partial(_look_at_writer, job), "wait for it, or check the mount")
@@ -181,27 +180,6 @@ def _verify(check: str, artifact: Artifact[Any], level: Level, arguments: Namesp
     what = "checksums" if level == "full" else "sizes"
     seen = f"{artifact.path}: {what} of {len(files):,} files, {show_size(total_bytes(files))}, are as published"
     return ok(check, seen)
-
-
-def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
-    """Describe the run that a command with this recipe would continue."""
-    assert found.corpus
-    corpus = describe_corpus(found.corpus)
-    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
-    return Job(
-        recipe=recipe,
-        root=arguments.root,
-        run=run_name(recipe, corpus, lineage.parent),
-        corpus=corpus,
-        cache=found.cache,
-        program_fingerprint=found.program,
-        waivers=(),
-        launch="inline",
-        started_at=now,
-        attempt=uuid.uuid4().hex,
-        workers_started_at=now,
-        lineage=lineage,
-    )
 
 
 def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _Found) -> Iterator[Finding]:

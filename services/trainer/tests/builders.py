@@ -6,10 +6,9 @@ import base64
 import hashlib
 import io
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,9 +39,9 @@ from services.common.program.step import Program
 from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing import recipes
 from services.common.testing.corpora import corpus_payload
-from services.trainer.branch import find_lineage
+from services.trainer.command_inputs import new_job
 from services.trainer.corpus import describe_corpus
-from services.trainer.job import Job, run_name
+from services.trainer.job import Job
 from services.trainer.run import write_run
 
 SMALL: dict[str, Any] = {
@@ -84,23 +83,8 @@ def make_program(recipe: Recipe) -> Program:
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
     """Make a job for eager training in this process."""
-    described = describe_corpus(corpus)
-    now, lineage = datetime.now(UTC), find_lineage(root, recipe, described)
-    job = Job(
-        recipe=recipe,
-        root=root,
-        run=run_name(recipe, described, lineage.parent),
-        corpus=described,
-        cache=None,
-        program_fingerprint=fingerprint(program_facts(recipe)),
-        waivers=(),
-        launch="inline",
-        started_at=now,
-        attempt=uuid.uuid4().hex,
-        workers_started_at=now,
-        lineage=lineage,
-        lease=lease,
-    )
+    program = fingerprint(program_facts(recipe))
+    job = replace(new_job(root, recipe, describe_corpus(corpus), None, program), lease=lease)
     write_run(job)
     return job
 

@@ -1,6 +1,6 @@
-"""What a worker opens and is told at a resume does not grow with the number of workers.
+"""Counts the files that a worker opens, and the bytes that rank 0 sends it, when a run resumes.
 
-The tests count opens and bytes on a checkpoint of 1,024 sparse shards.
+Neither grows with the number of workers. The tests use a checkpoint of 1,024 sparse shards.
 """
 
 from __future__ import annotations
