@@ -34,6 +34,8 @@ COMPILED = Identity(("compile_cache",))
 
 
 class Section(BaseModel):
+    """A section of a recipe: its fields have strict types and bounds, and unknown fields are refused."""
+
     model_config = ConfigDict(
         defer_build=True,  # a command uses few of its models, and starts 0.03 s earlier
         frozen=True,
