@@ -315,9 +315,11 @@ def wait_for_work(workplace: Workplace, process: subprocess.Popen[str], count: i
 
 
 def find_compilers(workplace: Workplace) -> list[psutil.Process]:
-    """Return the running processes of the stand-in."""
+    """Return the running processes of the stand-in, without the children that they are just forking."""
     folder = str(workplace.compiler)
-    return [each for each in psutil.process_iter(["cmdline"]) if folder in (each.info["cmdline"] or ())]
+    found = [each for each in psutil.process_iter(["cmdline", "ppid"]) if folder in (each.info["cmdline"] or ())]
+    pids = {each.pid for each in found}
+    return [each for each in found if each.info["ppid"] not in pids]
 
 
 def test_a_killed_stage_leaves_no_process_and_the_next_command_compiles_what_is_missing(workplace: Workplace) -> None:
