@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.common.process.progress import Progress, show_progress
+from services.common.process.side_thread import running_beside
 from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.trainer.checkpoints.lookup import newest_step
@@ -138,26 +140,19 @@ def _end_at_once(signum: int) -> NoReturn:
 @contextmanager
 def _progress_of(job: Job, observe: Observer) -> Iterator[Progress]:
     """Show the run's progress from its metrics file, which every launcher has."""
-    stop = threading.Event()
     max_steps = job.recipe.train.max_steps
     with show_progress("training", max_steps, "steps") as progress:
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
-        arguments = (job, progress, stop, before, observe)
-        follower = threading.Thread(target=_follow, args=arguments, name="progress", daemon=True)
-        follower.start()
-        try:
+        with running_beside(partial(_follow, job, progress, before, observe), "progress"):
             yield progress
-        finally:
-            stop.set()
-            follower.join()
 
 
 def _follow(
-    job: Job, progress: Progress, stop: threading.Event, before: dict[str, Any] | None, observe: Observer
+    job: Job, progress: Progress, before: dict[str, Any] | None, observe: Observer, is_over: threading.Event
 ) -> None:
-    is_over, tail = False, EventTail(job)
-    while not is_over:
-        is_over = stop.wait(PROGRESS_SECONDS)
+    is_last, tail = False, EventTail(job)
+    while not is_last:
+        is_last = is_over.wait(PROGRESS_SECONDS)
         events = tail.read()
         for warning in warnings_of(events):
             logger.warning(warning)

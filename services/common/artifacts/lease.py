@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ from services.common.artifacts.attempt import Attempt, this_attempt
 from services.common.artifacts.process import ProcessName, is_running, this_process
 from services.common.errors import TRANSIENT_ERRNOS, ArtifactError, Interrupted, TryAgain
 from services.common.input.files import InputFileError, open_regular_file
+from services.common.process.side_thread import running_beside
 
 logger = logging.getLogger(__name__)
 
@@ -316,17 +318,11 @@ def hold_lease(path: Path, watch: LockWatch | None = None, *, waits: bool = True
     error where the lease was lost by then.
     """
     held = HeldLease(path)
-    stop = threading.Event()
-    beat = threading.Thread(target=_keep_beating, args=(held, stop), name="lease", daemon=True)
     try:
         _acquire(held, watch or LockWatch(path), waits)
-        beat.start()
-        with naming_a_lost_lease(held):
+        with running_beside(partial(_keep_beating, held), "lease"), naming_a_lost_lease(held):
             yield held
     finally:
-        stop.set()
-        if beat.is_alive():
-            beat.join()
         held.release()
 
 
@@ -354,8 +350,8 @@ def _acquire(held: HeldLease, watch: LockWatch, waits: bool) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _keep_beating(held: HeldLease, stop: threading.Event) -> None:
-    while not stop.wait(LEASE_SECONDS / BEATS_PER_LEASE):
+def _keep_beating(held: HeldLease, is_over: threading.Event) -> None:
+    while not is_over.wait(LEASE_SECONDS / BEATS_PER_LEASE):
         try:
             if not held.beat():
                 logger.warning("%s: the lease was lost to another writer; nothing will be published", held.path)

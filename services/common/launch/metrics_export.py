@@ -8,7 +8,10 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
+
+from services.common.process.side_thread import running_beside
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -40,21 +43,15 @@ def export_metrics(collectors: Sequence[Collector], arguments: Namespace) -> Ite
         if arguments.launch != "ray":
             yield
             return
-        has_ended = threading.Event()
-        thread = threading.Thread(target=_export_to_ray, args=(collectors, has_ended), name="ray metrics", daemon=True)
-        thread.start()
-        try:
+        with running_beside(partial(_export_to_ray, collectors), "ray metrics", END_SECONDS):
             yield
-        finally:
-            has_ended.set()
-            thread.join(END_SECONDS)
 
 
-def _export_to_ray(collectors: Sequence[Collector], has_ended: threading.Event) -> None:
+def _export_to_ray(collectors: Sequence[Collector], is_over: threading.Event) -> None:
     from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline commands do without Ray
 
     gauges = RayGauges()
-    while not has_ended.wait(RAY_SECONDS):
+    while not is_over.wait(RAY_SECONDS):
         try:
             for collector in collectors:
                 for family in collector.collect():

@@ -26,6 +26,7 @@ from typing import Any
 
 from services.common.input.files import read_file
 from services.common.launch.node_board import NodeBoard
+from services.common.process.side_thread import running_beside
 from services.common.process.telemetry import parse_json_line
 
 logger = logging.getLogger(__name__)
@@ -113,22 +114,17 @@ class NodeHeartbeatFile:
 @contextmanager
 def writing_heartbeats(board: NodeBoard, path: Path) -> Iterator[None]:
     """Write the node's file from a thread during the block."""
-    has_ended, file = threading.Event(), NodeHeartbeatFile(board, path)
+    file = NodeHeartbeatFile(board, path)
 
-    def write() -> None:
+    def write(is_over: threading.Event) -> None:
         before = time.monotonic()
-        while not has_ended.wait(LOOK_SECONDS):
+        while not is_over.wait(LOOK_SECONDS):
             now = time.monotonic()
             file.look(min(now - before, 2 * LOOK_SECONDS))  # while this process is frozen no worker is silent
             before = now
 
-    thread = threading.Thread(target=write, name="heartbeats", daemon=True)
-    thread.start()
-    try:
+    with running_beside(write, "heartbeats", END_SECONDS):
         yield
-    finally:
-        has_ended.set()
-        thread.join(END_SECONDS)
 
 
 def node_heartbeat_file(shared_folder: Path, node_rank: int) -> Path:

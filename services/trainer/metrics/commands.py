@@ -26,6 +26,7 @@ from services.common.input.credentials import mask
 from services.common.input.files import open_regular_file, read_file
 from services.common.launch.launcher import INLINE
 from services.common.process.entry_point import exit_code_for
+from services.common.process.side_thread import running_beside
 from services.common.process.telemetry import parse_json_line
 from services.common.recipe.schema import stage_nodes
 from services.trainer.job import Job
@@ -99,18 +100,14 @@ def recording_command(job: Job) -> Iterator[None]:
     The caller holds the run's lease. A line that cannot be written is logged, and the run goes on.
     """
     line = _Line(job.run_folder / COMMANDS_FILE, _begin(job))
-    has_ended = threading.Event()
-    thread = threading.Thread(target=line.keep_seen, args=(has_ended,), name="command-record", daemon=True)
-    thread.start()
     exit_code, error = 0, None
     try:
-        yield
+        with running_beside(line.keep_seen, "command-record"):
+            yield
     except BaseException as raised:
         exit_code, error = exit_code_for(raised), mask(str(raised))[:_ERROR_CHARACTERS]
         raise
     finally:
-        has_ended.set()
-        thread.join()
         now = time.time()
         line.update(seen_at=now, ended_at=now, exit_code=exit_code, error=error)
 
@@ -151,8 +148,8 @@ class _Line:
         self._record = self._record.model_copy(update=fields)
         self._write()
 
-    def keep_seen(self, has_ended: threading.Event) -> None:
-        while not has_ended.wait(SEEN_SECONDS):
+    def keep_seen(self, is_over: threading.Event) -> None:
+        while not is_over.wait(SEEN_SECONDS):
             self.update(seen_at=time.time())
 
     def _write(self) -> None:

@@ -1,0 +1,26 @@
+"""Runs work in a thread beside the code of a block, which tells the thread when the block is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def running_beside(
+    work: Callable[[threading.Event], None], name: str, end_seconds: float | None = None
+) -> Iterator[None]:
+    """Run `work(is_over)` in a thread called `name` during the block, and set `is_over` at the block's end.
+
+    The end then waits until `work` returns, for at most `end_seconds`: work that writes to a file system may hang with
+    it, and does not keep the process from ending.
+    """
+    is_over = threading.Event()
+    thread = threading.Thread(target=work, args=(is_over,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(end_seconds)
