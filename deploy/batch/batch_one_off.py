@@ -32,8 +32,8 @@ from deploy.client.requested_recipe import RequestedRecipe, read_requested_recip
 from deploy.exit_codes import EXIT_AGAIN
 from images.registry import find_labels
 from services.common.errors import DeviceError, LimitError
-from services.common.launch.batch.node import pack_recipe
 from services.common.process.subcommands import ONE_OFF
+from services.common.recipe.packed_recipe import pack_recipe
 from services.common.recipe.schema import Stage
 
 

@@ -23,10 +23,11 @@ from deploy.stage_contract import (
     make_command,
     make_one_off_command,
 )
-from services.common.launch.batch.node import RECIPE_VARIABLE, RECIPES, pack_recipe
+from services.common.launch.batch.node import RECIPES
 from services.common.notices.variables import WEBHOOK_VARIABLE
 from services.common.process.stage_program import ON_BATCH
 from services.common.process.subcommands import ONE_OFF
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe
 from services.common.recipe.schema import Stage
 
 Request = dict[str, Any]

@@ -10,7 +10,7 @@ from deploy.batch.job_definition import BatchDeployment, Request, read_container
 from deploy.batch.jobs import Definition
 from deploy.client.outline import Outline
 from infra.shapes import Shape
-from services.common.launch.batch.node import RECIPE_VARIABLE
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 
 ABSENT = "nothing"
 SET_BY_BATCH = ("jobDefinitionArn", "revision", "status", "containerOrchestrationType", "parameters", "tags")

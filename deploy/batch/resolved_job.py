@@ -24,7 +24,7 @@ from deploy.reservation import explain_end
 from images.platforms import find_variant
 from images.versions import describe_build
 from services.common.errors import DeviceError, RecipeError
-from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 
 DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")

@@ -12,7 +12,7 @@ from deploy.client.request import require_stage_name, user_name
 from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
 from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.launch.brought_files import FileReceiver
+from services.common.process.brought_files import FileReceiver
 from services.common.process.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
 from services.common.recipe.schema import Stage
 

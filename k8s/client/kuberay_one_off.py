@@ -55,7 +55,7 @@ from k8s.objects.recipe import find_recipe_text
 from k8s.objects.record import Outcome, read_record
 from k8s.objects.worker_group import WorkerGroup, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, MillraceError, TryAgain
-from services.common.launch.batch.node import pack_recipe
+from services.common.recipe.packed_recipe import pack_recipe
 
 POLL_SECONDS = 1.0
 LAST_FILES_SECONDS = 120.0

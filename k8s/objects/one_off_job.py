@@ -28,7 +28,7 @@ from k8s.objects.names import (
 from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, quantity, worker_group_of
 from services.common.errors import DeviceError, LimitError
-from services.common.launch.batch.node import RECIPE_VARIABLE
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import Stage
 
 CONTAINER = "one-off"

@@ -20,8 +20,8 @@ from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, open
 from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
-from services.common.launch.brought_files import offer_file
 from services.common.launch.metrics_export import export_metrics
+from services.common.process.brought_files import offer_file
 from services.common.process.command_line import RecipeParser, require_text
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging

@@ -10,7 +10,7 @@ from typing import Any
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import parse_json, read_file, unreadable
 from services.common.input.problem_list import list_names
-from services.common.launch.brought_files import offer_file
+from services.common.process.brought_files import offer_file
 from services.common.process.command_line import require_text
 from services.common.process.command_parser import CommandParser
 from services.trainer.job import RUN_FILE, run_folder

@@ -19,7 +19,7 @@ from deploy.client.one_off_request import (
 )
 from deploy.client.requested_recipe import parse_requested_recipe
 from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.launch.brought_files import pack_file
+from services.common.process.brought_files import pack_file
 from services.common.process.subcommands import LABEL
 from services.common.testing.recipes import recipe_text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +15,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
+
+    def parse_options(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the options before the word `--`, and return them with the words after it, which are a command."""
+        at = argv.index("--") if "--" in argv else len(argv)
+        return self.parse_args(argv[:at]), list(argv[at + 1 :])
 
     def add_root(self) -> None:
         """Add `--root`, the folder of all artifacts."""

@@ -38,7 +38,7 @@ def _run(stage: Stage, main: Main, argv: list[str]) -> int:
     # The guard ends the processes that the command started, and a command that hangs.
     start_guard().heed_signals()
     if argv[:1] == [ONE_OFF]:
-        from services.common.launch.one_off import run_one_off  # noqa: PLC0415 - few programs need it
+        from services.common.process.one_off import run_one_off  # noqa: PLC0415 - few programs need it
 
         return run_one_off(stage, lambda words: _run_here(main, words), argv[1:])
     return _run_here(main, argv)

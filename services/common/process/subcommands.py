@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ARTIFACTS = "artifacts"
 """The subcommand of every stage that verifies, shows, lists and cleans up artifacts: `services.common.artifacts`."""
 ONE_OFF = "one-off"
-"""The first word of a command that runs a subcommand in a container of its own: `services.common.launch.one_off`."""
+"""The first word of a command that runs a subcommand in a container of its own: `services.common.process.one_off`."""
 LABEL = "millrace.subcommands"
 """The label of an image with the names of its stage's subcommands, separated by blanks."""
 

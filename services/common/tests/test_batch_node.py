@@ -16,18 +16,15 @@ import pytest
 
 from services.common.errors import DeviceError, RecipeError, StorageError
 from services.common.launch.batch.node import (
-    MOST_RECIPE_BYTES,
-    RECIPE_VARIABLE,
     RECIPES,
     ROOT_MARKER,
     deliver_recipe,
     find_node,
-    pack_recipe,
     read_command,
     require_recipe,
     require_root,
-    unpack_recipe,
 )
+from services.common.recipe.packed_recipe import MOST_RECIPE_BYTES, RECIPE_VARIABLE, pack_recipe, unpack_recipe
 from services.common.testing.recipes import recipe_text
 from services.common.tests.builders import REPOSITORY
 

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import RecipeError
-from services.common.launch import brought_files
-from services.common.launch.batch.node import RECIPE_VARIABLE, ROOT_MARKER, pack_recipe
-from services.common.launch.brought_files import MOST_PACKED_BYTES, PART_CHARACTERS, FileReceiver, offer_file, pack_file
-from services.common.launch.one_off import run_one_off
+from services.common.launch.batch.node import ROOT_MARKER
+from services.common.process import brought_files
+from services.common.process.brought_files import (
+    MOST_PACKED_BYTES,
+    PART_CHARACTERS,
+    FileReceiver,
+    offer_file,
+    pack_file,
+)
 from services.common.process.entry_point import exit_code_of
+from services.common.process.one_off import run_one_off
 from services.common.process.subcommands import SUBCOMMANDS, require_subcommand
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe
 from services.common.testing.artifacts import publish
 from services.common.testing.recipes import make_recipe, recipe_text
 from services.common.tests.builders import REPOSITORY

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError, naming_the_place
-from services.common.launch.brought_files import offer_file
+from services.common.process.brought_files import offer_file
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.schema import Corpus, Source, VocabularyTraining
 from services.common.vocabularies.sentencepiece_model import load_model

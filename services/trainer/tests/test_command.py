@@ -18,7 +18,7 @@ from services.common.artifacts.checkpoint import INDEX_FILE, shard_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST, read_sealed
 from services.common.artifacts.store import Artifact
-from services.common.launch.brought_files import offered_files
+from services.common.process.brought_files import offered_files
 from services.common.process.entry_point import exit_code_of
 from services.common.testing.disks import mounted, remount
 from services.common.testing.file_opens import noticing_opens

@@ -12,7 +12,8 @@ from botocore.stub import Stubber
 from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, queue_of, read_container, render_job_definition
 from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
-from services.common.launch.batch.node import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE, deliver_recipe, read_command
+from services.common.launch.batch.node import deliver_recipe, read_command
+from services.common.recipe.packed_recipe import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, Stage
 from tests.deploy.batch.builders import VALUES, config_of, job_deployment_of
 

@@ -17,10 +17,10 @@ from deploy.batch.job_definition import BatchOneOff, Request, read_container, re
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from services.common.errors import DeviceError, RecipeError
-from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
-from services.common.launch.brought_files import pack_file
+from services.common.process.brought_files import pack_file
 from services.common.process.entry_point import exit_code_of
 from services.common.process.subcommands import LABEL
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import DIGEST, Ask, config_of

@@ -17,8 +17,8 @@ from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError, LimitError, RecipeError
-from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
 from services.common.process.subcommands import LABEL
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.k8s.builders import deployment_of

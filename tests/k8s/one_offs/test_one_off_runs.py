@@ -14,7 +14,7 @@ from k8s.client import deployment_watch, kuberay_one_off, pull_watch
 from k8s.client.status import describe_status
 from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Outcome
-from services.common.launch.brought_files import pack_file
+from services.common.process.brought_files import pack_file
 from services.common.process.entry_point import exit_code_of
 from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, run
 from tests.k8s.rendered import Thing

@@ -98,8 +98,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, StageCommand]:
         metavar="SECONDS",
         help="seconds in which all nodes have to join; then the job ends with 75 (default: %(default)g)",
     )
-    at = argv.index("--") if "--" in argv else len(argv)
-    return parser.parse_args(argv[:at]), read_command(argv[at + 1 :])
+    options, words = parser.parse_options(argv)
+    return options, read_command(words)
 
 
 def _positive(text: str) -> int:

@@ -5,15 +5,12 @@ https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import ipaddress
 import itertools
 import re
 import shutil
 import socket
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from pathlib import Path
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError, StorageError
 from services.common.input.files import open_regular_file
+from services.common.recipe.packed_recipe import MOST_RECIPE_BYTES, RECIPE_VARIABLE, unpack_recipe
 
 JOB_ID = "AWS_BATCH_JOB_ID"
 JOB_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
@@ -33,13 +31,6 @@ ROOT_MARKER = ".millrace-root"
 """Name of a file that the host makes in the shared file system after mounting it. Where the mount failed, the folder of
 the same name is on the host's own disk, and everything written there would be lost with the instance.
 """
-
-RECIPE_VARIABLE = "MILLRACE_RECIPE"
-"""Environment variable that carries the recipe, because the submitting machine cannot write to the file system."""
-MOST_RECIPE_CHARACTERS = 16_384
-"""Largest packed recipe, in characters. A whole job definition of AWS Batch has at most 24 KiB (service quotas)."""
-MOST_RECIPE_BYTES = 2**20
-"""Largest recipe, in bytes: a few packed characters can expand to gigabytes."""
 
 RECIPES = "recipes"
 
@@ -193,35 +184,6 @@ def require_program(command: StageCommand) -> None:
             f"{command.words[0][:200]!a} is not a program on this node: expected the stage's command after --, such as "
             f"-- python -m services.{command.stage} ..."
         )
-
-
-def pack_recipe(content: bytes) -> str:
-    """Pack a recipe into a value of RECIPE_VARIABLE. Raises `RecipeError` for a recipe that is too large."""
-    packed = base64.b64encode(zlib.compress(content, level=9)).decode("ascii")
-    if len(packed) > MOST_RECIPE_CHARACTERS or len(content) > MOST_RECIPE_BYTES:
-        raise RecipeError(
-            f"the recipe has {len(content):,} bytes, {len(packed):,} when packed, and a job can carry at most "
-            f"{MOST_RECIPE_BYTES:,}, {MOST_RECIPE_CHARACTERS:,} when packed. Remove comments, or use a shorter recipe "
-            f"and override its values with ARGS="
-        )
-    return packed
-
-
-def unpack_recipe(packed: str) -> bytes:
-    """Unpack a recipe, in UTF-8, with at most MOST_RECIPE_BYTES in memory. Raises `RecipeError` for a text that
-    `pack_recipe` did not make.
-    """
-    try:
-        if len(packed) > MOST_RECIPE_CHARACTERS:
-            raise ValueError(f"{len(packed):,} characters, expected at most {MOST_RECIPE_CHARACTERS:,}")
-        unfolding = zlib.decompressobj()
-        content = unfolding.decompress(base64.b64decode(packed, validate=True), MOST_RECIPE_BYTES)
-        if not unfolding.eof or unfolding.unused_data:
-            raise ValueError(f"it is cut off, has extra data, or has more than {MOST_RECIPE_BYTES:,} bytes")
-        content.decode()
-    except (binascii.Error, ValueError, zlib.error) as error:
-        raise RecipeError(f"{RECIPE_VARIABLE} is not a packed recipe ({error}). Submit the job again.") from error
-    return content
 
 
 def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from services.common.errors import RecipeError
-from services.common.launch.batch.node import RECIPE_VARIABLE, require_root, unpack_recipe
-from services.common.launch.brought_files import offered_files, pack_file
+from services.common.launch.batch.node import require_root
+from services.common.process.brought_files import offered_files, pack_file
 from services.common.process.command_parser import CommandParser
 from services.common.process.subcommands import find_subcommand
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 
 RECIPE_FILE = "recipe.toml"
@@ -78,8 +79,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--require-mount", action="store_true", help="end with 5 unless a shared file system is mounted at the root"
     )
-    at = argv.index("--") if "--" in argv else len(argv)
-    options, words = parser.parse_args(argv[:at]), argv[at + 1 :]
+    options, words = parser.parse_options(argv)
     if not words:
         parser.error("expected a subcommand after --")
     return options, words
