@@ -128,6 +128,8 @@ class AgentGroup:
             for agent in self._agents.values():
                 working.register(agent.connection, selectors.EVENT_READ, agent)
             while left := working.get_map():
+                if failed_at and time.monotonic() - failed_at > END_SECONDS:
+                    raise next(iter(left.values())).data.lost
                 for agent in [key.data for key, _ in working.select(POLL_SECONDS)]:
                     message = agent.receive()
                     is_idle = isinstance(message, NodeIdle)
@@ -140,8 +142,6 @@ class AgentGroup:
                         for other in [key.data for key in left.values() if key.data is not agent]:
                             other.send(EndWorkers())
                 require_launcher()
-                if failed_at and time.monotonic() - failed_at > END_SECONDS:
-                    raise next(iter(left.values())).data.lost
         return ends
 
     def _stop_listening(self) -> None:

@@ -24,12 +24,12 @@ import pytest
 
 from services.common.errors import ArtifactError, TryAgain, WorkersLost
 from services.common.launch import agent_channel, agent_group, agent_process, fork_server
-from services.common.launch.agent_channel import AgentHello, connect_agent, reach_command
+from services.common.launch.agent_channel import AgentHello, NodeIdle, connect_agent, reach_command
 from services.common.launch.agent_group import AgentGroup, AgentLost, _Agent
 from services.common.launch.agent_process import AgentConfig
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.launch.neuron_environment import find_meeting_point
-from services.common.launch.node_agent import LOOPBACK_ADDRESS
+from services.common.launch.node_agent import LOOPBACK_ADDRESS, NodeEnd
 from services.common.process.private_folder import new_name, private_base
 from services.common.process.stop_reason import StopReason
 from services.common.testing.waiting import wait_until
@@ -207,6 +207,22 @@ def test_an_agent_that_reads_nothing_is_lost_when_a_start_does_not_fit_into_its_
 
         with pytest.raises(AgentLost, match=r"agent of node 0 \(host\)"):
             group.run(bytes(2**26), spec, lambda: None)
+    group.close()
+
+
+def test_the_last_node_to_end_after_a_failure_is_not_lost_however_late_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_group, "END_SECONDS", 0.0)
+    group, spec = AgentGroup(LOOPBACK_ADDRESS, 1), WorkerGroupSpec(1, 1, 1, tmp_path)
+    meeting = find_meeting_point(LOOPBACK_ADDRESS)
+    with connect_agent(*group.address, group.key) as agent:
+        agent.send(AgentHello(0, "host", meeting))
+        group.gather(lambda: None)
+        agent.send(NodeIdle(NodeEnd(lost="rank 0 was killed"), meeting))
+
+        with pytest.raises(WorkersLost, match="rank 0 was killed"):
+            group.run(b"", spec, lambda: None)
     group.close()
 
 
