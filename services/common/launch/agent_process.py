@@ -70,8 +70,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     threading.Thread(target=_end_with, args=(connection,), name="end-with-command", daemon=True).start()
     meeting = find_meeting_point(config.address)
-    connection.send(AgentHello(config.node_rank, socket.gethostname(), meeting))
     try:
+        connection.send(AgentHello(config.node_rank, socket.gethostname(), meeting))
         while True:
             _serve(agent, connection, config.address)
     except (EOFError, ConnectionError, TimeoutError):  # the command has ended, or its launcher, or its node is gone

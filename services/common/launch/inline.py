@@ -30,7 +30,7 @@ from services.common.launch.launcher import (
     WorkerGroupSpec,
     Workers,
 )
-from services.common.launch.neuron_environment import NEURON_DEVICES, find_meeting_point, require_every_core
+from services.common.launch.neuron_environment import find_meeting_point, require_every_core
 from services.common.launch.node_agent import (
     LOOPBACK_ADDRESS,
     NodeAgent,
@@ -71,7 +71,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                 for future in done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
-            raise WorkersLost("a process of this machine was killed while it worked on a task") from error
+            raise WorkersLost(_LOST.reason) from error
         finally:
             if running:  # after an error; the pool would wait for these tasks, which may take hours
                 kill_processes(list(pool._processes.values()))
@@ -178,8 +178,7 @@ def prepare(spec: WorkerGroupSpec) -> None:
 @contextmanager
 def open_workers(spec: WorkerGroupSpec) -> Iterator[Workers]:
     """See `Launcher.open_workers`. The command is itself the agent of its machine."""
-    if spec.device in NEURON_DEVICES:
-        require_every_core(spec.device)
+    require_every_core(spec.device)
     with closing(NodeAgent()) as agent:
         yield _WorkersHere(spec, agent)
 

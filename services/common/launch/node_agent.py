@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -135,14 +136,14 @@ class NodeAgent:
     def _start(self, start: NodeStart) -> None:
         """Start the workers. Raises `WorkersLost` where the fork server was killed meanwhile."""
         spec, ranks = start.spec, start.ranks
-        prepare_fork_server(spec.preload)
-        context = _FORK_SERVER if spec.preload and fork_server.IS_SUPPORTED else SPAWN
+        context = prepare_fork_server(spec.preload)
         if spec.kept_folder != self._kept_name:
             self._kept_folders.enter_context(private_folder(spec.kept_folder))
             self._kept_name = spec.kept_folder
         folder = self._folders.enter_context(private_folder(new_name("workers")))
         self._board = self._folders.enter_context(closing(NodeBoard.make(folder, len(ranks))))
-        self._board.raise_stop_reason(self._stop_reason)
+        while self._board.stop_reason < self._stop_reason:  # a signal handler may write between a read and a write
+            self._board.raise_stop_reason(self._stop_reason)
         # Workers of one node meet in a file, so that no port is opened before the group forms.
         rendezvous = str(folder / "rendezvous") if start.num_nodes == 1 else start.meeting.url
         network = find_network(self._address) if spec.device in NEURON_DEVICES else None
@@ -160,14 +161,12 @@ class NodeAgent:
                 node_folder=folder,
                 key=start.meeting.key,
             )
-            of_neuron: dict[str, str] = {}
-            if network:
-                of_neuron = neuron_environment(spec, environment, start.meeting, network)
+            of_neuron = neuron_environment(spec, environment, start.meeting, network) if network else {}
             receiver, sender = SPAWN.Pipe(duplex=False)
             arguments = (start.work, environment, variables, of_neuron, sender)
             process = context.Process(target=_work, args=arguments, name=f"rank-{rank}")
             with sender, starting_processes():
-                _start(process, spec.preload)
+                _start_process(process, spec.preload)
                 self._started.append(_Worker(rank, process, receiver))
         self._running = list(self._started)
         file = node_heartbeat_file(spec.shared_folder, start.node_rank)
@@ -221,8 +220,8 @@ class NodeAgent:
                 self._lost = f"rank {worker.rank} (pid {worker.process.pid} on {socket.gethostname()}) {how}"
 
 
-def _start(process: BaseProcess, preload: tuple[str, ...]) -> None:
-    """Start a worker. A fork server that was killed just now is replaced once; a second loss raises `WorkersLost`."""
+def _start_process(process: BaseProcess, preload: tuple[str, ...]) -> None:
+    """Start a process. A fork server that was killed just now is replaced once; a second loss raises `WorkersLost`."""
     try:
         process.start()
         return
@@ -234,11 +233,13 @@ def _start(process: BaseProcess, preload: tuple[str, ...]) -> None:
         raise WorkersLost("the process that workers are forked from was killed before a fork") from error
 
 
-def prepare_fork_server(preload: Sequence[str]) -> None:
-    """Start the process that workers with a `preload` are forked from, and let it import meanwhile."""
-    if preload and fork_server.IS_SUPPORTED:
-        with starting_processes():
-            fork_server.start_server(preload)
+def prepare_fork_server(preload: Sequence[str]) -> fork_server.ForkContext | SpawnContext:
+    """Return the context of workers with this `preload`. A fork server, where they need one, is started and imports."""
+    if not preload or not fork_server.IS_SUPPORTED:
+        return SPAWN
+    with starting_processes():
+        fork_server.start_server(preload)
+    return _FORK_SERVER
 
 
 def _describe_end(exit_code: int | None) -> str:

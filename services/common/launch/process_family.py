@@ -62,14 +62,13 @@ def find_family(command: int, sessions: Collection[int], mark: str) -> list[psut
                 members.add(process.pid)
             elif _is_ending(process.pid) and process.uids().real == os.getuid():
                 ending.add(process.pid)  # its children may belong to another command
-    strangers = {command, os.getpid()}
     for pid in parents:
         line = [pid]
         while line[-1] in parents and parents[line[-1]] not in line:
             line.append(parents[line[-1]])
         if any(each in members or each == command for each in line[1:]):
             members.add(pid)
-    return [processes[pid] for pid in (members | ending) - strangers]
+    return [processes[pid] for pid in (members | ending) - {command, os.getpid()}]
 
 
 def end_family(
