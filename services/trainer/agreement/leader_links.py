@@ -75,7 +75,7 @@ class LeaderLinks:
                         continue
                     connections[caller] = connection
                     awaited.remove(caller)
-        except (OSError, RuntimeError) as error:  # a store raises RuntimeError
+        except (OSError, RuntimeError, ValueError) as error:  # of the store, or of a stranger's text in the store
             _close_all(connections)
             raise WorkersLost(f"node {node} could not reach the first workers of its partner nodes: {error}") from error
         for connection in connections.values():

@@ -243,6 +243,14 @@ def test_a_stranger_in_the_place_of_a_leader_gets_no_numbers_believed() -> None:
                 links.receive(5)
 
 
+@pytest.mark.parametrize("address", ["none", "x 127.0.0.1"])
+def test_what_is_no_address_of_a_leader_loses_the_workers(address: str) -> None:
+    store = new_store()
+    store.set("leader/0", address)
+    with pytest.raises(WorkersLost, match="node 1 could not reach"):
+        LeaderLinks.connect(1, 2, "file", store, timedelta(seconds=20), KEY)
+
+
 def test_a_stranger_that_greets_byte_by_byte_keeps_no_leader_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_links, "GREETING_SECONDS", 0.2)
     store = new_store()
