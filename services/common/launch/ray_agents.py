@@ -25,11 +25,10 @@ from types import TracebackType
 from typing import Any
 
 import ray
-import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from services.common.errors import MillraceError, TryAgain, WorkersLost
+from services.common.errors import TryAgain, WorkersLost
 from services.common.launch import ray_room
 from services.common.launch.agent_channel import reach_command
 from services.common.launch.agent_group import END_SECONDS, AgentGroup, AgentLost
@@ -40,7 +39,7 @@ from services.common.launch.neuron_environment import NEURON_DEVICES, require_ev
 from services.common.launch.node_agent import LOOPBACK_ADDRESS
 from services.common.launch.process_family import STOPPED_SECONDS, is_stopped
 from services.common.launch.ray_cluster import connect
-from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_node, explain_lost_task, find_lost_nodes
+from services.common.launch.ray_losses import explain_lost_node, find_lost_nodes, raising_causes
 from services.common.launch.ray_watch import RayCall, calling_ray, require_ray
 from services.common.process.stop_reason import StopReason
 from services.common.process.stopwatch import Stopwatch
@@ -146,9 +145,8 @@ class _Attempt:
         """Use the agents for the workers that `spec` describes, and return whether the agents can start those workers.
         A command begins an attempt before it knows its folders.
         """
-        folders = {"shared_folder": spec.shared_folder, "kept_folder": spec.kept_folder}
-        here, self._spec = self._spec, replace(self._spec, **folders)  # type: ignore[arg-type]
-        return self._spec == replace(spec, workers_per_node=here.workers_per_node)
+        self._spec = replace(self._spec, shared_folder=spec.shared_folder, kept_folder=spec.kept_folder)
+        return self._spec == replace(spec, workers_per_node=self._spec.workers_per_node)
 
     def run(self, work: bytes) -> None:
         """Run the workers on all nodes once. Raises `AgentLost` where the attempt is over."""
@@ -229,8 +227,9 @@ class _Attempt:
             if waited.look(bool(absent)) > ray_room.GROUP_START_SECONDS:
                 ranks = ", ".join(map(str, absent[:_SHOWN_RANKS]))
                 raise WorkersLost(
-                    f"{len(absent)} of {len(tasks)} agents did not connect within {ray_room.GROUP_START_SECONDS:.0f} s "
-                    f"of their placement, of node {ranks}: their nodes are lost, frozen or very slow"
+                    f"the agents of {len(absent)} of {len(tasks)} nodes, the first of them {ranks}, did not connect "
+                    f"within {ray_room.GROUP_START_SECONDS:.0f} s of their placement: these nodes are lost, frozen or "
+                    f"very slow"
                 )
             if cluster_address():
                 lost = find_lost_nodes(nodes)
@@ -244,7 +243,8 @@ class _Attempt:
         if lost:
             raise WorkersLost(f"node {lost[0]} of the workers was lost: {explain_lost_node(nodes[lost[0]])}")
         for task in [*ended, *others]:
-            _raise_failure(task, tasks.index(task))
+            with raising_causes(f"the agent of node {tasks.index(task)}"):
+                ray.get(task)
 
 
 @contextmanager
@@ -255,16 +255,6 @@ def _placed(demand: dict[str, float], num_nodes: int) -> Iterator[PlacementGroup
         yield gang
     finally:
         remove_placement_group(gang)
-
-
-def _raise_failure(task: ray.ObjectRef[None], node_rank: int) -> None:
-    """Raise the error of a task that has ended: the own error of the agent's task, or `WorkersLost`."""
-    try:
-        ray.get(task)
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, MillraceError) else error) from None
-    except LOST_BY_RAY as error:
-        raise WorkersLost(f"Ray lost the agent of node {node_rank}: {explain_lost_task(error)}") from error
 
 
 def _count_nodes(spec: WorkerGroupSpec) -> int:

@@ -17,16 +17,15 @@ import ray.exceptions
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from services.common.errors import MillraceError, WorkersLost
 from services.common.launch import inline, ray_agents
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand
 from services.common.launch.ray_cluster import connect
-from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_task
+from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_task, raising_causes
 from services.common.launch.ray_room import (
     POLL_SECONDS,
     TASK_SHARE,
-    is_room_for,
+    capacities_for,
     nodes_of_stage,
     share_of_group,
     wait_for_room,
@@ -39,8 +38,7 @@ prepare, open_workers = ray_agents.prepare, ray_agents.open_workers
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
     """See `Launcher.map_tasks`. Ray runs a task up to three times more when its process or node was lost."""
     connect(num_workers)
-    group = share_of_group(TASK_SHARE)
-    wait_for_room({"CPU": 1.0, **group})
+    group = wait_for_room({"CPU": 1.0})
     remote = ray.remote(max_retries=3, num_cpus=1, resources=group)(function)
     waiting = enumerate(items)
     running: dict[ray.ObjectRef[Any], int] = {}
@@ -92,11 +90,8 @@ def _wait_for_ended(running: Mapping[ray.ObjectRef[Any], object]) -> list[ray.Ob
 def _ending_tasks(running: Mapping[ray.ObjectRef[Any], object]) -> Iterator[None]:
     """Raise the own error of a failed task, and `WorkersLost` for a lost one; cancel tasks that are still running."""
     try:
-        yield
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, MillraceError | OSError) else error) from None
-    except LOST_BY_RAY as error:
-        raise WorkersLost(f"Ray lost a task: {explain_lost_task(error)}") from error
+        with raising_causes("a task"):
+            yield
     finally:
         if running and not is_lost():
             with calling_ray():
@@ -122,9 +117,8 @@ def run_tasks(
                 item, demand = taken
                 connect(num_workers * demand.num_cpus)
                 if demand not in placed:
-                    group, resources = share_of_group(TASK_SHARE), _resources_of(demand)
-                    wait_for_room({**resources, **group})
-                    memory = resources.get("memory")
+                    resources = _resources_of(demand)
+                    group, memory = wait_for_room(resources), resources.get("memory")
                     placed[demand] = remote.options(num_cpus=demand.num_cpus, memory=memory, resources=group)
                 with calling_ray():
                     running[placed[demand].remote(item)] = item
@@ -141,7 +135,7 @@ def has_room(demand: TaskDemand) -> bool:
     if cluster_address() is None:
         return inline.has_room(demand)
     with calling_ray():
-        return is_room_for({**_resources_of(demand), **share_of_group(TASK_SHARE)})
+        return any(capacities_for(_resources_of(demand) | share_of_group(TASK_SHARE)))
 
 
 def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
@@ -169,10 +163,9 @@ def _resources_of(demand: TaskDemand) -> dict[str, float]:
 
 
 def _take_ended(running: dict[ray.ObjectRef[Any], T]) -> list[tuple[T, Any]]:
-    """Remove the next task that has ended, and return what it ran for and its result; empty after POLL_SECONDS."""
+    """Remove the tasks that have ended, and return what each ran for and its result; empty after POLL_SECONDS."""
     with calling_ray():
-        ended, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
-        return [(running.pop(reference), _result_of(reference)) for reference in ended]
+        return [(running.pop(reference), _result_of(reference)) for reference in _wait_for_ended(running)]
 
 
 def _result_of(reference: ray.ObjectRef[Any]) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 import ray.exceptions
+
+from services.common.errors import MillraceError, WorkersLost
 
 _CAUSES: dict[type[Exception], str] = {
     ray.exceptions.WorkerCrashedError: "its process died",
@@ -19,6 +22,17 @@ _CAUSES: dict[type[Exception], str] = {
 }
 LOST_BY_RAY = tuple(_CAUSES)
 """Errors of Ray for a task whose process or node was lost, and which Ray does not run again."""
+
+
+@contextmanager
+def raising_causes(name: str) -> Iterator[None]:
+    """Replace an error of `ray.get`: by the error that the task raised, or by `WorkersLost` where the task was lost."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, MillraceError | OSError) else error) from None
+    except LOST_BY_RAY as error:
+        raise WorkersLost(f"Ray lost {name}: {explain_lost_task(error)}") from error
 
 
 def explain_lost_task(error: BaseException) -> str:

@@ -27,18 +27,20 @@ def share_of_group(share: float) -> dict[str, float]:
     return {name: share for name in declared if name.startswith(STAGE_RESOURCE_PREFIX)}
 
 
-def wait_for_room(demand: dict[str, float]) -> None:
-    """Wait until one of the running nodes could hold `demand` if nothing else ran on it.
+def wait_for_room(demand: dict[str, float]) -> dict[str, float]:
+    """Wait until a running node of this stage could hold `demand` if nothing else ran on it.
 
-    Raises `NoRoomForWorkers` after GROUP_START_SECONDS: Ray itself has no limit.
+    Returns what a task demands besides, so that Ray places it on such a node. Raises `NoRoomForWorkers` after
+    GROUP_START_SECONDS: Ray itself has no limit.
     """
     deadline = time.monotonic() + GROUP_START_SECONDS
     while True:
         with calling_ray():
-            if is_room_for(demand):
-                return
+            group = share_of_group(TASK_SHARE)
+            if any(capacities_for(demand | group)):
+                return group
         if time.monotonic() > deadline:
-            raise no_room(demand, 1)
+            raise no_room(demand | group, 1)
         time.sleep(POLL_SECONDS)
 
 
@@ -46,11 +48,6 @@ def capacities_for(demand: dict[str, float]) -> list[int]:
     """Return how many times each running node could hold `demand` if nothing else ran on it."""
     nodes = [node["Resources"] for node in live_nodes()]
     return [int(min(node.get(name, 0.0) / amount for name, amount in demand.items())) for node in nodes]
-
-
-def is_room_for(demand: dict[str, float]) -> bool:
-    """Whether one of the running nodes could hold `demand` if nothing else ran on it."""
-    return any(capacities_for(demand))
 
 
 def no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
