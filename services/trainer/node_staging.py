@@ -1,4 +1,4 @@
-"""Does once per node what all processes of a command need: copies the compile cache and verifies checkpoint files.
+"""Does once on each node what all processes of a command need: copies the compile cache, verifies checkpoint files.
 
 The processes share a node-local folder named after the command's attempt. The first process to lock the folder does the
 work and leaves a stamp. The next command verifies again: the last process that uses the folder removes the stamps with
@@ -28,7 +28,7 @@ from services.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
-"""Ending of the names of lock files: `lock` and `MODULE_....lock`."""
+"""Ending of the names of lock files in a compile cache: `lock` and `MODULE_....lock`."""
 
 
 def node_folder(job: Job) -> Path:

@@ -23,11 +23,11 @@ CONNECT_SECONDS = 60.0
 HANDSHAKE_SECONDS = 10.0
 """Seconds in which an agent that has connected has to prove that it has the key."""
 UNREAD_SECONDS = 25.0
-"""Seconds after which the kernel ends a connection whose other end takes nothing or answers nothing. A frozen agent has
-room for all messages but the start of workers, and is noticed otherwise.
+"""Seconds after which the kernel ends a connection whose other end acknowledges nothing, or reads nothing while data
+waits. The socket of a frozen agent holds every message except a large `NodeStart`, so its starter looks for that state.
 """
 _IDLE_SECONDS, _PROBE_SECONDS = 10, 5
-"""The kernel probes a connection that is idle for 10 s every 5 s."""
+"""The kernel probes a connection after 10 idle seconds, and then every 5 s."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AgentHello:
 
 @dataclass(frozen=True)
 class NodeIdle:
-    """Says that no worker of a start is left on the agent's node."""
+    """Says that no worker of the newest start is left on the agent's node."""
 
     end: NodeEnd
     meeting: MeetingPoint
@@ -110,7 +110,7 @@ def _shut_down(channel: socket.socket) -> None:
 
 
 def _keep_alive(channel: socket.socket) -> Connection:
-    """Make a connection that ends when the node at its other end is gone, or no process there reads what is sent."""
+    """Make a connection that the kernel ends when the other node is gone, or no process there reads what is sent."""
     channel.settimeout(None)
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux

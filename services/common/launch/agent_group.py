@@ -1,4 +1,4 @@
-"""Conducts the agents of all nodes from the command, which has one TCP connection to each of them.
+"""Controls the agents of all nodes from the command, which has one TCP connection to each agent.
 
 A start of the workers costs two messages a node, a loss at most three, and a notice one, whatever the number of
 workers. Nothing else is sent, and agents send nothing to each other. The message of a start carries the pickled
@@ -32,7 +32,7 @@ _ACCEPT_AGAIN_SECONDS = 0.1
 
 
 class AgentLost(Exception):
-    """The agent of a node has ended, or does not answer. The group has to be closed, and its workers end with it."""
+    """The agent of a node has ended, or does not answer. The group has to be closed, which ends all workers."""
 
 
 class _Agent:
@@ -160,9 +160,9 @@ class AgentGroup:
             except OSError:
                 if not self._is_listening:
                     return
-                time.sleep(_ACCEPT_AGAIN_SECONDS)  # a client has gone again, or has taken the last descriptor
+                time.sleep(_ACCEPT_AGAIN_SECONDS)  # the client has gone already, or this process has no free descriptor
                 continue
-            # Each in a thread of its own: a client without the key could otherwise keep all agents waiting.
+            # Each client gets a thread: one without the key could otherwise keep all agents waiting.
             threading.Thread(target=self._admit, args=(channel,), name="agent", daemon=True).start()
 
     def _admit(self, channel: socket.socket) -> None:

@@ -58,7 +58,7 @@ class AgentConfig(NamedTuple):
 def main() -> None:
     config = AgentConfig(*json.loads(sys.stdin.buffer.raw.readline()))  # type: ignore[union-attr]
     fork_server.end_with(config.parent)
-    prepare_fork_server(config.preload)  # it imports while this process connects
+    prepare_fork_server(config.preload)  # the server imports while this process connects
     agent = NodeAgent(config.address)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -93,9 +93,9 @@ def _end_with(connection: Connection) -> None:
 
 
 def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
-    """Wait for one message of the command, and run the workers that it asks for. Raises `EOFError` at its end."""
+    """Wait for a message of the command, and run workers if it is a start. Raises `EOFError` when the command ends."""
     message = _receive(agent, connection)
-    if not isinstance(message, NodeStart):  # workers that the command asks to end have ended already
+    if not isinstance(message, NodeStart):  # a notice, or `EndWorkers` for workers that have ended already
         return
     agent.start(message)
     while not agent.wait([connection]):
@@ -107,7 +107,7 @@ def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
 
 
 def _receive(agent: NodeAgent, connection: Connection) -> object:
-    """Return the next message of the command, of which a notice has reached the node's workers."""
+    """Return the next message of the command; a notice is passed on to the node's workers."""
     message = connection.recv()
     if isinstance(message, Notice):
         agent.tell_workers(message.reason)

@@ -33,12 +33,12 @@ from services.common.process.private_folder import new_name, private_folder
 IS_SUPPORTED = sys.platform == "linux"
 
 _REQUEST = "MILLRACE_FORK_SERVER"
-"""Environment variable of the server: the command's process id and what the server has to import, with spaces."""
+"""Environment variable of the server: the command's process id and names to import, separated by spaces."""
 _SERVER_START = "services.common.launch.fork_server_start"
 _SET_PARENT_DEATH_SIGNAL = 1  # of linux/prctl.h
 
 _imported_by = os.getpid()
-"""The process that imported this module: in a forked worker, its server."""
+"""Id of the process that imported this module; in a forked worker that is the worker's server."""
 
 
 class ForkedProcess(ForkServerProcess):
@@ -53,7 +53,7 @@ class ForkedProcess(ForkServerProcess):
             end_with(_imported_by)
         os.environ.clear()
         os.environ.update(self._environment)
-        tempfile.tempdir = None  # chosen by the server's environment
+        tempfile.tempdir = None  # the server's environment has chosen it
         super().run()
 
 
@@ -97,7 +97,7 @@ def replace_server(modules: Sequence[str]) -> None:
 
 
 def begin_server() -> None:
-    """Make this process, a fork server that is about to fork, what `start_server` asked for."""
+    """Set up this process, a fork server before its first fork, as `start_server` has asked."""
     request = os.environ.get(_REQUEST, "").split()
     if request:
         end_with(int(request[0]))

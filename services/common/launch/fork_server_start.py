@@ -1,6 +1,6 @@
-"""Acts when it is imported, which `multiprocessing` does in its fork server before the first fork.
+"""Sets up the fork server when this module is imported, which `multiprocessing` does there before the first fork.
 
-Names of modules to import are all that `multiprocessing` passes to its server.
+`multiprocessing` can tell its server the names of modules to import, and nothing else.
 """
 
 from services.common.launch.fork_server import begin_server

@@ -66,14 +66,14 @@ GUARD_THREAD = "guard"
 """Name of the command's thread that waits for messages from the guard."""
 
 _INTERRUPT = signal.SIGURG
-"""Signal that interrupts a system call of the main thread: it has no other use here, and its handler does nothing."""
+"""Signal that interrupts a system call of the main thread. Nothing else uses SIGURG, and its handler does nothing."""
 _SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only measured and swept
 _END = b"end "
 _NOTE = b"note"
 _SESSION = b"session "
 _HEED = b"heed"
 _MESSAGE_BYTES = 64
-# Both types keep the bounds of messages; macOS has SOCK_DGRAM alone.
+# Both types keep the boundaries of messages. macOS has only SOCK_DGRAM.
 _SOCKET_TYPE = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 
 _guards: list[Guard] = []
@@ -157,7 +157,7 @@ def _obey(channel: socket.socket) -> None:
         if message.startswith(_END):
             end_at_once(int(message.removeprefix(_END)))
         # The kernel may have delivered the stop signal to any thread, but Python handles it in the main thread alone:
-        # interrupt the call in which that one waits.
+        # interrupt the call in which the main thread waits.
         with suppress(ProcessLookupError):
             signal.pthread_kill(main_thread().ident or 0, _INTERRUPT)
 

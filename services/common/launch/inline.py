@@ -1,4 +1,4 @@
-"""The launcher `inline`: processes of this machine, without Ray."""
+"""The launcher `inline`, which runs tasks and workers as processes of this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     with _pool_of(num_workers) as pool:
         waiting = enumerate(items)
         running: dict[Future[R], int] = {}
-        # The pool's queue holds a next task for each process, which would else wait 2 ms for this process.
+        # The pool's queue holds the next task of each process, which would otherwise wait 2 ms for this process.
         most_submitted = num_workers if len(pool._processes) > num_workers else 2 * num_workers
         try:
             while True:
@@ -202,7 +202,7 @@ class _WorkersHere:
 
 
 def _begin_forked(parent: int) -> None:
-    """Leave what belongs to the command: its guard hears of the command's signals by the descriptor for wake-ups."""
+    """Drop what a fork copies from the command: its handlers, and the wake-up descriptor that leads to its guard."""
     signal.set_wakeup_fd(-1)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The two launchers: `inline` starts processes of this machine, `ray` starts processes on a Ray cluster.
+"""Describes the two launchers: `inline` starts processes of this machine, `ray` starts processes on a Ray cluster.
 
 Both run the same functions with the same arguments, and both raise the exception that a function raised.
 """

@@ -1,4 +1,4 @@
-"""Exports the metrics of a command: to scrapers of a port, and through Ray where the command runs on Ray."""
+"""Exports the metrics of a command to scrapers of a port, and through Ray where the command runs on Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export_metrics(collectors: Sequence[Collector], arguments: Namespace) -> Ite
     """Export metrics, the stage's progress and the space of its file system during the block.
 
     `--metrics-port` and `--metrics-host` open a port for scrapers. Under `--launch ray`, Ray's metrics agents serve
-    them, too, with the prefix `ray_`. Raises `RecipeError` if the port cannot be opened.
+    the metrics, too, with the prefix `ray_`. Raises `RecipeError` if the port cannot be opened.
     """
     if arguments.metrics_port is None and arguments.launch != "ray":
         yield
@@ -58,6 +58,6 @@ def _export_to_ray(collectors: Sequence[Collector], is_over: threading.Event) ->
                     for sample in family.samples:
                         if not math.isnan(sample.value):
                             gauges.set(sample.name, family.documentation, sample.labels, sample.value)
-        except Exception:  # a view of the run never ends it
+        except Exception:  # an export that fails never ends the run
             logger.warning("metrics are no longer exported to Ray", exc_info=True)
             return

@@ -38,7 +38,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """An address of rank 0's node and two free ports there."""
+    """The address of a node and two free ports there. Workers of several nodes meet on the node with rank 0."""
 
     host: str
     store_port: int

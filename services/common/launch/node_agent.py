@@ -1,7 +1,7 @@
-"""The agent of a node: starts the node's workers, watches them, and kills all of them where one fails.
+"""The agent of a node, which starts the node's workers, watches them, and kills all of them where one fails.
 
 With the launcher `inline` the command is itself the agent of its machine. Another launcher starts one agent on each
-node (`agent_process`), and the command conducts the agents (`agent_group`).
+node (`agent_process`), and the command controls the agents (`agent_group`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NodeStart:
     """Describes one start of a node's workers to the node's agent."""
 
     work: bytes
-    """The pickled function of the workers and its argument. Only workers load them, whose imports they need."""
+    """The pickled function of the workers and its argument. Only workers load them, because loading imports modules."""
     spec: WorkerGroupSpec
     node_rank: int
     num_nodes: int
@@ -104,7 +104,7 @@ class NodeAgent:
     """Starts the workers of one node, as often as asked. All methods have to be called in the main thread."""
 
     def __init__(self, address: str = LOOPBACK_ADDRESS) -> None:
-        """`address` is the one at which other nodes reach this node."""
+        """Other nodes reach this node at `address`."""
         self._address = address
         self._started: list[_Worker] = []
         self._running: list[_Worker] = []
@@ -206,7 +206,7 @@ class NodeAgent:
         return [each for worker in self._running for each in (worker.errors, worker.process.sentinel)]
 
     def _collect(self, ready: Sequence[object]) -> None:
-        """Take note of the workers that have ended: their connections or processes are `ready`."""
+        """Note how workers have ended: those whose connection or process is `ready`."""
         ended = [each for each in self._running if each.errors in ready or each.process.sentinel in ready]
         self._running = [each for each in self._running if each not in ended]
         for worker in ended:

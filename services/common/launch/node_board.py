@@ -1,10 +1,10 @@
-"""Shares a node's small facts between its workers and its agent: a file that all of them map into memory.
+"""Shares the heartbeats, numbers and stop reason of a node between its workers and its agent, by a memory-mapped file.
 
     <node_folder>/board     64 bytes: format, number of workers, and the node's stop reason, which the agent writes
                             then a slot for each local worker: its heartbeat, and two records of numbers
                             then the two records of numbers of the node as a whole
 
-A reader never waits for a writer, and no process that dies holds a lock. Each piece carries its checksum, so a reader
+A reader never waits for a writer, and no process that dies holds a lock. Each record carries its checksum, so a reader
 that meets a writer halfway, or a machine that makes the stores of one core visible to another in a different order,
 finds no value instead of a wrong one. The file takes 1.6 kB for each worker of the node, whatever the number of
 nodes, and a process that has it open has one descriptor for it.
@@ -56,7 +56,7 @@ class NodeBoard:
         """Number of workers that the board has a slot for."""
         if len(self._map) != _size_of(self.num_workers):
             self.close()
-            raise ValueError(f"{path} is no board of a node with {self.num_workers} workers")
+            raise ValueError(f"{path} is not a node's board, or has not the size for {self.num_workers} workers")
 
     @classmethod
     def make(cls, node_folder: Path, num_workers: int) -> Self:
@@ -93,9 +93,9 @@ class NodeBoard:
         return content[_HEARTBEAT_LENGTH.size :]
 
     def write_numbers(self, local_rank: int, sequence: int, numbers: Sequence[float]) -> None:
-        """Write a worker's numbers with their sequence number, which begins at 1. Only that worker calls this.
+        """Write a worker's numbers under a sequence number. Only that worker calls this.
 
-        They replace its numbers of `sequence - NUMBER_RECORDS`, which every reader has to be done with.
+        They replace the worker's numbers of `sequence - NUMBER_RECORDS`, which every reader has to be done with.
         """
         self._write_record(self._slot(local_rank) + _HEARTBEAT_SLOT_BYTES, sequence, numbers)
 
@@ -147,7 +147,7 @@ class NodeBoard:
         self._map[at : at + _CHECKSUM.size + len(content)] = _CHECKSUM.pack(zlib.crc32(content)) + content
 
     def _read(self, at: int, num_bytes: int) -> bytes:
-        """Return `num_bytes` of content; empty where they are not those that the checksum before them is of."""
+        """Return `num_bytes` of content; empty where the checksum before the content is not that of the content."""
         copied = self._map[at : at + _CHECKSUM.size + num_bytes]
         content = copied[_CHECKSUM.size :]
         return content if _CHECKSUM.unpack_from(copied)[0] == zlib.crc32(content) else b""

@@ -6,7 +6,7 @@
 Workers write their heartbeats to the node's board, which no file system sees. The node's agent looks at the board every
 second, and writes the file every ten seconds. So a file system has one small write from each node in ten seconds,
 whatever the number of workers. Clocks of nodes differ, so no time is compared between nodes: the agent measures how
-long a worker is silent, and a file whose number of writes stands still is that of a silent node.
+long a worker is silent, and a file whose number of writes does not grow is that of a silent node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts one agent on each node of a stage by a task of Ray, and lets Ray do nothing else.
+"""Starts one agent on each node of a stage by a task of Ray, which does nothing else.
 
 The tasks are a gang: a placement group holds the resources of a node's workers on each node before the first task
 starts. A task starts the agent as a process of its own, and returns when the agent has ended. Workers are lost and
@@ -46,10 +46,11 @@ from services.common.process.stopwatch import Stopwatch
 
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 1
-"""Seconds of a wait in Ray, whole ones: for less, `PlacementGroup.wait` returns at once. In between the command asks
-Ray's head about the nodes of the workers."""
+"""Whole seconds of a wait in Ray: for less than one, `PlacementGroup.wait` returns at once. Between two waits the
+command asks Ray's head about the nodes of the workers.
+"""
 NODE_SHARE = 1 - DRIVER_SHARE
-"""Share of a node's stage resource for its agent, so large that no second agent is started on a node."""
+"""Share of a node's stage resource that an agent takes, so that no node has room for a second agent."""
 _SHOWN_RANKS = 8
 
 _DEVICES = {**dict.fromkeys(NEURON_DEVICES, "neuron_cores"), "cuda": "GPU"}
@@ -107,7 +108,7 @@ class _RayWorkers(AbstractContextManager["_RayWorkers"]):
             if self._attempt:
                 self._attempt.close()
             return
-        with suppress(TryAgain):  # that Ray is lost, which no longer matters
+        with suppress(TryAgain):  # Ray is lost, which no longer matters
             self.end()
 
 

@@ -67,8 +67,7 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
         if address is None:
             started: list[subprocess.Popen[Any]] = []
             call = RayCall(partial(_start_here, started, options, num_cpus, resources or {}), goes_on=True)
-            failure = call.wait(partial(_require_living, started))
-            if failure is not None:
+            if failure := call.wait(partial(_require_living, started)):
                 raise failure
         else:
             _join(address, {**options, "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}}})
@@ -88,7 +87,7 @@ def _start_here(
     # Ray's default folder is below one that every user can write to.
     folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
     call_at_end(partial(_leave, started, stack))
-    with _leaving_signals_to_us(), _starting_sessions(started), _leaving_out_services(), _noticing_losses(started):
+    with _keeping_handlers(), _starting_sessions(started), _leaving_out_services(), _noticing_losses(started):
         try:
             ray.init(
                 address="local",  # otherwise Ray joins any cluster of this machine, such as another command's
@@ -131,8 +130,8 @@ def _replacing(module: Any, **parts: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _leaving_signals_to_us() -> Iterator[None]:
-    """Keep Ray from replacing the command's handlers: one exits with 1 or 15 at SIGTERM, another prints a dump.
+def _keeping_handlers() -> Iterator[None]:
+    """Keep Ray from replacing the command's signal handlers: one of Ray's exits with 1 or 15, another prints a dump.
 
     Python sets handlers in the main thread alone, and Ray is started in another, so the handlers are the kernel's.
     """
@@ -172,8 +171,8 @@ def _starting_sessions(started: list[subprocess.Popen[Any]]) -> AbstractContextM
 def _leaving_out_services() -> Iterator[None]:
     """Start Ray without its dashboard, its log monitor and its autoscaler's monitor, and its agents on free ports.
 
-    `ray.init` has no options for that. These services take 1.7 s of CPU to start, and tell users about a cluster, which
-    this one is not. Ray's own choice of port is 52365: a second Ray of this machine would try that port for 3.4 s.
+    `ray.init` has no options for that. These services take 1.7 s of CPU to start, and serve people who operate a
+    cluster. An agent's default port is 52365: a second Ray of this machine would try that port for 3.4 s.
     """
     parameter: Any = ray._private.parameter
     fewer = partial(parameter.RayParams, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
@@ -216,7 +215,7 @@ def _python_path() -> str:
 
 
 def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
-    """Disconnect from Ray, and stop the Ray processes that this command started."""
+    """Disconnect from Ray, end the Ray processes that this command started, and remove their folder."""
     # Ray's library would wait for a lost process, or, in a thread that goes on, end this process with another code.
     is_orderly = not is_lost() and not RayCall.running and RayCall(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
     if started:
@@ -225,7 +224,7 @@ def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: i
         process.wait()
     folder.close()
     if not is_orderly:
-        with suppress(OSError):  # nobody reads
+        with suppress(OSError):  # stdout has no reader
             sys.stdout.flush()
         start_guard().leave_rest()
         os._exit(exit_code)
@@ -235,7 +234,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
     if address == AUTO:
         address = os.environ["RAY_ADDRESS"] = _find_cluster()
     _wait_for_cluster(address)
-    with deferring_stop_signals(), _leaving_signals_to_us():
+    with deferring_stop_signals(), _keeping_handlers():
         try:
             # Fails after 40 s where another program listens; ray.init would try for a quarter of an hour.
             client: Any = ray._raylet

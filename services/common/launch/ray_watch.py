@@ -64,7 +64,7 @@ class _RayWatch:
                 self._what = ""
                 return
         self._lost.set()
-        time.sleep(LOST_SECONDS)  # the main thread needs more only where it hangs in a call into Ray
+        time.sleep(LOST_SECONDS)  # only a main thread that hangs in a call into Ray takes longer
         os.write(2, f"millrace: {self.loss}\n".encode())
         os._exit(TryAgain.exit_code)
 

@@ -1,4 +1,4 @@
-"""The argument parser of all programs of a stage."""
+"""Parses the command lines of all programs of the stages."""
 
 from __future__ import annotations
 

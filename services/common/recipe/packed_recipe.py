@@ -1,4 +1,4 @@
-"""Packs a recipe into an environment variable, in which it reaches a container that starts from nothing."""
+"""Packs a recipe into an environment variable, for a container whose file system does not have the recipe yet."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Connects the first worker of each node, its leader, with those of its partner nodes, and carries their messages.
 
 A leader has at most log2(nodes) + 1 connections, and reads as many addresses from the workers' store, to which a
-stranger may write. So a greeting and each message is sealed with the key of the start, which the leaders have from
-their agents. What arrives is numbers alone.
+stranger may write. So each greeting and message is sealed with the key of the start, which the leaders have from
+their agents. A message carries numbers alone.
 """
 
 from __future__ import annotations

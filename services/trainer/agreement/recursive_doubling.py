@@ -1,4 +1,4 @@
-"""Reduces values of all nodes to one that every node then has, by messages between pairs of nodes.
+"""Reduces the values of all nodes to one value on every node (an all-reduce), by messages between pairs of nodes.
 
 Recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.5): in round r a node exchanges its value with the
 node whose number differs in bit r, so that after log2(nodes) rounds each node has the value of all. Where the number of
@@ -9,8 +9,8 @@ at the end.
     messages in a row     1      6       11       10
     partners of a node    1      6     <= 10       10
 
-A node sends at most log2(nodes) + 1 messages of the size of one value. The module has no clock and no network: whoever
-drives it carries the messages, over sockets or in a simulation.
+A node sends at most log2(nodes) + 1 messages of the size of one value. The module has no clock and no network: its
+caller carries the messages, over sockets or in a simulation.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RecursiveDoubling(Generic[V]):
         return self._go_on()
 
     def receive(self, message: Message[V]) -> list[Message[V]]:
-        """Take a message in and return those to send next. Raises `ValueError` for one that no partner sends now."""
+        """Take a message and return those to send next. Raises `ValueError` for a message that no partner sends now."""
         is_early = message.sequence == self._sequence + 1
         awaited = self._exchanges if is_early else self._exchanges[self._position :]
         senders = [each.partner for each in awaited if each.receives and each.round == message.round]

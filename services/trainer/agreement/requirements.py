@@ -17,7 +17,7 @@ from services.trainer.job import Job
 
 
 def require_same_program(job: Job, group: ProcessGroup) -> None:
-    """Raise `DeviceError` unless every worker's node gives the bits of the program that the command was started for.
+    """Raise `DeviceError` unless the program has the same fingerprint on every worker's node and on the command's.
 
     Replicas on CPUs of two kinds would drift apart, and a checkpoint would name a program that did not make it. Workers
     compare fingerprints, and each receives the facts of all others only where two differ.

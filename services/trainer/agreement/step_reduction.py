@@ -1,4 +1,4 @@
-"""Reduces what the workers know of a step to a fixed number of numbers, of which every worker gets the same.
+"""Reduces what the workers know of a step to a fixed count of numbers, which are the same on every worker.
 
 A worker gives 13 numbers. They become 33, whatever the number of workers: sums, extremes, and the first ranks with each
 outcome. Reducing is associative, so that a node reduces the steps of its workers, and nodes reduce what others have.
@@ -178,7 +178,7 @@ def join_encoded(lower: Sequence[float], higher: Sequence[float]) -> tuple[float
 
 
 def require_same_outcome(reduced: ReducedStep, step: int) -> None:
-    """Raise `WorkersLost` where a step updated the weights on some workers only: all decide it from the same norm."""
+    """Raise `WorkersLost` where a step updated the weights on some workers only: all decide by the same norm."""
     if not (reduced.applied.size and reduced.skipped.size):
         return
     is_skipped_by_fewer = reduced.skipped.size < reduced.applied.size

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 JOIN_SECONDS = 900.0
 """Seconds in which all nodes have to join, from the first container on; the last one may still pull many GB."""
 SILENT_SECONDS = 30.0
-"""Seconds without an answer after which the head is lost; Ray's library ends a process after 60 s."""
+"""Seconds without an answer after which the head counts as lost; Ray's library ends a process after 60 s."""
 OVER_SECONDS = 6.0
-"""Seconds without an answer after which a node that got a stop signal takes the job for ended."""
+"""Seconds without an answer of the head after which a node that got a stop signal takes the job for ended."""
 LOST_SECONDS = 60.0
 """Seconds in which a stage that has lost a node has to end; then it is killed."""
 LEAVE_SECONDS = 15.0
@@ -164,7 +164,7 @@ def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, addres
         notices = {WEBHOOK_VARIABLE: webhook} if webhook else {}
         stage = subprocess.Popen(command.words, env={**os.environ, **notices, "RAY_ADDRESS": address})
         started.append(stage)
-        if signals:  # one came while the stage was being started
+        if signals:  # a stop signal came while the stage was being started
             stage.terminate()
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -175,12 +175,12 @@ def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, addres
                 _say(node, f"lost {lost}; ending the stage")
                 if not signals:
                     stage.terminate()
-            # A stage that got a stop signal before has as long for its checkpoint as Batch gives it: the other nodes
-            # get the signal too, and leave as soon as nothing runs on them.
+            # A stage that got a stop signal before is not killed: Batch limits its time. The other nodes get the signal
+            # too, and leave as soon as nothing runs on them, so that their loss is no failure.
             if lost and not signals and time.monotonic() - lost_at > LOST_SECONDS:
                 stage.kill()
     if lost and exit_code and not (signals and exit_code == TryAgain.exit_code):
-        raise WorkersLost(f"{lost} was lost. Batch runs the same command again, which continues committed work.")
+        raise WorkersLost(f"the job lost {lost}. Batch runs the same command again, which continues committed work.")
     # A stage that was killed by a signal counts as lost, for instance where memory ran out.
     return exit_code if exit_code >= 0 else TryAgain.exit_code
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError, StorageError
-from services.common.input.files import open_regular_file
+from services.common.input.files import read_file
 from services.common.recipe.packed_recipe import MOST_RECIPE_BYTES, RECIPE_VARIABLE, unpack_recipe
 
 JOB_ID = "AWS_BATCH_JOB_ID"
@@ -187,7 +187,7 @@ def require_program(command: StageCommand) -> None:
 
 
 def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
-    """Write the recipe of RECIPE_VARIABLE, if it is set, to the file that the command reads, unless it is there.
+    """Write the recipe in RECIPE_VARIABLE, if that is set, to the file that the command reads, if the file lacks it.
 
     Raises `RecipeError` where the variable is not a packed recipe, and where the command reads another file.
     """
@@ -202,8 +202,8 @@ def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
             f"job again."
         )
     try:
-        is_there = _read_bounded(path) == content
-    except OSError:  # anything else in its place is replaced, or the error of that names it
+        is_there = read_file(path, max_bytes=MOST_RECIPE_BYTES) == content
+    except OSError:  # the write replaces what is at this path, or its error names the path
         is_there = False
     if not is_there:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def require_recipe(command: StageCommand) -> None:
     if command.recipe.absolute().parent != command.root.absolute() / RECIPES:
         return
     try:
-        digest = hashlib.sha256(_read_bounded(command.recipe)).hexdigest()
+        digest = hashlib.sha256(read_file(command.recipe, max_bytes=MOST_RECIPE_BYTES)).hexdigest()
     except OSError as error:
         raise RecipeError(
             f"{command.recipe}: {error.strerror}. The command that submits a job provides this recipe: submit again."
@@ -227,17 +227,11 @@ def require_recipe(command: StageCommand) -> None:
         )
 
 
-def _read_bounded(path: Path) -> bytes:
-    """Read one byte more of a regular file than a recipe may have. Raises `OSError`."""
-    with open_regular_file(path) as file:
-        return file.read(MOST_RECIPE_BYTES + 1) or b""
-
-
 def find_own_address() -> str:
     """The address at which other nodes reach this one: the source address of packets on the default route.
 
-    Interfaces cannot be told apart by name: with awsvpc the task's own is one of several. Raises `DeviceError` where
-    there is no route.
+    Names of interfaces do not show which one that is: with awsvpc a task's interface is one of several. Raises
+    `DeviceError` where there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -36,7 +36,7 @@ class RayNodes:
         return {int(each[NODE_LABEL]) for each in labels if NODE_LABEL in each} - self._left_indices()
 
     def say_left(self, index: int) -> None:
-        """Tell the head that a node has left; Ray would take it for alive for some seconds more."""
+        """Tell the head that a node has left: Ray itself takes the node for alive for some seconds more."""
         with _asking_head():
             self._client.internal_kv_put(_HAS_LEFT + b"%d" % index, b"1", True, _NAMESPACE, timeout=CALL_SECONDS)
 

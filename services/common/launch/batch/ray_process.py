@@ -29,7 +29,7 @@ PORTS = {
     "min-worker-port": 10_002,
     "max-worker-port": 19_999,
 }
-OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
+OBJECT_STORE_BYTES = 128 * 2**20  # only small results of tasks are in Ray's object store
 
 
 def ray_resources(stage: str, cpus: int | None, neuron_cores: int) -> list[str]:
