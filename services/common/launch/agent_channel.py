@@ -12,6 +12,7 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from services.common.errors import TryAgain
@@ -79,10 +80,19 @@ def reach_command(host: str, port: int) -> socket.socket:
 
 
 def connect_agent(host: str, port: int, key: bytes) -> Connection:
-    """Connect an agent to its command. Raises `TryAgain`, and `AuthenticationError` for another command."""
+    """Connect an agent to its command. Raises `TryAgain` where the command cannot be reached, has ended, or is another
+    one, which has another key.
+    """
     connection = _keep_alive(reach_command(host, port))
-    answer_challenge(connection, key)
-    deliver_challenge(connection, key)
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except (AuthenticationError, EOFError, OSError) as error:
+        connection.close()
+        raise TryAgain(
+            f"{socket.gethostname()} reached {host}:{port}, where the command that has started this agent no longer "
+            f"answers: {error!r}. Run the same command again."
+        ) from error
     return connection
 
 

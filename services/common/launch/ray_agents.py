@@ -280,7 +280,7 @@ def run_agent(node_rank: int, command: tuple[str, int], key: str, preload: tuple
     process = [sys.executable, "-m", "services.common.launch.agent_process"]
     with subprocess.Popen(process, stdin=subprocess.PIPE, env=_environment_of_agent()) as agent:
         assert agent.stdin is not None
-        with agent.stdin as stdin:
+        with suppress(BrokenPipeError), agent.stdin as stdin:  # the agent was killed, which its exit code says
             stdin.write(config.to_line())
         frozen = Stopwatch()
         while agent.poll() is None:
