@@ -93,8 +93,13 @@ def find_process(command: psutil.Process, name: str) -> psutil.Process:
 
 
 def require_nothing_left(folder: Path, family: list[psutil.Process], mark: str) -> None:
+    def is_alive(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # it ends between the two questions
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
     def left() -> list[object]:
-        alive = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        alive = list(filter(is_alive, family))
         shared = Path("/dev/shm").glob(f"*{semaphore_prefix(mark)}*")
         return [*alive, *(folder / "temporary").glob("millrace-*/*"), *shared]
 
