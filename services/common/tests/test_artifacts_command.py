@@ -8,11 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +227,19 @@ def test_gc_removes_what_dead_writers_left(root: Path, recipe: Recipe) -> None:
     assert sorted(path.name for path in collection.iterdir()) == [ID, CURRENT]
 
 
+def between_looks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let another machine do something in each pause of `gc`, however long a look takes."""
+    sleep = time.sleep
+
+    def act_and_sleep(seconds: float) -> None:
+        act()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", act_and_sleep)
+
+
 def test_gc_watches_locks_of_other_machines_and_all_at_once(
-    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times in the locks are ignored: the clock of the other machine may be slow by days."""
     collection = publish(root, recipe)[0].path.parent
@@ -240,21 +249,15 @@ def test_gc_watches_locks_of_other_machines_and_all_at_once(
         write_foreign_lock(collection / f"{identifier}{LOCK_SUFFIX}")
         os.utime(collection / f"{identifier}{LOCK_SUFFIX}", (0, 0))
     alive = collection / f"{identifiers[7]}{LOCK_SUFFIX}"
-    is_over = threading.Event()
+    beats = itertools.count(1)
 
     def beat() -> None:
-        for beats in itertools.count(1):
-            if is_over.wait(SHORT_LEASE_SECONDS / 10):
-                return
-            write_foreign_lock(alive.with_name("new"), beats)
-            os.utime(alive.with_name("new"), (0, 0))
-            alive.with_name("new").replace(alive)
+        write_foreign_lock(alive.with_name("new"), next(beats))
+        os.utime(alive.with_name("new"), (0, 0))
+        alive.with_name("new").replace(alive)
 
-    with ThreadPoolExecutor(1) as pool:
-        beating = pool.submit(beat)
-        assert run("gc", root) == 0
-        is_over.set()
-        beating.result()
+    between_looks(monkeypatch, beat)
+    assert run("gc", root) == 0
 
     assert sorted(path.name for path in collection.iterdir()) == sorted(
         [ID, CURRENT, alive.name, f"{identifiers[7]}{SCRATCH_SUFFIX}"]
@@ -277,17 +280,16 @@ def test_gc_does_not_wait_for_writers_that_are_known_to_be_dead(
 
 
 @pytest.mark.parametrize("is_alive", [False, True])
-def test_gc_takes_a_checkpoint_whose_removal_was_interrupted(root: Path, is_alive: bool) -> None:
+def test_gc_takes_a_checkpoint_whose_removal_was_interrupted(
+    root: Path, is_alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A removal begins with the manifest. A folder that still changes may be a copy in progress."""
     collection = root / "checkpoint" / RUN
     headless = make_folder(collection / "step-00000005")
     renamed = make_folder(collection / "step-00000005.mine")
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(run, "gc", root)
-        while is_alive and not done.done():
-            (headless / "file").write_text(str(time.monotonic_ns()))
-            time.sleep(SHORT_LEASE_SECONDS / 10)
-        assert done.result() == 0
+    if is_alive:
+        between_looks(monkeypatch, lambda: (headless / "file").write_text(str(time.monotonic_ns())))
+    assert run("gc", root) == 0
 
     assert headless.exists() == is_alive
     assert renamed.exists()
