@@ -61,13 +61,13 @@ def new_store() -> Store:
     return store
 
 
-def run_workers(work: Callable[..., Any], workers: list[WorkerEnvironment], seconds: float = 20.0) -> list[Future[Any]]:
+def run_workers(work: Callable[..., Any], workers: list[WorkerEnvironment]) -> list[Future[Any]]:
     """Call `work(environment, agreement)` in a thread for each worker, and return what came of it by rank."""
     store = new_store()
 
     def run(environment: WorkerEnvironment) -> Any:
         group = ProcessGroup(environment.rank, environment.world_size, store)
-        group.timeout = timedelta(seconds=seconds)
+        group.timeout = timedelta(seconds=20)
         with agreeing(environment, group) as agreement:
             return work(environment, agreement)
 
@@ -127,6 +127,7 @@ def test_a_worker_that_never_agrees_is_lost_when_a_collective_would_be(
 
     def work(environment: WorkerEnvironment, agreement: StepAgreement) -> None:
         agree(agreement, WorkerStep(StopReason.NONE, False))
+        agreement._group.timeout = timedelta(seconds=0.3)  # now that all have connected
         if environment.rank == 1:  # hangs
             has_raised.wait(20)
             return
@@ -135,7 +136,7 @@ def test_a_worker_that_never_agrees_is_lost_when_a_collective_would_be(
         finally:
             has_raised.set()
 
-    healthy, hung = run_workers(work, environments(tmp_path, num_nodes, local_world_size), seconds=0.3)
+    healthy, hung = run_workers(work, environments(tmp_path, num_nodes, local_world_size))
 
     assert isinstance(healthy.exception(), WorkersLost)
     assert hung.exception() is None
@@ -147,13 +148,12 @@ def test_workers_of_all_nodes_hear_of_a_lost_leader_at_once(tmp_path: Path) -> N
         if environment.rank != 2:
             agree(agreement, WorkerStep(StopReason.NONE, False))
 
-    started = time.monotonic()
     ends = [each.exception() for each in run_workers(work, environments(tmp_path, 4, 1))]
 
     assert ends[2] is None
     assert all(isinstance(ends[rank], WorkersLost) for rank in (0, 1, 3))
     assert "node 2" in str(ends[0])
-    assert time.monotonic() - started < 15  # of the 20 s of a collective
+    assert not any("did not agree on a step within" in str(end) for end in ends)  # the limit of a collective
 
 
 def test_groups_on_one_board_do_not_read_each_others_numbers(tmp_path: Path) -> None:
