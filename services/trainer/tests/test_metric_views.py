@@ -171,12 +171,16 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
         url = capfd.readouterr().out.split()[-1]
         has_ended, scraped = threading.Event(), [scrape(url)]
 
-        def scrape_until_step_3() -> None:
-            while not has_ended.wait(0.05) and not scraped[-1]["millrace_step"][""] >= 3:
+        def has_all() -> bool:
+            values = scraped[-1]
+            return values["millrace_step"][""] >= 3 and values["millrace_checkpoint_step"][""] >= 2
+
+        def scrape_until_a_checkpoint_is_committed() -> None:
+            while not has_ended.wait(0.05) and not has_all():
                 scraped.append(scrape(url))
             request_stop(job.run_folder, StopReason.STOP_FILE)
 
-        scraper = threading.Thread(target=scrape_until_step_3)
+        scraper = threading.Thread(target=scrape_until_a_checkpoint_is_committed)
         scraper.start()
         try:
             with pytest.raises(TryAgain):
