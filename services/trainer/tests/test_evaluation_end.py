@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.stop_reason import StopReason
 from services.common.program.step import Program
+from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.evaluation.records import drop_evaluations_after, lacks_last_evaluation, read_evaluations
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -98,11 +99,17 @@ def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callabl
     job = new_job(**RECIPE, checkpoint__interval_steps="8")
 
     def kill_after_commit() -> None:
-        time.sleep(0.05)  # the checkpoint is written in the background
         if checkpoints(job.root):
             raise Killed
 
+    def advance_and_wait(writer: CheckpointWriter, are_shards_written: bool) -> None:
+        advance(writer, are_shards_written)
+        begun: list[Future[Any] | None] = [writer._writing, writer._committing]
+        wait([each for each in begun if each])  # in the background, for as long as it takes
+
+    advance = CheckpointWriter.advance
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "advance", advance_and_wait)
         end_in_evaluation(patch, 2, kill_after_commit)
         with pytest.raises(Killed):
             train(job, ALONE)
