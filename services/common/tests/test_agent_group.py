@@ -186,6 +186,7 @@ def test_who_has_no_key_is_no_agent_and_a_killed_agent_ends_its_workers_and_the_
 def test_a_stranger_that_says_nothing_is_dropped_and_costs_no_agent(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_until(lambda: nodes.group.absent_ranks == [])  # the agents themselves have longer
     monkeypatch.setattr(agent_channel, "HANDSHAKE_SECONDS", 0.5)
     with socket.create_connection(nodes.group.address) as stranger:
         while stranger.recv(1_024):  # the command's challenge, and then its end
@@ -257,8 +258,9 @@ def test_the_command_listens_until_all_agents_are_there_and_no_longer() -> None:
 
 
 def test_a_node_that_cannot_reach_the_command_says_where_and_what_to_check() -> None:
-    with socket.create_server((LOOPBACK_ADDRESS, 0)) as nobody:
+    with socket.socket() as nobody:
+        nobody.bind((LOOPBACK_ADDRESS, 0))  # and does not listen
         port = nobody.getsockname()[1]
 
-    with pytest.raises(TryAgain, match=rf"cannot reach the command at 127.0.0.1:{port}: .*network policies"):
-        reach_command(LOOPBACK_ADDRESS, port)
+        with pytest.raises(TryAgain, match=rf"cannot reach the command at 127.0.0.1:{port}: .*network policies"):
+            reach_command(LOOPBACK_ADDRESS, port)
