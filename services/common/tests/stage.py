@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -63,10 +64,10 @@ def load(arguments: list[str]) -> int:
 
 
 def defer(arguments: list[str]) -> int:
-    """Wait in a call that loses the errors of signal handlers, and handle the signal afterwards."""
+    """Wait for stdin's end in a call that loses the errors of signal handlers, and handle the signal afterwards."""
     with deferring_stop_signals(), suppress(BaseException):
         print("ready", flush=True)
-        time.sleep(2)
+        sys.stdin.read()
     return 0
 
 

@@ -36,6 +36,7 @@ def start(*arguments: str | Path, under: tuple[str, ...] = ()) -> subprocess.Pop
     return subprocess.Popen(
         [*under, *STAGE, *map(str, arguments)],
         cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
