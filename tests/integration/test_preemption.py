@@ -18,7 +18,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run
+from services.trainer.tests.runs import REPOSITORY, checkpoints, command_line_of, read_run
 
 DEADLINE_SECONDS = 60
 
@@ -79,7 +79,7 @@ def find_processes(cluster: Cluster, name: str) -> list[psutil.Process]:
     """Find the processes of the cluster whose title or command contains the name, oldest first."""
     raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
     family = [each for pid in raylets for each in psutil.Process(pid).children(recursive=True)]
-    found = [each for each in family if name in " ".join(each.cmdline())]
+    found = [each for each in family if name in command_line_of(each)]
     return sorted(found, key=lambda each: each.create_time())
 
 

@@ -20,7 +20,7 @@ import pytest
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer
+from services.trainer.tests.runs import REPOSITORY, checkpoints, command_line_of, read_run, start_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -86,7 +86,14 @@ def traces_of(folder: Path, process: subprocess.Popen[str]) -> Traces:
 
 
 def is_gcs(process: psutil.Process) -> bool:
-    return process.name() == "gcs_server"
+    return name_of(process) == "gcs_server"
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process; empty where it has ended, as an idle worker of Ray may at any moment."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -127,7 +134,7 @@ def test_a_lost_ray_ends_the_command_with_75(
     process = start("ray")
     train_a_step(folder, process)
     traces = traces_of(folder, process)
-    next(each for each in traces.processes if name in f"{each.name()} {' '.join(each.cmdline())}").kill()
+    next(each for each in traces.processes if name in f"{name_of(each)} {command_line_of(each)}").kill()
     output, _ = process.communicate(timeout=END_SECONDS)
 
     assert process.returncode == 75, output

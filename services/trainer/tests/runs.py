@@ -134,15 +134,16 @@ def flip_a_bit(path: Path) -> None:
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the workers of an inline command: forks of its fork server, or new interpreters on macOS."""
     children = psutil.Process(process.pid).children()
-    servers = [child for child in children if "forkserver" in _command_line(child)]
-    forked = [worker for server in servers for worker in server.children() if "forkserver" in _command_line(worker)]
-    return forked or [child for child in children if "spawn_main" in _command_line(child)]
+    servers = [child for child in children if "forkserver" in command_line_of(child)]
+    forked = [worker for server in servers for worker in server.children() if "forkserver" in command_line_of(worker)]
+    return forked or [child for child in children if "spawn_main" in command_line_of(child)]
 
 
-def _command_line(process: psutil.Process) -> str:
+def command_line_of(process: psutil.Process) -> str:
+    """Return the command line or title of a process; empty where it has ended."""
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # it has ended
+    except psutil.Error:
         return ""
 
 
