@@ -11,9 +11,9 @@ PROGRAM = """
 import ctypes, time
 from services.common.process.hard_deadline import ending_after
 
-with ending_after(0.2, "too early", 3):
+with ending_after(1.0, "too early", 3):
     pass
-time.sleep(0.5)
+time.sleep(1.5)
 with ending_after(0.2, "100% frozen", 75):
     ctypes.PyDLL(None).sleep(60)
 """
