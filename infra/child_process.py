@@ -21,16 +21,18 @@ def run_to_its_end(
     `Interrupted` or `TryAgain` if the program ended after a signal.
     """
     received: list[int] = []
+    passed_on: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int) -> None:
         received.append(signum)
         if process is not None:
+            passed_on.append(signum)
             process.send_signal(signal.SIGINT)
 
     with on_stop_signal(pass_on, pass_on):
         process = subprocess.Popen(list(command), cwd=folder, env=environment, process_group=0)
-        if received:
+        if received and not passed_on:  # a signal came before there was a process to pass it on to
             process.send_signal(signal.SIGINT)
         exit_code = process.wait()
     if received:
