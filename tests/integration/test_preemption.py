@@ -106,6 +106,8 @@ def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_another_a
     agents[0].kill()
     wait_for_restarts(2)
     assert not set(find_processes(cluster, "launch.agent_process")) & set(agents)
+    records = read_run(root).records
+    wait_until(lambda: read_run(root).records != records, 240, process=command)  # before, a stop is at once
     command.terminate()
     require_stop(command, root, "sigterm")
 
