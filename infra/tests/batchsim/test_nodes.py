@@ -195,7 +195,7 @@ def test_a_lost_child_ends_a_stage_that_would_wait_for_it(root: Path, submit: Su
 
     assert job.wait(JOB_SECONDS) == "FAILED"
     assert job.exit_codes == [75], job.logs
-    assert "millrace: node 1 was lost" in job.attempts[0].nodes[0].log
+    assert "millrace: the job lost node 1" in job.attempts[0].nodes[0].log
 
 
 @pytest.mark.batch

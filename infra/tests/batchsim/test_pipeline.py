@@ -171,7 +171,7 @@ def test_a_lost_child_and_one_that_is_told_to_leave_end_in_retries_with_the_same
 
     assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
     assert job.exit_codes == [75, 75, 0], job.logs
-    assert "node 1 was lost" in job.attempts[0].logs
+    assert "the job lost node 1" in job.attempts[0].logs
     assert [each["ended_by"] for each in attempts(untrained)][-2:] == ["preemption", "completion"]
     require_same_training(untrained, batch)
 
