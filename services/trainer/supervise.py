@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.process.background_thread import running_in_background
 from services.common.process.progress import Progress, show_progress
-from services.common.process.side_thread import running_beside
 from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.trainer.checkpoints.lookup import newest_step
@@ -143,7 +143,7 @@ def _progress_of(job: Job, observe: Observer) -> Iterator[Progress]:
     max_steps = job.recipe.train.max_steps
     with show_progress("training", max_steps, "steps") as progress:
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
-        with running_beside(partial(_follow, job, progress, before, observe), "progress"):
+        with running_in_background(partial(_follow, job, progress, before, observe), "progress"):
             yield progress
 
 

@@ -33,7 +33,7 @@ from services.common.artifacts.attempt import Attempt, this_attempt
 from services.common.artifacts.process import ProcessName, is_running, this_process
 from services.common.errors import TRANSIENT_ERRNOS, ArtifactError, Interrupted, TryAgain
 from services.common.input.files import InputFileError, open_regular_file
-from services.common.process.side_thread import running_beside
+from services.common.process.background_thread import running_in_background
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def hold_lease(path: Path, watch: LockWatch | None = None, *, waits: bool = True
     held = HeldLease(path)
     try:
         _acquire(held, watch or LockWatch(path), waits)
-        with running_beside(partial(_keep_beating, held), "lease"), naming_a_lost_lease(held):
+        with running_in_background(partial(_keep_beating, held), "lease"), naming_a_lost_lease(held):
             yield held
     finally:
         held.release()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.common.process.side_thread import running_beside
+from services.common.process.background_thread import running_in_background
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -43,7 +43,7 @@ def export_metrics(collectors: Sequence[Collector], arguments: Namespace) -> Ite
         if arguments.launch != "ray":
             yield
             return
-        with running_beside(partial(_export_to_ray, collectors), "ray metrics", END_SECONDS):
+        with running_in_background(partial(_export_to_ray, collectors), "ray metrics", END_SECONDS):
             yield
 
 

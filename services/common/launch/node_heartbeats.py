@@ -26,7 +26,7 @@ from typing import Any
 
 from services.common.input.files import read_file
 from services.common.launch.node_board import NodeBoard
-from services.common.process.side_thread import running_beside
+from services.common.process.background_thread import running_in_background
 from services.common.process.telemetry import parse_json_line
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def writing_heartbeats(board: NodeBoard, path: Path) -> Iterator[None]:
             file.look(min(now - before, 2 * LOOK_SECONDS))  # while this process is frozen no worker is silent
             before = now
 
-    with running_beside(write, "heartbeats", END_SECONDS):
+    with running_in_background(write, "heartbeats", END_SECONDS):
         yield
 
 

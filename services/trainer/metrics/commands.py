@@ -25,8 +25,8 @@ from services.common.hardware.instance_types import read_instance_types
 from services.common.input.credentials import mask
 from services.common.input.files import open_regular_file, read_file
 from services.common.launch.launcher import INLINE
+from services.common.process.background_thread import running_in_background
 from services.common.process.entry_point import exit_code_for
-from services.common.process.side_thread import running_beside
 from services.common.process.telemetry import parse_json_line
 from services.common.recipe.schema import stage_nodes
 from services.trainer.job import Job
@@ -102,7 +102,7 @@ def recording_command(job: Job) -> Iterator[None]:
     line = _Line(job.run_folder / COMMANDS_FILE, _begin(job))
     exit_code, error = 0, None
     try:
-        with running_beside(line.keep_seen, "command-record"):
+        with running_in_background(line.keep_seen, "command-record"):
             yield
     except BaseException as raised:
         exit_code, error = exit_code_for(raised), mask(str(raised))[:_ERROR_CHARACTERS]

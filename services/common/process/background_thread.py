@@ -1,4 +1,4 @@
-"""Runs work in a thread beside the code of a block, which tells the thread when the block is over."""
+"""Runs work in a background thread during a block, and tells the thread when the block is over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def running_beside(
+def running_in_background(
     work: Callable[[threading.Event], None], name: str, end_seconds: float | None = None
 ) -> Iterator[None]:
     """Run `work(is_over)` in a thread called `name` during the block, and set `is_over` at the block's end.
