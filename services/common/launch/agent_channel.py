@@ -87,7 +87,7 @@ def connect_agent(host: str, port: int, key: bytes) -> Connection:
     try:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
-    except (AuthenticationError, EOFError, OSError) as error:
+    except (AssertionError, AuthenticationError, EOFError, OSError) as error:  # Python 3.11 asserts the first message
         connection.close()
         raise TryAgain(
             f"{socket.gethostname()} reached {host}:{port}, where the command that has started this agent no longer "

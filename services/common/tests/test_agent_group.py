@@ -9,12 +9,14 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +266,16 @@ def test_a_node_that_cannot_reach_the_command_says_where_and_what_to_check() -> 
 
         with pytest.raises(TryAgain, match=rf"cannot reach the command at 127.0.0.1:{port}: .*network policies"):
             reach_command(LOOPBACK_ADDRESS, port)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request", struct.pack("!i", 5) + b"hello"])
+def test_an_agent_that_another_program_answers_in_place_of_the_command_ends_with_75(answer: bytes) -> None:
+    with socket.create_server((LOOPBACK_ADDRESS, 0)) as other, ThreadPoolExecutor(1) as pool:
+        port = other.getsockname()[1]
+        connecting = pool.submit(connect_agent, LOOPBACK_ADDRESS, port, b"key")
+        channel, _ = other.accept()
+        with channel:
+            channel.sendall(answer)
+
+        with pytest.raises(TryAgain, match=f":{port}, where the command"):
+            connecting.result()
