@@ -3,13 +3,15 @@
     python -m benchmarks.trainer --install-peers          all rows, 3 rounds of 10 steps each
     python -m benchmarks.trainer --rows ours_eager,hugging_face_eager --rounds 5
     python -m benchmarks.trainer --profile ours_compiled  time of a step by kind of operation
+    python -m benchmarks.trainer --only speed --recipe recipes/llama2-1b-cuda.toml --micro-batches 8   on a GPU
 
-The model is a Llama of 24.4 million parameters in bfloat16 autocast, in one process with --threads threads. Every row
-runs in a process of its own, and the rows of a round run in turn, so that other load on the machine meets all of them.
-The first 3 steps of a row are not measured. Tokens/s are those of the median step of all rounds, and of the fastest
-step. FLOPs are counted equally for all rows (`causal_flops_per_token`), and compared with the fastest matrix product of
-the same process, before and after. A row whose peak changed by more than 5 % is marked: the machine had other load. The
-first three losses of all trainers must agree to 1e-3. Raw samples go to .benchmarks/.
+Without --recipe the model is a Llama of 24.4 million parameters in bfloat16 autocast, in one process with --threads
+threads. Every row runs in a process of its own, and the rows of a round run in turn, so that other load on the machine
+meets all of them. The first 3 steps of a row are not measured. Tokens/s are those of the median step of all rounds, and
+of the fastest step. FLOPs are counted equally for all rows (`causal_flops_per_token`), and compared with the fastest
+matrix product of the same process, before and after. On a GPU with a published peak, MFU is PaLM's share of it. A row
+whose peak changed by more than 5 % is marked: the machine had other load. The first three losses of all trainers must
+agree to 1e-3. Raw samples go to .benchmarks/.
 
 The second table, of `benchmarks.trainer.start_rows`, has the times of a start, of a restart and of checkpoints.
 
@@ -41,7 +43,8 @@ from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, meas
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
 from benchmarks.trainer.workbench import Workbench
-from services.common.recipe.derived import causal_flops_per_token, tokens_per_step
+from services.common.hardware.gpu_peaks import find_peak
+from services.common.recipe.derived import causal_flops_per_token, palm_flops_per_token, tokens_per_step
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / ".benchmarks"
@@ -69,7 +72,7 @@ AGREED = 1e-3
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     if arguments.row:
-        bench = Workbench(arguments.folder, arguments.steps, arguments.threads)
+        bench = _make_workbench(arguments, arguments.folder)
         arguments.result.write_text(json.dumps(asdict(measure(arguments.row, bench))), encoding="utf-8")
         return 0
     if arguments.install_peers:
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 def measure_speed(arguments: argparse.Namespace) -> bool:
     """Print the table of tokens/s, or a row's profile; returns whether the rows' losses agree."""
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-", dir=arguments.work) as folder:
-        bench = Workbench(Path(folder), arguments.steps, arguments.threads)
+        bench = _make_workbench(arguments, Path(folder))
         bench.fill()
         if arguments.profile:
             os.environ["OMP_NUM_THREADS"] = str(bench.threads)
@@ -103,16 +106,17 @@ def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
     recipe = bench.recipe()
     tokens, flops = tokens_per_step(recipe), causal_flops_per_token(recipe)
     rates = {row: tokens / statistics.median(_seconds(all_)) for row, all_ in measured.items()}
-    heads = ("tokens/s", "fastest", "of peak", "x HF loop", "x best peer", "first step", "peak MB")
+    heads = ("tokens/s", "fastest", "of peak", "MFU", "x HF loop", "x best peer", "first step", "peak MB")
     lines = [f"{'':<24}" + "".join(f"{head:>12}" for head in heads)]
     for row, all_ in measured.items():
         peak = statistics.median(peak for each in all_ for peak in each.peaks)
         peers = [rate for name, rate in rates.items() if not name.startswith("ours") and _is_like(name, row)]
-        loop = rates.get("hugging_face_eager")
+        loop, datasheet = rates.get("hugging_face_eager"), find_peak(all_[0].device_name)
         cells = [
             f"{rates[row]:,.0f}",
             f"{tokens / min(_seconds(all_)):,.0f}",
             f"{rates[row] * flops / peak:.1%}",
+            f"{rates[row] * palm_flops_per_token(recipe) / datasheet:.1%}" if datasheet else "",
             f"{rates[row] / loop:.2f}" if loop else "",
             f"{rates[row] / max(peers):.2f}" if peers and row.startswith("ours") else "",
             f"{min(each.first_step_seconds for each in all_):.1f} s" if row in STEPS else "",
@@ -124,9 +128,12 @@ def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
         if moved := [each for each in all_ if abs(each.peaks[1] / each.peaks[0] - 1.0) > MOVED]:
             notes.append(f"PEAK MOVED in {len(moved)} of {len(all_)} rounds")
         lines.append(f"{row:<24}" + "".join(f"{cell:>12}" for cell in cells) + f"  {'; '.join(notes)}".rstrip())
+    devices = {each.device_name or "CPU" for all_ in measured.values() for each in all_}
     peaks = sorted(peak for all_ in measured.values() for each in all_ for peak in each.peaks)
     loads = sorted(load for all_ in measured.values() for each in all_ for load in each.loads)
-    lines.append(f"peak of products: {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s, median")
+    lines.append(
+        f"{', '.join(sorted(devices))}; peak of products: {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s, median"
+    )
     lines[-1] += f" {statistics.median(peaks) / 1e9:.0f}; load average {loads[0]:.1f} to {loads[-1]:.1f}"
     return "\n".join(lines)
 
@@ -171,6 +178,10 @@ def install_peers() -> None:
     (site / "millrace.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
 
+def _make_workbench(arguments: argparse.Namespace, folder: Path) -> Workbench:
+    return Workbench(folder, arguments.steps, arguments.threads, arguments.recipe, arguments.micro_batches)
+
+
 def _rows_that_run(rows: Sequence[str]) -> list[str]:
     """Return the rows whose libraries are installed, and print the names of the others."""
     has_peers = PEERS_PYTHON.exists() or importlib.util.find_spec("litgpt") is not None
@@ -183,6 +194,8 @@ def _run_in_process(bench: Workbench, row: str) -> Measurement:
     result, log = bench.folder / "result.json", bench.folder / f"{row}.log"
     python = str(PEERS_PYTHON) if row in PEERS and PEERS_PYTHON.exists() else sys.executable
     options = ["--folder", str(bench.folder), "--result", str(result), "--steps", str(bench.steps)]
+    options += ["--micro-batches", str(bench.num_micro_batches)]
+    options += ["--recipe", str(bench.recipe_file)] if bench.recipe_file else []
     with log.open("wb") as file:
         done = subprocess.run(
             [python, "-m", "benchmarks.trainer", "--row", row, "--threads", str(bench.threads), *options],
@@ -227,6 +240,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a row in one round")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--recipe", type=lambda text: Path(text).absolute(), help="recipe of the speeds' model and device"
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--only", type=lambda text: _names(TABLES, text), default=TABLES, help=", ".join(TABLES))
     parser.add_argument(
         "--rows", type=lambda text: _names(ROWS, text), help=f"rows to run (default: all): {', '.join(ROWS)}"

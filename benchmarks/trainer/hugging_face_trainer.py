@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.trainer.speed_rows import hugging_face_model
-from benchmarks.trainer.workbench import RATE, Workbench
+from benchmarks.trainer.workbench import Workbench
 
 
 class Batches(torch.utils.data.IterableDataset[dict[str, Tensor]]):
@@ -47,11 +47,12 @@ def run_trainer(bench: Workbench) -> tuple[list[float], list[float]]:
 
     arguments = TrainingArguments(
         output_dir=str(bench.folder / "hugging-face-trainer"),
-        use_cpu=True,
+        use_cpu=bench.device == "cpu",
         bf16=True,
         per_device_train_batch_size=bench.recipe().batch.micro_batch_size,
+        gradient_accumulation_steps=bench.num_micro_batches,
         max_steps=bench.num_steps,
-        learning_rate=RATE,
+        learning_rate=settings.min_learning_rate,
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
         adam_beta1=settings.beta1,

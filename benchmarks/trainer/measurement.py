@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+import torch
+
 from benchmarks.trainer import speed_rows
 from benchmarks.trainer.hugging_face_trainer import run_trainer
 from benchmarks.trainer.loop_row import run_loop
@@ -44,6 +46,9 @@ class Measurement:
     peaks: list[float] = field(default_factory=list)
     """FLOP/s of a product of large matrices, before and after the steps."""
     peak_memory_bytes: int = 0
+    """Of the process, or of its tensors on a GPU."""
+    device_name: str = ""
+    """The driver's name of the GPU; empty on a CPU."""
     loads: list[float] = field(default_factory=list)
     """Load average of one minute, before and after the steps."""
     libraries: dict[str, str] = field(default_factory=dict)
@@ -52,7 +57,8 @@ class Measurement:
 def measure(row: str, bench: Workbench) -> Measurement:
     began = time.perf_counter()
     found = Measurement(loads=[os.getloadavg()[0]])
-    found.peaks.append(measure_gemm_peak("bfloat16", bench.threads))
+    device = bench.device
+    found.peaks.append(measure_gemm_peak("bfloat16", bench.threads, device=device))
     peak_seconds = time.perf_counter() - began
     if row == TRAINER:
         seconds, found.losses = run_trainer(bench)
@@ -67,8 +73,12 @@ def measure(row: str, bench: Workbench) -> Measurement:
             if not number:
                 found.first_step_seconds = time.perf_counter() - began - peak_seconds
     found.seconds, found.data_seconds = seconds[STEPS_LEFT_OUT:], found.data_seconds[STEPS_LEFT_OUT:]
-    found.peaks.append(measure_gemm_peak("bfloat16", bench.threads))
-    found.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device == "cuda":
+        found.device_name = torch.cuda.get_device_name()
+        found.peak_memory_bytes = torch.cuda.max_memory_allocated()
+    else:
+        found.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found.peaks.append(measure_gemm_peak("bfloat16", bench.threads, device=device))
     found.loads.append(os.getloadavg()[0])
     names = ["torch", *(["litgpt"] if "litgpt" in row else ["transformers"] if "hugging" in row else [])]
     found.libraries = {name: version(name) for name in names}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.trainer.workbench import RATE, Workbench
+from benchmarks.trainer.workbench import Workbench
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
@@ -51,7 +51,8 @@ def litgpt_compiled(bench: Workbench) -> Step:
 
 def _ours(bench: Workbench, *, is_compiled: bool) -> Step:
     recipe = bench.recipe(is_compiled=is_compiled)
-    backend = TorchNative(Mesh(0, data_parallel_size=1), bench.threads, recipe.train.reduction)
+    mesh, device = Mesh(0, data_parallel_size=1), recipe.parallel.device
+    backend = TorchNative(mesh, bench.threads, recipe.train.reduction, device)
     program, weights = Program(recipe, backend), bench.read_weights()
     with program.state.writing() as held:
         for piece, tensor in held.items():
@@ -59,7 +60,8 @@ def _ours(bench: Workbench, *, is_compiled: bool) -> Step:
                 tensor.copy_(weights[piece.name].flatten()[piece.start : piece.stop])
 
     def run(step: int) -> float:
-        return backend.defer(program.train_step(step, [MicroBatch(bench.tokens(step))])._asdict()).read()["loss"]
+        micro_batches = map(MicroBatch, bench.tokens(step).chunk(bench.num_micro_batches))
+        return backend.defer(program.train_step(step, micro_batches)._asdict()).read()["loss"]
 
     return run
 
@@ -67,7 +69,8 @@ def _ours(bench: Workbench, *, is_compiled: bool) -> Step:
 def hugging_face_model(bench: Workbench) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
-    model = LlamaForCausalLM(LlamaConfig(**bench.hugging_face_config()))
+    with torch.device(bench.device):
+        model = LlamaForCausalLM(LlamaConfig(**bench.hugging_face_config()))
     model.load_state_dict(bench.read_weights())
     return model
 
@@ -94,6 +97,7 @@ def _litgpt(bench: Workbench, *, is_compiled: bool) -> Step:
         padded_vocab_size=recipe.model.vocab_size,
         n_layer=recipe.model.num_hidden_layers,
         n_head=recipe.model.num_attention_heads,
+        n_query_groups=recipe.model.num_key_value_heads,
         n_embd=recipe.model.hidden_size,
         intermediate_size=recipe.model.intermediate_size,
         norm_eps=recipe.model.rms_norm_eps,
@@ -104,7 +108,8 @@ def _litgpt(bench: Workbench, *, is_compiled: bool) -> Step:
         norm_class_name="RMSNorm",
         mlp_class_name="LLaMAMLP",
     )
-    model, weights = GPT(config), dict[str, Tensor]()
+    with torch.device(bench.device):
+        model, weights = GPT(config), dict[str, Tensor]()
     copy_weights_hf_llama(config, {}, weights, bench.read_weights())
     model.load_state_dict(weights)
     called = torch.compile(model, dynamic=False) if is_compiled else model
@@ -120,16 +125,20 @@ def _plain_loop(bench: Workbench, model: nn.Module, loss_of: Callable[[Tensor], 
     settings = bench.recipe().optimizer
     groups = _groups_by_decay(model.parameters(), settings.weight_decay)
     betas = (settings.beta1, settings.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=betas, eps=settings.epsilon, fused=True)
+    rate, device, count = settings.min_learning_rate, bench.device, bench.num_micro_batches
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, fused=True)
 
     def run(step: int) -> float:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(bench.tokens(step))
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for tokens_BS in bench.tokens(step).to(device).chunk(count):
+            with torch.autocast(device, torch.bfloat16):
+                loss = loss_of(tokens_BS) / count
+            loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return total.item()
 
     return run
 

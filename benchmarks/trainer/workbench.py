@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from services.common.program.backends.native_device import CUBLAS_WORKSPACE
 from services.common.program.llama import Llama
 from services.common.recipe.schema import Recipe
 from services.common.testing.models import initialize
 from services.common.testing.recipes import load_with, write_recipe
 
-RATE = 1e-3
 STEPS_LEFT_OUT = 3
 """Number of steps at the start of a row that are not measured: they compile and fill caches."""
 RECIPE: dict[str, Any] = {
@@ -30,14 +31,12 @@ RECIPE: dict[str, Any] = {
     "model__num_key_value_heads": 6,
     "batch__micro_batch_size": 4,
     "batch__global_batch_size": 4,
-    "optimizer__learning_rate": RATE,
-    "optimizer__min_learning_rate": RATE,
-    "optimizer__warmup_steps": 0,
+    "optimizer__min_learning_rate": 1e-3,
     "optimizer__weight_decay": 0.1,
     "optimizer__max_grad_norm": 1.0,
     "train__dtype": "bfloat16",
 }
-"""Recipe values of a Llama with 24.4 million parameters, and AdamW at a constant rate."""
+"""Recipe values of a Llama with 24.4 million parameters, for two CPU cores."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,11 @@ class Workbench:
     steps: int
     """Number of measured steps of a row in one round."""
     threads: int
+    recipe_file: Path | None = None
+    """The recipe of model, optimizer, micro-batch and device; None: RECIPE, on the CPU. Its smallest learning rate is
+    that of all steps."""
+    num_micro_batches: int = 1
+    """Micro-batches of a step."""
 
     @property
     def weights(self) -> Path:
@@ -57,9 +61,26 @@ class Workbench:
         return STEPS_LEFT_OUT + self.steps
 
     def recipe(self, *, is_compiled: bool = False) -> Recipe:
-        path = write_recipe(self.folder, **RECIPE)
-        changes = {"parallel__threads_per_worker": str(self.threads), "train__max_steps": str(self.num_steps)}
-        return load_with(path, **changes, compile__enabled=json.dumps(is_compiled))
+        path = self.recipe_file or write_recipe(self.folder, **RECIPE)
+        given = load_with(path)
+        size = given.batch.micro_batch_size * self.num_micro_batches
+        return load_with(
+            path,
+            parallel__threads_per_worker=str(self.threads),
+            batch__global_batch_size=str(size),
+            optimizer__learning_rate=str(given.optimizer.min_learning_rate),  # a constant rate
+            optimizer__warmup_steps="0",
+            train__max_steps=str(self.num_steps),
+            compile__enabled=json.dumps(is_compiled),
+        )
+
+    @property
+    def device(self) -> str:
+        """torch's name of the device that all rows compute on."""
+        device = self.recipe().parallel.device
+        if device == "cuda":
+            os.environ.setdefault(*CUBLAS_WORKSPACE)  # for all rows: cuBLAS reads it once
+        return device
 
     def hugging_face_config(self) -> dict[str, Any]:
         recipe = self.recipe()
@@ -78,10 +99,10 @@ class Workbench:
         safetensors.torch.save_file(model.state_dict(), self.weights, metadata={"format": "pt"})
 
     def read_weights(self) -> dict[str, Tensor]:
-        return safetensors.torch.load_file(self.weights)
+        return safetensors.torch.load_file(self.weights, device=self.device)
 
     def tokens(self, step: int) -> Tensor:
-        """Return the tokens of a step's batch: int64 [4, 257]."""
+        """Return the tokens of a step's batch on the host: int64 [sequences, length + 1]."""
         recipe = self.recipe()
         shape = (recipe.batch.global_batch_size, recipe.corpus.sequence_length + 1)
         return torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))

@@ -1,6 +1,6 @@
 """Tests of the program that need one or several NVIDIA GPUs: `make test-cuda`.
 
-They have not run yet. The tests share two runs of the demo's recipe, on the CPU and on the GPU.
+The tests share two runs of the demo's recipe, on the CPU and on the GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,23 @@ class Demo:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     root = tmp_path_factory.mktemp("demo") / "fsx"
-    for name, options in (("tiny-cpu", []), ("tiny-cuda", ["--compile.require_warm=true"])):
-        recipe = REPOSITORY / f"recipes/{name}.toml"
-        for stage, of_stage in (("tokenizer", []), ("compiler", []), ("trainer", ["--launch", "inline", *options])):
-            command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
-            subprocess.run([*command, *of_stage], cwd=REPOSITORY, check=True)
+    run_stage("tokenizer", "tiny-cpu", root)  # the recipes share their corpus
+    with ThreadPoolExecutor() as pool:
+        devices = [pool.submit(compile_and_train, name, root) for name in ("tiny-cpu", "tiny-cuda")]
+        for device in devices:
+            device.result()
     [cpu], [cuda] = root.glob("run/tiny-cpu-*"), root.glob("run/tiny-cuda-*")
     return Demo(root, read_metrics(cpu).lines, read_metrics(cuda).lines)
+
+
+def compile_and_train(name: str, root: Path) -> None:
+    run_stage("compiler", name, root)
+    run_stage("trainer", name, root, "--launch", "inline", "--compile.require_warm=true")
+
+
+def run_stage(stage: str, name: str, root: Path, *options: str) -> None:
+    command = [sys.executable, "-m", f"services.{stage}", "--recipe", f"recipes/{name}.toml", "--root", str(root)]
+    subprocess.run([*command, *options], cwd=REPOSITORY, check=True)
 
 
 def test_the_demo_ends_with_the_losses_of_a_cpu(demo: Demo) -> None:
@@ -130,9 +141,8 @@ def test_compiled_steps_give_the_losses_of_a_cpu(new_job: Callable[..., Job], ma
         "train__max_steps": "10",
         "train__attention_mask": mask,
         "train__activation_checkpointing": checkpointing,
-        "compile__enabled": "true",
     }
-    on_cpu, on_cuda = new_job("cpu", **common), new_job("cuda", **{**common, **ON_CUDA})
+    on_cpu, on_cuda = new_job("cpu", **common), new_job("cuda", **{**common, **ON_CUDA, "compile__enabled": "true"})
 
     train_with_workers(on_cpu)
     train_with_workers(on_cuda)

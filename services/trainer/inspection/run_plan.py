@@ -50,9 +50,9 @@ benchmark is published for trn2, so a preset has the same share there.
 """
 NEURON_MFU = 0.29
 """Share for a model without a published benchmark: that between the others."""
-GPU_MFU = 0.45
-"""Share of its dense bfloat16 peak that a GPU is assumed to reach: the goal of this trainer for a compiled Llama of a
-billion parameters on one H100 or H200.
+GPU_MFU = 0.42
+"""Share of its dense bfloat16 peak that a GPU is assumed to reach, by `causal_flops_per_token`: that of a compiled
+Llama of a billion parameters on one H100 (docs/benchmarks/trainer.md).
 """
 CRAMPED = 0.9
 """Share of a device's memory above which a plan warns, because the runtime and the collectives need memory too."""

@@ -34,7 +34,12 @@ class Inductor:
 
     def __init__(self) -> None:
         _forget_secrets()
-        torch.use_deterministic_algorithms(True)  # this makes Inductor's own choices deterministic too
+        torch.use_deterministic_algorithms(True)
+        # Otherwise Inductor times reductions of several block sizes on a GPU, and a step's bits depend on the fastest.
+        torch._inductor.config.deterministic = True
+        # Triton cuts a kernel's file name at 150 characters, and Inductor finds no cached kernel with a longer one:
+        # each process compiled 4 of a step's again (seen on an H100 with torch 2.11; 2.13 has the same lines).
+        torch._inductor.config.triton.descriptive_names = False  # type: ignore[assignment]
         self.counter = CompileCounter()
         torch._inductor.config.post_grad_custom_pre_pass = self.counter
         if _is_cache_filled():

@@ -1,8 +1,9 @@
 """The devices of plain PyTorch, by their names in a recipe.
 
-`cpu` is tested. `cuda` follows the documentation of torch and `neuron` that of TorchNeuron (native PyTorch on Trn2 and
-Trn3, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/torch-distributed.html). Neither has run on
-its device; `neuron` runs in tests on a stand-in (`services/common/testing/torch_neuron`).
+`cpu` is tested, and `cuda` on one H100. `neuron` follows the documentation of
+TorchNeuron (native PyTorch on Trn2 and Trn3,
+https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/torch-distributed.html). It has not run on its
+device, and runs in tests on a stand-in (`services/common/testing/torch_neuron`).
 """
 
 from __future__ import annotations
