@@ -107,7 +107,8 @@ def require_same_vocabulary(
 def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, lineage: Lineage) -> LossSpikes | None:
     """Return the parent's state of the loss-spike detector where its batches have the same numbers in the branch.
 
-    A branch with changed settings, such as a rescue, may go back as often as a new run.
+    A branch with changed settings compares its losses with its own alone, because another mask, rate, batch or mixture
+    moves them for good, and may go back as often as a new run.
     """
     theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
     is_same_batch = (
@@ -116,7 +117,7 @@ def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, li
     )
     if not is_same_batch:
         return None
-    return state.loss_spikes.model_copy(update={"rollbacks": 0}) if _changes(parent, recipe) else state.loss_spikes
+    return state.loss_spikes.for_other_losses() if _changes(parent, recipe) else state.loss_spikes
 
 
 def describe_parent(root: Path, recipe: Recipe, corpus: RunCorpus, lineage: Lineage) -> str:

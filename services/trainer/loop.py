@@ -88,8 +88,8 @@ class StepOutcome(NamedTuple):
     """Measurements of all workers."""
     straggler: dict[str, float]
     """Metrics of the newest comparison of the workers; see `Stragglers`."""
-    are_shards_written: bool
-    """Whether all workers have written their shards of the checkpoint that is being written."""
+    written_step: int
+    """Step of the checkpoint of which all workers have written their shards; 0 for none."""
     goes_back: bool
     """Whether a loss spike is confirmed after which the run goes back."""
 
@@ -139,6 +139,7 @@ class Training:
         self._stop_reason = StopReason.NONE
         self._divergence: StepRecord | None = None
         self._fault: MillraceError | None = None
+        self._commit_seconds = 0.0  # of training that stood for commits since the newest checkpoint was begun
         self._setup_seconds = max(0.0, time.time() - job.workers_started_at.timestamp())
         self._training_since = time.perf_counter()
         workers_of_node = environment.local_world_size
@@ -206,7 +207,7 @@ class Training:
         is_compared = not record.is_first_of_process
         return WorkerStep(
             stop_reason=self._strongest_stop_reason(),
-            is_shard_written=self._writer.is_shard_written,
+            written_step=self._writer.written_step,
             deviation=self._spikes.deviation(record.loss, record.gradient_norm),
             is_applied=taken.is_applied,
             compared_seconds=self._stragglers.add(numbers.gradient_seconds) if is_compared else 0.0,
@@ -244,7 +245,7 @@ class Training:
             verdict = Verdict.SPIKE
         self._health.count(record, taken.is_applied)
         goes_back = self._must_go_back(verdict, record)
-        return StepOutcome(taken, reduced.numbers, self._stragglers.metrics, reduced.are_shards_written, goes_back)
+        return StepOutcome(taken, reduced.numbers, self._stragglers.metrics, reduced.written_step, goes_back)
 
     def _must_go_back(self, verdict: Verdict, record: StepRecord) -> bool:
         """Return whether a loss spike is confirmed after which the run goes back, and record what the loss does."""
@@ -263,11 +264,11 @@ class Training:
             self.rewind(outcome)
             return
         with self.recorder.step(outcome.record, outcome.numbers, outcome.straggler):
+            self.commit(outcome.written_step)
             if outcome.record.step == self._done:  # otherwise nothing was due after the step
                 self.save(outcome.taken)
                 self.measure_health(outcome.taken)
                 self.evaluate(outcome.taken)
-            self.commit(outcome)
 
     def rewind(self, spike: StepOutcome) -> None:
         """Go back to a checkpoint before the spike, and leave out the batches from there to the last one of the spike.
@@ -295,15 +296,17 @@ class Training:
         """
         is_due = not self._fault and self._schedule.is_due(self._done, bool(self._stop_reason), step.is_applied)
         with self.watchdog.phase("checkpoint", self._done):
+            stalled_since = time.perf_counter()
             if self._skipped.are_too_many or (is_due and not self._is_finite()):
                 self._divergence = step.record
             elif is_due:
-                stalled_since = time.perf_counter()
                 self._writer.wait()
                 require_same_state(self._program, self._group, self._done)
                 state, spikes = self._program.state, self._spikes.state
                 self._writer.save(state, self._done, self._skipped.total, stalled_since, spikes)
-                self.recorder.add(checkpoint_stall_seconds=time.perf_counter() - stalled_since)
+                seconds = self._commit_seconds + time.perf_counter() - stalled_since
+                self.recorder.add(checkpoint_stall_seconds=seconds)
+                self._commit_seconds = 0.0
                 self._schedule.saved()
                 self._saved_step = self._done
                 if self._is_evaluation_due or self._health.is_due(self._done):
@@ -325,39 +328,45 @@ class Training:
             return
         is_missing = self._group.rank == 0 and not has_evaluation(self._job.run_folder, self._done)
         if self._group.maximum(is_missing):
-            with self.watchdog.phase(EVALUATION, self._done):
-                if evaluation := self._validation.evaluate(self._program):
-                    self.recorder.add_evaluation(self._done, evaluation)
+            self._evaluate_until_stopped()
 
     def evaluate(self, step: TakenStep) -> None:
         """Evaluate the state if that is due: after the save, which is committed meanwhile.
 
-        A stop ends the evaluation with a checkpoint, and the next start evaluates that. Only the last step's evaluation
-        is not ended, because nothing would start after it.
+        A stop ends the evaluation with a checkpoint, and the next start evaluates that.
         """
         is_last = self._done == self._job.recipe.train.max_steps
         if not self._is_evaluation_due or self._fault or self._divergence or (self._stop_reason and not is_last):
             return
+        self._evaluate_until_stopped()
+        if self._stop_reason and self._saved_step != self._done:
+            self.save(step)
 
-        def goes_on(num_rounds: int) -> bool:
-            self._agreement.begin(WorkerStep(self._strongest_stop_reason(), self._writer.is_shard_written))
+    def _evaluate_until_stopped(self) -> None:
+        """Evaluate the state, and record the evaluation unless a stop ends it before its last round.
+
+        Only the last step's evaluation is not ended, because nothing would start after it.
+        """
+        is_last = self._done == self._job.recipe.train.max_steps
+
+        def goes_on() -> bool:
+            self._agreement.begin(WorkerStep(self._strongest_stop_reason(), self._writer.written_step))
             agreed = self._agreement.finish()
-            self._writer.advance(agreed.are_shards_written)
+            self._writer.advance(agreed.written_step)
             if not is_last:
                 self._stop_reason = agreed.stop_reason
             return is_last or not self._stop_reason
 
         with self.watchdog.phase(EVALUATION, self._done):
-            evaluation = self._validation.evaluate(self._program, goes_on)
-        if evaluation:
-            self.recorder.add_evaluation(self._done, evaluation)
-        elif self._saved_step != self._done:
-            self.save(step)
+            if evaluation := self._validation.evaluate(self._program, goes_on):
+                self.recorder.add_evaluation(self._done, evaluation)
 
-    def commit(self, outcome: StepOutcome) -> None:
-        """Commit the checkpoint that is being written once all workers have written their shards."""
+    def commit(self, written_step: int) -> None:
+        """Commit the checkpoint that is being written once all workers have written their shards of it."""
         with self.watchdog.phase("checkpoint", self._done):
-            self._writer.advance(outcome.are_shards_written)
+            stalled_since = time.perf_counter()
+            self._writer.advance(written_step)
+            self._commit_seconds += time.perf_counter() - stalled_since
 
     def finish(self) -> None:
         """Wait for the last checkpoint, and record how this start of the workers ended."""
@@ -392,7 +401,8 @@ class Training:
                 record_event(self._job, "diverged", step=self._divergence.step, skipped=self._skipped.in_a_row)
             return diverged(self._job, self._divergence, self._skipped)
         if self._stop_reason and self._done < self._job.recipe.train.max_steps:
-            return stopped(self._stop_reason, self._done, self._job.run_folder)
+            is_new = self._done == self._job.recipe.train.first_step
+            return stopped(self._stop_reason, None if is_new else self._done, self._job.run_folder)
         return None
 
     def _start_at(self, point: ResumePoint) -> None:

@@ -25,6 +25,8 @@ from services.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
+LEASE_CHECK_SECONDS = 10.0
+"""Seconds between two looks at the run's lock, which is read from the file system that all nodes share."""
 
 
 class StopConditions:
@@ -35,6 +37,7 @@ class StopConditions:
         self._environment = environment
         self._file = job.run_folder / STOP_FILE
         self._is_terminated = False
+        self._lease_checked_at = time.monotonic()
         # The command may have started on another machine, and nobody can set a monotonic clock.
         before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
         self._began_at = time.monotonic() - before_seconds
@@ -43,14 +46,23 @@ class StopConditions:
     def check(self) -> StopReason:
         """Return the strongest reason that this worker sees.
 
-        All workers call this after every step and every round of an evaluation.
+        All workers call this after every step and every round of an evaluation. Raises `TryAgain` on rank 0 where
+        another command has taken over the run: what is trained from now on could not be published.
         """
         reasons = [StopReason.NONE]
         if self._is_terminated:
             reasons.append(StopReason.SIGTERM)
         if self._environment.rank == 0:
+            self._require_lease()
             reasons += [_read_request(self._file), self._read_clock()]
         return max(reasons)
+
+    def _require_lease(self) -> None:
+        now = time.monotonic()
+        if now - self._lease_checked_at >= LEASE_CHECK_SECONDS:
+            assert self._job.lease
+            self._job.lease.require()
+            self._lease_checked_at = now
 
     def _read_clock(self) -> StopReason:
         limit = self._job.recipe.train.time_limit_seconds
@@ -87,11 +99,15 @@ def forget_signals(run_folder: Path) -> None:
         logger.warning("%s exists: the run will stop after its first step, with a checkpoint", path)
 
 
-def stopped(reason: StopReason, step: int, run_folder: Path) -> MillraceError:
-    """Make the error of a run that stopped early. Its exit code is 75, or 130 for Ctrl-C."""
+def stopped(reason: StopReason, step: int | None, run_folder: Path) -> MillraceError:
+    """Make the error of a run that stopped early after a step, or None before its first one.
+
+    Its exit code is 75, or 130 for Ctrl-C.
+    """
     kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
     path = run_folder / STOP_FILE
-    text = f"Stopped by {reason} after step {step}; its checkpoint is committed. The same command continues."
+    where = "before the first step" if step is None else f"after step {step}; its checkpoint is committed"
+    text = f"Stopped by {reason} {where}. The same command continues."
     if os.path.lexists(path):
         text += f" But {path} is still there and would stop it after its first step: remove it first."
     return kind(text)

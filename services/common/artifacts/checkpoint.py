@@ -66,6 +66,10 @@ class LossSpikes(ManifestModel):
     deviating_losses: Count = 0
     """Number of losses in a row, up to the checkpoint's step, that were above their limit."""
 
+    def for_other_losses(self) -> LossSpikes:
+        """Return the state for a run whose losses cannot be compared with these: only the skipped batches stay."""
+        return LossSpikes(skipped_batches=self.skipped_batches)
+
     @field_validator("skipped_batches")
     @classmethod
     def _are_ascending(cls, ranges: tuple[BatchRange, ...]) -> tuple[BatchRange, ...]:

@@ -25,8 +25,8 @@ class WorkerStep(NamedTuple):
     """A step, or a round of an evaluation, as one worker sees it."""
 
     stop_reason: StopReason
-    is_shard_written: bool
-    """Whether the worker has written its shard of the checkpoint that is being written."""
+    written_step: int
+    """Step of the checkpoint that is being written, once the worker has written its shard of it; 0 before."""
     deviation: Deviation = Deviation.NONE
     """Whether the step's loss or gradient norm is above the limit of the worker's spike detector."""
     is_applied: bool = True
@@ -41,10 +41,10 @@ class WorkerStep(NamedTuple):
 
     @classmethod
     def decode(cls, encoded: Sequence[float]) -> Self:
-        stop_reason, is_shard_written, deviation, is_applied, compared_seconds, *numbers = encoded
+        stop_reason, written_step, deviation, is_applied, compared_seconds, *numbers = encoded
         return cls(
             StopReason(int(stop_reason)),
-            bool(is_shard_written),
+            int(written_step),
             Deviation(int(deviation)),
             bool(is_applied),
             compared_seconds,
@@ -86,8 +86,8 @@ class ReducedStep(NamedTuple):
 
     stop_reason: StopReason
     """The strongest reason of any worker."""
-    are_shards_written: bool
-    """Whether all workers have written their shards of the checkpoint that is being written."""
+    written_step: int
+    """Step of the checkpoint of which all workers have written their shards; 0 for none."""
     deviation: Deviation
     """The largest deviation of any worker."""
     applied: RankSet
@@ -108,7 +108,7 @@ class ReducedStep(NamedTuple):
         own, none = RankSet.of(rank), RankSet.of()
         return cls(
             step.stop_reason,
-            step.is_shard_written,
+            step.written_step,
             step.deviation,
             applied=own if step.is_applied else none,
             skipped=none if step.is_applied else own,
@@ -130,7 +130,7 @@ class ReducedStep(NamedTuple):
         slower = max(self, other, key=lambda each: each.slowest_seconds)  # the lower rank of equally slow ones
         return type(self)(
             max(self.stop_reason, other.stop_reason),
-            self.are_shards_written and other.are_shards_written,
+            min(self.written_step, other.written_step),
             max(self.deviation, other.deviation),
             self.applied.joined(other.applied),
             self.skipped.joined(other.skipped),
@@ -143,7 +143,7 @@ class ReducedStep(NamedTuple):
     def encode(self) -> tuple[float, ...]:
         return (
             float(self.stop_reason),
-            float(self.are_shards_written),
+            float(self.written_step),
             float(self.deviation),
             *self.applied.encode(),
             *self.skipped.encode(),
@@ -156,12 +156,12 @@ class ReducedStep(NamedTuple):
     @classmethod
     def decode(cls, encoded: Sequence[float]) -> Self:
         left = iter(encoded)
-        stop_reason, are_shards_written, deviation = (int(next(left)) for _ in range(3))
+        stop_reason, written_step, deviation = (int(next(left)) for _ in range(3))
         applied, skipped = RankSet.decode(left), RankSet.decode(left)
         slowest_rank, slowest_seconds, median_seconds, *numbers = left
         return cls(
             StopReason(stop_reason),
-            bool(are_shards_written),
+            written_step,
             Deviation(deviation),
             applied,
             skipped,

@@ -179,7 +179,10 @@ def find_checkpoint(job: Job, mesh: Mesh, step: int | None) -> tuple[CheckpointF
         else:
             checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
             require_of_run(checkpoint, job.recipe, job.corpus)
-            spikes = checkpoint.manifest.checkpoint.loss_spikes
+            state = checkpoint.manifest.checkpoint
+            # A changed program, which takes --allow-changed-program, may move the losses.
+            is_same_program = state.program_fingerprint == job.program_fingerprint
+            spikes = state.loss_spikes if is_same_program else state.loss_spikes.for_other_losses()
     except UnreadableError:
         raise
     except ArtifactError as error:

@@ -1,6 +1,6 @@
 """Writes checkpoints in the background: workers copy state to memory and write shards, and rank 0 commits by a rename.
 
-With each step the workers agree on whether all shards are written; then rank 0 commits the checkpoint.
+With each step the workers agree on the checkpoint whose shards all of them have written; then rank 0 commits it.
 """
 
 from __future__ import annotations
@@ -128,19 +128,20 @@ class CheckpointWriter:
         self._is_intact |= {**dict.fromkeys(damaged_steps, False), intact_step: True}
 
     @property
-    def is_shard_written(self) -> bool:
-        """Whether this worker has written its shard of a checkpoint that is not committed yet."""
-        return self._writing is not None and self._writing.done()
+    def written_step(self) -> int:
+        """Step of the checkpoint that is not committed yet, once this worker has written its shard; 0 otherwise."""
+        return self._payload.step if self._payload and self._writing and self._writing.done() else 0
 
-    def advance(self, are_shards_written: bool) -> None:
+    def advance(self, written_step: int) -> None:
         """Commit the checkpoint if all workers have written their shards. All workers call this once per step.
 
-        `are_shards_written` is what they have agreed on: whether `is_shard_written` is true on all of them.
+        `written_step` is what they have agreed on: the smallest `written_step` of all of them.
         """
         if self._writing:
+            assert self._payload
             if self._writing.done():
                 self._writing.result()
-            if are_shards_written:
+            if written_step == self._payload.step:
                 self._commit()
         elif self._committing and self._committing.done():
             self._committing.result()

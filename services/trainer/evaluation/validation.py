@@ -8,7 +8,7 @@ last sample, which are not counted, so all workers run one graph in a split of a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -53,30 +53,33 @@ class Validation:
         """See `TokenStream.document_begins`; they are read once, and not by a program that never evaluates."""
         return self._stream.document_begins()
 
-    def evaluate(self, program: Program, goes_on: Callable[[int], bool] = lambda num_rounds: True) -> Evaluation | None:
+    def evaluate(self, program: Program, goes_on: Callable[[], bool] = lambda: True) -> Evaluation | None:
         """Evaluate the program's state. All workers call this together, and get the same numbers.
 
-        `goes_on` is called after each round with the number of rounds so far. The evaluation ends without a result,
-        None, where it returns False, which it does on all workers or on none. Raises `WorkersLost`.
+        `goes_on` is called after each round. Where it returns False, on all workers or on none, the evaluation ends
+        without a result, None, unless that was the last round. Raises `WorkersLost`.
         """
         started, totals = time.perf_counter(), LossTotals(self._corpus, self._document_begins)
         waiting: tuple[npt.NDArray[np.int64], Tensor] | None = None
-        for number, round_ in enumerate(self._rounds(program), 1):
+        starts = range(0, len(self._samples), self._samples_of_round(program))
+        for start in starts:
+            round_ = self._run_round(program, start)
             if waiting:  # while the device computes the next round
                 _add(totals, program, *waiting)
             waiting = round_
-            if not goes_on(number):
+            if not goes_on() and start != starts[-1]:
                 return None
         if waiting:
             _add(totals, program, *waiting)
         return totals.finish(time.perf_counter() - started)
 
-    def _rounds(self, program: Program) -> Iterator[tuple[npt.NDArray[np.int64], Tensor]]:
-        """Yield the samples of each round, and the losses of all replicas' micro-batches on the device."""
-        mesh, size = program.backend.mesh, self._recipe.batch.micro_batch_size
-        per_round = mesh.data_parallel_size * size
-        for first in range(0, len(self._samples), per_round):
-            yield self._samples[first : first + per_round], program.evaluate(self._micro_batch(first, mesh))
+    def _samples_of_round(self, program: Program) -> int:
+        return program.backend.mesh.data_parallel_size * self._recipe.batch.micro_batch_size
+
+    def _run_round(self, program: Program, first: int) -> tuple[npt.NDArray[np.int64], Tensor]:
+        """Return the samples of the round from `first` on, and the losses of all its micro-batches on the device."""
+        samples = self._samples[first : first + self._samples_of_round(program)]
+        return samples, program.evaluate(self._micro_batch(first, program.backend.mesh))
 
     def _micro_batch(self, first: int, mesh: Mesh) -> MicroBatch:
         """Read this worker's micro-batch of the round that begins with sample number `first` of the evaluation."""

@@ -67,7 +67,7 @@ def count_group_costs(folder: Path, environment: WorkerEnvironment) -> None:
     with joined_group(placed) as group, agreeing(placed, group) as agreement:
         group.gather({"rank": group.rank})
         for _ in range(3):
-            agreement.begin(WorkerStep(StopReason.NONE, is_shard_written=True))
+            agreement.begin(WorkerStep(StopReason.NONE, written_step=1))
             assert agreement.finish().applied.size == environment.world_size
         counts = {"store bytes": stores[0].bytes, "descriptors": count_descriptors() - before}
         (folder / f"{environment.rank}.json").write_text(json.dumps(counts), encoding="utf-8")

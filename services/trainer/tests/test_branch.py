@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from services.common.artifacts.checkpoint import checkpoint_id, shard_name
+from services.common.artifacts.checkpoint import BatchRange, LossSpikes, checkpoint_id, shard_name
 from services.common.errors import ArtifactError, RecipeError, WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.step import Program
-from services.trainer.branch import require_same_vocabulary
+from services.trainer.branch import inherit_loss_spikes, require_same_vocabulary
 from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
 from services.trainer.data import sample_indices
 from services.trainer.evaluation.records import read_evaluations
@@ -172,6 +172,35 @@ def test_batches_that_the_parent_left_out_stay_out(
     assert left
     assert left.next_sample == 8 * 17  # ten batches and the seven that were left out
     assert larger.lineage.data_offset_samples + 10 * 16 == left.next_sample
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train__attention_mask": "block_causal"},
+        {"optimizer__learning_rate": "2e-2"},
+        {"train__z_loss": "1e-4"},
+        {"corpus__sequence_length": "8"},
+        {"batch__global_batch_size": "16"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_branch_with_other_settings_compares_no_loss_with_its_parents(
+    parent: Job, branch_off: Callable[..., Job], changed: dict[str, str]
+) -> None:
+    opened = open_checkpoint(parent.checkpoint_collection, 10, lambda _: None)
+    watched = LossSpikes(
+        skipped_batches=(BatchRange(first=2, last=3),), rollbacks=1, recent_losses=(0.5,) * 8, deviating_losses=1
+    )
+    payload = opened.manifest.checkpoint.model_copy(update={"loss_spikes": watched})
+    opened = replace(opened, manifest=opened.manifest.model_copy(update={"checkpoint": payload}))
+
+    same, other = branch_off(parent, 10), branch_off(parent, 10, **changed)
+
+    assert inherit_loss_spikes(opened, same.recipe, same.lineage) == watched
+    inherited = inherit_loss_spikes(opened, other.recipe, other.lineage._replace(data_offset_samples=0))
+    expected = None if "batch__global_batch_size" in changed else LossSpikes(skipped_batches=watched.skipped_batches)
+    assert inherited == expected
 
 
 def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(

@@ -15,6 +15,7 @@ from services.common.process.stop_reason import StopReason
 from services.common.program.step import Program
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.evaluation.records import drop_evaluations_after, lacks_last_evaluation, read_evaluations
+from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
@@ -94,6 +95,50 @@ def test_a_stop_ends_an_evaluation_with_a_checkpoint_and_the_next_start_evaluate
     assert_equal_runs(job, straight)
 
 
+def test_a_stop_in_the_last_round_keeps_the_evaluation_and_commits_a_checkpoint(
+    new_job: Callable[..., Job], straight: Job
+) -> None:
+    job, rounds = new_job(**RECIPE, checkpoint__interval_steps="5"), list[str]()
+
+    samples = Validation(job.recipe, job.corpus, job.recipe.train.evaluation_tokens)._samples
+    num_rounds = -(-len(samples) // job.recipe.batch.micro_batch_size)
+
+    def stop_in_last_round() -> None:
+        rounds.append("round")
+        if len(rounds) == num_rounds:
+            request_stop(job.run_folder, StopReason.STOP_FILE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        end_in_evaluation(patch, 1, stop_in_last_round)
+        with pytest.raises(TryAgain):
+            train(job, ALONE)
+    assert len(rounds) == num_rounds > 1
+    assert list(checkpoints(job.root)) == ["step-00000004"]
+    assert list(evaluations(job)) == [0, 4]
+
+    train(job, ALONE)
+    assert_equal_runs(job, straight)
+
+
+def test_a_stop_ends_the_evaluation_at_a_start(new_job: Callable[..., Job], straight: Job) -> None:
+    job, rounds = new_job(**RECIPE), list[str]()
+
+    def stop() -> None:
+        rounds.append("round")
+        request_stop(job.run_folder, StopReason.STOP_FILE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        end_in_evaluation(patch, 0, stop)
+        with pytest.raises(TryAgain):
+            train(job, ALONE)
+    assert len(rounds) == 1
+    assert not checkpoints(job.root)
+    assert not evaluations(job)
+
+    train(job, ALONE)
+    assert_equal_runs(job, straight)
+
+
 def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callable[..., Job], straight: Job) -> None:
     """The run is killed in its last evaluation; the same command then only evaluates."""
     job = new_job(**RECIPE, checkpoint__interval_steps="8")
@@ -102,8 +147,8 @@ def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callabl
         if checkpoints(job.root):
             raise Killed
 
-    def advance_and_wait(writer: CheckpointWriter, are_shards_written: bool) -> None:
-        advance(writer, are_shards_written)
+    def advance_and_wait(writer: CheckpointWriter, written_step: int) -> None:
+        advance(writer, written_step)
         begun: list[Future[Any] | None] = [writer._writing, writer._committing]
         wait([each for each in begun if each])  # in the background, for as long as it takes
 

@@ -93,7 +93,7 @@ def test_all_workers_stop_after_the_same_step_wherever_the_reason_was_heard(
         for number in range(STEPS):
             time.sleep(0.002 * delays.random())
             is_heard = environment.rank == hears and number == at
-            agreement.begin(WorkerStep(StopReason.SIGTERM if is_heard else StopReason.NONE, is_shard_written=True))
+            agreement.begin(WorkerStep(StopReason.SIGTERM if is_heard else StopReason.NONE, written_step=1))
             time.sleep(0.002 * delays.random())  # the next step
             agreed.append(agreement.finish())
         return agreed
@@ -101,7 +101,7 @@ def test_all_workers_stop_after_the_same_step_wherever_the_reason_was_heard(
     first, *others = [each.result() for each in run_workers(work, environments(tmp_path, num_nodes, local_world_size))]
 
     assert [step.stop_reason for step in first].index(StopReason.SIGTERM) == at
-    assert all(step.applied.size == world_size and step.are_shards_written for step in first)
+    assert all(step.applied.size == world_size and step.written_step == 1 for step in first)
     assert all(repr(other) == repr(first) for other in others)
 
 

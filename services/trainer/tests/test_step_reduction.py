@@ -26,19 +26,19 @@ from services.trainer.metrics.metric_table import WorkerNumbers
 
 def step(seconds: float = 1.0, **facts: object) -> WorkerStep:
     numbers = WorkerNumbers(seconds, 2 * seconds, 0.5, seconds, 0, 1e6, math.nan, 1e9)
-    return WorkerStep(StopReason.NONE, is_shard_written=True, compared_seconds=seconds, numbers=numbers)._replace(
+    return WorkerStep(StopReason.NONE, written_step=6, compared_seconds=seconds, numbers=numbers)._replace(
         **facts  # type: ignore[arg-type]
     )
 
 
 def test_a_step_is_reduced_to_what_the_workers_decide_by() -> None:
     steps = [step(2.0), step(4.0, deviation=Deviation.LOSS), step(3.0, stop_reason=StopReason.SIGTERM)]
-    reduced = ReducedStep.of_node(0, [*steps, step(3.5, is_shard_written=False)])
+    reduced = ReducedStep.of_node(0, [*steps, step(3.5, written_step=0)])
 
     assert reduced.stop_reason is StopReason.SIGTERM
     assert reduced.deviation is Deviation.LOSS
-    assert not reduced.are_shards_written
-    assert ReducedStep.of_node(0, steps).are_shards_written
+    assert reduced.written_step == 0
+    assert ReducedStep.of_node(0, steps).written_step == 6
     assert (reduced.slowest_rank, reduced.slowest_seconds, reduced.median_seconds) == (1, 4.0, 3.0)
     assert reduced.numbers.fields["step_seconds"] == 8.0
     assert reduced.numbers.fields["gradient_seconds_spread"] == 2.0

@@ -123,7 +123,7 @@ def agree_after_a_freeze(folder: Path, environment: WorkerEnvironment) -> None:
             os.kill(int(pids[0]), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.5)
-        agreement.begin(WorkerStep(StopReason.NONE, is_shard_written=True))
+        agreement.begin(WorkerStep(StopReason.NONE, written_step=1))
         assert agreement.finish().applied.size == environment.world_size
 
 
@@ -163,7 +163,7 @@ def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -
 
     patch.setattr(Program, "train_step", freeze)
     if not frozen.exists():
-        patch.setattr(CheckpointWriter, "advance", lambda writer, are_shards_written: writer.wait())
+        patch.setattr(CheckpointWriter, "advance", lambda writer, written_step: writer.wait())
     train(job, environment)
 
 
@@ -202,7 +202,7 @@ def train_and_die(job: Job, environment: WorkerEnvironment) -> None:
         return train_step(program, step, *arguments)
 
     patch.setattr(Program, "train_step", die)
-    patch.setattr(CheckpointWriter, "advance", lambda writer, are_shards_written: writer.wait())
+    patch.setattr(CheckpointWriter, "advance", lambda writer, written_step: writer.wait())
     train(job, environment)
 
 

@@ -1,0 +1,68 @@
+"""With a checkpoint after each step, training waits for no write, and ends where nothing could be published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.common.errors import TryAgain
+from services.common.launch.launcher import WorkerEnvironment
+from services.trainer import stop
+from services.trainer.checkpoints.writer import CheckpointWriter
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics.records import read_metrics
+from services.trainer.tests.runs import checkpoints
+
+ALONE = WorkerEnvironment(rank=0, world_size=1)
+RECIPE = {"parallel__data_parallel_size": "1", "train__max_steps": "8", "checkpoint__keep_latest": "8"}
+
+
+@pytest.mark.parametrize("interval_steps", [1, 2])
+def test_no_commit_waits_for_a_write(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, interval_steps: int
+) -> None:
+    job, are_written = new_job(**RECIPE, checkpoint__interval_steps=str(interval_steps)), list[bool]()
+    write, commit = CheckpointWriter._write, CheckpointWriter._commit
+
+    def write_slowly(*arguments: Any) -> Any:
+        time.sleep(0.02)  # most of a step
+        return write(*arguments)
+
+    def note(writer: CheckpointWriter) -> None:
+        assert writer._writing
+        are_written.append(writer._writing.done())
+        commit(writer)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", write_slowly)
+    monkeypatch.setattr(CheckpointWriter, "_commit", note)
+    train(job, ALONE)
+
+    steps = list(range(interval_steps, 9, interval_steps))
+    assert list(checkpoints(job.root)) == [f"step-{step:08}" for step in steps]
+    assert are_written == [True] * len(steps)
+    stalled = [each["step"] for each in read_metrics(job.run_folder).lines if "checkpoint_stall_seconds" in each]
+    assert stalled == steps
+
+
+def test_a_run_that_another_command_took_over_ends_before_its_next_checkpoint(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, advance = new_job(**RECIPE, checkpoint__interval_steps="8"), CheckpointWriter.advance
+    monkeypatch.setattr(stop, "LEASE_CHECK_SECONDS", 0.0)
+    assert job.lease
+    lease = job.lease
+
+    def take_over(writer: CheckpointWriter, written_step: int) -> None:
+        lease.path.unlink(missing_ok=True)
+        advance(writer, written_step)
+
+    monkeypatch.setattr(CheckpointWriter, "advance", take_over)
+    with pytest.raises(TryAgain):
+        train(job, ALONE)
+
+    assert max((each["step"] for each in read_metrics(job.run_folder).lines), default=0) <= 3
+    assert not checkpoints(job.root)
