@@ -25,10 +25,10 @@ def numbers_of(array: pa.Array) -> npt.NDArray[Any]:
     return values
 
 
-def array_of_text(values: Sequence[str]) -> pa.Array:
-    """Return the array of these strings, of less than 2 GiB in all."""
-    encoded = [value.encode() for value in values]
+def array_of_text(values: Sequence[str], value_type: pa.DataType) -> pa.Array:
+    """Return the array of these strings, of less than 2 GiB in all: `pa.string()`, or `pa.binary()` for paths."""
+    encoded = [value.encode("utf-8", "surrogateescape") for value in values]
     offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int32, len(encoded) + 1)
     return pa.Array.from_buffers(
-        pa.string(), len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+        value_type, len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
     )

@@ -1,8 +1,8 @@
 """Finds the files of a source: a path, a folder or a glob of any file system that fsspec has.
 
-A local folder is walked in the order of its paths, with one status a file. A remote folder or glob is one search by
-fsspec, which asks an object store once for 1,000 files and holds about 1 kB of memory for a file. Only a file for which
-the search tells neither time nor tag, as on a web server, is asked for on its own. No file is opened.
+A local folder is walked in the order of its paths, with one status a file, through links. A remote folder or glob is
+one search by fsspec, which asks an object store once for 1,000 files and holds about 1 kB of memory for a file. Only a
+file for which the search tells neither time nor tag, as on a web server, is asked for on its own. No file is opened.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import fsspec.utils
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.errors import ArtifactError, RecipeError
@@ -38,6 +36,7 @@ from services.tokenizer.sources.file_system import (
     is_local_file_system,
 )
 from services.tokenizer.sources.file_version import size_of, version_of_facts, version_of_size, version_of_status
+from services.tokenizer.sources.path_pattern import NO_DOCUMENTS, PathPattern
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ FORMAT_BY_ENDING: dict[str, Format] = {
     ".arrow": "arrow",
 }
 _KNOWN_ENDINGS = " ".join(FORMAT_BY_ENDING)
-_RECORDS_OF_DATASETS = ("dataset_info.json", "state.json")
+_DOUBLE_SLASH = re.compile(r"/(\.?/)+")
 _REQUESTS_AT_A_TIME = 16
 _FILES_AT_A_TIME = 4_096
 
@@ -66,6 +65,10 @@ class FoundFile:
     """None where the search did not tell enough, so that the file system has to be asked about this file."""
 
 
+Found = FoundFile | os.DirEntry[str]
+"""What a search yields: a local file is asked for its status once its format is known."""
+
+
 def list_files(source: Source) -> FileListing:
     """List the files of a path, folder or glob, sorted by path.
 
@@ -77,7 +80,7 @@ def list_files(source: Source) -> FileListing:
         formats = _Formats(source)
         listing = _describe(file_system, _choose(found, formats), base, source.column)
     formats.require_files()
-    return listing if source.format != "auto" else _without_records_of_datasets(listing)
+    return listing if source.format != "auto" else _without_states_of_datasets(listing)
 
 
 def list_paths(uris: list[str], file_format: Format, column: str) -> FileListing:
@@ -90,85 +93,102 @@ def list_paths(uris: list[str], file_format: Format, column: str) -> FileListing
         return _describe(file_system, found, base, column)
 
 
-def _search(file_system: Any, path: str, uri: str) -> tuple[str, Iterator[FoundFile]]:
+def _search(file_system: Any, path: str, uri: str) -> tuple[str, Iterator[Found]]:
     """Return the folder that the files' names are relative to, and the files, sorted by path."""
+    if is_local_file_system(file_system):
+        path = _DOUBLE_SLASH.sub("/", path)
     # `isfile` is true for a folder of a web server, because its index page can be read.
     if not path.endswith("/") and file_system.isfile(path):
         return path.rpartition("/")[0], iter([_ask(file_system, path)])
-    if file_system.isdir(path):
-        base, depth, is_wanted = path, None, _is_visible_below(path)
-    elif glob.has_magic(path):
-        base = path[: next(index for index, char in enumerate(path) if char in "*?[")].rpartition("/")[0]
-        depth = None if "**" in path else path.removeprefix(base).count("/")
-        is_wanted = re.compile(fsspec.utils.glob_translate(path)).match
-    else:
+    is_folder = file_system.isdir(path)
+    if not is_folder and not glob.has_magic(path):
         _require_reachable(file_system, path)
         raise ArtifactError(
             f"{uri}: the file or folder does not exist. Correct corpus.sources; relative paths start at {Path.cwd()}."
         )
+    patterns = [PathPattern(path.rstrip("/"), ["**"])] if is_folder else _patterns_of_glob(path, uri)
     if is_local_file_system(file_system):
-        found = _search_locally(base or "/", depth, is_wanted)
+        found: Iterator[Found] = _search_locally(patterns)
     else:
-        found = _search_remotely(file_system, path, is_wanted)
+        found = _search_remotely(file_system, path, patterns, is_folder)
     first = next(found, None)
     if first is None:
-        raise ArtifactError(f"{uri}: no file was found. Correct corpus.sources; relative paths start at {Path.cwd()}.")
-    return base, _after(first, found)
+        raise ArtifactError(_explain_nothing(uri))
+    return patterns[0].base, chain([first], found)
 
 
-def _after(first: FoundFile, rest: Iterator[FoundFile]) -> Iterator[FoundFile]:
-    yield first
-    yield from rest
+def _patterns_of_glob(path: str, uri: str) -> list[PathPattern]:
+    """Return the pattern; also that of the files in what it matches, if these are folders like Spark's `out.jsonl/`."""
+    names = path.rstrip("/").split("/")
+    first = next(number for number, name in enumerate(names) if glob.has_magic(name))
+    base, parts = "/".join(names[:first]), names[first:]
+    if uri.endswith("/"):  # folders alone, for the shell too
+        return [PathPattern(base, [*parts, "**"])]
+    patterns = [PathPattern(base, parts)]
+    if _ending(parts[-1]) in FORMAT_BY_ENDING:
+        patterns.append(PathPattern(base, [*parts, "**"]))
+    return patterns
 
 
-def _is_visible_below(folder: str) -> Callable[[str], object]:
-    """Return a test of paths: whether neither a file below `folder` nor a folder on the way to the file is hidden."""
-    at = len(folder.rstrip("/"))
-    return lambda path: "/." not in path[at:]
+def _explain_nothing(uri: str) -> str:
+    escaped = f" Names with brackets are written as {uri.replace('[', '[[]')}." if "[" in uri else ""
+    return (
+        f"{uri}: no file was found.{escaped} Names that start with a dot, and folders that start with `__`, are read "
+        f"where the pattern says so, as in `.*` or `__*/*`. Correct corpus.sources; relative paths start at "
+        f"{Path.cwd()}."
+    )
 
 
-def _walk(folder: str, depth: int | None = None) -> Iterator[os.DirEntry[str]]:
-    """Yield everything below a local folder but folders, in the order of the paths. A link is not followed.
-
-    With a depth, at most so many names follow the folder in a path.
-    """
-
-    def order(entry: os.DirEntry[str]) -> str:
-        return f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
-
-    with os.scandir(folder) as entries:
-        found = sorted(entries, key=order)
-    for entry in found:
-        if not entry.is_dir(follow_symlinks=False):
+def _search_locally(patterns: list[PathPattern]) -> Iterator[Found]:
+    for entry in _walk(patterns[0].base or "/", patterns):
+        if any(pattern.matches(entry.path) for pattern in patterns):
             yield entry
-        elif depth is None or depth > 1:
-            yield from _walk(entry.path, None if depth is None else depth - 1)
 
 
-def _search_locally(base: str, depth: int | None, is_wanted: Callable[[str], object]) -> Iterator[FoundFile]:
-    for entry in _walk(base, depth):
-        if is_wanted(entry.path):
-            yield _ask_locally(entry, Path(base))
+def _walk(
+    folder: str, patterns: list[PathPattern], depth: int = 1, above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[os.DirEntry[str]]:
+    """Yield everything below a local folder but folders, in the order of the paths, as far as a pattern may match.
+
+    Links are followed. Below a `**`, a folder that a link has led back to is not entered again.
+    """
+    status = Path(folder).stat()
+    inode = (status.st_dev, status.st_ino)
+    if inode in above and any(pattern.is_endless(depth) for pattern in patterns):
+        return
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
+    for entry in found:
+        if not entry.is_dir():
+            yield entry
+        elif any(pattern.leads_into(entry.path, depth) for pattern in patterns):
+            yield from _walk(entry.path, patterns, depth + 1, above | {inode})
 
 
-def _ask_locally(entry: os.DirEntry[str], base: Path) -> FoundFile:
-    """Describe a local file. A folder or a glob may hold pipes, and links to anywhere, which are refused."""
-    if entry.is_file(follow_symlinks=False):
-        status = entry.stat(follow_symlinks=False)
-    else:
-        with reading_inputs(Path(entry.path)):
-            status = require_regular_file(Path(entry.path), within=base)
+def _ask_locally(entry: os.DirEntry[str]) -> FoundFile:
+    """Describe a local file, or what a link leads to."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError as error:
+        raise ArtifactError(
+            f"{entry.path}: the link leads to {Path(entry.path).readlink()}, which does not exist. Remove the link."
+        ) from error
     return FoundFile(entry.path, status.st_size, version_of_status(status))
 
 
-def _search_remotely(file_system: Any, path: str, is_wanted: Callable[[str], object]) -> Iterator[FoundFile]:
+def _search_remotely(file_system: Any, path: str, patterns: list[PathPattern], is_folder: bool) -> Iterator[Found]:
     file_system.invalidate_cache()
-    is_folder = file_system.isdir(path)
-    infos = (file_system.find if is_folder else file_system.glob)(path, detail=True)
+    if is_folder:
+        infos = file_system.find(path, detail=True)
+    else:
+        infos = file_system.glob("/".join([patterns[0].base, *patterns[0].parts]), detail=True)
+        folders = [name for name, info in infos.items() if info["type"] == "directory"] if len(patterns) > 1 else []
+        for folder in folders:
+            infos |= file_system.find(folder, detail=True)
     file_system.invalidate_cache()  # holds the same dictionaries
     for found in sorted(infos):
         info = infos.pop(found)  # so that memory for the listing comes free as the listing grows
-        if is_wanted(found) if is_folder else info["type"] == "file":
+        if info["type"] != "directory" and any(pattern.shows(found) for pattern in patterns):
             yield FoundFile(found, size_of(info), version_of_facts(info))
 
 
@@ -198,12 +218,23 @@ class _Formats:
         self._source = source
         self._chosen = 0
         self._skipped: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
 
     def choose(self, path: str) -> Format | None:
-        """Return the format of a file; None for a file that is skipped."""
-        if self._source.format != "auto":
-            return self._source.format
-        chosen = FORMAT_BY_ENDING.get(_ending(path))
+        """Return the format of a file; None for a file that is skipped. Raises `RecipeError` for a vocabulary."""
+        folder, _, name = path.rpartition("/")
+        if name in NO_DOCUMENTS and name != self._source.uri.rpartition("/")[2]:
+            self._left_out[name] += 1
+            return None
+        chosen: Format | None = self._source.format if self._source.format != "auto" else None
+        if chosen is None:
+            if name == "tokenizer.json":
+                raise RecipeError(
+                    f"{path}: a vocabulary, not text. Name it in `tokenizer.model`, and text in corpus.sources, as in "
+                    f"{folder}/*.txt."
+                )
+            # Spark's `out.jsonl/part-00000`
+            chosen = FORMAT_BY_ENDING.get(_ending(path) or (_ending(folder) if name.startswith("part-") else ""))
         if chosen is None:
             self._skipped[_split_extension(path)[1] or "none"] += 1
         else:
@@ -212,21 +243,33 @@ class _Formats:
 
     def require_files(self) -> None:
         """Warn of skipped files. Raises `RecipeError` when all files were skipped."""
-        if not self._skipped:
-            return
-        skipped = ", ".join(f"{ending} ({count})" for ending, count in self._skipped.most_common(6))
+        uri, left_out = self._source.uri, _show_counts(self._left_out)
+        if not self._chosen and not self._skipped:
+            raise RecipeError(
+                f"{uri}: found {left_out}, which hold no documents as a rule. Set `uri` to the path of such a file, or "
+                f"to a pattern that ends in its name, to read it."
+            )
         if not self._chosen:
             raise RecipeError(
-                f"{self._source.uri}: format 'auto' knows the extensions {_KNOWN_ENDINGS}; found {skipped}. "
+                f"{uri}: format 'auto' knows the extensions {_KNOWN_ENDINGS}; found {_show_counts(self._skipped)}. "
                 f'Set format = "text", "jsonl", "parquet", "arrow" or "wikicorpus" for this source.'
             )
-        logger.warning(
-            "%s: %d files are skipped, because format 'auto' does not know their extensions: %s",
-            self._source.uri, self._skipped.total(), skipped,
-        )  # fmt: skip
+        if self._skipped:
+            logger.warning(
+                "%s: %d files are skipped, because format 'auto' does not know their extensions: %s",
+                uri, self._skipped.total(), _show_counts(self._skipped),
+            )  # fmt: skip
+        if self._left_out:
+            logger.warning(
+                "%s: %s left out, as `datasets` does; a pattern that ends in such a name reads the file", uri, left_out
+            )
 
 
-def _choose(found: Iterable[FoundFile], formats: _Formats) -> Iterator[tuple[FoundFile, Format]]:
+def _show_counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common(6))
+
+
+def _choose(found: Iterable[Found], formats: _Formats) -> Iterator[tuple[Found, Format]]:
     for file in found:
         if chosen := formats.choose(file.path):
             yield file, chosen
@@ -251,28 +294,25 @@ def _means_compression(ending: str) -> bool:
     return is_compressed(f"a{ending}")
 
 
-def _without_records_of_datasets(listing: FileListing) -> FileListing:
-    """Drop the JSON files that `Dataset.save_to_disk` writes beside its Arrow files: they hold no documents."""
-    records = [f"/{name}" for name in _RECORDS_OF_DATASETS]
-    if not any(_ends_with_any(block.column("uri"), records) for block in listing.blocks):
+def _without_states_of_datasets(listing: FileListing) -> FileListing:
+    """Drop each `state.json` that `Dataset.save_to_disk` writes beside its Arrow files: it holds no document."""
+    if not any(pc.any(pc.ends_with(block.column("uri"), b"/state.json")).as_py() for block in listing.blocks):
         return listing
-    folders = {file.uri.rpartition("/")[0] for file in listing if file.uri.endswith(".arrow")}
-    dropped = {f"{folder}{name}" for folder in folders for name in records}
+    folders = {file.uri.rpartition("/")[0] for file in listing if file.format == "arrow"}
+    dropped = {f"{folder}/state.json" for folder in folders}
     return FileListing.of(file for file in listing if file.uri not in dropped)
 
 
-def _ends_with_any(column: pa.Array, endings: list[str]) -> bool:
-    return any(pc.any(pc.ends_with(column, ending)).as_py() for ending in endings)
-
-
-def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base: str, column: str) -> FileListing:
+def _describe(file_system: Any, chosen: Iterable[tuple[Found, Format]], base: str, column: str) -> FileListing:
     is_local = is_local_file_system(file_system)
     unversioned = 0
 
-    def describe(each: tuple[FoundFile, Format]) -> InputFile:
+    def describe(each: tuple[Found, Format]) -> InputFile:
         nonlocal unversioned
         file, file_format = each
-        if file.version is None:
+        if isinstance(file, os.DirEntry):
+            file = _ask_locally(file)
+        elif file.version is None:
             file = _ask(file_system, file.path)
         uri = file.path if is_local else str(file_system.unstrip_protocol(file.path))
         if not is_local and holds_secret(uri):  # the address is from a data set's card or a web server's list of files
@@ -295,11 +335,11 @@ def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base
 
 
 def _map_in_threads_where_asked(
-    describe: Callable[[tuple[FoundFile, Format]], InputFile], chosen: Iterable[tuple[FoundFile, Format]]
+    describe: Callable[[tuple[Found, Format]], InputFile], chosen: Iterable[tuple[Found, Format]]
 ) -> Iterator[InputFile]:
     """Describe remote files; in threads where the file system has to be asked about a file."""
     remaining = iter(chosen)
     with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as pool:
         while some := list(islice(remaining, _FILES_AT_A_TIME)):
-            is_asked = any(file.version is None for file, _ in some)
+            is_asked = any(isinstance(file, FoundFile) and file.version is None for file, _ in some)
             yield from (pool.map if is_asked else map)(describe, some)

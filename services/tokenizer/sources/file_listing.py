@@ -18,8 +18,8 @@ BLOCK_FILES = 256
 """Files in a block of a listing. A task that reads footers takes one block."""
 SCHEMA = pa.schema(
     [
-        pa.field("uri", pa.string(), nullable=False),
-        pa.field("name", pa.string(), nullable=False),
+        pa.field("uri", pa.binary(), nullable=False),  # a local path need not be UTF-8
+        pa.field("name", pa.binary(), nullable=False),
         pa.field("format", pa.string(), nullable=False),
         pa.field("column", pa.string(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),
@@ -45,7 +45,7 @@ class FileListing(Sequence[InputFile]):
             arrays = [
                 array_of_numbers(sizes)
                 if field.name == "bytes"
-                else array_of_text([getattr(file, field.name) for file in block])
+                else array_of_text([getattr(file, field.name) for file in block], field.type)
                 for field in SCHEMA
             ]
             blocks.append(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
@@ -88,4 +88,5 @@ class FileListing(Sequence[InputFile]):
 def read_files(block: pa.RecordBatch) -> Iterator[InputFile]:
     """Yield the files of a block."""
     columns = [block.column(field.name).to_pylist() for field in SCHEMA]
-    return (InputFile(*values) for values in zip(*columns, strict=True))
+    uris, names = ([path.decode("utf-8", "surrogateescape") for path in column] for column in columns[:2])
+    return (InputFile(*values) for values in zip(uris, names, *columns[2:], strict=True))

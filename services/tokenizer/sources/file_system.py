@@ -14,7 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import fsspec
+import fsspec.archive
 import fsspec.core
+import fsspec.implementations.chained
 import fsspec.implementations.local
 import fsspec.utils
 import pyarrow as pa
@@ -24,6 +26,8 @@ from services.common.input.files import require_regular_file
 from services.common.process.limits import explain_lack
 
 logger = logging.getLogger(__name__)
+
+_WRAPPERS = (fsspec.archive.AbstractArchiveFileSystem, fsspec.implementations.chained.ChainedFileSystem)
 
 # Arrow decompresses these, because it notices a file that is cut off, as zstandard does not, at 3 times gzip's speed.
 _ARROW_CODEC_BY_ENDING = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
@@ -44,11 +48,18 @@ def find_file_system(uri: str) -> tuple[Any, str]:
     Raises `DeviceError` when its package is missing, `ArtifactError` when its server does not answer, and `RecipeError`
     when it takes more than an address to open it.
     """
-    protocol = uri.partition("://")[0]
-    if "::" in uri:
-        raise RecipeError(f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder.")
+    protocol = uri.partition("://")[0] if "://" in uri else "file"
     try:
-        file_system, path = fsspec.core.url_to_fs(uri, **_options_of(uri))
+        # `fsspec.core.url_to_fs` takes `::` in a file's name for a chain of file systems.
+        kind = fsspec.get_filesystem_class(protocol.rpartition("::")[2])
+        if "::" in protocol or ("::" in uri and issubclass(kind, _WRAPPERS)):
+            raise RecipeError(
+                f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder."
+            )
+        file_system = kind(**kind._get_kwargs_from_urls(uri), **_options_of(uri))
+        path = kind._strip_protocol(uri)
+    except RecipeError:
+        raise
     except ImportError as error:
         raise DeviceError(f"{uri}: the Python package that reads {protocol}:// is missing: {error}.") from error
     except ValueError as error:
@@ -72,7 +83,7 @@ def open_file(uri: str) -> Iterator[BinaryIO]:
     _require_regular(uri)
     codec = _ARROW_CODEC_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
     try:
-        opened = fsspec.open(uri, mode="rb", compression=None if codec else "infer", **_options_of(uri))
+        opened = fsspec.core.OpenFile(*find_file_system(uri), compression=None if codec else "infer")
     except ValueError as error:
         raise DeviceError(f"{uri}: this Python cannot decompress the file ({error}).") from error
     with explain_read_errors(uri), opened as file:
@@ -91,16 +102,31 @@ def open_file(uri: str) -> Iterator[BinaryIO]:
 def read_vocabulary(uri: str) -> bytes:
     """Read the vocabulary that `tokenizer.model` names.
 
-    Raises `ArtifactError` for a file of more than MAX_VOCABULARY_BYTES after decompression.
+    Raises `ArtifactError` for a file of more than MAX_VOCABULARY_BYTES after decompression, and `RecipeError` for a
+    folder that has a vocabulary's file.
     """
-    with open_file(uri) as file:
-        content = file.read(MAX_VOCABULARY_BYTES + 1)
+    try:
+        with open_file(uri) as file:
+            content = file.read(MAX_VOCABULARY_BYTES + 1)
+    except ArtifactError as error:
+        if found := _vocabularies_in(uri):
+            raise RecipeError(f'{uri} is a folder. Set tokenizer.model = "{found[0]}".') from error
+        raise
     if len(content) > MAX_VOCABULARY_BYTES:
         raise ArtifactError(
             f"{uri}: the file has more than {MAX_VOCABULARY_BYTES:,} bytes, so it is no vocabulary. "
             f"Set tokenizer.model to a vocabulary's file, such as tokenizer.model or tokenizer.json."
         )
     return content
+
+
+def _vocabularies_in(uri: str) -> list[str]:
+    """Return the addresses of the vocabularies in a folder; none where it is no folder."""
+    file_system, path = find_file_system(uri)
+    with explain_read_errors(uri):
+        paths = file_system.ls(path, detail=False) if file_system.isdir(path) else []
+    names = sorted(each.rpartition("/")[2] for each in paths)
+    return [f"{uri.rstrip('/')}/{name}" for name in names if name.endswith(("tokenizer.json", ".model", ".tiktoken"))]
 
 
 def _require_regular(uri: str) -> None:
@@ -117,7 +143,7 @@ def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
     if is_compressed(uri):
         raise ArtifactError(f"{uri}: the file is compressed, and this format is read by position. Decompress the file.")
     _require_regular(uri)
-    with explain_read_errors(uri), fsspec.open(uri, mode="rb", **_options_of(uri)) as file:
+    with explain_read_errors(uri), fsspec.core.OpenFile(*find_file_system(uri)) as file:
         yield file
 
 
@@ -129,7 +155,8 @@ def explain_read_errors(uri: str) -> Iterator[None]:
     except MillraceError:
         raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise explain_lack(error, uri) or ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
+        place = getattr(error, "filename", None) or uri  # a file or folder below the source's
+        raise explain_lack(error, uri) or ArtifactError(f"{place}: cannot be read: {_reason(error)}.") from error
     except Exception as error:
         if not _has_passed_a_remote_library(error):
             raise
@@ -171,7 +198,7 @@ def _require_one_member(uri: str) -> None:
     """Raise `ArtifactError` for a zip archive of several files. fsspec would read the first one alone."""
     if PurePosixPath(uri).suffix.lower() != ".zip":
         return
-    with fsspec.open(uri, mode="rb", **_options_of(uri)) as file, zipfile.ZipFile(file) as archive:
+    with fsspec.core.OpenFile(*find_file_system(uri)) as file, zipfile.ZipFile(file) as archive:
         if len(archive.filelist) != 1:
             raise ArtifactError(
                 f"{uri}: the zip archive has {len(archive.filelist)} files, and must have one. Unpack it into a folder."

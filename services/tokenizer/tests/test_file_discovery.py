@@ -1,0 +1,225 @@
+"""The files of a folder or a glob are those that its owner sees: through links, without hidden ones, of any name."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import MillraceError
+from services.common.recipe.schema import Source
+from services.tokenizer.sources import path_pattern
+from services.tokenizer.sources.documents import list_inputs
+from services.tokenizer.tests import virtual_time
+from services.tokenizer.tests.builders import PIECES, make_documents, published, run, write_recipe
+from services.tokenizer.tests.stored_documents import read_all
+
+
+def write_tree(folder: Path, *names: str | bytes) -> Path:
+    """Write a file for each name; `a -> b` is a link."""
+    for name in names:
+        place, arrow, target = os.fsdecode(name).partition(" -> ")
+        path = folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if arrow:
+            path.symlink_to(target)
+        else:
+            path.write_text(f"{os.fsencode(name)!r}\n")
+    return folder
+
+
+def names_of(uri: str | Path, **keys: Any) -> list[str]:
+    """Return the paths that a source reads, relative to the folder `data`."""
+    return [file.uri.partition("/data/")[2] for file in list_inputs(Source(uri=str(uri), **keys))]
+
+
+LINKED = (
+    *("data/en -> ../elsewhere/en", "data/de/a.txt", "data/de/more/b.txt", "data/c.txt -> ../elsewhere/c.txt"),
+    *("data/de/loop -> ..", "data/self -> .", "elsewhere/en/d.txt", "elsewhere/en/more/e.txt", "elsewhere/c.txt"),
+    *("elsewhere/en/back -> ../../data", "data/twice -> ../elsewhere/en/more", "data/x.bin -> nowhere"),
+)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("*.txt", "*/*.txt", "*/*/*.txt", "en/*.txt", "*/more/*.txt", "[de]?/*.txt", "*/*/*/*.txt", "./*//*.txt"),
+        *("*/d.txt", "en/back/*.txt", "en/back/*/*.txt", "de/loop/self/*.txt"),
+    ],
+)
+def test_a_glob_follows_links_as_the_shell_does(tmp_path: Path, pattern: str) -> None:
+    write_tree(tmp_path, *LINKED)
+
+    found = names_of(f"{tmp_path}/data/{pattern}")
+
+    expected = glob.iglob(pattern, root_dir=tmp_path / "data")  # noqa: PTH207 - pathlib follows no links
+    assert found == sorted(map(os.path.normpath, expected)) != []
+
+
+@pytest.mark.parametrize("uri", ["data", "data/", "data/**", "data/**/*.txt", "link"])
+def test_a_folder_that_a_link_leads_back_to_is_read_once(tmp_path: Path, uri: str) -> None:
+    write_tree(tmp_path, *LINKED, "link -> data")
+
+    found = [file.name for file in list_inputs(Source(uri=f"{tmp_path}/{uri}"))]
+
+    assert found == ["c.txt", "de/a.txt", "de/more/b.txt", "en/d.txt", "en/more/e.txt", "twice/e.txt"]
+
+
+@pytest.mark.parametrize("uri", ["", "/", "/**", "/**/*.txt", "/en/**", "/*/*/*.txt", "/*/"])
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_at_any_depth(tmp_path: Path, uri: str) -> None:
+    cache = "data/.cache/hub/datasets--owner--name"
+    snapshot = f"{cache}/snapshots/0123"
+    write_tree(tmp_path, f"{cache}/blobs/aa", f"{cache}/blobs/bb", f"{cache}/blobs/cc")
+    write_tree(tmp_path, f"{snapshot}/en/raw/0.txt -> ../../../../blobs/aa", f"{snapshot}/README.md -> ../../blobs/cc")
+    write_tree(tmp_path, f"{snapshot}/en/raw/1.txt -> ../../../../blobs/bb")
+
+    source = Source(uri=f"{tmp_path}/{snapshot}{uri}")
+
+    assert [Path(file.uri).name for file in list_inputs(source)] == ["0.txt", "1.txt"]
+    assert read_all(source) == [f"{os.fsencode(f'{cache}/blobs/{each}')!r}\n" for each in ("aa", "bb")]
+
+
+HIDDEN = (
+    *("data/a.txt", "data/._a.txt", "data/.ipynb_checkpoints/a.txt", "data/__pycache__/b.txt", "data/__c.txt"),
+    *("data/_d.txt", "data/x/.y/z.txt", "data/x/.y/.z.txt", "data/x/e.txt", "data/x/__y/f.txt", "data/x/..g.txt"),
+    *("data/README.md", "data/x/README.md", "data/config.json", "data/dataset_info.json", "data/_SUCCESS"),
+    *("data/x/_SUCCESS", "data/__MACOSX/._x.txt", "data/h.md"),
+)
+
+
+@pytest.mark.parametrize("file_system", ["local", "remote"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("**", "*", "*/*", "**/*.txt", "*.txt", ".*", "**/.*", "*/.*/*", "x/.y/*", "x/.y/.*", "x/.y/**", "**/.y/*"),
+        *("__*/*", "__pycache__/*", "**/__y/*", "__MACOSX/.*", "x/**", "__c.txt", "_*", "**/README.md", ".ipynb*/*"),
+        *("x", "x/.y", "__pycache__", "config.json", "README.md", "._a.txt", "*/__y/**", "[_]*"),
+    ],
+)
+def test_hidden_files_are_those_of_datasets(tmp_path: Path, pattern: str, file_system: str) -> None:
+    """A folder is read as its pattern `**`; the end marker `_SUCCESS` has no rows."""
+    data_files = pytest.importorskip("datasets.data_files")
+    write_tree(tmp_path, *HIDDEN)
+    path = tmp_path / "data" / pattern
+    resolved = data_files.resolve_pattern(f"{path}/**" if path.is_dir() else str(path), str(tmp_path))
+    base = str(tmp_path)
+    if file_system == "remote":
+        store = virtual_time.register()
+        for name in HIDDEN:
+            store.pipe_file(f"/{name}", b"x\n")
+        base = "counting:/"
+
+    found = names_of(f"{base}/data/{pattern}", format="text")
+
+    expected = {path.partition("/data/")[2] for path in resolved if not path.endswith("_SUCCESS")}
+    assert set(found) == expected
+    virtual_time.CountingFileSystem.forget()
+
+
+def test_the_files_that_hold_no_documents_are_those_of_datasets() -> None:
+    data_files = pytest.importorskip("datasets.data_files")
+    assert path_pattern.NO_DOCUMENTS - {"_SUCCESS"} == set(data_files.FILES_TO_IGNORE)
+
+
+def test_a_readme_that_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tree(tmp_path, "data/a.md", "data/README.md", "data/x/README.md")
+    with caplog.at_level(logging.WARNING):
+        assert names_of(tmp_path / "data") == ["a.md"]
+    assert "README.md (2)" in caplog.text
+    assert names_of(tmp_path / "data/README.md") == ["README.md"]
+
+
+NAMES = (
+    *(b"latin-\xe9.txt", "日本語.txt", "e\u0301.txt", "a b.txt", " .txt", "a\nb.txt", "a[1].txt", "a::b.txt"),
+    *(
+        "what?.txt",
+        "*.txt",
+        "a%20b.txt",
+        "a#b.txt",
+        "zip::a.txt",
+        "a\tb.txt",
+        "'quoted\".txt",
+        "{a,b}.txt",
+        "back\\.txt",
+    ),
+)
+
+
+def test_files_of_any_name_are_read(tmp_path: Path, model: Path) -> None:
+    """In folders of such names, too: by the folder and by globs, and by the names that can be written."""
+    folder = tmp_path / "日本 [x] ::é"
+    folder.mkdir()
+    documents = make_documents(len(NAMES))
+    for name, document in zip(NAMES, documents, strict=True):
+        Path(folder, os.fsdecode(name)).write_bytes(document)
+    settings: dict[str, Any] = {"tokenizer__model": str(model), "model__vocab_size": PIECES}
+    written = [Path(folder, name) for name in NAMES if isinstance(name, str)]
+    for name, uris, count in (
+        ("folder", [folder], len(NAMES)),
+        ("glob", [Path(glob.escape(str(folder)), "*.txt")], len(NAMES)),
+        ("files", written, len(written)),
+    ):
+        assert run(write_recipe(tmp_path, *uris, tokenizer__num_workers=2, **settings), tmp_path / name) == 0
+        assert published(tmp_path / name).manifest.corpus.documents_read == count
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("out.jsonl", ["out.jsonl/part-0", "out.jsonl/part-1.gz", "out.jsonl/part-2.json"]),
+        ("out.jsonl/", ["out.jsonl/part-0", "out.jsonl/part-1.gz", "out.jsonl/part-2.json"]),
+        ("*.jsonl", ["a.jsonl", "out.jsonl/part-0", "out.jsonl/part-1.gz", "out.jsonl/part-2.json"]),
+        ("o*.jsonl/part-*", ["out.jsonl/part-0", "out.jsonl/part-1.gz", "out.jsonl/part-2.json"]),
+        ("*", ["a.jsonl"]),
+        ("*/", ["out.jsonl/part-0", "out.jsonl/part-1.gz", "out.jsonl/part-2.json", "x/b.jsonl"]),
+    ],
+)
+@pytest.mark.parametrize("file_system", ["local", "remote"])
+def test_a_folder_that_spark_has_written_is_data(
+    tmp_path: Path, uri: str, expected: list[str], file_system: str
+) -> None:
+    parts = ["part-0", "part-1.gz", "part-2.json", ".part-0.crc", "_SUCCESS", "._SUCCESS.crc"]
+    files = ["data/a.jsonl", "data/x/b.jsonl", *(f"data/out.jsonl/{part}" for part in parts)]
+    write_tree(tmp_path, *files)
+    base = str(tmp_path)
+    if file_system == "remote":
+        store = virtual_time.register()
+        for name in files:
+            store.pipe_file(f"/{name}", b"x\n")
+        base = "counting:/"
+
+    found = list_inputs(Source(uri=f"{base}/data/{uri}"))
+
+    assert [file.uri.partition("/data/")[2] for file in found] == expected
+    assert {file.format for file in found} == {"jsonl"}
+    virtual_time.CountingFileSystem.forget()
+
+
+@pytest.mark.parametrize(
+    ("uri", "exit_code", "written"),
+    [
+        ("data/[en]/*.txt", 3, "data/[[]en]/*.txt"),
+        ("data/[en]/a*.txt", 3, "data/[[]en]/a*.txt"),
+        ("data/**.txt", 2, "data/**/*.txt"),
+        ("data/x/*", 3, "data/x/.*"),
+        ("data/x", 3, "data/x/.*"),
+        ("data/y", 2, "data/y/README.md"),
+        ("data/model", 2, None),
+        ("data/model/*.json", 2, None),
+        ("data/model/tokenizer.json", 2, None),
+        ("simplecache::file://data", 2, None),
+    ],
+)
+def test_what_is_refused_can_be_written_in_another_way(
+    tmp_path: Path, uri: str, exit_code: int, written: str | None
+) -> None:
+    write_tree(tmp_path, "data/[en]/a.txt", "data/x/.b.txt", "data/y/README.md", "data/model/tokenizer.json")
+    with pytest.raises(MillraceError) as caught:
+        names_of(uri if "::" in uri else f"{tmp_path}/{uri}")
+    assert caught.value.exit_code == exit_code
+    if written:
+        assert names_of(f"{tmp_path}/{written}")
