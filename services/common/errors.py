@@ -43,7 +43,9 @@ class MillraceError(Exception):
     exit_code = EXIT_BUG
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(mask(_shorten_at_spaces(str(message))))
+        # Ray ends a worker whose error holds a file name that is not UTF-8.
+        encodable = str(message).encode("utf-8", "backslashreplace").decode()
+        super().__init__(mask(_shorten_at_spaces(encodable)))
 
 
 def _shorten_at_spaces(message: str) -> str:
