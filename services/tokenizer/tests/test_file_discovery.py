@@ -133,7 +133,7 @@ def test_a_readme_that_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCap
     assert names_of(tmp_path / "data/README.md") == ["README.md"]
 
 
-NAMES = (
+NAMES: tuple[str | bytes, ...] = (
     *(b"latin-\xe9.txt", "日本語.txt", "e\u0301.txt", "a b.txt", " .txt", "a\nb.txt", "a[1].txt", "a::b.txt"),
     *(
         "what?.txt",
