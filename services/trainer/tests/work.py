@@ -163,8 +163,19 @@ def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -
 
     patch.setattr(Program, "train_step", freeze)
     if not frozen.exists():
-        patch.setattr(CheckpointWriter, "advance", lambda writer, written_step: writer.wait())
+        commit_at_once(patch)
     train(job, environment)
+
+
+def commit_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Let each checkpoint be committed before the next step."""
+    save = CheckpointWriter.save
+
+    def save_and_commit(writer: CheckpointWriter, *arguments: Any) -> None:
+        save(writer, *arguments)
+        writer.wait()
+
+    patch.setattr(CheckpointWriter, "save", save_and_commit)
 
 
 def train_with_a_worker_that_errs_once(job: Job, environment: WorkerEnvironment) -> None:
@@ -202,7 +213,7 @@ def train_and_die(job: Job, environment: WorkerEnvironment) -> None:
         return train_step(program, step, *arguments)
 
     patch.setattr(Program, "train_step", die)
-    patch.setattr(CheckpointWriter, "advance", lambda writer, written_step: writer.wait())
+    commit_at_once(patch)
     train(job, environment)
 
 
