@@ -13,7 +13,7 @@ from services.tokenizer.sources.documents import list_inputs
 from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_system import read_vocabulary
 
-CONTENT_VERSION = 3
+CONTENT_VERSION = 4
 """A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
 
 

@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
@@ -99,6 +99,17 @@ def make_json() -> bytes:
     return str(tokenizer.to_str()).encode()
 
 
+def make_added() -> bytes:
+    """Make a tokenizer.json with added tokens that are not special, as GPT-NeoX, OLMo and Qwen have them."""
+    tokenizer = make_byte_level(["<|begin_of_text|>", "<|end_of_text|>"])
+    tokenizer.add_tokens([AddedToken(" " * size, normalized=True) for size in (2, 4, 8)])
+    tokenizer.add_tokens(
+        [AddedToken("return x", single_word=True), AddedToken("hello w", lstrip=True, normalized=False)]
+    )
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    return str(tokenizer.to_str()).encode()
+
+
 def make_tiktoken() -> bytes:
     byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
     ranks = sorted(make_byte_level([]).get_vocab().items(), key=lambda item: item[1])
@@ -142,9 +153,10 @@ def export_tokenizer(folder: Path, corpus: Artifact[CorpusManifest]) -> Path:
         (lambda: make_sentencepiece(**LLAMA_2, add_dummy_prefix=False, control_symbols=["<control>"]), SIZE),
         (lambda: make_sentencepiece(normalization_rule_name="identity"), SIZE),
         (make_json, SIZE + 1),
+        (make_added, SIZE + 6),
         (make_tiktoken, SIZE + 256),
     ],
-    ids=["sentencepiece", "without-prefix", "without-extra-spaces", "tokenizer_json", "tiktoken"],
+    ids=["sentencepiece", "without-prefix", "without-extra-spaces", "tokenizer_json", "added-tokens", "tiktoken"],
 )
 def test_auto_tokenizer_gives_the_ids_of_each_validation_document(tmp_path: Path, make: Vocabulary, size: int) -> None:
     corpus = make_corpus(tmp_path, make(), size)
@@ -159,6 +171,22 @@ def test_auto_tokenizer_gives_the_ids_of_each_validation_document(tmp_path: Path
     eos_id = corpus.manifest.corpus.vocabulary.eos_id
     assert [[*loaded(text).input_ids, eos_id] for text in texts] == stored
     assert (loaded.bos_token_id, loaded.eos_token_id) == (stored[0][0], eos_id)
+
+
+def test_an_exported_tokenizer_is_that_of_its_own_file(tmp_path: Path) -> None:
+    corpus, source = make_corpus(tmp_path, make_added(), SIZE + 6), tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_bytes(make_added())
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
+
+    ours = transformers.AutoTokenizer.from_pretrained(export_tokenizer(tmp_path, corpus))
+
+    texts = [text for text in map(bytes.decode, DOCUMENTS) if "<|" not in text]
+    expected = [theirs(text).input_ids for text in texts]
+    assert [ours(text).input_ids[1:] for text in texts] == expected
+    assert set(range(SIZE, SIZE + 5)) <= {token for ids in expected for token in ids}
+    assert [ours.decode(ids) for ids in expected] == [theirs.decode(ids) for ids in expected]
+    assert ours.added_tokens_decoder == theirs.added_tokens_decoder
 
 
 def test_no_tokenizer_is_exported_where_transformers_lacks_the_rules(tmp_path: Path) -> None:

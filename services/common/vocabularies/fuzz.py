@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from services.common.artifacts.corpus import Vocabulary
 
@@ -21,16 +20,18 @@ _SCRIPTS = (
 )
 
 
-def read_pieces(content: bytes, vocabulary: Vocabulary) -> list[str]:
-    """Return the pieces of a vocabulary's file, from which `fuzz_documents` makes text; a tiktoken file has none."""
-    if vocabulary.kind == "sentencepiece":
-        from services.common.vocabularies.sentencepiece_model import load_model  # noqa: PLC0415
+def fuzz_of_vocabulary(content: bytes, vocabulary: Vocabulary, count: int) -> list[bytes]:
+    """Make fuzz for a vocabulary's file: `count` random documents, and each of its added tokens in several places."""
+    match vocabulary.kind:
+        case "sentencepiece":
+            pieces, added = _read_sentencepiece(content)
+        case "tokenizer_json":
+            pieces, added = _read_tokenizer_json(content)
+        case "tiktoken":
+            from services.common.vocabularies.tiktoken_file import LLAMA3_SPECIAL_TOKENS  # noqa: PLC0415
 
-        processor = load_model(content)
-        return [str(processor.id_to_piece(index)) for index in range(vocabulary.vocab_size)]
-    fields: dict[str, Any] = json.loads(content) if vocabulary.kind == "tokenizer_json" else {}
-    vocab = fields.get("model", {}).get("vocab", {})
-    return list(vocab) if isinstance(vocab, dict) else []
+            pieces, added = [], list(LLAMA3_SPECIAL_TOKENS)
+    return _place(added) + fuzz_documents([*pieces, *added], count)
 
 
 def fuzz_documents(pieces: Sequence[str], count: int, seed: int = 0) -> list[bytes]:
@@ -39,6 +40,37 @@ def fuzz_documents(pieces: Sequence[str], count: int, seed: int = 0) -> list[byt
     """
     chosen = random.Random(seed)
     return [_fuzz(pieces, chosen).encode() for _ in range(count)]
+
+
+def _read_sentencepiece(content: bytes) -> tuple[list[str], list[str]]:
+    from services.common.vocabularies.sentencepiece_model import PieceKind, load_model, read_settings  # noqa: PLC0415
+
+    processor, kinds = load_model(content), read_settings(content).piece_kinds
+    pieces = [str(processor.id_to_piece(index)) for index in range(len(kinds))]
+    added = [index for index, kind in enumerate(kinds) if kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED)]
+    return pieces, [pieces[index] for index in added]
+
+
+def _read_tokenizer_json(content: bytes) -> tuple[list[str], list[str]]:
+    from services.common.vocabularies.tokenizer_json import read_added_tokens  # noqa: PLC0415
+
+    vocab = json.loads(content)["model"]["vocab"]
+    pieces = list(vocab) if isinstance(vocab, dict) else [piece for piece, _ in vocab]
+    return pieces, [token.content for token in read_added_tokens(content)]
+
+
+def _place(added: Sequence[str]) -> list[bytes]:
+    """Return documents with each added token alone, repeated, within words, white space and lines, and beside the next
+    one, whole and cut.
+    """
+    return [
+        text.encode()
+        for token, following in zip(added, [*added[1:], *added[:1]], strict=True)
+        for text in (
+            *(token, f"{token}{token} {token}", f"a{token}b", f"a {token}\nb  {token}\t{token}  c"),
+            *(f"{token}{following} {following}{token}", f"{token.upper()}{token[:-1]}{following[1:]}{token.lower()}."),
+        )
+    ]
 
 
 def _fuzz(pieces: Sequence[str], chosen: random.Random) -> str:

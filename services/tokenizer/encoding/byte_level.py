@@ -6,6 +6,7 @@ A regular expression cuts text into words, and BPE merges bytes within a word.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import fastokens
 import numpy as np
 
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, load_encoding
-from services.common.vocabularies.tokenizer_json import take_text_as_text
+from services.common.vocabularies.tokenizer_json import read_added_tokens
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
 from services.tokenizer.text_batch import TextBatch
 
@@ -29,7 +30,7 @@ class FastokensEncoder:
 
     @classmethod
     def from_json(cls, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> FastokensEncoder:
-        loaded = fastokens.Tokenizer.from_json_str(take_text_as_text(tokenizer).decode())
+        loaded = fastokens.Tokenizer.from_json_str(tokenizer.decode())
         loaded.no_truncation()
         loaded.no_padding()
         return cls(loaded, bos_id, eos_id, vocab_size)
@@ -52,6 +53,40 @@ class FastokensEncoder:
         flat, ends = self._tokenizer.encode_batch_flat(texts, split_special_tokens=True)
         ids, offsets = np.frombuffer(flat, np.uint32), np.frombuffer(ends, np.uint64).astype(np.int64)
         return join_documents(np.split(ids, offsets[1:-1]) if texts else [], self._bos_id, self._eos_id, self._dtype)
+
+
+def obstacle_to_fastokens(tokenizer: bytes) -> str | None:
+    """Return why fastokens must not encode for a tokenizer.json, as the end of a sentence with "because", or None.
+
+    Beside these obstacles, fastokens 0.3.5 agreed with tokenizers 0.23 on fuzz of a thousand random vocabularies.
+    """
+    added = read_added_tokens(tokenizer)
+    matched = [token for token in added if not token.special]
+    flagged = [token.content for token in matched if token.lstrip or token.rstrip or token.single_word]
+    if flagged:
+        return f"the added token {flagged[0]!r} has lstrip, rstrip or single_word"
+    if len({token.normalized for token in matched}) > 1:
+        return "some of the added tokens are normalized and others are not"
+    for token in matched:
+        for special in added:
+            if special.special and _can_overlap(token.content, special.content):
+                return f"the added token {token.content!r} can overlap with the special token {special.content!r}"
+    fields = json.loads(tokenizer)
+    vocab = fields["model"]["vocab"]
+    if isinstance(vocab, dict) and '"ByteLevel"' not in json.dumps(fields.get("pre_tokenizer")):
+        # fastokens finds such a piece in a text, `</s>` too, although no merges lead to it.
+        for piece in vocab:
+            if any(character not in vocab for character in piece):
+                return f"the model has no pieces for the characters of {piece!r}"
+    return None
+
+
+def _can_overlap(first: str, second: str) -> bool:
+    """Return whether a text can hold the two with a character in common."""
+    if first in second or second in first:
+        return True
+    sizes = range(1, min(len(first), len(second)))
+    return any(first.endswith(second[:size]) or second.endswith(first[:size]) for size in sizes)
 
 
 class TiktokenEncoder:

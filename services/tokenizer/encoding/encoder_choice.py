@@ -9,10 +9,10 @@ from typing import Literal
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.input.files import read_file
-from services.common.vocabularies.fuzz import read_pieces
+from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
 from services.tokenizer.encoding.encoder import Encoder
-from services.tokenizer.encoding.self_check import CheckedEncoder
+from services.tokenizer.encoding.self_check import FUZZ_DOCUMENTS, CheckedEncoder
 
 EncoderChoice = Literal["auto", "reference"]
 
@@ -27,7 +27,8 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice, samp
     reference = _reference(content, vocabulary)
     fast = _try_fast(content, vocabulary) if choice == "auto" else None
     encoder = reference if fast is None or isinstance(fast, str) else fast
-    return CheckedEncoder(encoder, reference, read_pieces(content, vocabulary), sampled_bytes)
+    fuzz = fuzz_of_vocabulary(content, vocabulary, FUZZ_DOCUMENTS)
+    return CheckedEncoder(encoder, reference, fuzz, sampled_bytes)
 
 
 def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:
@@ -60,13 +61,15 @@ def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
         from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
 
         return ChunkEncoder.from_model(content)
-    from services.tokenizer.encoding.byte_level import FastokensEncoder  # noqa: PLC0415
+    from services.tokenizer.encoding.byte_level import FastokensEncoder, obstacle_to_fastokens  # noqa: PLC0415
 
     make = FastokensEncoder.from_json if vocabulary.kind == "tokenizer_json" else FastokensEncoder.from_tiktoken
     try:
-        return make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
+        encoder = make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
     except ValueError as error:
         return f"fastokens cannot read the vocabulary ({error})"
+    obstacle = obstacle_to_fastokens(content) if vocabulary.kind == "tokenizer_json" else None
+    return obstacle or encoder
 
 
 def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:

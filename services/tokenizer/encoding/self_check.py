@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.errors import DeviceError
-from services.common.vocabularies.fuzz import fuzz_documents
 from services.tokenizer.encoding.encoder import Encoder, Offsets, TokenIds
 from services.tokenizer.text_batch import TextBatch
 
 FUZZ_DOCUMENTS = 400
+"""Random documents of fuzz, besides those of the vocabulary's added tokens."""
 SAMPLED_DOCUMENTS = 2_000
 SAMPLED_BYTES = 2**19
 """Bytes of the corpus's text that all workers together compare. SentencePiece takes 0.1 s for them."""
@@ -28,12 +28,12 @@ class CheckedEncoder:
     `encode` gets. One difference raises `DeviceError`.
     """
 
-    def __init__(self, encoder: Encoder, reference: Encoder, pieces: Sequence[str], sampled_bytes: int) -> None:
+    def __init__(self, encoder: Encoder, reference: Encoder, fuzz: Sequence[bytes], sampled_bytes: int) -> None:
         self._encoder, self._reference = encoder, reference
         self.name = encoder.name
         self._documents_checked = 0
         self._documents_left, self._bytes_left = SAMPLED_DOCUMENTS, sampled_bytes
-        self._check(TextBatch.of(fuzz_documents(pieces, FUZZ_DOCUMENTS)))
+        self._check(TextBatch.of(fuzz))
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
         """See `Encoder.encode`."""

@@ -86,19 +86,27 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
             f"the two. Set tokenizer.bos_token and tokenizer.eos_token to two of the file's special tokens: "
             f"{', '.join(list(ids)[:20]) or 'it has none'}."
         )
-    _require_tokenizer(content)
+    _check_tokenizer(content, (bos, eos))
     return largest + 1, ids[bos], ids[eos]
 
 
-def _require_tokenizer(content: bytes) -> None:
+def _check_tokenizer(content: bytes, special: tuple[str, str]) -> None:
+    """Raise `ArtifactError` for a file that tokenizers does not read, and warn where its model has control tokens."""
     import tokenizers  # noqa: PLC0415
 
+    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
+
     try:
-        tokenizers.Tokenizer.from_buffer(content)
+        tokenizer = load_tokenizer(content)
     except ValueError as error:
         raise ArtifactError(
             f"the file is JSON, but no tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}."
         ) from error
+    for token in special:
+        if tokenizer.token_to_id(token) in tokenizer.encode(token, add_special_tokens=False).ids:
+            logger.warning(
+                "the vocabulary's model has %s as a piece of text: in a document it becomes that token", token
+            )
 
 
 def _looks_like_tiktoken(content: bytes) -> bool:

@@ -18,7 +18,7 @@ from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.vocabularies.codec import Codec, load_codec
-from services.common.vocabularies.fuzz import fuzz_documents, read_pieces
+from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.trainer.conversion.hugging_face_tokenizer import (
     InconvertibleVocabularyError,
     find_difference,
@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path, corpus: Artifact[CorpusManifest], vocabulary_f
     content, codec = read_file(vocabulary_file), load_codec(vocabulary_file, vocabulary)
     try:
         tokenizer = make_tokenizer(content, vocabulary)
-        texts = [text.decode() for text in fuzz_documents(read_pieces(content, vocabulary), FUZZ_TEXTS)]
+        texts = [text.decode() for text in fuzz_of_vocabulary(content, vocabulary, FUZZ_TEXTS)]
         texts += _decode_documents(corpus, codec)
         if difference := find_difference(tokenizer, codec, vocabulary.bos_id, texts):
             raise InconvertibleVocabularyError(difference)
