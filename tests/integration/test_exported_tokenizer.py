@@ -177,7 +177,9 @@ def test_an_exported_tokenizer_is_that_of_its_own_file(tmp_path: Path) -> None:
     corpus, source = make_corpus(tmp_path, make_added(), SIZE + 6), tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_bytes(make_added())
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
 
     ours = transformers.AutoTokenizer.from_pretrained(export_tokenizer(tmp_path, corpus))
 

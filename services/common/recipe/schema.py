@@ -89,7 +89,7 @@ class Source(Section):
 
     uri: Annotated[str, Field(max_length=MAX_ADDRESS_CHARACTERS)]
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
-    `datasets://NAME`, a data set on the Hugging Face hub or in a folder.
+    `datasets://NAME`, the rows that `datasets.load_dataset` gives of a data set on the Hugging Face hub or in a folder.
 
     An address with a user, a password, or a parameter that may be a secret is refused, because recipes are stored and
     shown. Credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain. A web address
@@ -119,6 +119,11 @@ class Source(Section):
         is_dataset = self.uri.startswith("datasets://")
         if self.subset is not None and not is_dataset:
             raise ValueError(f"subset applies to datasets:// sources only, and this one is {self.uri}")
+        if is_dataset and self.format != "auto":
+            raise ValueError(
+                f"format applies to files, and the data set {self.uri} decides its own. Remove it, or name the files: "
+                f"a folder, or hf://datasets/OWNER/NAME/FOLDER"
+            )
         if self.revision is not None and not (is_dataset or self.uri.startswith("hf://")):
             raise ValueError(f"revision applies to hf:// and datasets:// sources only, and this one is {self.uri}")
         return self

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources import arrow, hub, jsonl, parquet, python_docs, text, wikicorpus
+from services.tokenizer.sources import arrow, dataset_rows, hub, jsonl, parquet, python_docs, text, wikicorpus
 from services.tokenizer.sources.document_limit import too_large
 from services.tokenizer.sources.file_discovery import list_files
 from services.tokenizer.sources.file_listing import FileListing
@@ -46,6 +46,7 @@ FORMATS: dict[Format, DocumentFormat] = {
     "jsonl": DocumentFormat(jsonl.cut, jsonl.read, locate=jsonl.locate),
     "parquet": DocumentFormat(parquet.cut, parquet.read, locate=parquet.locate),
     "arrow": DocumentFormat(arrow.cut, arrow.read, locate=arrow.locate),
+    "rows": DocumentFormat(dataset_rows.cut, dataset_rows.read, is_cut_by_size=True, locate=dataset_rows.locate),
     "wikicorpus": DocumentFormat(wikicorpus.cut, wikicorpus.read),
     "python_module": DocumentFormat(python_docs.cut, python_docs.read_module, is_cut_by_size=True),
     "python_topics": DocumentFormat(python_docs.cut, python_docs.read_topics, is_cut_by_size=True),
@@ -53,7 +54,10 @@ FORMATS: dict[Format, DocumentFormat] = {
 
 
 def list_inputs(source: Source) -> FileListing:
-    """List the files of a source, in the order in which their documents enter the corpus. No file is read."""
+    """List the files of a source, in the order in which their documents enter the corpus.
+
+    No file is read, but the first rows of a data set whose builder takes the types of columns from them.
+    """
     if source.uri.startswith(python_docs.URI):
         if source.uri != python_docs.URI or source.format != "auto":
             raise RecipeError(f"{source.uri}: a source {python_docs.URI} takes no path and no format.")

@@ -24,6 +24,7 @@ SCHEMA = pa.schema(
         pa.field("column", pa.string(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),
         pa.field("version", pa.string(), nullable=False),
+        pa.field("builder", pa.string(), nullable=False),
     ]
 )
 
@@ -77,11 +78,13 @@ class FileListing(Sequence[InputFile]):
 
     @property
     def digest(self) -> str:
-        """Hash of names, formats and versions, by which the corpus's id follows from its inputs. No file is read."""
+        """Hash of all that is known without reading, by which the corpus's id follows from its inputs."""
         # `pydoc://` makes text from names, so a renamed file is new input.
         hasher = hashlib.sha256()
         for file in self:
-            hasher.update(f"{file.name}\0{file.format}\0{file.version}\0".encode("utf-8", "surrogateescape"))
+            hasher.update(
+                f"{file.name}\0{file.format}\0{file.version}\0{file.builder}\0".encode("utf-8", "surrogateescape")
+            )
         return hasher.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["text", "jsonl", "parquet", "arrow", "wikicorpus", "python_module", "python_topics"]
+Format = Literal["text", "jsonl", "parquet", "arrow", "rows", "wikicorpus", "python_module", "python_topics"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class InputFile:
     bytes: int
     version: str
     """Size and modification time of a local file, and also the ETag of a remote one: what is known without reading."""
+    builder: str = ""
+    """For the format "rows", the builder of `datasets` that reads the file, as `dataset_rows` describes it."""
 
 
 @dataclass(frozen=True)

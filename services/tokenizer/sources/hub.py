@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe.schema import Source
+from services.tokenizer.sources.dataset_rows import describe_builder, options_of
 from services.tokenizer.sources.file_discovery import list_paths
 from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import Format
@@ -20,7 +22,8 @@ logger = logging.getLogger(__name__)
 DATASETS = "datasets://"
 _REPOSITORY = re.compile(r"^hf://((datasets|spaces)/)?(?!(datasets|spaces)/)[^/@]+/[^/@]+(?=/|$)")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-_FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "text"}
+_FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "arrow": "arrow"}
+"""Builders whose rows, with the default options, this program reads itself: in parts, and without `datasets`."""
 
 
 def with_revision(uri: str, revision: str | None) -> str:
@@ -37,20 +40,20 @@ def with_revision(uri: str, revision: str | None) -> str:
 
 
 def list_dataset(source: Source) -> FileListing:
-    """List the files that `datasets.load_dataset` would read for a source, in the same order.
+    """List the files of which `datasets.load_dataset` would make the rows of a source, in the same order.
 
-    `datasets` finds the files of a name, subset, split and revision. This program reads them, without a cache of
-    `datasets`. Raises `ArtifactError` for a name, subset or split that does not exist, and `RecipeError` for files of a
-    format that is not supported.
+    `datasets` finds the files of a name, subset, split and revision, and reads those that are no Parquet and Arrow.
+    Raises `ArtifactError` for a name, subset or split that does not exist, and `RecipeError` for a data set that has no
+    column of text, or whose rows are no tables.
     """
     builder = _load_builder(source)
     if source.revision is not None:
         warn_of_branch(source.uri, source.revision)
-    file_format = _FORMAT_OF_BUILDER.get(type(builder).__module__.rpartition(".")[2])
-    if file_format is None:
+    kind = type(builder).__module__.rpartition(".")[2]
+    if not hasattr(builder, "_generate_tables"):
         raise RecipeError(
-            f"{source.uri}: the format of its files is not supported ({type(builder).__name__}). "
-            f"Supported are {', '.join(_FORMAT_OF_BUILDER)}."
+            f"{source.uri}: the format of its files is not supported ({kind}). Supported are those that `datasets` "
+            f"reads as tables, such as parquet, arrow, json, csv and text."
         )
     files = builder.config.data_files or {}
     if source.split not in files:
@@ -59,7 +62,11 @@ def list_dataset(source: Source) -> FileListing:
             f"{', '.join(map(str, files)) or 'none'}. Set `split` of this source to one of them."
         )
     paths = [str(path) for path in files[source.split]]
-    return list_paths(paths, file_format, source.column)
+    if kind in _FORMAT_OF_BUILDER and not options_of(builder):
+        return list_paths(paths, _FORMAT_OF_BUILDER[kind], source.column)
+    listing = list_paths(paths, "rows", source.column)
+    description = describe_builder(builder, source.split, listing[0])
+    return FileListing.of(replace(file, builder=description) for file in listing)
 
 
 def is_commit(revision: str) -> bool:

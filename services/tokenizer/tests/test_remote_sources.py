@@ -362,7 +362,7 @@ def test_what_a_data_set_does_not_have(
 @pytest.mark.parametrize(
     ("files", "exit_code"),
     [
-        ({"a.csv": "text\nhello\n"}, 2),
+        ({"a.tar": "hello\n"}, 2),
         ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": '{"text": "x"}\n'}, 3),
         ({}, 3),
     ],

@@ -1,0 +1,182 @@
+"""`datasets://` gives the rows of `datasets.load_dataset`: as many, and the same texts in the same order."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.common.errors import ArtifactError, RecipeError
+from services.common.recipe.schema import Source
+from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, PIECES, published, run, write_model, write_recipe
+
+TEN_LINES = "".join(f"line {number} of ten\n" for number in range(10))
+
+
+def objects(*values: object, key: str = "text") -> str:
+    return "".join(json.dumps({"id": number, key: value}) + "\n" for number, value in enumerate(values))
+
+
+def card(**options: object) -> str:
+    config = {"config_name": "default", "data_files": [{"split": "train", "path": "data/*"}], **options}
+    return f"---\nconfigs: {json.dumps([config])}\n---\n"
+
+
+def parquet(**columns: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(*texts: str | None) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.table({"text": pa.array(texts, pa.string())})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def archive(files: Mapping[str, str]) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as made:
+        for name, content in files.items():
+            made.writestr(name, content)
+    return sink.getvalue()
+
+
+FOLDERS: dict[str, Mapping[str, str | bytes]] = {
+    "three files of ten lines": {f"{name}.txt": TEN_LINES for name in "abc"},
+    "ends of lines": {"a.txt": b"unix\nwindows\r\nmac\rmixed\r\r\nend", "b.txt": b"\n\n  \n\tx\r\n\r\n"},
+    "characters that end lines elsewhere": {"a.txt": "a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\nh\x00i"},
+    "no end of the last line, and empty files": {"a.txt": "", "b.txt": "x\ny", "c.txt": "\n", "d.txt": ""},
+    "a byte-order mark": {"a.txt": "\ufeffhello\nworld\n".encode()},
+    "more than a chunk of 10 MB": {"a.txt": "".join(f"{n} {'x' * 900_000}\r\n" for n in range(24)) + "end"},
+    "compressed text": {"a.txt.gz": gzip.compress(TEN_LINES.encode()), "b.txt": "x\n"},
+    "a zip archive": {"a.zip": archive({"b.txt": TEN_LINES, "a.txt": "x\n"})},
+    "names": {"a b.txt": "1\n", "ä [1].txt": "2\n", "q?x*.txt": "3\n", "sub/folder/z.txt": "4\n"},
+    "whole documents by the card": {"README.md": card(sample_by="document"), "data/a.txt": TEN_LINES},
+    "paragraphs by the card": {"README.md": card(sample_by="paragraph"), "data/a.txt": "a\nb\n\nc\n\n\nd\n"},
+    "kept ends of lines by the card": {"README.md": card(keep_linebreaks=True), "data/a.txt": "a\r\nb\n"},
+    "JSON lines": {"a.jsonl": objects("x", None, "", "\u00e9\n"), "b.jsonl": "\n" + objects("y") + "\n\n"},
+    "JSON lines without the key": {"a.jsonl": objects("x"), "b.jsonl": '{"id": 1}\n' + objects("y")},
+    "other endings of JSON": {
+        "a.ndjson": objects("x"),
+        "b.json": objects("y"),
+        "c.jsonl.gz": gzip.compress(objects("z").encode()),
+    },
+    "an array": {"a.json": json.dumps([{"text": "x"}, {"text": None}, {"text": "y"}], indent=1)},
+    "an array of strings": {"a.json": '["x", "y"]'},
+    "objects over several lines": {"a.json": '{\n "text": "x"\n}\n{\n "text": "y"\n}\n'},
+    "a field by the card": {"README.md": card(field="rows"), "data/a.json": '{"rows": [{"text": "x"}, {"text": "y"}]}'},
+    "an all-null part": {"a.jsonl": objects("x"), "b.jsonl": objects(None, None), "c.jsonl": objects("y")},
+    "an empty part": {"a.jsonl": "", "b.jsonl": objects("x"), "c.jsonl": ""},
+    "nothing but nulls": {"a.jsonl": objects(None, None), "b.jsonl": objects(None)},
+    "CSV": {"a.csv": 'id,text\n1,x\n2,"y, ""z""\nand more"\n\n3,\n4,NA\n', "b.csv": "id,text\n5,007\n6,8\n"},
+    "tabs": {"a.tsv": "id\ttext\n1\tx, y\n"},
+    "a separator by the card": {"README.md": card(sep=";"), "data/a.csv": "id;text\n1;x, y\n2;z\n"},
+    "a CSV of more than a chunk": {"a.csv": "text\n" + "word\n" * 10_000 + "12\n" * 3},
+    "Parquet": {"a.parquet": parquet(text=["x", None, "", "y", "z"]), "b.parquet": parquet(text=["w"])},
+    "columns and filters by the card": {
+        "README.md": card(filters=[["lang", "==", "en"]]),
+        "data/a.parquet": parquet(text=["x", "y", "z"], lang=["en", "de", "en"]),
+    },
+    "Arrow": {"a.arrow": arrow("x", None, "y"), "b.arrow": arrow("z")},
+    "a type by the card": {
+        "README.md": "---\ndataset_info:\n  features:\n  - name: text\n    dtype: string\n---\n",
+        "a.jsonl": objects(1, 2).replace('"id": 0, ', "").replace('"id": 1, ', ""),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def read(folder: Path, **keys: str) -> list[str]:
+    listing = list_inputs(Source(uri=f"datasets://{folder}", **keys))  # type: ignore[arg-type]
+    ranges = [each for file in listing for each in cut_file(file, 2**20, MAX_DOCUMENT_BYTES)]
+    batches = read_documents(ranges, "reject", MAX_DOCUMENT_BYTES)
+    return [document.decode() for batch in batches for document in batch.documents()]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_rows_are_those_of_load_dataset(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "folder", FOLDERS[name])
+    theirs = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+
+    assert read(folder) == ["" if text is None else text for text in theirs["text"]]
+
+
+def test_three_text_files_of_ten_lines_are_30_documents_of_a_corpus(tmp_path: Path) -> None:
+    folder = write(tmp_path / "folder", {f"{name}.txt": TEN_LINES for name in "abc"})
+    settings: dict[str, Any] = {"tokenizer__model": str(write_model(tmp_path)), "model__vocab_size": PIECES}
+    documents: list[int] = []
+    for uri in (f"datasets://{folder}", str(folder)):
+        root = tmp_path / f"fsx-{len(documents)}"
+        assert run(write_recipe(tmp_path, uri, **settings), root) == 0
+        documents.append(published(root).manifest.corpus.documents_read)
+    assert documents == [30, 3]
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({"a.jsonl": objects("x", key="body")}, RecipeError),
+        ({"a.jsonl": objects(1, 2)}, RecipeError),
+        ({"a.jsonl": objects(["x"])}, RecipeError),
+        ({"a.csv": "body\nx\n"}, RecipeError),
+        ({"a.csv": "text\n1\n2\n"}, RecipeError),
+        ({"a.parquet": parquet(body=["x"])}, RecipeError),
+        ({"a.tar": b""}, RecipeError),
+        ({"a.txt": b"caf\xe9\n"}, ArtifactError),
+        ({"a.csv": 'text\n"x\n'}, ArtifactError),
+        ({"a.jsonl": '{"text": "x"\n'}, ArtifactError),
+    ],
+    ids=str,
+)
+def test_what_has_no_column_of_text_is_refused(
+    tmp_path: Path, files: Mapping[str, str | bytes], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="folder"):
+        read(write(tmp_path / "folder", files))
+
+
+def test_a_format_beside_a_data_set_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "folder", {"a.txt": TEN_LINES})
+    source = f'[[corpus.sources]]\nuri = "datasets://{folder}"\nformat = "text"\n'
+    assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == 2
+
+
+def test_a_first_part_without_text_does_not_decide_that_there_is_none(tmp_path: Path) -> None:
+    """`load_dataset` itself fails for such a folder."""
+    files = {"a.jsonl": objects(None, None), "b.jsonl": objects("x"), "c.jsonl": objects(None)}
+    assert read(write(tmp_path / "folder", files)) == ["", "", "x", ""]
+    assert read(write(tmp_path / "csv", {"a.csv": "id,text\n1,\n2,\n", "b.csv": "id,text\n3,x\n"})) == ["", "", "x"]
+
+
+def test_a_change_of_the_cards_options_is_another_input(tmp_path: Path) -> None:
+    digests: set[str] = set()
+    for options in ({"sep": ","}, {"sep": ";"}, {"sep": ";", "skip_blank_lines": False}):
+        folder = write(tmp_path / "folder", {"README.md": card(**options)})
+        if not digests:
+            write(folder, {"data/a.csv": "text;id,text\nx;1,y\n"})
+        digests.add(list_inputs(Source(uri=f"datasets://{folder}")).digest)
+    assert len(digests) == 3
