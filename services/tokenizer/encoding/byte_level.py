@@ -65,12 +65,12 @@ def obstacle_to_fastokens(tokenizer: bytes) -> str | None:
     flagged = [token.content for token in matched if token.lstrip or token.rstrip or token.single_word]
     if flagged:
         return f"the added token {flagged[0]!r} has lstrip, rstrip or single_word"
-    if len({token.normalized for token in matched}) > 1:
-        return "some of the added tokens are normalized and others are not"
     for token in matched:
-        for special in added:
-            if special.special and _can_overlap(token.content, special.content):
-                return f"the added token {token.content!r} can overlap with the special token {special.content!r}"
+        for other in added:
+            # tokenizers finds tokens of the other kind in another pass, and a special one hides what it covers.
+            is_apart = other.special or other.normalized != token.normalized
+            if is_apart and _can_overlap(token.content, other.content):
+                return f"the added tokens {token.content!r} and {other.content!r} can overlap"
     fields = json.loads(tokenizer)
     vocab = fields["model"]["vocab"]
     if isinstance(vocab, dict) and '"ByteLevel"' not in json.dumps(fields.get("pre_tokenizer")):

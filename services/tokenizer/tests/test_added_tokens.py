@@ -83,11 +83,15 @@ ADDED = {
     "lstrip": [token("<think>", "lstrip"), token("\n\n", "lstrip")],
     "rstrip": [token("<think>", "rstrip"), token("nothing", "rstrip")],
     "single_word": [token("the", "single_word"), token("lost", "single_word", "normalized")],
-    "both kinds of normalized": [token("  "), token("    ", "normalized"), token("a<t"), token("<t>", "normalized")],
+    "both kinds of normalized": [token("  ", "normalized"), token("<think>")],
+    "both kinds that overlap": [token("  "), token("    ", "normalized"), token("a<t"), token("<t>", "normalized")],
     "special ones with flags": [token("<mask>", "lstrip", "special"), token("<think>")],
     "beside special ones": [token("</s></s>"), token("<|im"), token(" <s>")],
 }
-FAST = {"runs of spaces, as in GPT-NeoX and OLMo", "names, as in Qwen", "special ones with flags"}
+FAST = {
+    *("runs of spaces, as in GPT-NeoX and OLMo", "names, as in Qwen", "special ones with flags"),
+    *("both kinds of normalized", "words in normalized text"),
+}
 TEXTS = [
     *("a  b   c        d" + " " * 50 + "e", "\tif x:\n        return  y\n\n\n    z", "  ", " ", "", "\n\n \n\n\n"),
     *("<think>why</think> <think> why </think>", "the lost, lostthe lost", "NOTHING nothing Nothing é e\u0301 É"),
