@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from services.tokenizer.plan_folder import RANGE, PlanFolder
-from services.tokenizer.sources.documents import cut_file
+from services.tokenizer.sources.documents import cut_file, require_column
 from services.tokenizer.sources.file_listing import BLOCK_FILES
 
 
@@ -31,9 +31,11 @@ def cut_block(task: CutTask) -> None:
     folder = PlanFolder(task.plan)
     if folder.read_cut(task.block) is not None:
         return
+    files = folder.read_block(task.block)
+    require_column(files, task.max_document_bytes)
     cut = [
         (BLOCK_FILES * task.block + row, file_range.begin, file_range.end, file_range.bytes)
-        for row, file in enumerate(folder.read_block(task.block))
+        for row, file in enumerate(files)
         for file_range in cut_file(file, task.split_bytes, task.max_document_bytes)
     ]
     folder.write_cut(task.block, np.array(cut, RANGE))

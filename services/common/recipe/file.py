@@ -19,6 +19,7 @@ from services.common.errors import RecipeError
 from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret, mask, mask_values, require_no_credentials
 from services.common.input.files import MAX_DEPTH, read_file, require_plain
 from services.common.input.problem_list import ProblemList
+from services.common.input.text_encoding import decode_text, encoding_of_mark, guess_encoding
 from services.common.process.limits import explain_lack
 from services.common.recipe.schema import Recipe
 from services.common.recipe.section import Section
@@ -82,14 +83,20 @@ def read_recipe_source(path: Path) -> RecipeSource:
 
 
 def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
-    """Raises `RecipeError` for what is no TOML, and for a line that holds a credential."""
-    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
+    """Parse TOML in UTF-8, or in the encoding that its byte-order mark names.
+
+    Raises `RecipeError` for what is no TOML, and for a line that holds a credential.
+    """
+    shown = content.decode(encoding_of_mark(content) or "utf-8", "replace")
+    for number, line in enumerate(shown.splitlines(), start=1):
         _require_no_secrets(f"{origin}:{number}", line)
     try:
-        text = content.decode()
+        text = decode_text(content)
         return RecipeSource(origin, text, _parse_toml(text))
     except ValueError as error:
-        raise RecipeError(f"{origin}: not a TOML file: {error}") from error
+        is_text = not isinstance(error, UnicodeDecodeError) and b"\0" not in content
+        encoding = "" if is_text else f" It looks like {guess_encoding(content)}; save it as UTF-8."
+        raise RecipeError(f"{origin}: not a TOML file: {error}.{encoding}") from error
 
 
 def _require_no_secrets(place: str, text: str) -> None:

@@ -101,7 +101,9 @@ class Source(Section):
     is the format of the original `raw.en.tgz`.
     """
     column: str = "text"
-    """The jsonl key, or the parquet or arrow column, that holds the document."""
+    """The jsonl key, or the parquet or arrow column, that holds the document. `a.b` is the key `b` within `a`, where no
+    column has that name itself.
+    """
     revision: str | None = None
     """Commit of a repository on the Hugging Face hub, or a branch that `make pin` replaces by its commit."""
     subset: str | None = None
@@ -146,7 +148,9 @@ class Corpus(Section):
     counts the others. Documents are equal when their text is, apart from line ends and white space at both ends. All
     sources are compared with one another, before weights choose documents, and every document is read once more."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
-    """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` ends the stage."""
+    """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` ends the stage. A
+    file of which more than 1 % of the characters would be replaced is in another encoding, and always ends the stage.
+    """
     control_text: Annotated[Literal["text"], CORPUS] = "text"
     """Encoding of the name of a special token, such as `</s>`, in a document: always as text, never as that token."""
     max_document_bytes: Positive = 128 * 2**20

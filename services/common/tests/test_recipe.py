@@ -375,3 +375,18 @@ def test_tensor_parallel_workers_need_equal_parts_of_everything(
 
     with pytest.raises(RecipeError, match=message):
         load_small(tmp_path, {**eight, **heads, **overrides})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
+    plain = write_recipe(tmp_path)
+    marked = tmp_path / "marked.toml"
+    marked.write_text(plain.read_text(encoding="utf-8"), encoding=encoding)
+    assert load_recipe(marked) == load_recipe(plain)
+
+
+def test_a_recipe_in_utf16_without_a_mark_is_refused_with_its_encoding(tmp_path: Path) -> None:
+    plain = write_recipe(tmp_path)
+    plain.write_text(plain.read_text(encoding="utf-8"), encoding="utf-16-le")
+    with pytest.raises(RecipeError, match="UTF-16LE"):
+        load_recipe(plain)

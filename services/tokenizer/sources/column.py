@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -20,74 +19,64 @@ _BYTES_OF = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
-    **{kind: kind for kind in (pa.binary(), pa.large_binary(), pa.binary_view())},
+    **{kind: kind for kind in (pa.binary(), pa.large_binary(), pa.binary_view(), pa.null())},
 }
 
-_SHARED_AT_MOST = 8
-"""Factor by which the text of a dictionary of views may be larger than its memory. It is decoded as a whole."""
 
+def find_column(file: InputFile, schema: pa.Schema) -> tuple[str, ...]:
+    """Return the names that lead to the file's column: one, or several where `a.b` is the field b of the struct a.
 
-def check_column(file: InputFile, schema: pa.Schema) -> None:
-    """Raise `RecipeError` when the file's column is missing, exists twice, or holds no text."""
-    if file.column not in schema.names:
-        raise RecipeError(
-            f"{file.uri}: the file has no column {file.column!r}; its columns are {', '.join(schema.names) or 'none'}. "
-            f"Set `column` of this source to the column that holds the text."
-        )
+    A path ends where all values are null. Raises `RecipeError` when the column is missing, exists twice, or holds no
+    text.
+    """
     if schema.names.count(file.column) > 1:
         raise RecipeError(
             f"{file.uri}: the file has {schema.names.count(file.column)} columns {file.column!r}, expected one."
         )
-    found = schema.field(file.column).type
+    path, found = _walk(file.column, schema)
+    if found is None:
+        raise RecipeError(
+            f"{file.uri}: the file has no column {file.column!r}; its columns are "
+            f"{', '.join(_paths(schema)) or 'none'}. Set `column` of this source to the column that holds the text."
+        )
     if (found.value_type if pa.types.is_dictionary(found) else found) not in _BYTES_OF:
-        raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text.")
+        inner = [] if not pa.types.is_struct(found) else [f"{file.column}.{name}" for name in _paths(found)]
+        advice = f" Set `column` of this source to one of {', '.join(inner)}." if inner else ""
+        raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text.{advice}")
+    return path
 
 
-def in_batches(column: pa.Array) -> Iterator[TextBatch]:
-    """Yield the values in order, without a copy of the text. A null is an empty document.
+def _walk(column: str, fields: pa.Schema | pa.StructType) -> tuple[tuple[str, ...], pa.DataType | None]:
+    """Return the path to a column, and its type; None as the type where there is no such column."""
+    names = fields.names
+    if column in names:
+        return (column,), fields.field(column).type
+    first, _, rest = column.partition(".")
+    outer = fields.field(first).type if rest and first in names else None
+    if outer is None or pa.types.is_null(outer):
+        return (first,), outer
+    path, found = _walk(rest, outer) if pa.types.is_struct(outer) else ((), None)
+    return (first, *path), found
+
+
+def _paths(fields: pa.Schema | pa.StructType) -> Iterator[str]:
+    """Yield the names of columns, those within structs as `a.b`."""
+    for field in fields:
+        if pa.types.is_struct(field.type):
+            yield from (f"{field.name}.{inner}" for inner in _paths(field.type))
+        else:
+            yield field.name
+
+
+def read_column(batch: pa.RecordBatch, path: tuple[str, ...]) -> Iterator[TextBatch]:
+    """Yield the values of a column in order, without a copy of the text. A null is an empty document.
 
     Raises `pa.ArrowInvalid` for a column whose offsets point outside of its data.
     """
-    for values in _without_shared_text(_checked(column)):
-        yield from _in_batches(values.cast(pa.large_binary()))
-
-
-def _without_shared_text(values: pa.Array) -> Iterator[pa.Array]:
-    """Yield slices of about BATCH_BYTES of text, or of one document, for a column whose values may share their text.
-
-    A dictionary, or views, can name one text of 100 MB a million times, in a few megabytes of memory.
-    """
-    is_dictionary = pa.types.is_dictionary(values.type)
-    if is_dictionary:
-        sizes_of_dictionary = _sizes_of(values.dictionary)
-        if sizes_of_dictionary.sum() > _SHARED_AT_MOST * (values.dictionary.nbytes + BATCH_BYTES):
-            raise pa.ArrowInvalid("the values of the column's dictionary share their text")
-        dictionary = values.dictionary.cast(pa.large_binary())
-        sizes = pa.array(sizes_of_dictionary).take(values.indices).fill_null(0).to_numpy(zero_copy_only=False)
-    elif pa.types.is_binary_view(values.type):
-        sizes = _sizes_of(values)
-    else:
-        yield values
-        return
-    ends = np.cumsum(sizes)
-    begin = begin_bytes = 0
-    while begin < len(values):
-        end = max(begin + 1, int(np.searchsorted(ends, begin_bytes + BATCH_BYTES, side="right")))
-        piece = values.slice(begin, end - begin)
-        yield dictionary.take(piece.indices) if is_dictionary else piece
-        begin, begin_bytes = end, int(ends[end - 1])
-
-
-def _sizes_of(values: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the size of every value in bytes, 0 for a null. The first 4 of a view's 16 bytes are the size."""
-    if not pa.types.is_binary_view(values.type):
-        lengths = pc.binary_length(values).cast(pa.int64()).fill_null(0)
-        return np.asarray(lengths.to_numpy(zero_copy_only=False))
-    views = np.frombuffer(values.buffers()[1], np.int32).reshape(-1, 4)[values.offset :][: len(values)]
-    return np.where(values.is_valid().to_numpy(zero_copy_only=False), views[:, 0].astype(np.int64), 0)
-
-
-def _in_batches(values: pa.Array) -> Iterator[TextBatch]:
+    column = batch.column(path[0])
+    for name in path[1:]:
+        column = pc.struct_field(column, name)
+    values = _checked(column).cast(pa.large_binary())
     if values.null_count:
         values = values.fill_null(b"")
     if not len(values):
@@ -110,13 +99,7 @@ def explaining_damage(uri: str, file_format: str) -> Iterator[None]:
     """Turn pyarrow's errors about a damaged file into an `ArtifactError` that names the file."""
     try:
         yield
-    except UnicodeDecodeError as error:
-        shown = error.object[:60]
-        raise ArtifactError(
-            f"{uri}: not a readable {file_format} file: its schema has the name {shown!r}, which is not UTF-8: byte "
-            f"0x{error.object[error.start]:02x} at {error.start:,}. Write the file again with names in UTF-8."
-        ) from error
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ArtifactError(f"{uri}: not a readable {file_format} file: {error}") from error
 
 

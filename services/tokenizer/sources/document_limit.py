@@ -1,17 +1,11 @@
-"""Enforces `corpus.max_document_bytes` while a file is read.
-
-A sparse archive can declare a terabyte, and a few kilobytes of gzip can decompress to gigabytes without a line end. So
-reading stops with an error as soon as a document, a line, an article, a page or a record batch is too large.
-"""
+"""Enforces `corpus.max_document_bytes` while a file is read: a file without line ends is not read as one line."""
 
 from __future__ import annotations
 
 from typing import BinaryIO
 
-from services.common.errors import ArtifactError
+from services.tokenizer.sources.bad_row import BadRow
 
-_DOCUMENTS_AT_ONCE = 8
-_LEAST_AT_ONCE = 64 * 2**20
 _BLOCK_BYTES = 2**20
 
 
@@ -49,29 +43,10 @@ def skip_line(file: BinaryIO, max_document_bytes: int) -> int | None:
     return skipped
 
 
-def bytes_at_once(max_document_bytes: int) -> int:
-    """Return the limit for a Parquet page or an Arrow record batch, which is decoded with all of its documents.
-
-    It is 1 GiB at the default of `max_document_bytes`. Common writers make pages and batches of 1 to 100 MiB.
-    """
-    return max(_DOCUMENTS_AT_ONCE * max_document_bytes, _LEAST_AT_ONCE)
-
-
-def require_at_most_at_once(place: str, what: str, num_bytes: int, max_document_bytes: int) -> None:
-    """Raise `ArtifactError` for a page or a record batch above `bytes_at_once`."""
-    most = bytes_at_once(max_document_bytes)
-    if num_bytes > most:
-        raise ArtifactError(
-            f"{place}: {what} has {num_bytes:,} bytes and is decoded as a whole. The limit is {most:,} bytes with "
-            f"corpus.max_document_bytes = {max_document_bytes:,}. Write the file again with smaller row groups or "
-            f"record batches, or raise corpus.max_document_bytes to {-(-num_bytes // _DOCUMENTS_AT_ONCE):,}."
-        )
-
-
-def too_large(place: str, what: str, num_bytes: int | None, max_document_bytes: int) -> ArtifactError:
+def too_large(place: str, what: str, num_bytes: int | None, max_document_bytes: int) -> BadRow:
     """Return the error for a document above the limit. `num_bytes` is None when reading stopped at the limit."""
     size = f"{num_bytes:,} bytes" if num_bytes is not None else f"more than {max_document_bytes:,} bytes"
-    return ArtifactError(
+    return BadRow(
         f"{place}: {what} has {size}, and the limit for a document is "
         f"corpus.max_document_bytes = {max_document_bytes:,}. Check whether the file is damaged or has no line ends. "
         f"If it is correct, raise corpus.max_document_bytes."

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import arrow, dataset_rows, hub, jsonl, parquet, python_docs, text, wikicorpus
+from services.tokenizer.sources.bad_row import BadRow
 from services.tokenizer.sources.document_limit import too_large
 from services.tokenizer.sources.file_discovery import list_files
 from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile
 from services.tokenizer.sources.file_version import require_unchanged
+from services.tokenizer.sources.legibility import Legibility, is_utf8
 from services.tokenizer.text_batch import TextBatch, join_small
 
 
@@ -32,8 +34,7 @@ class DocumentFormat:
     read: Callable[[FileRange, int], Iterator[TextBatch]]
     """Reads the documents of a file range, in the file's order. They are UTF-8, unless the input is not.
 
-    The arguments are the file range and `max_document_bytes`. Memory stays within a small multiple of the limit,
-    whatever size the file declares.
+    The arguments are the file range and `max_document_bytes`.
     """
     is_cut_by_size: bool = False
     """Whether `cut` opens no file."""
@@ -75,13 +76,29 @@ def cut_file(file: InputFile, split_bytes: int, max_document_bytes: int) -> list
     return FORMATS[file.format].cut(file, split_bytes, max_document_bytes)
 
 
+def require_column(files: Sequence[InputFile], max_document_bytes: int) -> None:
+    """Raise `RecipeError` when no one of the files of JSON has the source's key. Other formats check a schema in `cut`.
+
+    A part of a data set may hold nulls alone, and then some writers leave the key out.
+    """
+    explanation = None
+    for file in files:
+        if file.format == "jsonl":
+            missing = jsonl.explain_missing_key(file, max_document_bytes)
+            if missing is None:
+                return
+            explanation = explanation or missing
+    if explanation:
+        raise RecipeError(explanation)
+
+
 def read_documents(
     file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
 ) -> Iterator[TextBatch]:
     """Read the documents of file ranges, in order, as valid UTF-8.
 
-    Raises `ArtifactError` for bytes that are not UTF-8 under "reject", for a document of more than
-    `max_document_bytes`, and for a file that is damaged or has changed since it was listed.
+    Raises `BadRow` for bytes that are not UTF-8 under "reject" and for a document above `max_document_bytes`, and
+    `ArtifactError` for a file that is damaged, in another encoding, or has changed since it was listed.
     """
     return join_small(_read_file_ranges(file_ranges, invalid_utf8, max_document_bytes))
 
@@ -90,41 +107,44 @@ def _read_file_ranges(
     file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
 ) -> Iterator[TextBatch]:
     for file_range in file_ranges:
-        number = 0
-        file_format = FORMATS[file_range.file.format]
         with require_unchanged(file_range.file):
-            for batch in file_format.read(file_range, max_document_bytes):
-                largest = int(np.argmax(batch.sizes)) if len(batch) else 0
-                if len(batch) and batch.sizes[largest] > max_document_bytes:
-                    place = file_format.locate(file_range, number + largest)
-                    raise too_large(place, "the document", int(batch.sizes[largest]), max_document_bytes)
-                if _is_utf8(batch):
+            number, legibility = 0, Legibility()
+            for batch in _read_within_limit(file_range, max_document_bytes):
+                if is_utf8(batch):
+                    legibility.add(batch)
                     yield batch
                 elif invalid_utf8 == "replace":
-                    yield _repair(batch)
+                    yield legibility.repair(batch)
                 else:
-                    raise ArtifactError(_explain_invalid(file_range, number, batch))
+                    raise BadRow(_explain_invalid(file_range, number, batch))
                 number += len(batch)
+            if legibility.is_bad(file_range.file.format):
+                _require_legible(file_range.file, max_document_bytes)
 
 
-def _is_utf8(batch: TextBatch) -> bool:
-    """Return whether all documents are UTF-8. Arrow checks 15 GB a second."""
-    offsets = np.append(batch.begins, batch.ends[-1:])
-    if not np.array_equal(offsets[1:], batch.ends):
-        raise ValueError("the documents of a batch must be adjacent in its text")
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(batch.text)]
-    try:
-        pa.Array.from_buffers(pa.large_binary(), len(batch), buffers).cast(pa.large_string())
-    except pa.ArrowInvalid:
-        return False
-    return True
+def _read_within_limit(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+    number, file_format = 0, FORMATS[file_range.file.format]
+    for batch in file_format.read(file_range, max_document_bytes):
+        largest = int(np.argmax(batch.sizes)) if len(batch) else 0
+        if len(batch) and batch.sizes[largest] > max_document_bytes:
+            place = file_format.locate(file_range, number + largest)
+            raise too_large(place, "the document", int(batch.sizes[largest]), max_document_bytes)
+        yield batch
+        number += len(batch)
 
 
-def _repair(batch: TextBatch) -> TextBatch:
-    broken = batch.documents()
-    repaired = [document.decode("utf-8", "replace").encode() for document in broken]
-    changed = sum(before != after for before, after in zip(broken, repaired, strict=True))
-    return TextBatch.of(repaired, changed)
+@lru_cache(maxsize=16)
+def _require_legible(file: InputFile, max_document_bytes: int) -> None:
+    """Raise `ArtifactError` for a file that is text in another encoding, or no text.
+
+    The whole file is judged, which is read again for that: so no cut of the file changes the verdict.
+    """
+    legibility = Legibility()
+    for file_range in cut_file(file, max(1, file.bytes), max_document_bytes):
+        for batch in _read_within_limit(file_range, max_document_bytes):
+            legibility.add(batch) if is_utf8(batch) else legibility.repair(batch)
+    if legibility.is_bad(file.format):
+        raise ArtifactError(f"{file.uri}: {legibility.explain()}")
 
 
 def _explain_invalid(file_range: FileRange, number: int, batch: TextBatch) -> str:

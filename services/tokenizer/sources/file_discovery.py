@@ -45,6 +45,8 @@ FORMAT_BY_ENDING: dict[str, Format] = {
     ".md": "text",
     ".rst": "text",
     ".jsonl": "jsonl",
+    ".jsonlines": "jsonl",
+    ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",

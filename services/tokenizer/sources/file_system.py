@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import logging
 import lzma
 import traceback
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -24,13 +26,30 @@ import pyarrow as pa
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.input.files import require_regular_file
 from services.common.process.limits import explain_lack
+from services.tokenizer.sources.decompression import ConcatenatedStreams
 
 logger = logging.getLogger(__name__)
 
 _WRAPPERS = (fsspec.archive.AbstractArchiveFileSystem, fsspec.implementations.chained.ChainedFileSystem)
 
-# Arrow decompresses these, because it notices a file that is cut off, as zstandard does not, at 3 times gzip's speed.
-_ARROW_CODEC_BY_ENDING = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+_DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
+    "gzip": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    "bzip2": lambda file: ConcatenatedStreams(file, bz2.BZ2Decompressor),
+    "xz": lambda file: ConcatenatedStreams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
+    # Arrow notices a file that is cut off, and zstandard does not.
+    "zstd": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"),
+    "lz4": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "lz4"),
+}
+_COMPRESSION_BY_ENDING = {
+    ".gz": "gzip",
+    ".tgz": "gzip",
+    ".bz2": "bzip2",
+    ".xz": "xz",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".lz4": "lz4",
+}
+_WINDOW_ABOVE_LIMIT = "requires too much memory"
 _BUFFER_BYTES = 2**20
 MAX_VOCABULARY_BYTES = 2**28
 """Bytes of the largest vocabulary that is read. Vocabularies of 260,000 pieces have 35 MB."""
@@ -78,10 +97,10 @@ def find_file_system(uri: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def open_file(uri: str) -> Iterator[BinaryIO]:
+def open_file(uri: str) -> Iterator[io.BufferedReader[Any]]:
     """Open a file for reading from its begin. Its name's extension decides whether it is decompressed."""
     _require_regular(uri)
-    codec = _ARROW_CODEC_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
+    codec = _COMPRESSION_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
     try:
         opened = fsspec.core.OpenFile(*find_file_system(uri), compression=None if codec else "infer")
     except ValueError as error:
@@ -92,7 +111,7 @@ def open_file(uri: str) -> Iterator[BinaryIO]:
             # fsspec's own readline reads a block of 5 MB for every line of a remote file.
             yield io.BufferedReader(file, _BUFFER_BYTES)
             return
-        with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec) as stream:
+        with _DECOMPRESSORS[codec](file) as stream:
             reader = io.BufferedReader(stream, _BUFFER_BYTES)
             if not reader.peek(1) and not file.tell():
                 raise ArtifactError(f"{uri}: the file is empty, and a {codec} file never is: it is cut off.")
@@ -156,6 +175,11 @@ def explain_read_errors(uri: str) -> Iterator[None]:
         raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         place = getattr(error, "filename", None) or uri  # a file or folder below the source's
+        if _WINDOW_ABOVE_LIMIT in str(error):
+            raise ArtifactError(
+                f"{uri}: its zstd window is above 128 MiB, the most that is read. Write it anew: "
+                f"`zstd -dc --long=31 FILE | zstd -o NEW`."
+            ) from error
         raise explain_lack(error, uri) or ArtifactError(f"{place}: cannot be read: {_reason(error)}.") from error
     except Exception as error:
         if not _has_passed_a_remote_library(error):
@@ -175,8 +199,9 @@ def is_local_file_system(file_system: Any) -> bool:
 
 def is_compressed(uri: str) -> bool:
     """Return whether `open_file` decompresses a file, by its name's extension."""
-    suffix = PurePosixPath(uri).suffix.lower()
-    return suffix in _ARROW_CODEC_BY_ENDING or fsspec.utils.infer_compression(uri) is not None
+    return (
+        PurePosixPath(uri).suffix.lower() in _COMPRESSION_BY_ENDING or fsspec.utils.infer_compression(uri) is not None
+    )
 
 
 def _options_of(uri: str) -> dict[str, Any]:

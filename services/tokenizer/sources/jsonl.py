@@ -1,31 +1,36 @@
-"""Reads JSON lines, where each line is an object and one of its keys holds the document."""
+"""Reads JSON, where an object is a row and one of its keys holds the document.
+
+A file has an object on each line, or is an array of objects or strings, or has objects that are indented.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import sys
 from collections.abc import Iterator
 from itertools import islice, pairwise
 
-from services.common.errors import ArtifactError, RecipeError
+from services.common.input.text_encoding import guess_encoding
+from services.tokenizer.sources.bad_row import BadRow
 from services.tokenizer.sources.document_limit import read_line, skip_line, too_large
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import is_compressed, open_file
+from services.tokenizer.sources.json_values import holds_lines, place_of_value, read_values
+from services.tokenizer.sources.text_stream import TranscodedStream, open_text
 from services.tokenizer.text_batch import TextBatch, in_batches
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
-_LEAST_BYTES_OF_VALUES = 2**20
 _SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
+_ROWS_WITH_THE_KEY = 1_000
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
     """Cut a file into byte ranges of about `split_bytes`. A file range holds the lines that begin in it.
 
-    Raises `RecipeError` when the first line lacks the key, and `ArtifactError` when it is above the limit.
+    Only lines of UTF-8 can be found from any byte, so a compressed file, an array and UTF-16 are one file range.
     """
-    _check_first_line(file, max_document_bytes)
-    if is_compressed(file.uri) or file.bytes <= split_bytes:
+    if is_compressed(file.uri) or file.bytes <= split_bytes or not _can_be_cut(file.uri):
         return [whole(file)]
     count = -(-file.bytes // split_bytes)
     borders = [index * file.bytes // count for index in range(count + 1)]
@@ -33,38 +38,106 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
 
 
 def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    """Read the documents, whose bytes may be invalid UTF-8. `null` is an empty document, and a blank line is none.
+    """Read the documents, whose bytes may be invalid UTF-8. A blank line is none.
 
-    Raises `ArtifactError` after more than `max_document_bytes` of a line, because JSON is parsed line by line.
+    A key that is null, or that a row does not have, is an empty document: writers such as Spark leave out a null.
     """
     return in_batches(_read_documents(file_range, max_document_bytes))
 
 
 def locate(file_range: FileRange, number: int) -> str:
-    """Return a document's place for an error: the file and the line, from 1."""
+    """Return a document's place for an error: the file and the line, or the element, from 1."""
+    uri = file_range.file.uri
+    if file_range.begin == 0:
+        with open_text(uri) as file:
+            if not holds_lines(file):
+                return place_of_value(uri, number)
     # These lines were read before, within the limit.
     position, _ = next(islice(_read_filled_lines(file_range, sys.maxsize // 2), number, None))
-    return _place(file_range.file.uri, position)
+    return _place(uri, position)
+
+
+def explain_missing_key(file: InputFile, max_document_bytes: int) -> str | None:
+    """Return the sentence for a file whose first rows do not have the key; None where one has it, or there is none."""
+    keys: dict[str, None] = {}
+    rows = _read_rows(whole(file), max_document_bytes)
+    try:
+        for row in islice(rows, _ROWS_WITH_THE_KEY):
+            if not isinstance(row, dict) or _has_key(row, file.column):
+                return None
+            keys |= dict.fromkeys(row)
+    except BadRow:  # raised again, if it is wanted, where the documents are read
+        return None
+    if not keys:
+        return None
+    return (
+        f"{file.uri}: no row has the key {file.column!r}; its keys are {', '.join(keys)}. "
+        f"Set `column` of this source to the key that holds the text; `a.b` is the key b in the object a."
+    )
+
+
+def _can_be_cut(uri: str) -> bool:
+    with open_text(uri) as file:
+        is_utf8 = not isinstance(file.raw, TranscodedStream)
+        return is_utf8 and holds_lines(file)
 
 
 def _read_documents(file_range: FileRange, max_document_bytes: int) -> Iterator[bytes]:
-    uri, column = file_range.file.uri, file_range.file.column
+    column = file_range.file.column
+    for number, row in enumerate(_read_rows(file_range, max_document_bytes)):
+        try:
+            yield _to_bytes(_find_text(row, column))
+        except TypeError as error:
+            raise BadRow(f"{locate(file_range, number)}: {error}.") from error
+
+
+def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[object]:
+    uri = file_range.file.uri
+    if file_range.begin == 0:
+        with open_text(uri) as file:
+            if not holds_lines(file):
+                yield from read_values(file, uri, max_document_bytes)
+                return
     for position, line in _read_filled_lines(file_range, max_document_bytes):
-        _require_few_values(line, uri, position, max_document_bytes)
-        yield _to_bytes(_parse(line, column, uri, position))
+        yield _parse_object(line, uri, position)
+
+
+def _has_key(row: dict[str, object], column: str) -> bool:
+    if column in row:
+        return True
+    first, dot, rest = column.partition(".")
+    inner = row.get(first)
+    return bool(dot) and isinstance(inner, dict) and _has_key(inner, rest)
+
+
+def _find_text(row: object, column: str) -> str:
+    """Return the text in a row. Raises `TypeError` for what is no text."""
+    if isinstance(row, str) and column == "text":  # an array of strings, as `datasets` reads it
+        return row
+    if not isinstance(row, dict):
+        raise TypeError(f"the row is {type(row).__name__}, expected an object")
+    value = row.get(column)
+    if value is None and column not in row and "." in column:
+        first, _, rest = column.partition(".")
+        return "" if row.get(first) is None else _find_text(row[first], rest)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{column!r} is {type(value).__name__}, expected a string")
+    return value or ""
 
 
 def _read_filled_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their positions in the file."""
+    """Yield the lines that are not blank, with their positions in the file, without the marks of joined files."""
     lines = _read_lines(file_range, max_document_bytes)
-    return ((position, line) for position, line in lines if not line.isspace())
+    unmarked = ((position, line.removeprefix(codecs.BOM_UTF8)) for position, line in lines)
+    return ((position, line) for position, line in unmarked if line and not line.isspace())
 
 
 def _read_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
     # The last file range ends with the file, not at `file.bytes`: a compressed file has more text than bytes, and a web
     # server may not tell a file's size.
     end = float("inf") if file_range.end == file_range.file.bytes else file_range.end
-    with open_file(file_range.file.uri) as file:
+    # A file range that begins elsewhere is of a file in UTF-8.
+    with (open_file if file_range.begin else open_text)(file_range.file.uri) as file:
         position = 0
         if file_range.begin:
             position = file_range.begin - 1
@@ -83,27 +156,6 @@ def _read_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tupl
             position += len(line)
 
 
-def _require_few_values(line: bytes, uri: str, position: int, max_document_bytes: int) -> None:
-    """Raise `ArtifactError` for a line whose parsed values would need a multiple of its bytes: `[],` needs 64."""
-    most = max(_LEAST_BYTES_OF_VALUES, max_document_bytes // 8)
-    if len(line) > most and (found := len(_STRING.sub(b"", line))) > most:
-        raise ArtifactError(
-            f"{_place(uri, position)} (at byte {position:,}): the line has {found:,} bytes outside of its strings. "
-            f"The limit is {most:,} with corpus.max_document_bytes = {max_document_bytes:,}. Remove keys that hold no "
-            f"text, or raise corpus.max_document_bytes."
-        )
-
-
-def _parse(line: bytes, column: str, uri: str, position: int) -> str:
-    record = _parse_object(line, uri, position)
-    if column not in record:
-        raise ArtifactError(f"{_place(uri, position)}: no key {column!r}; its keys are {', '.join(record) or 'none'}.")
-    value = record[column]
-    if value is not None and not isinstance(value, str):
-        raise ArtifactError(f"{_place(uri, position)}: {column!r} is {type(value).__name__}, expected a string.")
-    return value or ""
-
-
 def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
     try:
         # Bytes that are not UTF-8 become lone surrogates here. `corpus.invalid_utf8` decides about them later.
@@ -113,15 +165,25 @@ def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        raise ArtifactError(
-            f"{_place(uri, position)}: the line is not JSON: {reason}. A jsonl file holds a JSON object on each line."
+        raise BadRow(
+            f"{_place(uri, position)}: the line is not JSON: {reason}.{_guess(line)} "
+            f"A jsonl file holds a JSON object on each line, or is one array."
         ) from error
     if not isinstance(record, dict):
-        raise ArtifactError(
+        raise BadRow(
             f"{_place(uri, position)}: the line is a JSON {type(record).__name__}, expected an object. "
-            f"A jsonl file holds a JSON object on each line."
+            f"A jsonl file holds a JSON object on each line, or is one array."
         )
     return record
+
+
+def _guess(line: bytes) -> str:
+    """Return a sentence about the encoding of a line that is no JSON, where it is not UTF-8."""
+    try:
+        is_text = "\0" not in line.decode()
+    except UnicodeDecodeError:
+        is_text = False
+    return "" if is_text else f" The file looks like {guess_encoding(line)}, and not like UTF-8."
 
 
 def _to_bytes(text: str) -> bytes:
@@ -144,20 +206,9 @@ def _as_escaped_byte(surrogate: str) -> str:
     return surrogate if "\udc80" <= surrogate <= "\udcff" else "\udcff"
 
 
-def _check_first_line(file: InputFile, max_document_bytes: int) -> None:
-    for position, line in _read_filled_lines(whole(file), max_document_bytes):
-        record = _parse_object(line, file.uri, position)
-        if file.column not in record:
-            raise RecipeError(
-                f"{file.uri}: the first line has no key {file.column!r}; its keys are {', '.join(record) or 'none'}. "
-                f"Set `column` of this source to the key that holds the text."
-            )
-        return
-
-
 def _place(uri: str, position: int) -> str:
     """Return a line's place for an error: the file and the line's number, which is counted here."""
-    with open_file(uri) as file:
+    with open_text(uri) as file:
         number, remaining = 1, position
         while remaining > 0 and (block := file.read(min(remaining, 2**20))):
             number += block.count(b"\n")

@@ -12,16 +12,18 @@ The data set on the Hugging Face hub has the same articles, with a blank line af
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Iterator
+from typing import IO, BinaryIO
 
 from services.common.errors import ArtifactError
 from services.tokenizer.sources.document_limit import too_large
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
-from services.tokenizer.sources.file_system import is_compressed, open_file
-from services.tokenizer.sources.tar_archive import TarArchive
+from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 _BEGIN, _END, _MARK = b"<doc ", b"</doc>", b"ENDOFARTICLE."
+_BLOCK_BYTES = 2**20
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
@@ -40,20 +42,33 @@ def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
 
 def _read_articles(uri: str, max_document_bytes: int) -> Iterator[bytes]:
     with open_file(uri) as opened:
-        archive = TarArchive(opened, uri)
-        for member in archive.members():
-            yield from _parse(archive, f"{uri}: {member.name}", max_document_bytes)
-        if is_compressed(uri):
-            archive.drain()
+        try:
+            with tarfile.open(fileobj=opened, mode="r|") as archive:
+                for member in archive:
+                    if content := archive.extractfile(member) if member.isreg() else None:
+                        yield from _parse(content, f"{uri}: {member.name}", max_document_bytes)
+                _require_end(archive.fileobj, uri)  # type: ignore[arg-type]
+        except tarfile.TarError as error:
+            raise ArtifactError(f"{uri}: not a readable tar archive: {error}.") from error
 
 
-def _parse(archive: TarArchive, place: str, max_document_bytes: int) -> Iterator[bytes]:
+def _require_end(rest: BinaryIO, uri: str) -> None:
+    """Read what follows the last member: zeros. Decompression checks a file's checksum only at the end.
+
+    `tarfile` takes a damaged header for the end of the archive.
+    """
+    while block := rest.read(_BLOCK_BYTES):
+        if block.strip(b"\0"):
+            raise ArtifactError(f"{uri}: the tar archive has a damaged header, and members after it. Fetch it again.")
+
+
+def _parse(content: IO[bytes], place: str, max_document_bytes: int) -> Iterator[bytes]:
     article: list[bytes] | None = None
     number = article_bytes = 0
-    while line := archive.readline(max_document_bytes + 1):
+    while line := content.readline(max_document_bytes + 1):
         number += 1
         if len(line) > max_document_bytes:
-            raise too_large(_place(place, number, archive), "a line", None, max_document_bytes)
+            raise too_large(f"{place}:{number}", "a line", None, max_document_bytes)
         if line.startswith(_BEGIN):
             if article is not None:
                 raise ArtifactError(f"{place}:{number}: the article before this line has no {_END.decode()}.")
@@ -66,12 +81,8 @@ def _parse(archive: TarArchive, place: str, max_document_bytes: int) -> Iterator
                 article.append(line)
                 article_bytes += len(line)
                 if article_bytes > max_document_bytes:
-                    raise too_large(_place(place, number, archive), "an article", None, max_document_bytes)
+                    raise too_large(f"{place}:{number}", "an article", None, max_document_bytes)
         elif line.strip():
             raise ArtifactError(f"{place}:{number}: the line is outside of an article: {line[:60]!r}.")
     if article is not None:
         raise ArtifactError(f"{place}:{number}: the file ends within an article: the archive is cut off.")
-
-
-def _place(member: str, number: int, archive: TarArchive) -> str:
-    return f"{member}:{number} (before byte {archive.position:,} of the archive)"

@@ -10,6 +10,7 @@ import pytest
 from services.common.process.entry_point import exit_code_of
 from services.common.testing import fork_server
 from services.tokenizer.__main__ import main
+from services.tokenizer.tests.bad_input.stage import Stage
 from services.tokenizer.tests.builders import Tool, ToolResult, write_model
 
 fork_server.preload("services.tokenizer.encode_task", "services.tokenizer.ngram_overlap")
@@ -26,6 +27,12 @@ def forked_workers() -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A given vocabulary, which is trained once for all tests."""
     return write_model(tmp_path_factory.mktemp("vocabulary"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Stage:
+    """Runs the stage with a given vocabulary."""
+    return Stage(tmp_path, model, capsys)
 
 
 @pytest.fixture

@@ -214,11 +214,12 @@ def test_files_of_unknown_formats_are_skipped_with_a_warning(tmp_path: Path, cap
 def test_bytes_that_are_not_utf8_in_json_are_repaired_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "caf\xe9"}\n{"text": "lone \\ud800 surrogate"}\n{"text": "pair \\ud83d\\ude00"}\n'
+        b'{"text": "%s"}\n' % (b"x" * 100)
     )
     files = list_inputs(Source(uri=str(tmp_path)))
     [batch] = read_documents(cut_file(files[0], 10**6, MAX_DOCUMENT_BYTES), "replace", MAX_DOCUMENT_BYTES)
 
-    expected = ["caf\ufffd", "lone \ufffd surrogate", "pair 😀"]
+    expected = ["caf\ufffd", "lone \ufffd surrogate", "pair 😀", "x" * 100]
     assert [document.decode() for document in batch.documents()] == expected
     assert batch.num_repaired == 2
 

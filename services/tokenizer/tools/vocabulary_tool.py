@@ -18,7 +18,7 @@ from services.common.process.brought_files import offer_file
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.schema import Corpus, Source, VocabularyTraining
 from services.common.vocabularies.sentencepiece_model import load_model
-from services.tokenizer.sources.documents import list_inputs
+from services.tokenizer.sources.documents import list_inputs, require_column
 from services.tokenizer.tools.tool_parser import ToolParser
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
@@ -57,6 +57,8 @@ def train_vocab(argv: list[str]) -> int:
     # No document is kept for validation, and the length of rows changes no text.
     corpus = Corpus(name="vocabulary", sources=tuple(sources), sequence_length=8, validation_fraction=0.0)
     files = [list_inputs(source) for source in sources]
+    for listing in files:
+        require_column(listing, corpus.max_document_bytes)
     documents = sample_text(corpus, files, training.max_bytes)
     model = _train(documents, training.vocab_size, sources)
     _require_free(path)  # training takes minutes, and another command may have written the file

@@ -74,7 +74,6 @@ def test_a_column_that_a_parquet_has_twice_is_refused(stage: Stage, tmp_path: Pa
     [
         (pa.array([["x"]]), "list<item: string>"),
         (pa.array([{"text": "x"}]), "struct<text: string>"),
-        (pa.array([None]), "null"),
         (pa.array([1, 2]), "int64"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files of all formats with flipped, overwritten or missing bytes are read, or refused by name."""
+"""Compressed files, JSON lines and archives with flipped, overwritten or missing bytes are read, or refused by name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.common.testing.seeds import draw_seed
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.bad_input.stage import TEXTS, jsonl, write_arrow
+from services.tokenizer.tests.bad_input.stage import TEXTS, jsonl
 from services.tokenizer.tests.bad_input.test_archives import ARTICLE, write_archive
 from services.tokenizer.tests.bad_input.test_lines import CODECS
 
-TABLE = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "nested": [[{"a": number}] for number in range(len(TEXTS))]})
 DAMAGED_FILES = 40
 EXTREMES = [b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\xff" * 7 + b"\x7f"]
 
@@ -43,16 +40,6 @@ FORMATS: dict[str, Callable[[Path], object]] = {
     "a.jsonl.zst": lambda path: path.write_bytes(CODECS[".zst"](jsonl(TEXTS))),
     "a.jsonl.lz4": lambda path: path.write_bytes(CODECS[".lz4"](jsonl(TEXTS))),
     "a.jsonl.zip": write_zip,
-    "a.parquet": lambda path: pq.write_table(TABLE, path, row_group_size=20),
-    "b.parquet": lambda path: pq.write_table(
-        TABLE, path, use_dictionary=False, compression="none", store_schema=False, data_page_version="2.0"
-    ),
-    "a.arrow": lambda path: write_arrow(path, TABLE, pa.ipc.new_file),
-    "b.arrow": lambda path: write_arrow(path, TABLE, pa.ipc.new_stream),
-    "c.arrow": lambda path: write_arrow(
-        path, pa.table({"text": pa.array(TEXTS).dictionary_encode()}), pa.ipc.new_stream
-    ),
-    "d.arrow": lambda path: write_arrow(path, pa.table({"text": pa.array(TEXTS, pa.string_view())}), pa.ipc.new_file),
     "raw.tar": lambda path: write_archive(path, articles(), mode="w"),
     "raw.tgz": lambda path: write_archive(path, articles()),
 }
@@ -91,23 +78,3 @@ def test_damaged_bytes_are_read_or_refused_and_never_a_bug(tmp_path: Path, name:
         except (ArtifactError, RecipeError) as error:
             refusals.append(str(error))
     assert all(name in refusal for refusal in refusals)
-
-
-def test_a_parquet_footer_whose_lists_have_another_length_is_read_or_refused_and_ends_no_process(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "b.parquet"
-    FORMATS[path.name](path)
-    good = path.read_bytes()
-    footer_bytes = int.from_bytes(good[-8:-4], "little")
-    refusals = []
-    for at in range(len(good) - 8 - footer_bytes, len(good) - 8):
-        # The upper half of the byte before a short list in Thrift's compact protocol is the list's length: 1 becomes 2.
-        path.write_bytes(good[:at] + bytes([good[at] ^ 0x30]) + good[at + 1 :])
-        try:
-            [file] = list_inputs(Source(uri=str(path)))
-            cut_file(file, 3_000, 2**20)
-        except (ArtifactError, RecipeError) as error:
-            refusals.append(str(error))
-    assert refusals
-    assert all(str(path) in refusal for refusal in refusals)

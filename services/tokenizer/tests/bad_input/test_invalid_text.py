@@ -17,13 +17,13 @@ SURROGATES = [r"\ud800", r"\udfff and \udc80", r"\udcc3\udca9"]
 
 def test_lone_surrogates_are_replaced_and_counted(stage: Stage, tmp_path: Path) -> None:
     lines = b"".join(b'{"text": "%s %d"}\n' % (text.encode(), index) for index, text in enumerate(SURROGATES))
-    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl").write_bytes(lines + jsonl(TEXTS))
 
     assert stage.run(tmp_path / "a.jsonl") == 0
 
     corpus = published(stage.root)
     expected = ["\ufffd 0", "\ufffd and \ufffd 1", "\ufffd\ufffd 2"]
-    assert [document.decode() for document in decode_documents(corpus.path, "train")] == expected
+    assert [document.decode() for document in decode_documents(corpus.path, "train")] == expected + TEXTS
     assert corpus.manifest.corpus.documents_with_invalid_utf8 == 3
 
 

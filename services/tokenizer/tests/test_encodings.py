@@ -1,0 +1,147 @@
+"""A byte-order mark names its encoding, and text in another encoding is refused, however a file is stored and cut."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ArtifactError
+from services.common.input.text_encoding import guess_encoding
+from services.common.recipe.schema import Source
+from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, decode_documents, published, run, write_recipe
+from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all
+
+MARKED = {
+    "utf-8": codecs.BOM_UTF8,
+    "utf-16-le": codecs.BOM_UTF16_LE,
+    "utf-16-be": codecs.BOM_UTF16_BE,
+    "utf-32-le": codecs.BOM_UTF32_LE,
+    "utf-32-be": codecs.BOM_UTF32_BE,
+}
+TEXTS = {
+    "fr": "Ça va très bien, déjà vu à l'été. Le garçon préfère la crème brûlée.\r\n",
+    "ru": "Съешь же ещё этих мягких французских булок, да выпей чаю.\n",
+    "zh": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。\n",
+    "ja": "いろはにほへと ちりぬるを わかよたれそ つねならむ\n",
+    "th": "สวัสดีครับ ผมชื่อสมชาย\n",
+}
+
+
+def read_replaced(path: Path, split_bytes: int = 10**9) -> tuple[list[str], int]:
+    """Return the documents of a file, and how many of them were repaired."""
+    [file] = list_inputs(Source(uri=str(path)))
+    batches = list(read_documents(cut_file(file, split_bytes, MAX_DOCUMENT_BYTES), "replace", MAX_DOCUMENT_BYTES))
+    documents = [document.decode() for batch in batches for document in batch.documents()]
+    return documents, sum(batch.num_repaired for batch in batches)
+
+
+@pytest.mark.parametrize("encoding", MARKED)
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@pytest.mark.parametrize("split_bytes", [7, 10**9])
+def test_a_mark_names_the_encoding_and_is_dropped(tmp_path, encoding: str, compress, split_bytes: int) -> None:  # type: ignore[no-untyped-def]
+    ending = "" if compress is bytes else ".gz"
+    text = "".join(TEXTS.values()) + "\ufeff 👍🏽"
+    rows = [json.dumps({"text": each}, ensure_ascii=False) for each in DOCUMENTS]
+    files = {
+        "a.txt": (text, [text]),
+        "b.jsonl": ("\r\n".join(rows), DOCUMENTS),
+        "c.json": ("[\n" + ",\n".join(rows) + "]\n", DOCUMENTS),
+    }
+    for name, (content, expected) in files.items():
+        path = tmp_path / f"{name}{ending}"
+        path.write_bytes(compress(MARKED[encoding] + content.encode(encoding)))
+        assert read_all(Source(uri=str(path)), split_bytes) == expected
+
+
+def test_a_mark_before_a_line_within_a_file_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "joined.jsonl").write_bytes((codecs.BOM_UTF8 + b'{"text": "a"}\n') * 3 + codecs.BOM_UTF8)
+    assert read_all(Source(uri=str(tmp_path)), 10) == ["a"] * 3
+
+
+def test_a_broken_character_of_utf16_is_repaired_and_counted(tmp_path: Path) -> None:
+    text = TEXTS["fr"] * 3
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF16_LE + text.encode("utf-16-le") + b"\x00\xd8" + b"a\0" + b"b")
+    assert read_replaced(tmp_path / "a.txt") == ([text + "\ufffda\ufffd"], 1)
+
+
+@pytest.mark.parametrize(
+    ("language", "encoding", "guess"),
+    [
+        ("fr", "latin-1", "Latin-1"),
+        ("fr", "cp1252", "Windows-1252"),
+        ("fr", "utf-16-le", "UTF-16LE"),
+        ("fr", "utf-16-be", "UTF-16BE"),
+        ("fr", "utf-32-le", "UTF-32LE"),
+        ("ru", "cp1251", "Windows-1251"),
+        ("ru", "koi8-r", "KOI8-R"),
+        ("ru", "utf-16-le", "UTF-16LE"),
+        ("zh", "gb18030", "GB18030"),
+        ("zh", "utf-16-be", "UTF-16BE"),
+        ("ja", "shift_jis", "Shift_JIS"),
+        ("ja", "euc_jp", "EUC-JP"),
+        ("th", "utf-16-le", "UTF-16LE"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 50])
+def test_text_in_another_encoding_is_refused_with_its_name(
+    tmp_path: Path, language: str, encoding: str, guess: str, count: int
+) -> None:
+    content = (TEXTS[language] * count).encode(encoding)
+    assert guess in guess_encoding(content)
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ArtifactError, match=rf"a\.txt: .*{guess}"):
+        read_replaced(tmp_path / "a.txt")
+    line = json.dumps({"text": TEXTS[language]}, ensure_ascii=False) + "\n"
+    (tmp_path / "a.jsonl").write_bytes((line * count).encode(encoding))
+    with pytest.raises(ArtifactError, match=r"a\.jsonl"):
+        read_replaced(tmp_path / "a.jsonl", 100)
+
+
+@pytest.mark.parametrize("magic", [gzip.compress(b"x" * 900), b"PK\x03\x04" + bytes(900), b"PAR1" + bytes(900)])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, magic: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(magic)
+    with pytest.raises(ArtifactError, match=r"a\.txt"):
+        read_replaced(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("split_bytes", [1, 500, 10**9])
+@pytest.mark.parametrize(("good_lines", "is_refused"), [(300, False), (50, True)])
+def test_the_share_of_repaired_text_is_that_of_the_file_however_it_is_cut(
+    tmp_path: Path, split_bytes: int, good_lines: int, is_refused: bool
+) -> None:
+    """Seven characters of each bad line are repaired, of 10,000 or 2,000 in the file."""
+    lines = [b'{"text": "%s"}' % (b"x" * 33)] * good_lines + [
+        b'{"text": "\xe9t\xe9 \xe0 la cr\xe8me br\xfbl\xe9e"}'
+    ] * 5
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    if is_refused:
+        with pytest.raises(ArtifactError, match=r"Latin-1"):
+            read_replaced(tmp_path / "a.jsonl", split_bytes)
+    else:
+        documents, repaired = read_replaced(tmp_path / "a.jsonl", split_bytes)
+        assert (len(documents), repaired) == (good_lines + 5, 5)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_marked_recipe_with_marked_text_gives_the_same_corpus_for_any_number_of_workers(
+    tmp_path: Path, model: Path, encoding: str
+) -> None:
+    rows = [{"text": text} for text in DOCUMENTS if text.strip()]
+    for number in range(3):
+        lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows[number::3])
+        (tmp_path / f"{number}.jsonl").write_text(lines, encoding=encoding)
+    recipe = write_recipe(tmp_path, tmp_path / "*.jsonl", tokenizer__model=str(model), model__vocab_size=300)
+    recipe.write_text(recipe.read_text(encoding="utf-8"), encoding=encoding)
+    digests = set()
+    for workers in (1, 2):
+        root = tmp_path / f"fsx{workers}"
+        assert run(recipe, root, f"--tokenizer.num_workers={workers}", f"--corpus.split_bytes={500 * workers}") == 0
+        digests.add(published(root).manifest.content_digest)
+        expected = [row["text"] for number in range(3) for row in rows[number::3]]
+        assert decode_documents(published(root).path, "train") == [text.encode() for text in expected]
+    assert len(digests) == 1

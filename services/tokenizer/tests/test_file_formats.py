@@ -1,0 +1,198 @@
+"""The rows of JSON, Parquet and Arrow are those of `datasets`: with nulls, without rows, nested, compressed, padded."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.common.errors import ArtifactError
+from services.common.recipe.schema import Source
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_arrow
+from services.tokenizer.tests.builders import published
+from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all
+
+ROWS: list[dict[str, Any]] = [
+    {"id": number, "text": text, "meta": {"a.b": "no", "en": text[:3]}} for number, text in enumerate(TEXTS[:9])
+]
+ROWS += [{"id": 9, "text": None, "meta": None}, {"id": 10, "text": "", "meta": {"a.b": None, "en": None}}]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def without_nulls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows as Spark writes them."""
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+
+
+def parquet(table: pa.Table) -> Callable[[Path], object]:
+    return lambda path: pq.write_table(table, path)
+
+
+def arrow(table: pa.Table, writer: Callable[..., Any] = pa.ipc.new_stream) -> Callable[[Path], object]:
+    return lambda path: write_arrow(path, table, writer, rows=4)
+
+
+def content(written: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(written)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "a.jsonl": content(lines(ROWS)),
+    "b.ndjson": content(lines(ROWS)),
+    "c.jsonlines": content(lines(without_nulls(ROWS))),
+    "d.json": content(lines(ROWS)),
+    "array.json": content(json.dumps(ROWS).encode()),
+    "indented.json": content(json.dumps(ROWS, indent=2).encode()),
+    "marked.json": content(b"\xef\xbb\xbf \r\n" + json.dumps(ROWS, indent=1).encode()),
+    "array.json.gz": content(gzip.compress(json.dumps(ROWS).encode())),
+    "array.jsonl": content(json.dumps(ROWS).encode()),
+    "objects.json": content("\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
+    "strings.json": content(json.dumps([row["text"] or "" for row in ROWS]).encode()),
+    "e.ndjson.gz": content(gzip.compress(lines(ROWS))),
+    "f.JSON.XZ": content(lzma.compress(lines(ROWS))),
+    "a.parquet": parquet(TABLE),
+    "a.arrow": arrow(TABLE, pa.ipc.new_file),
+    "b.arrow": arrow(TABLE),
+}
+EXPECTED = [row["text"] or "" for row in ROWS]
+KNOWN_TO_DATASETS = [name for name in FILES if not name.startswith(("marked", "objects", "c.", "f.", "array.jsonl"))]
+
+
+@pytest.mark.parametrize("split_bytes", [1, 40, 10**9])
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_documents_and_nulls_are_empty(tmp_path: Path, name: str, split_bytes: int) -> None:
+    FILES[name](tmp_path / name)
+    assert read_all(Source(uri=str(tmp_path)), split_bytes) == EXPECTED
+
+
+def test_the_rows_are_those_of_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    for name in KNOWN_TO_DATASETS:
+        path = tmp_path / name
+        FILES[name](path)
+        kind = {"parquet": "parquet", "arrow": "arrow"}.get(name.rpartition(".")[2], "json")
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+        assert [text or "" for text in rows["text"]] == read_all(Source(uri=str(path)), 40), name
+
+
+NULLS = pa.table({"id": [1, 2, 3], "text": pa.nulls(3)})
+PARTS: dict[str, tuple[Callable[[Path], object], int]] = {
+    "nothing.jsonl": (content(b""), 0),
+    "blank.jsonl": (content(b"\n \r\n"), 0),
+    "nothing.jsonl.gz": (content(gzip.compress(b"")), 0),
+    "array.json": (content(b" [ ]\n"), 0),
+    "null.jsonl": (content(jsonl([None] * 3)), 3),
+    "left-out.jsonl": (content(b'{"id": 1}\n' * 3), 3),
+    "braces.jsonl": (content(b"{}\n{}"), 2),
+    "null.parquet": (parquet(NULLS), 3),
+    "null-text.parquet": (parquet(pa.table({"text": pa.nulls(3, pa.string())})), 3),
+    "no-rows.parquet": (parquet(NULLS.slice(0, 0)), 0),
+    "no-columns.parquet": (parquet(pa.table({})), 0),
+    "null.arrow": (arrow(NULLS, pa.ipc.new_file), 3),
+    "null-stream.arrow": (arrow(NULLS), 3),
+    "null-words.arrow": (arrow(pa.table({"text": pa.nulls(3, pa.string()).dictionary_encode()})), 3),
+    "no-rows.arrow": (arrow(NULLS.slice(0, 0), pa.ipc.new_file), 0),
+    "no-rows-stream.arrow": (arrow(NULLS.slice(0, 0)), 0),
+    "no-columns.arrow": (arrow(pa.table({}), pa.ipc.new_file), 0),
+}
+
+
+def test_parts_without_text_are_read_among_others_and_their_nulls_are_counted(stage: Stage, tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, (write, rows) in PARTS.items():
+        write(folder / name)
+        assert read_all(Source(uri=str(folder / name))) == [""] * rows, name
+    (folder / "z.jsonl").write_bytes(jsonl(TEXTS))
+
+    assert stage.run(folder) == 0
+
+    corpus = published(stage.root).manifest.corpus
+    nulls = sum(rows for _, rows in PARTS.values())
+    assert (corpus.documents_read, corpus.documents_empty) == (len(TEXTS) + nulls, nulls)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "array.json", "a.parquet", "a.arrow", "b.arrow"])
+def test_a_nested_column_is_named_with_a_dot(tmp_path: Path, name: str) -> None:
+    FILES[name](tmp_path / name)
+    source = Source(uri=str(tmp_path / name), column="meta.en")
+    assert read_all(source) == [(row["meta"] or {}).get("en") or "" for row in ROWS]
+    assert read_all(source.model_copy(update={"column": "meta.a.b"})) == ["no"] * 9 + [""] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "b.arrow"])
+@pytest.mark.parametrize(("column", "advice"), [("body", "meta"), ("meta.de", "meta"), ("meta", "meta.en")])
+def test_a_column_that_is_no_text_is_refused_with_those_that_are(
+    stage: Stage, tmp_path: Path, name: str, column: str, advice: str
+) -> None:
+    FILES[name](tmp_path / name)
+    is_value = name == "a.jsonl" and column == "meta"
+    sources = f'[[corpus.sources]]\nuri = "{tmp_path / name}"\ncolumn = "{column}"\n'
+    message = stage.refuse(3 if is_value else 2, sources=sources)
+    assert all(part in message for part in (name, repr(column), "dict" if is_value else advice))
+
+
+@pytest.mark.parametrize(
+    ("broken", "place"),
+    [
+        (b'[{"text": "a"}, {"text": "b"}', "cut off"),
+        (b'[{"text": "a"}, {"text": "b', "element 2"),
+        (b'[{"text": "a"}, {"text" "b"}, {"text": "c"}]', "element 2"),
+        (b'[{"text": "a"}] [{"text": "b"}]', "end"),
+        (b'[{"text": "a"}, 7]', "element 2"),
+        (b'[{"text": "a"}, {"text": ["b"]}]', "element 2"),
+        (b'{\n "text": "a"\n}\n{\n "text": ', "element 2"),
+    ],
+)
+def test_a_broken_array_is_named(tmp_path: Path, broken: bytes, place: str) -> None:
+    (tmp_path / "a.json").write_bytes(broken)
+    with pytest.raises(ArtifactError, match=rf"a\.json: .*{place}"):
+        read_all(Source(uri=str(tmp_path)))
+
+
+def test_elements_of_an_array_are_read_across_blocks(tmp_path: Path) -> None:
+    texts = ["x" * 700_000, 'é\\"' * 400_000, *DOCUMENTS, "y" * 3_000_000]
+    (tmp_path / "a.json").write_text(json.dumps([{"n": 1.5e300, "text": text, "b": True} for text in texts]))
+    assert read_all(Source(uri=str(tmp_path))) == texts
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("padding", [1, 4, 512, 10_240, 3 * 2**20])
+def test_zeros_after_a_whole_stream_are_padding(tmp_path: Path, ending: str, padding: int) -> None:
+    compress, zeros = COMPRESS[ending], bytes(padding)
+    half = len(DOCUMENTS) // 2
+    streams = [compress(jsonl(part)) for part in (DOCUMENTS[:half], DOCUMENTS[half:])]
+    (tmp_path / f"a.jsonl{ending}").write_bytes(streams[0] + zeros + streams[1] + zeros)
+    assert read_all(Source(uri=str(tmp_path))) == DOCUMENTS
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("after", [b"garbage", bytes(512) + b"garbage"])
+def test_other_bytes_after_a_whole_stream_are_damage(tmp_path: Path, ending: str, after: bytes) -> None:
+    (tmp_path / f"a.jsonl{ending}").write_bytes(COMPRESS[ending](jsonl(DOCUMENTS)) + after)
+    with pytest.raises(ArtifactError, match=f"a.jsonl{ending}"):
+        read_all(Source(uri=str(tmp_path)))
+
+
+def test_a_window_of_zstd_above_128_mib_names_the_command(tmp_path: Path) -> None:
+    """The header of a frame with a window of 256 MiB, as `zstd --long=28` writes it."""
+    frame = b"\x28\xb5\x2f\xfd\x00" + bytes([(28 - 10) << 3]) + b"\x01\x00\x00"
+    (tmp_path / "a.txt.zst").write_bytes(frame)
+    with pytest.raises(ArtifactError, match=r"a\.txt\.zst: .*--long=31"):
+        read_all(Source(uri=str(tmp_path)))
