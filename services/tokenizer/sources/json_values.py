@@ -51,7 +51,9 @@ def read_values(file: BinaryIO, uri: str, max_bytes: int) -> Iterator[object]:
             place = place_of_value(uri, number)
             more = text.read(max(_BLOCK_CHARACTERS, len(buffer))) if _may_go_on(error, buffer) else ""
             if not more:
-                raise ArtifactError(f"{place} is not JSON: {error}. The file is damaged, or cut off.") from error
+                raise ArtifactError(
+                    f"{place} is not JSON: {getattr(error, 'msg', error)}. The file is damaged, or cut off."
+                ) from error
             buffer, position = buffer[position:] + more, 0
             if len(buffer) - len(more) > max_bytes:
                 raise too_large(place, "the value", None, max_bytes) from error

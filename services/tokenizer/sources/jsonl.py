@@ -6,11 +6,14 @@ A file has an object on each line, or is an array of objects or strings, or has 
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import islice, pairwise
+from typing import Any, BinaryIO
 
 from services.common.input.text_encoding import guess_encoding
 from services.tokenizer.sources.bad_row import BadRow
@@ -48,12 +51,11 @@ def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
 def locate(file_range: FileRange, number: int) -> str:
     """Return a document's place for an error: the file and the line, or the element, from 1."""
     uri = file_range.file.uri
-    if file_range.begin == 0:
-        with open_text(uri) as file:
-            if not holds_lines(file):
-                return place_of_value(uri, number)
-    # These lines were read before, within the limit.
-    position, _ = next(islice(_read_filled_lines(file_range, sys.maxsize // 2), number, None))
+    with _open(file_range) as file:
+        if not file_range.begin and not holds_lines(file):
+            return place_of_value(uri, number)
+        # These lines were read before, within the limit.
+        position, _ = next(islice(_read_filled_lines(file, file_range, sys.maxsize // 2), number, None))
     return _place(uri, position)
 
 
@@ -86,20 +88,26 @@ def _read_documents(file_range: FileRange, max_document_bytes: int) -> Iterator[
     column = file_range.file.column
     for number, row in enumerate(_read_rows(file_range, max_document_bytes)):
         try:
-            yield _to_bytes(_find_text(row, column))
+            # An array of strings has the column that `datasets` gives it.
+            text = row if isinstance(row, str) and column == "text" else _find_text(row, column)
         except TypeError as error:
             raise BadRow(f"{locate(file_range, number)}: {error}.") from error
+        yield _to_bytes(text)
 
 
 def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[object]:
     uri = file_range.file.uri
-    if file_range.begin == 0:
-        with open_text(uri) as file:
-            if not holds_lines(file):
-                yield from read_values(file, uri, max_document_bytes)
-                return
-    for position, line in _read_filled_lines(file_range, max_document_bytes):
-        yield _parse_object(line, uri, position)
+    with _open(file_range) as file:
+        if not file_range.begin and not holds_lines(file):
+            yield from read_values(file, uri, max_document_bytes)
+            return
+        for position, line in _read_filled_lines(file, file_range, max_document_bytes):
+            yield _parse_object(line, uri, position)
+
+
+def _open(file_range: FileRange) -> AbstractContextManager[io.BufferedReader[Any]]:
+    # A file range that begins elsewhere is of lines in UTF-8.
+    return (open_file if file_range.begin else open_text)(file_range.file.uri)
 
 
 def _has_key(row: dict[str, object], column: str) -> bool:
@@ -112,10 +120,8 @@ def _has_key(row: dict[str, object], column: str) -> bool:
 
 def _find_text(row: object, column: str) -> str:
     """Return the text in a row. Raises `TypeError` for what is no text."""
-    if isinstance(row, str) and column == "text":  # an array of strings, as `datasets` reads it
-        return row
     if not isinstance(row, dict):
-        raise TypeError(f"the row is {type(row).__name__}, expected an object")
+        raise TypeError(f"the object with {column!r} is {type(row).__name__}, expected an object")
     value = row.get(column)
     if value is None and column not in row and "." in column:
         first, _, rest = column.partition(".")
@@ -125,35 +131,31 @@ def _find_text(row: object, column: str) -> str:
     return value or ""
 
 
-def _read_filled_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _read_filled_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their positions in the file, without the marks of joined files."""
-    lines = _read_lines(file_range, max_document_bytes)
+    lines = _read_lines(file, file_range, max_document_bytes)
     unmarked = ((position, line.removeprefix(codecs.BOM_UTF8)) for position, line in lines)
     return ((position, line) for position, line in unmarked if line and not line.isspace())
 
 
-def _read_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
     # The last file range ends with the file, not at `file.bytes`: a compressed file has more text than bytes, and a web
     # server may not tell a file's size.
     end = float("inf") if file_range.end == file_range.file.bytes else file_range.end
-    # A file range that begins elsewhere is of a file in UTF-8.
-    with (open_file if file_range.begin else open_text)(file_range.file.uri) as file:
-        position = 0
-        if file_range.begin:
-            position = file_range.begin - 1
-            file.seek(position)
-            skipped = skip_line(file, max_document_bytes)
-            if skipped is None:
-                raise too_large(
-                    f"{file_range.file.uri}: at byte {position:,}", "the line there", None, max_document_bytes
-                )
-            position += skipped
-        while position < end and (line := read_line(file, max_document_bytes)) != b"":
-            if line is None:
-                place = f"{_place(file_range.file.uri, position)} (at byte {position:,})"
-                raise too_large(place, "the line", None, max_document_bytes)
-            yield position, line
-            position += len(line)
+    position = 0
+    if file_range.begin:
+        position = file_range.begin - 1
+        file.seek(position)
+        skipped = skip_line(file, max_document_bytes)
+        if skipped is None:
+            raise too_large(f"{file_range.file.uri}: at byte {position:,}", "the line there", None, max_document_bytes)
+        position += skipped
+    while position < end and (line := read_line(file, max_document_bytes)) != b"":
+        if line is None:
+            place = f"{_place(file_range.file.uri, position)} (at byte {position:,})"
+            raise too_large(place, "the line", None, max_document_bytes)
+        yield position, line
+        position += len(line)
 
 
 def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:

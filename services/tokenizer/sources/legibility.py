@@ -66,7 +66,8 @@ class Legibility:
         wrong = max(self.repaired, self.controls)
         return (
             f"{wrong:,} of {self.characters:,} characters are not UTF-8 text, expected at most {MAX_REPAIRED:.0%}. "
-            f"It looks like {guess_encoding(self.sample)}. Write the file as UTF-8 (`iconv -f ENCODING -t UTF-8`)."
+            f"It looks like {guess_encoding(self.sample)}. Convert it to UTF-8 (as `iconv -f ENCODING -t UTF-8` does), "
+            f"or leave it out of corpus.sources."
         )
 
     def _keep(self, document: bytes) -> None:

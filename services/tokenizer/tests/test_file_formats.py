@@ -153,6 +153,7 @@ def test_a_column_that_is_no_text_is_refused_with_those_that_are(
         (b'[{"text": "a"}, {"text" "b"}, {"text": "c"}]', "element 2"),
         (b'[{"text": "a"}] [{"text": "b"}]', "end"),
         (b'[{"text": "a"}, 7]', "element 2"),
+        (b'[{"text": "a"}, null]', "element 2"),
         (b'[{"text": "a"}, {"text": ["b"]}]', "element 2"),
         (b'{\n "text": "a"\n}\n{\n "text": ', "element 2"),
     ],
