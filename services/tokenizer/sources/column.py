@@ -69,13 +69,18 @@ def _paths(fields: pa.Schema | pa.StructType) -> Iterator[str]:
 
 
 def read_column(batch: pa.RecordBatch, path: tuple[str, ...]) -> Iterator[TextBatch]:
-    """Yield the values of a column in order, without a copy of the text. A null is an empty document.
-
-    Raises `pa.ArrowInvalid` for a column whose offsets point outside of its data.
-    """
+    """Yield the values of a column as `in_batches` does; `find_column` has found the path to it."""
     column = batch.column(path[0])
     for name in path[1:]:
         column = pc.struct_field(column, name)
+    yield from in_batches(column)
+
+
+def in_batches(column: pa.Array) -> Iterator[TextBatch]:
+    """Yield the values in order, without a copy of the text. A null is an empty document.
+
+    Raises `pa.ArrowInvalid` for a column whose offsets point outside of its data.
+    """
     values = _checked(column).cast(pa.large_binary())
     if values.null_count:
         values = values.fill_null(b"")

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, MillraceError, RecipeError
-from services.tokenizer.sources.column import check_column, in_batches, row_of_file
+from services.tokenizer.sources.column import find_column, in_batches, read_column, row_of_file
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.text_batch import TextBatch
 
@@ -43,7 +43,8 @@ def describe_builder(builder: Any, split: str, file: InputFile) -> str:
     features = builder.info.features
     if first is not None:
         _require_text(file, first, features.arrow_schema if features is not None else first.schema)
-        if features is not None and pa.types.is_null(features.arrow_schema.field(file.column).type):
+        is_known = features is not None and file.column in features
+        if is_known and pa.types.is_null(features.arrow_schema.field(file.column).type):
             features[file.column] = type(features).from_arrow_schema(_TEXT)["text"]
     description = {
         "module": type(builder).__module__,
@@ -71,7 +72,11 @@ def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
     file = file_range.file
     with _explaining(file.uri):
         for table in _read_tables(_make_builder(file), "train"):
-            check_column(file, pa.schema([(name, pa.string()) for name in table.column_names]))
+            if file.column not in table.column_names:  # within a struct
+                path = find_column(file, table.schema)
+                for batch in table.to_batches():
+                    yield from read_column(batch, path)
+                continue
             column = table.column(file.column)
             if not _is_text(column.type):  # a chunk of a CSV that looks like numbers: `datasets` casts it, too
                 column = column.cast(pa.large_string())
@@ -87,9 +92,9 @@ def locate(file_range: FileRange, number: int) -> str:
 def _require_text(file: InputFile, first: pa.Table, schema: pa.Schema) -> None:
     """Raise `RecipeError` where the column is missing or holds no text. One of nulls alone may hold text further on."""
     if file.column not in first.column_names:
-        check_column(file, first.schema)
-    if file.column not in schema.names or first.column(file.column).null_count < len(first):
-        check_column(file, schema)
+        find_column(file, first.schema)
+    elif file.column not in schema.names or first.column(file.column).null_count < len(first):
+        find_column(file, schema)
 
 
 def _is_text(found: pa.DataType) -> bool:

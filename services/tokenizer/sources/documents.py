@@ -18,7 +18,7 @@ from services.tokenizer.sources.file_discovery import list_files
 from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile
 from services.tokenizer.sources.file_version import require_unchanged
-from services.tokenizer.sources.legibility import Legibility, is_utf8
+from services.tokenizer.sources.legibility import FEW_CHARACTERS, Legibility, is_utf8
 from services.tokenizer.text_batch import TextBatch, join_small
 
 
@@ -143,7 +143,7 @@ def _require_legible(file: InputFile, max_document_bytes: int) -> None:
     for file_range in cut_file(file, max(1, file.bytes), max_document_bytes):
         for batch in _read_within_limit(file_range, max_document_bytes):
             legibility.add(batch) if is_utf8(batch) else legibility.repair(batch)
-    if legibility.is_bad(file.format):
+    if legibility.is_bad(file.format, FEW_CHARACTERS):
         raise ArtifactError(f"{file.uri}: {legibility.explain()}")
 
 

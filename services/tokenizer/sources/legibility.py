@@ -14,6 +14,8 @@ MAX_REPAIRED = 0.01
 """Share of a file's characters that may be repaired. Text in Latin-1 has 2 % of accents, and other encodings more."""
 MAX_CONTROLS = 0.1
 """Share of a text file's characters that may be control characters, as NULs and the high bytes of UTF-16 are."""
+FEW_CHARACTERS = 10
+"""Fewer wrong characters than these are a mishap in a file of any size."""
 _SAMPLE_BYTES = 2**16
 _IS_CONTROL = np.zeros(256, np.bool_)
 _IS_CONTROL[[code for code in range(32) if chr(code) not in "\t\n\v\f\r\x1b"]] = True
@@ -57,10 +59,13 @@ class Legibility:
         self.add(result)
         return result
 
-    def is_bad(self, file_format: str) -> bool:
-        """Return whether these are documents in another encoding. Only a file of text may be UTF-16 without a mark."""
-        is_wide = file_format == "text" and self.controls > MAX_CONTROLS * self.characters
-        return is_wide or self.repaired > MAX_REPAIRED * self.characters
+    def is_bad(self, file_format: str, least: int = 1) -> bool:
+        """Return whether these are documents in another encoding, by at least so many wrong characters.
+
+        Only a file of text may be UTF-16 without a mark.
+        """
+        is_wide = file_format == "text" and self.controls > max(least - 1, MAX_CONTROLS * self.characters)
+        return is_wide or self.repaired > max(least - 1, MAX_REPAIRED * self.characters)
 
     def explain(self) -> str:
         wrong = max(self.repaired, self.controls)
