@@ -24,6 +24,7 @@ from services.trainer.job import NO_LINEAGE, Lineage, run_name
 
 _SHAPE = (
     "vocab_size",
+    "padded_vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",

@@ -9,7 +9,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact
 from services.common.errors import ArtifactError
-from services.common.recipe.schema import Recipe, Stage
+from services.common.recipe.schema import Model, Recipe, Stage
 
 
 def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:
@@ -34,8 +34,8 @@ def open_corpus(
     if payload.vocabulary.vocab_size != recipe.model.vocab_size:
         raise ArtifactError(
             f"{corpus.path}: its vocabulary has {payload.vocabulary.vocab_size:,} pieces, model.vocab_size is "
-            f"{recipe.model.vocab_size:,}. Set --model.vocab_size={payload.vocabulary.vocab_size} or use the corpus "
-            f"of a vocabulary with {recipe.model.vocab_size:,} pieces."
+            f"{recipe.model.vocab_size:,}. {advise_vocab_size(recipe.model, payload.vocabulary.vocab_size)} or use the "
+            f"corpus of a vocabulary with {recipe.model.vocab_size:,} pieces."
         )
     if payload.sequence_length != recipe.corpus.sequence_length:
         raise ArtifactError(
@@ -50,6 +50,13 @@ def open_corpus(
             f"corpus.validation_fraction, and run {_made_by('tokenizer', recipe_path, root)}."
         )
     return corpus
+
+
+def advise_vocab_size(model: Model, num_pieces: int) -> str:
+    """Return the begin of a sentence with the options by which a model fits a vocabulary of `num_pieces`."""
+    rows = model.num_vocab_rows
+    padding = f" --model.padded_vocab_size={rows} (if the model has {rows:,} rows)" if rows > num_pieces else ""
+    return f"Set --model.vocab_size={num_pieces}{padding}"
 
 
 def find_cache(recipe: Recipe, recipe_path: Path, root: Path) -> Artifact[CompileCacheManifest]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.common.program.backends.protocol import Collectives
 from services.common.program.buckets import Bucket
-from services.common.program.layers import gather_sequence
+from services.common.program.layers import cut_padding, gather_sequence, mask_padding
 
 MAX_LAYER_GROUPS = 4
 
@@ -87,18 +87,23 @@ def measure_activations(
     chunk_tokens: int,
     collectives: Collectives,
     reduce_dtype: torch.dtype,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Return the mean square of a micro-batch's activations after the last layer, and its largest logit, as [1, 2].
 
     `residual_BSD` are these activations, before the final norm, and `hidden_BSD` after it; both are this rank's slice
     of the sequence. All ranks of the tensor axis return the same numbers. Logits are computed in chunks of
-    `chunk_tokens` tokens, as in the loss.
+    `chunk_tokens` tokens, as in the loss; rows of padding, from `vocab_size` on, have none.
     """
     tensor_parallel_size = collectives.mesh.tensor_parallel_size
     square_1 = residual_BSD.float().square().mean().reshape(1)
     square_1 = collectives.all_reduce(square_1, "tensor") / tensor_parallel_size
     hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
+    lm_head_VD = cut_padding(lm_head_VD, vocab_size, collectives)
     # `amax` without dimensions reduces nothing in torch_xla 2.9.
-    largest = [F.linear(each_TD, lm_head_VD).max().float() for each_TD in hidden_TD.split(chunk_tokens)]
+    largest = [
+        mask_padding(F.linear(each_TD, lm_head_VD), vocab_size, collectives).max().float()
+        for each_TD in hidden_TD.split(chunk_tokens)
+    ]
     largest_1 = torch.stack(largest).amax(0, keepdim=True)
     return torch.stack([square_1, collectives.all_reduce(largest_1, "tensor", "max")], dim=1)

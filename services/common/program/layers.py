@@ -22,6 +22,8 @@ from services.common.recipe.schema import ActivationCheckpointing
 
 SEQUENCE = 1
 """Dimension of an activation [B, S, D] along which its slices lie."""
+PADDING_LOGIT = -1e30
+"""Logit of a row of padding. Its exponential is 0, and bfloat16 holds it, so that 0 times it is 0."""
 
 
 class OneWorker:
@@ -79,14 +81,25 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, out_features, mesh, dim=1, heads=heads)
 
 
-class VocabularyParallelEmbedding(nn.Module):
-    """Embedding table [V, D] sharded by rows. A rank returns zeros for tokens of other shards: sum over the ranks."""
+class VocabularyParallelLinear(Linear):
+    """Language-model head [V, D] sharded by rows, the last of which are padding where V does not divide."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, collectives: Collectives) -> None:
+    def __init__(self, hidden_size: int, num_rows: int, mesh: Mesh) -> None:
+        super().__init__(hidden_size, _padded(num_rows, mesh), mesh, dim=0)
+        self.sharding = _shard_rows(num_rows, mesh)
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Embedding table [V, D] sharded by rows, the last of which are padding where V does not divide. A rank returns
+    zeros for tokens of other shards: sum over the ranks.
+    """
+
+    def __init__(self, num_rows: int, hidden_size: int, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        self.sharding = shard_along(collectives.mesh, dim=0)
-        self.weight = nn.Parameter(torch.empty(vocab_size // self.sharding.num_shards, hidden_size))
+        self.sharding = _shard_rows(num_rows, collectives.mesh)
+        rows_of_shard = _padded(num_rows, collectives.mesh) // self.sharding.num_shards
+        self.weight = nn.Parameter(torch.empty(rows_of_shard, hidden_size))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         if self.sharding.num_shards == 1:
@@ -96,6 +109,36 @@ class VocabularyParallelEmbedding(nn.Module):
         is_here_BS = (rows_BS >= 0) & (rows_BS < num_rows)
         found_BSD = F.embedding(torch.where(is_here_BS, rows_BS, torch.zeros_like(rows_BS)), self.weight)
         return found_BSD * is_here_BS[..., None].to(found_BSD.dtype)
+
+
+def _padded(num_rows: int, mesh: Mesh) -> int:
+    return num_rows + -num_rows % mesh.tensor_parallel_size
+
+
+def _shard_rows(num_rows: int, mesh: Mesh) -> Sharding:
+    return shard_along(mesh, 0, length=num_rows if num_rows % mesh.tensor_parallel_size else None)
+
+
+def row_ids(num_rows: int, device: torch.device, collectives: Collectives) -> Tensor:
+    """Return the ids of this rank's rows of the vocabulary."""
+    return torch.arange(num_rows, device=device) + collectives.index("tensor") * num_rows
+
+
+def cut_padding(lm_head_VD: Tensor, vocab_size: int | None, collectives: Collectives) -> Tensor:
+    """Return the head without the padding from row `vocab_size` on. Ranks that share it keep the padding, so that all
+    of them trace one graph, and hide it with `mask_padding`.
+    """
+    if vocab_size is None or collectives.mesh.tensor_parallel_size > 1 or lm_head_VD.shape[0] <= vocab_size:
+        return lm_head_VD
+    return lm_head_VD[:vocab_size]
+
+
+def mask_padding(logits_TV: Tensor, vocab_size: int | None, collectives: Collectives) -> Tensor:
+    """Return logits of a rank's rows, those of padding set to PADDING_LOGIT: they take no probability."""
+    num_rows = logits_TV.shape[-1]
+    if vocab_size is None or num_rows * collectives.mesh.tensor_parallel_size <= vocab_size:
+        return logits_TV
+    return logits_TV.masked_fill(row_ids(num_rows, logits_TV.device, collectives) >= vocab_size, PADDING_LOGIT)
 
 
 class RMSNorm(nn.Module):

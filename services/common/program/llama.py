@@ -4,8 +4,8 @@ In eager float32, logits and every gradient are bit-equal to those of transforme
 attention. The order of the operations below is part of that promise.
 
 Shape suffixes: B sequences, S positions, D hidden size, H query heads, K key-value heads, N head dimension,
-F intermediate size, V vocabulary, T = B * S tokens, and t ranks of the tensor axis (see `layers`). The cosines and
-sines of rotary positions are [S, N], or [B, 1, S, N] where positions restart at each document.
+F intermediate size, V vocabulary with its padding, T = B * S tokens, and t ranks of the tensor axis (see `layers`).
+The cosines and sines of rotary positions are [S, N], or [B, 1, S, N] where positions restart at each document.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from services.common.program.layers import (
     RMSNorm,
     RowParallelLinear,
     VocabularyParallelEmbedding,
+    VocabularyParallelLinear,
+    cut_padding,
     gather_sequence,
     reduce_scatter_sequence,
 )
@@ -51,7 +53,8 @@ class Llama(nn.Module):
         super().__init__()
         self.collectives = collectives or OneWorker()
         self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing, reduce_dtype)
-        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, self.collectives.mesh)
+        self.lm_head = VocabularyParallelLinear(config.hidden_size, config.num_vocab_rows, self.collectives.mesh)
+        self._vocab_size = config.vocab_size
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -70,10 +73,10 @@ class Llama(nn.Module):
         return residual_BSD, self.model.norm(residual_BSD)
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        """Return the logits [B, S, V] of the token that follows each position, for a model on one rank."""
+        """Return the logits of the id that follows each position, [B, S, `vocab_size`], for a model on one rank."""
         assert self.collectives.mesh.tensor_parallel_size == 1
-        logits_BSV: Tensor = self.lm_head(self(tokens_BS, positions_BS))
-        return logits_BSV
+        lm_head_VD = cut_padding(self.lm_head.weight, self._vocab_size, self.collectives)
+        return F.linear(self(tokens_BS, positions_BS), lm_head_VD)
 
     def linear_weights(self) -> set[str]:
         """Return the names of the weights that linear layers alone use, which autocast rounds at each use."""
@@ -103,7 +106,7 @@ class _Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self._collectives, self._activation_checkpointing = collectives, activation_checkpointing
-        self.embed_tokens = VocabularyParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
+        self.embed_tokens = VocabularyParallelEmbedding(config.num_vocab_rows, config.hidden_size, collectives)
         self.layers = nn.ModuleList(_Layer(config, collectives, reduce_dtype) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
         device = self.embed_tokens.weight.device

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.common.program.backends.protocol import Collectives
-from services.common.program.layers import gather_sequence
+from services.common.program.layers import cut_padding, gather_sequence, mask_padding, row_ids
 
 
 def next_token_loss(
@@ -24,6 +24,7 @@ def next_token_loss(
     collectives: Collectives,
     z_loss: float = 0.0,
     reduce_dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy in nats over all B * S targets, computed in chunks of `chunk_tokens` tokens.
 
@@ -35,13 +36,16 @@ def next_token_loss(
     the vocabulary; all ranks return the same loss. The hidden states' gradients are summed over the ranks in
     `reduce_dtype`, or in their own dtype where that is wider.
 
+    With `vocab_size` the head's rows from that one on are padding: they take no probability, and their gradient is 0.
+
     The float32 logits [B * S, V] are the largest tensor of a small model, and chunks of them that stay in the
     processor's cache are faster. With one chunk for all tokens the loss is bit-equal to that of transformers.
     """
     hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
+    lm_head_VD = cut_padding(lm_head_VD, vocab_size, collectives)
     targets_T = targets_BS.flatten()
     if collectives.mesh.tensor_parallel_size > 1:
-        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss)
+        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, vocab_size)
         mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return mean
     if not torch.compiler.is_compiling() and collectives.runs_eagerly:
@@ -67,13 +71,17 @@ def next_token_losses(
     chunk_tokens: int,
     collectives: Collectives,
     reduce_dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Return the cross-entropy of each target in nats, float32 [B, S]; see `next_token_loss`. It has no gradient."""
     hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
+    lm_head_VD = cut_padding(lm_head_VD, vocab_size, collectives)
     chunks = zip(hidden_TD.split(chunk_tokens), targets_BS.flatten().split(chunk_tokens), strict=True)
     if collectives.mesh.tensor_parallel_size > 1:
-        row_ids_V = _row_ids(lm_head_VD, collectives)
-        parts = [_compare(F.linear(c_TD, lm_head_VD), c_T, row_ids_V, collectives).losses for c_TD, c_T in chunks]
+        row_ids_V = row_ids(lm_head_VD.shape[0], lm_head_VD.device, collectives)
+        parts = [
+            _compare(F.linear(c_TD, lm_head_VD), c_T, row_ids_V, collectives, vocab_size).losses for c_TD, c_T in chunks
+        ]
     else:
         parts = [F.cross_entropy(F.linear(c_TD, lm_head_VD).float(), c_T, reduction="none") for c_TD, c_T in chunks]
     return torch.cat(parts).view(targets_BS.shape)
@@ -145,13 +153,14 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         chunk_tokens: int,
         collectives: Collectives,
         z_loss: float,
+        vocab_size: int | None,
     ) -> Tensor:
-        row_ids_V, scale = _row_ids(lm_head_VD, collectives), 1.0 / targets_T.numel()
+        row_ids_V, scale = row_ids(lm_head_VD.shape[0], lm_head_VD.device, collectives), 1.0 / targets_T.numel()
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         hidden_gradients = []
         head_gradient_VD = torch.zeros(lm_head_VD.shape, dtype=torch.float32, device=lm_head_VD.device)
         for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
-            found = _compare(F.linear(chunk_TD, lm_head_VD), chunk_T, row_ids_V, collectives)
+            found = _compare(F.linear(chunk_TD, lm_head_VD), chunk_T, row_ids_V, collectives, vocab_size)
             total = total + found.losses.sum()
             softmax_TV = found.exponentials / found.sums
             gradient_TV = softmax_TV - found.is_target
@@ -166,9 +175,9 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return total * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         hidden_gradient_TD, head_gradient_VD = ctx.saved_tensors
-        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None
+        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None, None
 
 
 class _Comparison(NamedTuple):
@@ -186,8 +195,10 @@ class _Comparison(NamedTuple):
     """[T, V] 1 where the row is the token's target, otherwise 0."""
 
 
-def _compare(logits_TV: Tensor, targets_T: Tensor, row_ids_V: Tensor, collectives: Collectives) -> _Comparison:
-    logits_TV = logits_TV.float()
+def _compare(
+    logits_TV: Tensor, targets_T: Tensor, row_ids_V: Tensor, collectives: Collectives, vocab_size: int | None
+) -> _Comparison:
+    logits_TV = mask_padding(logits_TV.float(), vocab_size, collectives)
     largest_T1 = collectives.all_reduce(logits_TV.amax(-1, keepdim=True), "tensor", "max")
     shifted_TV = logits_TV - largest_T1
     is_target_TV = (row_ids_V == targets_T[:, None]).float()
@@ -196,9 +207,3 @@ def _compare(logits_TV: Tensor, targets_T: Tensor, row_ids_V: Tensor, collective
     sums_2T = collectives.all_reduce(parts_2T, "tensor")
     losses_T = sums_2T[0].log() - sums_2T[1]
     return _Comparison(losses_T, exponentials_TV, sums_2T[0][:, None], largest_T1, is_target_TV)
-
-
-def _row_ids(lm_head_VD: Tensor, collectives: Collectives) -> Tensor:
-    """Return the ids of this rank's rows of the vocabulary."""
-    num_rows = lm_head_VD.shape[0]
-    return torch.arange(num_rows, device=lm_head_VD.device) + collectives.index("tensor") * num_rows

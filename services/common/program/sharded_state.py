@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,8 +76,11 @@ class ShardedState:
                 if bucket.sum_axis is not None and first_of_axis.index(bucket.sum_axis) > 0:
                     continue
                 length = bucket.size // mesh.data_parallel_size
-                for name, _, num_elements, begin in bucket.runs(0, bucket.size):
+                for name, _, stop, begin in bucket.runs(0, bucket.size):
                     box = self._shardings[name].of(first_of_axis).box(bucket.parameters[name].shape)
+                    num_elements = min(stop, _num_elements(box))  # rows of padding are the last of a shard
+                    if not num_elements:
+                        continue
                     data_indices = np.arange(begin // length, (begin + num_elements - 1) // length + 1)
                     rows = np.tile((*StateSlice("weight", name, box, 0, num_elements).row, 0), (len(data_indices), 1))
                     rows[:, -3] = np.maximum(data_indices * length - begin, 0)
@@ -127,9 +131,12 @@ class ShardedState:
             start, stop = (first, first + length) if is_owned else (begin, begin + num_held)
             for name, run_start, run_stop, place in bucket.runs(start, stop):
                 box = self._shardings[name].box(bucket.parameters[name].shape)
+                end = min(run_stop, _num_elements(box))
+                if run_start >= end:  # only padding, which no full tensor has
+                    continue
                 for kind, held in state.items():
-                    elements = held[number][place - begin :][: run_stop - run_start]
-                    slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
+                    elements = held[number][place - begin :][: end - run_start]
+                    slices[StateSlice(kind, name, box, run_start, end)] = elements
         return slices
 
     def _weights(self) -> list[Tensor]:
@@ -139,6 +146,10 @@ class ShardedState:
         """Return 1 where a weight on this rank is not finite, otherwise 0: float32 [1]."""
         extremes = [extreme for each in self._weights() for extreme in (each.min(), each.max())]
         return torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
+
+
+def _num_elements(box: Iterable[tuple[int, int]]) -> int:
+    return math.prod(end - first for first, end in box)
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:

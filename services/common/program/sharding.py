@@ -26,23 +26,32 @@ class Sharding:
     """Axis along which the ranks hold the same shard and partial gradients of it, which have to be summed."""
     heads: HeadKind | None = None
     """Kind of heads that the sharded dimension consists of; None where it consists of none."""
+    length: int | None = None
+    """Length of the full tensor along `dim`, where equal shards exceed it: the rest of the last shards is padding."""
 
     def of(self, mesh: Mesh) -> Sharding:
         """Return the sharding of the same parameter on another rank, whose mesh this is."""
-        return self if self.dim is None else shard_along(mesh, self.dim, self.heads)
+        return self if self.dim is None else shard_along(mesh, self.dim, self.heads, self.length)
 
     def box(self, shape: torch.Size) -> tuple[tuple[int, int], ...]:
-        """Return the range of indices that a shard of this shape covers along each dimension of the full tensor."""
+        """Return the range of indices that a shard of this shape covers along each dimension of the full tensor,
+        without padding. A shard that is only padding has an empty range.
+        """
         firsts = (self.shard * length if dim == self.dim else 0 for dim, length in enumerate(shape))
-        return tuple((first, first + length) for first, length in zip(firsts, shape, strict=True))
+        full = self.full_shape(shape)
+        return tuple(
+            (min(first, end), min(first + length, end)) for first, length, end in zip(firsts, shape, full, strict=True)
+        )
 
     def full_shape(self, shape: torch.Size) -> torch.Size:
-        """Return the shape of the full tensor whose shards have this shape."""
-        return torch.Size(length * (self.num_shards if dim == self.dim else 1) for dim, length in enumerate(shape))
+        """Return the shape of the full tensor, without padding, whose shards have this shape."""
+        return torch.Size(
+            (self.length or length * self.num_shards) if dim == self.dim else length for dim, length in enumerate(shape)
+        )
 
 
-def shard_along(mesh: Mesh, dim: int, heads: HeadKind | None = None) -> Sharding:
-    """Shard a parameter along `dim`, one shard for each rank of the tensor axis.
+def shard_along(mesh: Mesh, dim: int, heads: HeadKind | None = None, length: int | None = None) -> Sharding:
+    """Shard a parameter along `dim`, one shard for each rank of the tensor axis. See `Sharding` for `length`.
 
     Where there are more ranks than key-value heads, the ranks along the axis `key_value` hold copies of one shard of
     key-value heads. Each rank holds query heads that attend to its key-value heads.
@@ -52,4 +61,4 @@ def shard_along(mesh: Mesh, dim: int, heads: HeadKind | None = None) -> Sharding
     if mesh.tensor_parallel_size == num_copies:
         return Sharding(sum_axis=sum_axis)
     shard = {None: mesh.index("tensor"), "query": mesh.query_shard, "key_value": mesh.key_value_shard}[heads]
-    return Sharding(dim, mesh.tensor_parallel_size // num_copies, shard, sum_axis, heads)
+    return Sharding(dim, mesh.tensor_parallel_size // num_copies, shard, sum_axis, heads, length)

@@ -228,18 +228,19 @@ class Program:
         hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
         chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
         lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
-        return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, backend, z_loss, self._reduce_dtype)
+        options = (chunk_tokens, backend, z_loss, self._reduce_dtype, self.recipe.model.vocab_size)
+        return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, *options)
 
     def _micro_losses(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
         lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
-        chunk_tokens = self.recipe.batch.loss_chunk_tokens
-        return next_token_losses(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, backend, self._reduce_dtype)
+        options = (self.recipe.batch.loss_chunk_tokens, backend, self._reduce_dtype, self.recipe.model.vocab_size)
+        return next_token_losses(hidden_BSD, lm_head_VD, targets_BS, *options)
 
     def _micro_health(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         residual_BSD, hidden_BSD = self.model.residual_and_hidden(tokens_BS[:, :-1], positions_BS)
-        chunk_tokens, lm_head_VD = self.recipe.batch.loss_chunk_tokens, self.model.lm_head.weight
-        return measure_activations(residual_BSD, hidden_BSD, lm_head_VD, chunk_tokens, self.backend, self._reduce_dtype)
+        options = (self.recipe.batch.loss_chunk_tokens, self.backend, self._reduce_dtype, self.recipe.model.vocab_size)
+        return measure_activations(residual_BSD, hidden_BSD, self.model.lm_head.weight, *options)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -110,12 +110,11 @@ def _require_full_nodes(recipe: Recipe) -> None:
 
 
 def _require_equal_parts(recipe: Recipe) -> None:
-    """Raise `ValueError` unless heads, widths, vocabulary and sequence divide by the tensor-parallel workers."""
+    """Raise `ValueError` unless heads, widths and sequence divide by the tensor-parallel workers."""
     model, parts = recipe.model, recipe.parallel.tensor_parallel_size
     shared = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.intermediate_size": model.intermediate_size,
-        "model.vocab_size": model.vocab_size,
         "corpus.sequence_length": recipe.corpus.sequence_length,
     }
     heads = model.num_key_value_heads

@@ -140,7 +140,7 @@ def causal_flops_per_token(recipe: Recipe) -> float:
 
 def _multiplied_parameters(recipe: Recipe) -> int:
     model = recipe.model
-    return model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
+    return model.num_parameters - (0 if model.tie_word_embeddings else model.num_vocab_rows * model.hidden_size)
 
 
 def _causal_attention_flops_per_token(recipe: Recipe) -> float:

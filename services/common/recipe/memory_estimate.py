@@ -128,7 +128,7 @@ def _sizes(recipe: Recipe) -> _Sizes:
     keys = model.num_key_value_heads * model.head_dim * key_value_copies(recipe) // parts
     inner = model.intermediate_size // parts
     layer = 2 * width * width // parts + 2 * width * keys + 3 * width * inner
-    table = model.vocab_size * width // parts
+    table = _vocab_rows(recipe) * width
     logit_rows = min(batch.loss_chunk_tokens, tokens) if parts > 1 else tokens
     return _Sizes(
         matrices=model.num_hidden_layers * layer + table * (1 if model.tie_word_embeddings else 2),
@@ -140,7 +140,7 @@ def _sizes(recipe: Recipe) -> _Sizes:
         keys=tokens * keys,
         inner=tokens * inner,
         mask=tokens * recipe.corpus.sequence_length if recipe.train.attention_mask == "block_causal" else 0,
-        logits=logit_rows * model.vocab_size // parts,
+        logits=logit_rows * _vocab_rows(recipe),
     )
 
 
@@ -171,7 +171,7 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
 def _loss_bytes(recipe: Recipe, sizes: _Sizes) -> int:
     """Return the bytes of hidden states, their gradient, float32 logits, and the head's gradients of all chunks."""
     hidden = 2 * _param_bytes(recipe) * sizes.sequence
-    head = recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor_parallel_size
+    head = _vocab_rows(recipe) * recipe.model.hidden_size
     if not _is_split(recipe):
         return hidden + FLOAT32_BYTES * (head + sizes.logits)
     return hidden + _compute_bytes(recipe) * sizes.sequence + FLOAT32_BYTES * (2 * head + 5 * sizes.logits)
@@ -200,5 +200,10 @@ def _sum_bytes(recipe: Recipe) -> int:
 
 def _cast_elements(recipe: Recipe, sizes: _Sizes) -> int:
     """Return the number of weights that matrix products take. A lookup reads the embeddings without a cast."""
-    model, parts = recipe.model, recipe.parallel.tensor_parallel_size
-    return sizes.matrices - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size // parts)
+    model = recipe.model
+    return sizes.matrices - (0 if model.tie_word_embeddings else _vocab_rows(recipe) * model.hidden_size)
+
+
+def _vocab_rows(recipe: Recipe) -> int:
+    """Return the rows of a worker's part of the embedding, padding included."""
+    return -(-recipe.model.num_vocab_rows // recipe.parallel.tensor_parallel_size)

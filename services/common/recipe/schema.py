@@ -210,6 +210,11 @@ class Model(Section):
     preset: str | None = None
     """A named size whose values the other keys of this section override."""
     vocab_size: Annotated[int, Field(ge=2)]
+    """Number of ids of the tokenizer. Where workers share a model and this number does not divide by them, their parts
+    have rows of padding, which no checkpoint has."""
+    padded_vocab_size: Positive | None = None
+    """Rows of the embedding and of the language-model head, where they are more than `vocab_size`: the `vocab_size` in
+    the `config.json` of a published model that is padded. Rows of padding take no probability."""
     hidden_size: Positive
     intermediate_size: Positive
     num_hidden_layers: Positive
@@ -247,16 +252,30 @@ class Model(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _pads_upwards(self) -> Self:
+        if self.num_vocab_rows < self.vocab_size:
+            raise ValueError(
+                f"padded_vocab_size {self.padded_vocab_size} must not be below vocab_size {self.vocab_size}: each id "
+                f"has a row"
+            )
+        return self
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_vocab_rows(self) -> int:
+        """Rows of the embedding and of the language-model head, padding included."""
+        return self.padded_vocab_size or self.vocab_size
 
     @property
     def num_parameters(self) -> int:
         attention = 2 * self.hidden_size * self.hidden_size
         attention += 2 * self.hidden_size * self.num_key_value_heads * self.head_dim
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        embeddings = self.num_vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * layer + self.hidden_size
 
 
@@ -617,6 +636,8 @@ def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tup
                 continue
             if isinstance(value, Model):
                 del plain[name]["preset"]  # another way of writing the other fields
+                if value.num_vocab_rows == value.vocab_size:
+                    del plain[name]["padded_vocab_size"]
             yield prefix + name, plain[name]
         elif isinstance(value, BaseModel):
             yield from _identity_fields(value, kind, f"{prefix}{name}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from services.common.program.initial_weights import draw_weights
 from services.common.program.llama import Llama
 from services.common.program.state import StateSlice
@@ -14,5 +16,8 @@ def initialize(model: Llama, config: Model, seed: int) -> None:
     for name, parameter in model.named_parameters():
         shapes[name] = shardings[name].full_shape(parameter.shape)
         box = shardings[name].box(parameter.shape)
-        held[StateSlice("weight", name, box, 0, parameter.numel())] = parameter.data.view(-1)
+        num_elements = math.prod(end - first for first, end in box)
+        parameter.data.zero_()  # rows of padding belong to no slice
+        if num_elements:
+            held[StateSlice("weight", name, box, 0, num_elements)] = parameter.data.view(-1)[:num_elements]
     draw_weights(held, shapes, config, seed)

@@ -142,6 +142,7 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             {"parallel.data_parallel_size": "2", "cluster.trainer_workers_per_node": "4"},
             "the 2 workers .* must be a multiple of cluster.trainer_workers_per_node 4",
         ),
+        ({"model.padded_vocab_size": "299"}, "padded_vocab_size 299 must not be below vocab_size 300"),
         ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
         ({"optimizer.min_learning_rate": "1"}, "optimizer: min_learning_rate 1.0 .* learning_rate 0.01"),
         ({"optimizer.warmup_steps": "20"}, "optimizer: warmup_steps 20 .* decay_steps 20"),
@@ -370,7 +371,7 @@ def test_tensor_parallel_workers_need_equal_parts_of_everything(
 ) -> None:
     eight = {"model.hidden_size": "96", "model.intermediate_size": "96", "parallel.tensor_parallel_size": "8"}
     heads = {"model.num_attention_heads": "8", "model.num_key_value_heads": "2"}
-    heads |= {"model.vocab_size": "304", "tokenizer.train.vocab_size": "304"}
+    heads |= {"model.vocab_size": "301", "tokenizer.train.vocab_size": "301"}  # padded
     assert load_small(tmp_path, {**eight, **heads}).parallel.num_workers == 8
 
     with pytest.raises(RecipeError, match=message):

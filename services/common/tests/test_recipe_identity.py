@@ -97,6 +97,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "train.loss_spike_rollback_steps": ("7", ""),
     "train.loss_spike_max_rollbacks": ("7", ""),
     "checkpoint.interval_steps": ("7", ""),
+    "model.padded_vocab_size": ("320", "compile_cache checkpoint"),
     "checkpoint.keep_latest": ("7", ""),
     "checkpoint.keep_interval_steps": ("7", ""),
     "cluster.tokenizer_nodes": ("7", ""),
@@ -229,6 +230,13 @@ def test_a_preset_and_its_values_written_out_are_one_identity(tmp_path: Path) ->
     written_out = load_small(tmp_path, vocabulary, model=None, **{f"model__{key}": size for key, size in sizes.items()})
 
     assert identity(by_preset, "checkpoint") == identity(written_out, "checkpoint")
+
+
+def test_a_model_without_padding_has_the_identity_of_a_recipe_without_the_field(tmp_path: Path) -> None:
+    without, same = load_small(tmp_path, {}), load_small(tmp_path, {"model.padded_vocab_size": "300"})
+
+    assert identity(without, "checkpoint") == identity(same, "checkpoint")
+    assert "padded_vocab_size" not in identity(without, "compile_cache")["model"]
 
 
 def test_an_integer_written_for_a_real_number_is_the_same_identity(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import xxhash
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import ManifestModel, write_durably
+from services.common.artifacts.upstream import advise_vocab_size
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import read_file
 from services.common.recipe.schema import Recipe, VocabularyTraining
@@ -59,7 +60,7 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
     if vocabulary.vocab_size != recipe.model.vocab_size:
         raise RecipeError(
             f"{uri} has {vocabulary.vocab_size:,} pieces, but model.vocab_size is {recipe.model.vocab_size:,}. "
-            f"Set model.vocab_size = {vocabulary.vocab_size}, or name another tokenizer.model."
+            f"{advise_vocab_size(recipe.model, vocabulary.vocab_size)}, or name another tokenizer.model."
         )
     return vocabulary
 

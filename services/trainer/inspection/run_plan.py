@@ -165,7 +165,7 @@ def describe_trace(recipe: Recipe, trace: StepTrace) -> str:
     held, model = trace.parameters * parts, recipe.model.num_parameters
     rows = {
         "parameters": f"{trace.parameters:,} on each worker; {parts} together hold the model's {model:,} and "
-        f"{held - model:,} copies",
+        f"{held - model:,} copies or padding",
         "peak of memory": f"{_size(trace.peak_bytes)}, estimated above: {_size(memory_of_worker(recipe).peak_bytes)}",
     }
     for axis, traffic in trace.traffic.items():

@@ -251,9 +251,44 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
     torch.save(results, folder / f"{rank}.pt")
 
 
+FOUR_SHARES = {"data 2 x tensor 2": (2, 2), "tensor 4": (1, 4)}
+
+
+def _of_ids(number: str) -> dict[str, str]:
+    return {"tokenizer__train__vocab_size": number, "model__vocab_size": number}
+
+
+ODD_VOCABULARIES: dict[str, dict[str, str]] = {
+    "301 ids": _of_ids("301"),
+    "301 ids, z-loss and documents": {**_of_ids("301"), **WITH_DOCUMENTS},
+    "301 ids, tied": {**_of_ids("301"), "model__tie_word_embeddings": "true"},
+    "rows of a published model": {"model__padded_vocab_size": "310"},
+    "a shard of padding alone": {
+        "model__padded_vocab_size": "901"
+    },  # the 300 ids fill 226 and 74 rows of the first two
+}
+"""Overrides by which shards of the vocabulary have padding, where 2 or 4 workers share a model."""
+
+
+def train_odd_vocabularies(folder: Path, environment: WorkerEnvironment) -> None:
+    """Run `train_on` with ODD_VOCABULARIES on FOUR_SHARES, with sharded optimizers, and write the results."""
+    rank, results = environment.rank, dict[str, Trained]()
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
+    own = folder / str(rank)
+    own.mkdir()
+    for name, sizes in FOUR_SHARES.items():
+        mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, environment.world_size)
+        for vocabulary, overrides in ODD_VOCABULARIES.items():
+            results[f"{vocabulary}, {name}"] = train_on(mesh, own, MANY_STEPS, parallel__zero_stage="1", **overrides)
+    group.barrier()
+    group.leave()
+    torch.save(results, folder / f"{rank}.pt")
+
+
 HEALTH_STEPS = 2
 _SMALL = {"compile__enabled": "false", "optimizer__max_grad_norm": "0.5", "optimizer__weight_decay": "0.1"}
 HEALTH_MODELS = {
+    "301 ids": {**_SMALL, **_of_ids("301"), "model__num_key_value_heads": "2"},
     "plain": {**_SMALL, "model__num_key_value_heads": "2"},
     "one key-value head": {**_SMALL, "model__num_key_value_heads": "1"},
     "bfloat16": {**_SMALL, "model__num_key_value_heads": "2", **WITH_ROUNDED_WEIGHTS},
