@@ -275,8 +275,8 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
             f"on, and no run has had the mean of several states. Leave one of the two options out."
         )
     run = open_own_run(arguments, recipe)
-    allow_non_finite = arguments.allow_non_finite_weights
-    print(export(run, arguments.output, nxd, allow_non_finite=allow_non_finite, average_last=count))
+    options = {"allow_non_finite": arguments.allow_non_finite_weights, "average_last": count, "dtype": arguments.dtype}
+    print(export(run, arguments.output, nxd, **options))
     return 0
 
 

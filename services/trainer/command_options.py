@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.common.process.command_line import RecipeParser, StageParser
 from services.common.process.command_parser import CommandParser
-from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS
+from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS, DTYPES
 from services.trainer.inspection.run_plan import add_assumptions
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE
 from services.trainer.metrics.trackers import TRACKERS
@@ -124,6 +124,9 @@ def export_parser() -> RecipeParser:
         help="write the mean of the weights of the last K checkpoints (default: %(default)s, the newest alone)",
     )
     parser.add_argument(ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export NaN and infinite weights as well")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="float32", help="type of the weights (default: %(default)s)"
+    )
     formats = ("hugging-face", "nxd")
     parser.add_argument("--format", choices=formats, default=formats[0], help="(default: %(default)s)")
     nxd = parser.add_argument_group("options of --format nxd, equal to those of the run that loads the checkpoint")

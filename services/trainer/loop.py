@@ -303,7 +303,7 @@ class Training:
                 self._writer.wait()
                 require_same_state(self._program, self._group, self._done)
                 state, spikes = self._program.state, self._spikes.state
-                self._writer.save(state, self._done, self._skipped.total, stalled_since, spikes)
+                self._writer.save(state, self._done, self._skipped.total, stalled_since, spikes, self._imported)
                 seconds = self._commit_seconds + time.perf_counter() - stalled_since
                 self.recorder.add(checkpoint_stall_seconds=seconds)
                 self._commit_seconds = 0.0
@@ -410,6 +410,7 @@ class Training:
         self._skipped = SkippedSteps(self._job, point.skipped_steps)
         self._schedule, self._saved_step = CheckpointSchedule(self._job.recipe), point.step
         self._spikes.go_back(point.loss_spikes)
+        self._imported = point.imported
         self._writer.learn(intact_step=point.step, damaged_steps=point.damaged_steps)
         if self._group.rank == 0:
             drop_evaluations_after(self._job.run_folder, point.step)

@@ -133,6 +133,16 @@ class ShardOrigin(ManifestModel):
     """Hash of the manifest's payload without `shards`; this covers the batches that the run leaves out, too."""
 
 
+class ImportedModel(ManifestModel):
+    """Configuration in the folder of the weights with which the run, or an ancestor of it, began: Hugging Face's files,
+    empty where there is none. All later checkpoints have it, for exports: the folder may be gone.
+    """
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+
+
 class CheckpointPayload(ManifestModel):
     step: Count
     """Optimizer steps done."""
@@ -155,11 +165,13 @@ class CheckpointPayload(ManifestModel):
     """Number of the sample with which batch 0 would have begun: batch number b takes the samples from
     data_offset_samples + b * batch.global_batch_size on. It is below 0 where a branch has larger batches than its
     parent, or another corpus. Absent where it is 0."""
+    imported: ImportedModel | None = None
+    """Configuration of the imported model. Absent where the run began with random weights."""
 
     @model_serializer(mode="wrap")
     def _leaves_out_what_is_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = write(self)
-        optional = ("ancestors", "data_offset_samples")
+        optional = ("ancestors", "data_offset_samples", "imported")
         return {name: value for name, value in fields.items() if name not in optional or value}
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, LossSpikes, checkpoint_id
+from services.common.artifacts.checkpoint import CheckpointManifest, ImportedModel, LossSpikes, checkpoint_id
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.program.mesh import Mesh
@@ -50,6 +50,8 @@ class ResumePoint(NamedTuple):
     loss_spikes: LossSpikes = LossSpikes()
     recipe: dict[str, Any] | None = None
     """Recipe with which the checkpoint was made; None if the program keeps its initial state."""
+    imported: ImportedModel | None = None
+    """Configuration of the model whose weights the run began with; None if they were random."""
     damaged_steps: tuple[int, ...] = ()
     """Steps of the checkpoints that were found damaged before this one was found intact."""
 
@@ -134,7 +136,12 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
             elif damages and group.rank == 0:
                 record_event(job, "fallback", to_step=step, damages=damages)
             return ResumePoint(
-                state.step, state.skipped_steps, told.loss_spikes, dict(told.checkpoint.recipe), tuple(damaged_steps)
+                step=state.step,
+                skipped_steps=state.skipped_steps,
+                loss_spikes=told.loss_spikes,
+                recipe=dict(told.checkpoint.recipe),
+                imported=state.imported,
+                damaged_steps=tuple(damaged_steps),
             )
         if step is None:
             problem = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from services.common.artifacts.checkpoint import (
     CheckpointManifest,
     CheckpointPayload,
+    ImportedModel,
     LossSpikes,
     shard_name,
 )
@@ -90,6 +91,7 @@ class CheckpointWriter:
         skipped_steps: int,
         started: float,
         loss_spikes: LossSpikes,
+        imported: ImportedModel | None = None,
     ) -> None:
         """Begin to copy this worker's part of the state after `step` steps, and write it in the background.
 
@@ -115,6 +117,7 @@ class CheckpointWriter:
             loss_spikes=loss_spikes,
             ancestors=job.lineage.ancestors,
             data_offset_samples=job.lineage.data_offset_samples,
+            imported=imported,
         )
         self._writing = self._thread.submit(self._write, self._payload, state.begin_snapshot())
         if self._group.rank == 0 and self._rows is None:

@@ -20,10 +20,13 @@ from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.artifacts.store import Artifact
 from services.common.errors import STORAGE_ERRNOS, ArtifactError, RecipeError, explain_storage_error
 from services.common.input.files import InputFileError
+from services.common.program.initial_weights import VOCABULARY_WEIGHTS
 from services.common.program.llama import parameter_shapes
+from services.common.recipe.schema import Model
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.conversion.averaging import open_last, read_means
-from services.trainer.conversion.hugging_face import CONFIG, hugging_face_config, write_weights
+from services.trainer.conversion.configuration import CONFIG, GENERATION_CONFIG, hugging_face_config
+from services.trainer.conversion.hugging_face import write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.tokenizer_export import write_tokenizer
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 PROVENANCE = "provenance.json"
 """Name of the file in a Hugging Face folder that names the run, and the checkpoints whose mean the weights are."""
 ALLOW_NON_FINITE_WEIGHTS = "--allow-non-finite-weights"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(
@@ -43,12 +47,15 @@ def export(
     *,
     allow_non_finite: bool = False,
     average_last: int = 1,
+    dtype: str = "float32",
 ) -> Path:
-    """Make the folder `output` with config.json, float32 weights and the tokenizer; it is complete or absent.
+    """Make the folder `output` with config.json, weights in `dtype` and the tokenizer; it is complete or absent.
 
     `AutoModelForCausalLM` and `AutoTokenizer` of transformers open the folder; see `write_tokenizer` for vocabularies
-    that transformers cannot encode with. With a layout the weights are those of an NxD checkpoint, and `output` is its
-    tag's folder. The weights are means over the last `average_last` checkpoints, which provenance.json names.
+    that transformers cannot encode with. A model that was imported has its configuration again, as
+    `hugging_face_config` describes, and its rows of padding; other models have a row for each id. With a layout the
+    weights are those of an NxD checkpoint, and `output` is its tag's folder. The weights are means over the last
+    `average_last` checkpoints, which provenance.json names.
 
     Raises `ArtifactError` for weights that are not finite, unless they are allowed; then it logs a warning. Raises it
     also where the run has fewer checkpoints than are to be averaged.
@@ -58,7 +65,7 @@ def export(
     partial = output.with_name(f".export-{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)
-        _write(run, checkpoints, partial, nxd, allow_non_finite)
+        _write(run, checkpoints, partial, nxd, allow_non_finite, dtype)
         _rename_to_new(partial, output)
         sync_folder(output.parent)
     except OSError as error:
@@ -86,24 +93,49 @@ def _write(
     folder: Path,
     nxd: NxdLayout | None,
     allow_non_finite: bool,
+    dtype: str,
 ) -> None:
-    vocabulary = run.corpus.manifest.corpus.vocabulary
+    vocabulary, imported = run.corpus.manifest.corpus.vocabulary, run.checkpoint.manifest.checkpoint.imported
+    model = _exported_model(run, nxd)
+    config = hugging_face_config(run.recipe, model, vocabulary, dtype, imported)
+    write_durably(folder / CONFIG, json.dumps(config, indent=2).encode())
+    if imported and imported.generation_config:
+        write_durably(folder / GENERATION_CONFIG, json.dumps(imported.generation_config, indent=2).encode())
+    write_tokenizer(folder, run.corpus, vocabulary_file(run), imported.tokenizer_config if imported else {})
     shapes = parameter_shapes(run.recipe.model)
-    write_durably(folder / CONFIG, json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
-    write_tokenizer(folder, run.corpus, vocabulary_file(run))
     readers = [ShardReader(checkpoint, shapes) for checkpoint in checkpoints]
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
-        weights = read_means(readers, names)
+        weights = {name: _finish(name, weight) for name, weight in read_means(readers, names).items()}
         for name, weight in weights.items():
             _require_finite(run.checkpoint.path, name, weight, allow_non_finite)
         return weights
 
+    def _finish(name: str, weight: Tensor) -> Tensor:
+        if name in VOCABULARY_WEIGHTS:
+            weight = _resize(weight, model.num_vocab_rows)
+        return weight.to(DTYPES[dtype])
+
     if nxd:
-        write_nxd_model(folder, run.recipe.model, nxd, read)
+        write_nxd_model(folder, model, nxd, read)
     else:
         write_durably(folder / PROVENANCE, json.dumps(_describe_origin(checkpoints), indent=2).encode())
-        write_weights(folder, shapes, read)
+        write_weights(folder, parameter_shapes(model), DTYPES[dtype], read)
+
+
+def _exported_model(run: Run, nxd: NxdLayout | None) -> Model:
+    """Return the run's model with the rows of an export: those of the imported model, or as many as there are ids, and
+    for NxD as many more as its ranks need for equal parts.
+    """
+    model, is_imported = run.recipe.model, run.checkpoint.manifest.checkpoint.imported is not None
+    rows = model.num_vocab_rows if is_imported else model.vocab_size
+    return model.model_copy(update={"padded_vocab_size": rows + (-rows % nxd.tensor_parallel_size if nxd else 0)})
+
+
+def _resize(weight_VD: Tensor, num_rows: int) -> Tensor:
+    """Cut the rows from `num_rows` on, or add rows of zeros."""
+    missing = max(0, num_rows - len(weight_VD))
+    return torch.nn.functional.pad(weight_VD[:num_rows], (0, 0, 0, missing)) if missing else weight_VD[:num_rows]
 
 
 def _describe_origin(checkpoints: Sequence[Artifact[CheckpointManifest]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face's folder of a Llama: its configuration and its weights."""
+"""Reads and writes the weights in a Hugging Face folder of a Llama."""
 
 from __future__ import annotations
 
@@ -13,107 +13,17 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
-from services.common.errors import ArtifactError, RecipeError
+from services.common.errors import ArtifactError
 from services.common.input.files import InputFileError, parse_json, read_file, require_regular_file, unreadable
 from services.common.input.problem_list import list_names, shorten
 from services.common.process.limits import explain_lack
-from services.common.recipe.schema import Model, Recipe
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FILE_ELEMENTS = 2**30
 """Largest number of elements in a file that is written: 4 GiB, which is also the memory that writing needs."""
 DTYPES = ("F32", "BF16", "F16")
-
-
-def hugging_face_config(recipe: Recipe, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Describe the model as transformers' LlamaConfig does."""
-    model = recipe.model.model_dump(mode="json", exclude={"preset", "rope_scaling", "rope_theta"})
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": recipe.model.rope_theta}
-    if recipe.model.rope_scaling:
-        rope |= {"rope_type": "llama3", **recipe.model.rope_scaling.model_dump()}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **model,
-        "head_dim": recipe.model.head_dim,
-        "max_position_embeddings": recipe.corpus.sequence_length,
-        # transformers 5 reads rope_parameters; transformers 4 reads the two keys after it.
-        "rope_parameters": rope,
-        "rope_theta": recipe.model.rope_theta,
-        "rope_scaling": rope if recipe.model.rope_scaling else None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "bos_token_id": vocabulary.bos_id,
-        "eos_token_id": vocabulary.eos_id,
-        "pad_token_id": None,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-    }
-
-
-def require_same_model(folder: Path, model: Model) -> None:
-    """Raise `RecipeError` with every difference, unless `config.json` describes the recipe's model."""
-    path = folder / CONFIG
-    try:
-        config = parse_json(read_file(path, folder))
-        theirs = _describe(config)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ArtifactError(f"{path}: cannot be read as a Llama's configuration: {error}.") from error
-    ours: dict[str, Any] = model.model_dump(mode="json", exclude={"preset", "initializer_range"})
-    ours |= {"head_dim": model.head_dim, **_PLAIN}
-    differences = [
-        f"  {name}: {path.name} has {json.dumps(theirs[name])}, the recipe's model {json.dumps(value)}"
-        for name, value in ours.items()
-        if theirs[name] != value
-    ]
-    if differences:
-        raise RecipeError(f"{folder}: is not the recipe's model:\n" + "\n".join(differences))
-
-
-_PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Values that every Llama has, and that no recipe can change."""
-
-
-def _describe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `config.json` under the recipe's names; absent keys have transformers' defaults."""
-    heads = config.get("num_attention_heads")
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
-    scaling = config.get("rope_scaling") or rope
-    return {
-        "model_type": config.get("model_type"),
-        "hidden_act": config.get("hidden_act", "silu"),
-        "attention_bias": config.get("attention_bias", False),
-        "mlp_bias": config.get("mlp_bias", False),
-        "vocab_size": config.get("vocab_size"),
-        "hidden_size": config.get("hidden_size"),
-        "intermediate_size": config.get("intermediate_size"),
-        "num_hidden_layers": config.get("num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or (config.get("hidden_size") or 0) // (heads or 1),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", 10_000.0),
-        "rope_scaling": _describe_scaling(scaling),
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
-    }
-
-
-def _describe_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        return {"rope_type": kind}
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {name: scaling.get(name) for name in names}
 
 
 def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> list[list[str]]:
@@ -130,11 +40,14 @@ def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> lis
 
 
 def write_weights(
-    folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]],
 ) -> None:
     """Write weights as `save_pretrained` does: in one file, or in several with an index.
 
-    `read` returns the weights of one file by their names.
+    `read` returns the weights of one file by their names, in `dtype`.
     """
     groups = group_parameters(shapes, FILE_ELEMENTS)
     places: dict[str, str] = {}
@@ -143,7 +56,7 @@ def write_weights(
         write_durably(folder / file, safetensors.torch.save(dict(read(names)), metadata={"format": "pt"}))
         places |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        size = 4 * sum(shape.numel() for shape in shapes.values())
+        size = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
         index = {"metadata": {"total_size": size}, "weight_map": places}
         write_durably(folder / INDEX, json.dumps(index, indent=2).encode())
 

@@ -50,25 +50,58 @@ def make_tokenizer(content: bytes, vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(tokenizer: Tokenizer, vocabulary: Vocabulary, sequence_length: int) -> dict[str, Any]:
+def tokenizer_config(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, sequence_length: int, imported: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return `tokenizer_config.json`, by which AutoTokenizer loads the tokenizer and leaves it unchanged.
 
-    The name of a special token in a text is encoded as text, as in the corpus (`split_special_tokens`).
+    The name of a special token in a text is encoded as text, as in the corpus (`split_special_tokens`). The settings of
+    an imported tokenizer stay, this one too, except for those that would build another tokenizer than the corpus's.
     """
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.id_to_token(vocabulary.bos_id),
+    own = {
         "eos_token": tokenizer.id_to_token(vocabulary.eos_id),
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": sequence_length,
     }
     if unknown := getattr(tokenizer.model, "unk_token", None):
-        config["unk_token"] = unknown
-    return config
+        own["unk_token"] = unknown
+    if imported:
+        own |= {name: value for name, value in imported.items() if name not in _BUILD_ANOTHER_TOKENIZER}
+        own["model_max_length"] = max(own["model_max_length"], sequence_length)
+        if added := _tokens_beyond(tokenizer, imported):
+            own["added_tokens_decoder"] = added
+    else:
+        own["split_special_tokens"] = True
+    return own | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.id_to_token(vocabulary.bos_id),
+        "add_bos_token": True,
+        "add_eos_token": False,
+    }
+
+
+_BUILD_ANOTHER_TOKENIZER = (
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "auto_map",
+    "backend",
+    "fix_mistral_regex",
+    "from_slow",
+    "is_local",
+    "legacy",
+    "name_or_path",
+    "sp_model_kwargs",
+    "tokenizer_file",
+    "tokenizer_type",
+    "vocab_file",
+)
+
+
+def _tokens_beyond(tokenizer: Tokenizer, imported: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the imported tokens that the tokenizer has not, such as a `<pad>` in a row of the model's padding."""
+    added: dict[str, Any] = imported.get("added_tokens_decoder") or {}
+    return {number: token for number, token in added.items() if tokenizer.token_to_id(token["content"]) is None}
 
 
 def find_difference(tokenizer: Tokenizer, codec: Codec, bos_id: int, texts: Iterable[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from services.common.errors import ArtifactError
 from services.common.input.files import read_file
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
+from services.trainer.conversion.configuration import TOKENIZER_CONFIG
 from services.trainer.conversion.hugging_face_tokenizer import (
     InconvertibleVocabularyError,
     find_difference,
@@ -27,7 +28,6 @@ from services.trainer.conversion.hugging_face_tokenizer import (
 )
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 NO_TOKENIZER = "NO_TOKENIZER.txt"
 """File with the reason why a folder has no tokenizer."""
 VOCABULARY_FOLDER = "vocabulary"
@@ -39,8 +39,11 @@ CHECKED_TOKENS = 2**20
 logger = logging.getLogger(__name__)
 
 
-def write_tokenizer(folder: Path, corpus: Artifact[CorpusManifest], vocabulary_file: Path) -> None:
-    """Write the files by which AutoTokenizer gives the corpus's ids, and the vocabulary's file.
+def write_tokenizer(
+    folder: Path, corpus: Artifact[CorpusManifest], vocabulary_file: Path, imported: Mapping[str, Any]
+) -> None:
+    """Write the files by which AutoTokenizer gives the corpus's ids, and the vocabulary's file. `imported` are settings
+    of an imported tokenizer, see `tokenizer_config`.
 
     Documents of the validation split and fuzz texts are encoded by the tokenizer and by the vocabulary's library. If
     one of them gets other ids, or the tokenizers library does not have the vocabulary's rules, no tokenizer is written
@@ -65,7 +68,7 @@ def write_tokenizer(folder: Path, corpus: Artifact[CorpusManifest], vocabulary_f
         write_durably(folder / NO_TOKENIZER, reason.encode())
         write_durably(folder / VOCABULARY_FOLDER / vocabulary_file.name, content)
         return
-    config = tokenizer_config(tokenizer, vocabulary, corpus.manifest.corpus.sequence_length)
+    config = tokenizer_config(tokenizer, vocabulary, corpus.manifest.corpus.sequence_length, imported)
     if vocabulary_file.name != TOKENIZER:
         write_durably(folder / vocabulary_file.name, content)
     write_durably(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())

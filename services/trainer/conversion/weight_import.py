@@ -26,8 +26,9 @@ from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.lookup import checkpoint_steps
 from services.trainer.checkpoints.shards import write_shard
+from services.trainer.conversion.configuration import CONFIG, read_imported, require_same_model
 from services.trainer.conversion.dcp.checkpoint import DcpWeights, is_dcp_checkpoint
-from services.trainer.conversion.hugging_face import CONFIG, group_parameters, open_weights, require_same_model
+from services.trainer.conversion.hugging_face import group_parameters, open_weights
 from services.trainer.conversion.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
 from services.trainer.conversion.tokenizer_export import VOCABULARY_FOLDER
 from services.trainer.job import Job
@@ -39,13 +40,14 @@ SHARD_ELEMENTS = 2**28
 
 
 def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
-    """Write the checkpoint after step 0 with the folder's weights and with moments of zero.
+    """Write the checkpoint after step 0 with the folder's weights and configuration, and with moments of zero.
 
     Raises `RecipeError` if the folder has another model or vocabulary than the recipe, or if the recipe does not name
     its weights. Raises `ArtifactError` if the folder cannot be read, or if the run has begun already.
     """
     recipe, address = job.recipe, job.checkpoint_address(0)
     shapes = parameter_shapes(recipe.model)
+    imported = read_imported(folder)
     state = CheckpointPayload(
         step=0,
         tokens=0,
@@ -56,6 +58,7 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
         shards={},
         program_fingerprint=job.program_fingerprint,
         waivers=job.waivers,
+        imported=imported,
     )
     with _open_source(folder, job, shapes) as read:
         _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)

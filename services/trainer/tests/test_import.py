@@ -18,8 +18,8 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Model
+from services.trainer.conversion.configuration import require_same_model
 from services.trainer.conversion.export import export
-from services.trainer.conversion.hugging_face import require_same_model
 from services.trainer.conversion.weight_import import digest_weights, import_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job

@@ -46,7 +46,7 @@ class NxdLayout:
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads x kv_size_multiplier": model.num_key_value_heads * copies,
             "intermediate_size": model.intermediate_size,
-            "vocab_size": model.vocab_size,
+            "vocab_size": model.num_vocab_rows,
         }
         return next((f"{size} ranks do not divide {name} {n}" for name, n in divided.items() if n % size), None)
 
