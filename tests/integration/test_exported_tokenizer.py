@@ -142,7 +142,7 @@ def export_tokenizer(folder: Path, corpus: Artifact[CorpusManifest]) -> Path:
     exported = folder / "exported"
     exported.mkdir()
     (exported / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    write_tokenizer(exported, corpus, corpus.path / corpus.manifest.corpus.vocabulary.path)
+    write_tokenizer(exported, corpus, corpus.path / corpus.manifest.corpus.vocabulary.path, imported={})
     return exported
 
 

@@ -122,7 +122,7 @@ def _restore(theirs: Mapping[str, Any], ours: Mapping[str, Any], model: Model, s
         config = {name: value for name, value in config.items() if name not in _ROPE}
         config |= {name: ours[name] for name in _ROPE}
     config |= {name: ours[name] for name in changed - set(_ROPE)}
-    if sequence_length > config.get("max_position_embeddings", _DEFAULTS["max_position_embeddings"]):
+    if sequence_length > (config.get("max_position_embeddings") or _DEFAULTS["max_position_embeddings"]):
         config["max_position_embeddings"] = sequence_length
     absent = _DEFAULTS.keys() - theirs.keys() - {"max_position_embeddings"}
     return config | {name: ours[name] for name in absent if ours[name] != _DEFAULTS[name]}

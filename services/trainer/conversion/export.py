@@ -106,15 +106,12 @@ def _write(
     readers = [ShardReader(checkpoint, shapes) for checkpoint in checkpoints]
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
-        weights = {name: _finish(name, weight) for name, weight in read_means(readers, names).items()}
+        weights = read_means(readers, names)
         for name, weight in weights.items():
             _require_finite(run.checkpoint.path, name, weight, allow_non_finite)
-        return weights
-
-    def _finish(name: str, weight: Tensor) -> Tensor:
-        if name in VOCABULARY_WEIGHTS:
-            weight = _resize(weight, model.num_vocab_rows)
-        return weight.to(DTYPES[dtype])
+            if name in VOCABULARY_WEIGHTS:
+                weights[name] = _resize(weight, model.num_vocab_rows)
+        return {name: _round(run.checkpoint.path, name, weight, dtype) for name, weight in weights.items()}
 
     if nxd:
         write_nxd_model(folder, model, nxd, read)
@@ -130,6 +127,17 @@ def _exported_model(run: Run, nxd: NxdLayout | None) -> Model:
     model, is_imported = run.recipe.model, run.checkpoint.manifest.checkpoint.imported is not None
     rows = model.num_vocab_rows if is_imported else model.vocab_size
     return model.model_copy(update={"padded_vocab_size": rows + (-rows % nxd.tensor_parallel_size if nxd else 0)})
+
+
+def _round(checkpoint: Path, name: str, weight: Tensor, dtype: str) -> Tensor:
+    """Round a weight to `dtype`. Raises `RecipeError` for values that are too large for it."""
+    rounded = weight.to(DTYPES[dtype])
+    if num_bad := int((rounded.isinf() & ~weight.isinf()).sum()):
+        raise RecipeError(
+            f"{checkpoint}: {name}: {num_bad:,} of {weight.numel():,} values are too large for --dtype {dtype}. Pass "
+            f"--dtype bfloat16 or float32."
+        )
+    return rounded
 
 
 def _resize(weight_VD: Tensor, num_rows: int) -> Tensor:

@@ -58,7 +58,7 @@ def tokenizer_config(
     The name of a special token in a text is encoded as text, as in the corpus (`split_special_tokens`). The settings of
     an imported tokenizer stay, this one too, except for those that would build another tokenizer than the corpus's.
     """
-    own = {
+    own: dict[str, Any] = {
         "eos_token": tokenizer.id_to_token(vocabulary.eos_id),
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -68,7 +68,8 @@ def tokenizer_config(
         own["unk_token"] = unknown
     if imported:
         own |= {name: value for name, value in imported.items() if name not in _BUILD_ANOTHER_TOKENIZER}
-        own["model_max_length"] = max(own["model_max_length"], sequence_length)
+        if own["model_max_length"] is not None:  # without a limit
+            own["model_max_length"] = max(own["model_max_length"], sequence_length)
         if added := _tokens_beyond(tokenizer, imported):
             own["added_tokens_decoder"] = added
     else:
@@ -90,6 +91,7 @@ _BUILD_ANOTHER_TOKENIZER = (
     "from_slow",
     "is_local",
     "legacy",
+    "local_files_only",
     "name_or_path",
     "sp_model_kwargs",
     "tokenizer_file",

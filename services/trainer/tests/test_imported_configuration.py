@@ -105,14 +105,14 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 
 
-def write_published(folder: Path, name: str, model: Model) -> str:
+def write_published(folder: Path, name: str, model: Model, scale: float) -> str:
     """Write a folder with random weights in bfloat16, and return their digest."""
     folder.mkdir()
     for file, content in PUBLISHED[name].items():
         (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
     generator, shapes = torch.Generator().manual_seed(0), parameter_shapes(model)
     weights = {
-        each: torch.randn(shape, generator=generator).mul(0.1).bfloat16() for each, shape in sorted(shapes.items())
+        each: torch.randn(shape, generator=generator).mul(scale).bfloat16() for each, shape in sorted(shapes.items())
     }
     safetensors.torch.save_file(weights, folder / "model.safetensors")
     return digest_weights(shapes, lambda each: weights[each].float())
@@ -122,9 +122,9 @@ def write_published(folder: Path, name: str, model: Model) -> str:
 def import_published(tmp_path: Path, new_job: Callable[..., Job], lease: Lease) -> Callable[..., Job]:
     """Begin a run with the published model of a name, in `tmp_path / "published"`."""
 
-    def begin(name: str, **overrides: str) -> Job:
+    def begin(name: str, scale: float = 0.1, **overrides: str) -> Job:
         overrides = {"train__max_steps": "2", **RECIPES.get(name, {}), **overrides}
-        digest = write_published(tmp_path / "published", name, new_job(**overrides).recipe.model)
+        digest = write_published(tmp_path / "published", name, new_job(**overrides).recipe.model, scale)
         job = new_job(train__initial_weights=digest, **overrides)
         import_weights(job, tmp_path / "published", lease)
         return job
@@ -246,6 +246,15 @@ def test_the_type_of_exported_weights_is_chosen_on_the_command_line(
     weights = safetensors.torch.load_file(output / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
     assert read(output, "config.json")["dtype"] == read(output, "config.json")["torch_dtype"] == dtype
+
+
+def test_weights_that_a_type_cannot_hold_are_refused(tmp_path: Path, import_published: Callable[..., Job]) -> None:
+    job = import_published("as few keys as there can be", scale=1e6)
+
+    with pytest.raises(RecipeError, match="float16"):
+        export(opened(job), tmp_path / "exported", dtype="float16")
+
+    assert not (tmp_path / "exported").exists()
 
 
 def test_rows_of_padding_that_were_not_imported_are_cut_and_nxds_ranks_get_equal_parts(
