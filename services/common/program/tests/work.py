@@ -263,11 +263,11 @@ ODD_VOCABULARIES: dict[str, dict[str, str]] = {
     "301 ids, z-loss and documents": {**_of_ids("301"), **WITH_DOCUMENTS},
     "301 ids, tied": {**_of_ids("301"), "model__tie_word_embeddings": "true"},
     "rows of a published model": {"model__padded_vocab_size": "310"},
-    "a shard of padding alone": {
-        "model__padded_vocab_size": "901"
-    },  # the 300 ids fill 226 and 74 rows of the first two
+    "a shard of padding alone": {"model__padded_vocab_size": "901"},
 }
-"""Overrides by which shards of the vocabulary have padding, where 2 or 4 workers share a model."""
+"""Overrides by which shards of the vocabulary have padding, where 2 or 4 workers share a model. 300 ids fill the first
+of 4 shards of 226 rows, and a third of the second.
+"""
 
 
 def train_odd_vocabularies(folder: Path, environment: WorkerEnvironment) -> None:
