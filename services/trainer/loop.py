@@ -328,7 +328,8 @@ class Training:
             return
         is_missing = self._group.rank == 0 and not has_evaluation(self._job.run_folder, self._done)
         if self._group.maximum(is_missing):
-            self._evaluate_until_stopped()
+            # A stop that was there before lets the run take its first step, so that each command gets on.
+            self._evaluate_until_stopped(heard=StopReason(self._group.maximum(self._stop_conditions.check())))
 
     def evaluate(self, step: TakenStep) -> None:
         """Evaluate the state if that is due: after the save, which is committed meanwhile.
@@ -342,8 +343,8 @@ class Training:
         if self._stop_reason and self._saved_step != self._done:
             self.save(step)
 
-    def _evaluate_until_stopped(self) -> None:
-        """Evaluate the state, and record the evaluation unless a stop ends it before its last round.
+    def _evaluate_until_stopped(self, heard: StopReason = StopReason.NONE) -> None:
+        """Evaluate the state, and record the evaluation unless a stop beyond `heard` ends it before its last round.
 
         Only the last step's evaluation is not ended, because nothing would start after it.
         """
@@ -353,9 +354,9 @@ class Training:
             self._agreement.begin(WorkerStep(self._strongest_stop_reason(), self._writer.written_step))
             agreed = self._agreement.finish()
             self._writer.advance(agreed.written_step)
-            if not is_last:
+            if not is_last and agreed.stop_reason > heard:
                 self._stop_reason = agreed.stop_reason
-            return is_last or not self._stop_reason
+            return not self._stop_reason or is_last
 
         with self.watchdog.phase(EVALUATION, self._done):
             if evaluation := self._validation.evaluate(self._program, goes_on):
