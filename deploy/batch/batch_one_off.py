@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import shlex
 from dataclasses import dataclass
 from typing import TextIO
@@ -27,7 +28,6 @@ from deploy.client.one_off_request import (
     needs_recipe,
     require_known,
 )
-from deploy.client.request import user_name
 from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
 from deploy.exit_codes import EXIT_AGAIN
 from images.registry import find_labels
@@ -75,7 +75,7 @@ def run_one_off(config: Config, jobs: Jobs, request: OneOffRequest, output: Text
         follow(jobs, job_id, take=reception.take)
     except KeyboardInterrupt:
         if job := jobs.find(job_id):
-            jobs.terminate(job, f"Ctrl-C in make stage-run, {user_name()}")
+            jobs.terminate(job, f"Ctrl-C in make stage-run, {getpass.getuser()}")
         print(f"\njob {job_id} is terminated: its container gets SIGTERM")
         raise
     code = _read_exit_code(jobs.find(job_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from deploy.batch.jobs import BatchJob, Definition, Jobs
 from deploy.batch.resolved_job import DEFAULT_RECIPE, ResolvedJob, complete_from_definition, resolve_job
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.pipeline_view import PipelineView
-from deploy.client.request import DeployRequest, user_name
+from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from infra.account.session import Account
 from services.common.errors import DeviceError
@@ -84,7 +85,7 @@ class BatchTarget:
         active = [job for job in self._jobs.find_all(stage) if job.is_active]
         for job in active:
             print(f"stopping {stage}, job {job.id}: its main node gets SIGTERM", flush=True)
-            self._jobs.terminate(job, f"make stop-stage, {user_name()}")
+            self._jobs.terminate(job, f"make stop-stage, {getpass.getuser()}")
         allowed = max(STOP_SECONDS, self._config.notice_seconds + STOP_MARGIN_SECONDS)
         deadline = time.monotonic() + allowed
         while any(job.is_active for job in active):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.client.request import require_stage_name, user_name
+from deploy.client.request import require_stage_name
 from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
 from services.common.errors import DeviceError, RecipeError, TryAgain
@@ -117,7 +118,7 @@ def complete_words(request: OneOffRequest, recipe: RequestedRecipe | None) -> tu
 
 def identify(request: OneOffRequest, image: str, words: Sequence[str], recipe: RequestedRecipe | None) -> str:
     """Digest of the request and its user: a second identical request follows the first one's Job."""
-    told = [request.stage, image, *words, "", *request.bring, "", recipe.text if recipe else "", user_name()]
+    told = [request.stage, image, *words, "", *request.bring, "", recipe.text if recipe else "", getpass.getuser()]
     return hashlib.sha256(json.dumps([*told, request.memory_gib, request.seconds]).encode()).hexdigest()[:16]
 
 

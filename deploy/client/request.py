@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +84,6 @@ def require_stage_name(name: str) -> Stage:
     if name not in STAGES:
         raise RecipeError(f"STAGE={name or 'nothing'}: expected one of {', '.join(STAGES)}")
     return name
-
-
-def user_name() -> str:
-    """The login name of the person who deploys."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return f"uid {os.getuid()}"
 
 
 def _require_free_arguments(arguments: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ client may be interrupted.
 
 from __future__ import annotations
 
+import getpass
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from functools import partial
 from typing import TextIO
 
 from deploy.client.pipeline_view import PipelineView
-from deploy.client.request import DeployRequest, user_name
+from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.good_images import find_image_before
@@ -104,7 +105,7 @@ def stop_stage(api: Api, stage: str) -> int:
     if record and not record.is_over:
         print(f"stopping {stage}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
         with suppress(Conflict):  # the deployment ended in between
-            ask_to_stop(api, record, user_name())
+            ask_to_stop(api, record, getpass.getuser())
         if not _wait_until_over(api, record):
             print(f"Job {job_name(stage)} does not answer: this client removes {stage}'s pods instead", flush=True)
             api.delete("Job", job_name(stage), uid=record.uid)

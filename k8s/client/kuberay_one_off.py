@@ -6,6 +6,7 @@ client was interrupted continues, and the same command of the same person follow
 
 from __future__ import annotations
 
+import getpass
 import json
 import secrets
 import shlex
@@ -23,7 +24,6 @@ from deploy.client.one_off_request import (
     needs_recipe,
     require_known,
 )
-from deploy.client.request import user_name
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
 from k8s.client.deployment_manifests import write_documents
 from k8s.client.deployment_watch import PodOutput
@@ -139,7 +139,7 @@ def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
         bring=request.bring,
         recipe=pack_recipe(recipe.text.encode()) if recipe else "",
         seconds=request.seconds,
-        user=user_name(),
+        user=getpass.getuser(),
         memory_gib=request.memory_gib,
     )
     job = render_one_off_job(group, cpu_group, one_off)

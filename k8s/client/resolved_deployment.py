@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.client.outline import Outline
-from deploy.client.request import RETRIES, DeployRequest, user_name
+from deploy.client.request import RETRIES, DeployRequest
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe
 from k8s.client.compile_tasks import TASKS, choose_trace_option, pods_of, tasks_of_a_pod
 from k8s.client.stage_image import choose_image
@@ -69,7 +70,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedDep
         arguments=recipe.arguments,
         retries=_given(request.retries, RETRIES),
         keep=request.is_kept,
-        user=user_name(),
+        user=getpass.getuser(),
         start_timeout_seconds=_given(request.start_timeout_seconds, START_TIMEOUT_SECONDS),
         loss_timeout_seconds=_given(request.loss_timeout_seconds, LOSS_TIMEOUT_SECONDS),
         drain_seconds=_given(request.drain_seconds, _needed_drain_seconds(group)),

@@ -101,11 +101,11 @@ def test_the_same_of_the_same_person_is_the_same(monkeypatch: pytest.MonkeyPatch
         request = asked(**variables)
         return identify(request, image, request.words, recipe)
 
-    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "ann")
+    monkeypatch.setenv("LOGNAME", "ann")
     first = digest()
     assert digest() == first
     others = [digest(image="other"), digest(COMMAND="plan"), digest(BRING="x"), digest(MEMORY="9"), digest(HOURS="1")]
-    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "ben")
+    monkeypatch.setenv("LOGNAME", "ben")
     assert len({first, *others, digest()}) == 7
 
 

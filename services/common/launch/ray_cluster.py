@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -83,6 +84,8 @@ def _start_here(
     # it was imported, so the constant is for this process and the variable for the processes that Ray starts.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    # A token of this Ray's own. Otherwise Ray keeps one in ~/.ray, and a container's user may have no home to write to.
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     stack = ExitStack()
     # Ray's default folder is below one that every user can write to.
     folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))

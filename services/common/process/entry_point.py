@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import getpass
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from services.common.errors import (
@@ -46,6 +48,7 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
     # handler by one that first commits a checkpoint.
     install(_raise_stopped)
     sys.excepthook = lambda _, error, __: print_traceback(error)
+    _name_user()
     argv = sys.argv[1:]
     atexit.register(ignore_stop_signals)  # called among the last: Python restores the handlers at the very end
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
@@ -64,6 +67,18 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
             sys.stdout.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
+
+
+def _name_user() -> None:
+    """Set USER and HOME for libraries where the system knows neither, as of `docker run --user 12345`."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        os.environ["USER"] = str(os.getuid())
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = "/"  # as container engines do
 
 
 @contextmanager

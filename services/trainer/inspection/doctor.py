@@ -6,7 +6,6 @@ nodes share the files of the corpus and of the compile cache. The command itself
 
 from __future__ import annotations
 
-import getpass
 import os
 import statistics
 import time
@@ -252,7 +251,7 @@ def _look_at_run_folder(job: Job) -> Iterator[Finding]:
     for place in dict.fromkeys(map(existing_place, folders)):
         if not os.access(place, os.W_OK | os.X_OK):
             seen = f"{place}: this user cannot write there, but the run must"
-            yield problem(check, StorageError(seen), f"let {getpass.getuser()} write there, with chown or chmod")
+            yield problem(check, StorageError(seen), f"let user {os.getuid()} write there, with chown or chmod")
     if os.path.lexists(stop):
         yield warning(check, f"{stop} exists: the run would stop after its first step", f"rm -r {stop}")
     attempts, metrics = read_attempts(job.run_folder), read_metrics(job.run_folder)

@@ -196,6 +196,33 @@ def test_a_full_disk_and_a_read_only_one_end_with_5(place: Path, tmp_path: Path,
         assert "next: pass a --root that this user can write to" in output
 
 
+@pytest.mark.parametrize(("launch", "home"), [("inline", None), ("ray", "/proc")])
+def test_a_user_whom_the_system_does_not_know_gets_the_same_table(place: Path, launch: str, home: str | None) -> None:
+    """As under `docker run --user 12345`, with a home that is unset or cannot be written to."""
+    unshare = ["unshare", "--map-user=12345", "--map-group=12345"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs `unshare --map-user`, to run as a user without a name")
+    (run,) = (place / "fsx/run").glob("*/")
+    run.chmod(0o555)
+    names = ("HOME", "USER", "LOGNAME", "USERNAME", "LNAME")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+
+    options = ["--recipe", str(place / "small.toml"), "--root", str(place / "fsx"), f"--launch={launch}", *EAGER]
+    done = subprocess.run(
+        [*unshare, sys.executable, "-m", "services.trainer", "doctor", *options],
+        cwd=REPOSITORY,
+        env={**environment, **({"HOME": home} if home else {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert done.stdout.count("  problem  ") == 1
+    assert "12345" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
 def test_too_many_threads_are_warned_of_and_a_worker_without_memory_ends_with_4(doctor: Doctor) -> None:
     exit_code, output = doctor(*EAGER, "--parallel.threads_per_worker=1000", "--train.seed=1")
     assert exit_code == 0, output

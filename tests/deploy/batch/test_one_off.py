@@ -180,7 +180,7 @@ def test_the_same_of_the_same_person_that_goes_on_is_followed(
     assert "already runs this request (submitted)" in capsys.readouterr().out
     assert len(cloud.submitted) == 1
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0, "what has ended is run again"
-    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
+    monkeypatch.setenv("LOGNAME", "somebody else")
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1", ":2"]
 

@@ -112,7 +112,7 @@ def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
     assert f"{first} continues" in capsys.readouterr().out
     assert run(api, ask("export", is_followed=False)) == 0
     assert len(api.sent) == 2, "another command is another Job"
-    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
+    monkeypatch.setenv("LOGNAME", "somebody else")
     assert run(api, ask(is_followed=False)) == 0
     assert len(api.sent) == 3
     monkeypatch.undo()
