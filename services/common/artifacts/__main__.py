@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -93,7 +93,7 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
     """Remove the leftovers of interrupted work below the root DIR, and on request unreferenced artifacts."""
     published: dict[Path, _Mention] = {}
     unreferenced = _find_unreferenced(arguments.dir, published) if arguments.unreferenced else []
-    doomed = _find_work(arguments.dir) + unreferenced
+    doomed = [path for path in _find_work(arguments.dir) + unreferenced if not _is_foreign(path, arguments.dir)]
     watches = {lock: LockWatch(lock) for lock in map(_lock_of, doomed)}
     # A folder without a manifest may be an artifact that somebody is copying to here, without any lock.
     headless = [FolderWatch(path) for path in doomed if is_id(path.name) and not (path / MANIFEST).exists()]
@@ -125,18 +125,44 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _find_published(folder: Path) -> list[Path]:
-    """Return the published folders. Only a folder's own name marks work in progress: a recipe may be `x.partial`."""
+    """Return the published folders, behind links too, and the links that lead nowhere in the place of one.
+
+    Only a folder's own name marks work in progress: a recipe may be `x.partial`.
+    """
     found = []
-    for name, folders, files in os.walk(folder, onerror=_raise_unreadable):
+    for name, folders, files in os.walk(folder, onerror=_raise_unreadable, followlinks=True):
+        path = Path(name)
         if MANIFEST in files:
             folders.clear()
-            if not is_work(Path(name).name):
-                found.append(Path(name))
+            if not is_work(path.name):
+                found.append(path)
+        else:
+            folders[:] = [each for each in folders if not _leads_back(path / each, folder)]
+            found += [path / each for each in files if _is_dangling(path / each) and _is_place(path / each)]
     return sorted(found, key=lambda path: (path.parent, step_of(path.name) or 0, path.name))
 
 
-def _raise_unreadable(error: OSError) -> NoReturn:
-    raise unreadable(Path(error.filename), error) from error
+def _leads_back(path: Path, top: Path) -> bool:
+    """Tell whether a folder is one of those above it, up to `top`: a link makes such a cycle."""
+    try:
+        return any(path.samefile(above) for above in path.parents if above.is_relative_to(top))
+    except FileNotFoundError:  # removed just now
+        return True
+
+
+def _is_dangling(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
+def _is_place(path: Path) -> bool:
+    """Tell whether stages look for artifacts or runs at this path below a root."""
+    kinds = (*MANIFEST_TYPES, RUNS)
+    return path.name in kinds or path.parent.name in kinds or is_id(path.name)
+
+
+def _raise_unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # removed just now
+        raise unreadable(Path(error.filename), error) from error
 
 
 def _find_work(root: Path) -> list[Path]:
@@ -148,7 +174,9 @@ def _find_work(root: Path) -> list[Path]:
     found = []
     for collection in _collections(root):
         for path in sorted(collection.iterdir()):
-            if path.is_dir() and not path.is_symlink():
+            if path.is_symlink():
+                is_ours = collection != root / RUNS and is_work(path.name)
+            elif path.is_dir():
                 is_headless = is_id(path.name) and not (path / MANIFEST).exists()
                 is_ours = collection != root / RUNS and (is_work(path.name) or is_headless)
             else:
@@ -157,6 +185,16 @@ def _find_work(root: Path) -> list[Path]:
             if is_ours:
                 found.append(path)
     return found
+
+
+def _is_foreign(path: Path, root: Path) -> bool:
+    """Tell whether `path` lies behind a link, and print so: another root may own it. A link to work is the root's."""
+    links = [each for each in path.parents if each != root and each.is_relative_to(root) and each.is_symlink()]
+    if path.is_symlink() and not is_work(path.name):
+        links.append(path)
+    for link in links[:1]:
+        print(f"leaving {path}: {link} is a link to {link.readlink()}, whose content may belong to another root")
+    return bool(links)
 
 
 class _Mention(NamedTuple):
@@ -251,10 +289,8 @@ def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:
                 print(f"leaving {path}: it was published or used just now")
                 return False
             print(f"removing {path}")
-            if path.is_dir():
+            if path != watch.path:
                 discard(path, held.lease)
-            elif path != watch.path:
-                path.unlink(missing_ok=True)
     except LeaseTaken as error:
         print(f"leaving {path}: {error}")
         return False

@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from services.common.errors import ArtifactError, RecipeError
+from services.common.errors import ArtifactError, RecipeError, UnreadableError
 from services.common.input.credentials import mask
 from services.common.input.files import parse_json, read_file, unreadable
 from services.common.input.problem_list import ProblemList, list_names, shorten
@@ -259,6 +259,10 @@ def read_sealed(folder: Path) -> dict[str, Any]:
         seal = raw.pop("seal")
         found = fingerprint(raw)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if folder.is_symlink() and not folder.exists():
+            raise UnreadableError(
+                f"{folder}: a link to {folder.readlink()}, which does not exist. Mount its disk, or remove the link."
+            ) from error
         raise ArtifactError(
             f"{folder}: not a published artifact (no {MANIFEST}). "
             f"`python -m services.common.artifacts list` shows what is published."

@@ -194,10 +194,13 @@ def displace(address: Address, lease: Lease) -> None:
 
 
 def discard(path: Path, lease: Lease) -> None:
-    """Remove a file or folder under the lease. It disappears in one step, so that nobody uses half of it."""
+    """Remove a file or folder under the lease. It disappears in one step, so that nobody uses half of it.
+
+    Of a link only the link is removed.
+    """
     aside = path.with_name(f"{path.name.split('.')[0]}.removed-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
     lease.require()
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
     try:
