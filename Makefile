@@ -76,7 +76,7 @@ load-images: setup ## Copy this checkout's images to the node of the local clust
 	@$(python) -m tests.cluster.kit load $$($(images) names)
 
 clean: ## Remove virtual environments and caches; keep artifacts and images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-security-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	rm -rf .venv .venv.before .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-security-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
 	find $(wildcard services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ##@ Deploy on KubeRay or AWS Batch

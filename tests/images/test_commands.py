@@ -160,14 +160,35 @@ def bootstrap(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
     )
 
 
-def test_an_index_without_torch_is_named_and_the_environment_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({"TORCH_INDEX_URL": "http://someone:s3cret@127.0.0.1:1/cpu"}, "http://127.0.0.1:1/cpu cannot be read: "),
+        ({"TORCH_FIND_LINKS": "http://someone:s3cret@127.0.0.1:1/"}, "http://127.0.0.1:1/ cannot be read: "),
+        ({"TORCH_FIND_LINKS": "/nowhere"}, "/nowhere cannot be read: "),
+        ({"TORCH_FIND_LINKS": "."}, ". has no torch=="),
+    ],
+)
+def test_a_place_without_torch_is_named_and_the_environment_stays(
+    tmp_path: Path, variables: dict[str, str], place: str
+) -> None:
     write(tmp_path / ".venv/kept", "")
-    done = bootstrap(tmp_path, TORCH="cpu", TORCH_INDEX_URL="http://someone:s3cret@127.0.0.1:1/cpu")
+    done = bootstrap(tmp_path, TORCH="cpu", **variables)
     assert done.returncode == 4, done.stderr
-    for named in ("torch==2.13.0", "http://127.0.0.1:1/cpu", "TORCH_INDEX_URL=", "TORCH=locked"):
+    for named in ("torch==2.13.0", place, "TORCH_INDEX_URL=", "TORCH_FIND_LINKS=", "make setup TORCH=locked"):
         assert named in done.stderr
     assert "s3cret" not in done.stderr
+    assert len(done.stderr.partition("setup: TORCH=cpu: ")[2].splitlines()) == 3
     assert (tmp_path / ".venv/kept").exists()
+
+
+@pytest.mark.parametrize("kept", [".venv/kept", ".venv.before/kept"])
+def test_an_environment_comes_back_where_setup_fails_or_was_killed(tmp_path: Path, kept: str) -> None:
+    write(tmp_path / kept, "")
+    done = bootstrap(tmp_path, TORCH="locked", UV_OFFLINE="1", UV_NO_CACHE="1")
+    assert done.returncode == 4, done.stderr
+    assert sorted(path.name for path in (tmp_path / ".venv").iterdir()) == ["kept"]
+    assert not (tmp_path / ".venv.before").exists()
 
 
 @pytest.mark.parametrize(
