@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, open_artifact
-from services.common.artifacts.upstream import open_corpus
+from services.common.artifacts.upstream import open_corpus, stage_command
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.metrics_export import export_metrics
@@ -177,7 +176,7 @@ def _begin_run(job: Job, recipe_path: Path) -> Job:
     if recipe.train.initial_weights:
         raise ArtifactError(
             f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
-            f"them: `python -m services.trainer import --recipe {recipe_path} --root {job.root} --from FOLDER`"
+            f"them: `{stage_command('trainer', recipe_path, job.root, 'import', '--from', 'FOLDER')}`"
         )
     if recipe.train.branch:
         parent = open_parent(job.root, recipe.train.branch)
@@ -319,11 +318,9 @@ def report_training(job: Job, recipe_path: Path) -> None:
     except Exception as error:
         expected = isinstance(error, MillraceError | OSError)
         logger.warning(
-            "the training is complete, but its report could not be written: %s. Write it with "
-            "`python -m services.trainer report --recipe %s --root %s`",
+            "the training is complete, but its report could not be written: %s. Write it with `%s`",
             error,
-            shlex.quote(str(recipe_path)),
-            shlex.quote(str(job.root)),
+            stage_command("trainer", recipe_path, job.root, "report"),
             exc_info=not expected,  # a bug gets its traceback, and the training still counts
         )
 

@@ -125,7 +125,9 @@ def open_cache(
             cache = open_artifact(exact.path, CompileCacheManifest)
         else:
             cache = find_cache(recipe, recipe_path, root)
-        _require_same_program(cache, facts, stage_command("compiler", recipe_path, root))
+        omit = "Omit --cache, and make" if explicit else "Make"
+        made_by = f"{omit} a cache for this program with `{stage_command('compiler', recipe_path, root)}`."
+        _require_same_program(cache, facts, made_by)
     except ArtifactError as error:
         if allow_cold:
             return None, ours
@@ -133,7 +135,7 @@ def open_cache(
     return cache, ours
 
 
-def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], command: str) -> None:
+def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], advice: str) -> None:
     theirs, ours = cache.manifest.compile_cache, fingerprint(facts)
     if theirs.program_fingerprint != ours:
         difference = "\n  ".join(
@@ -141,7 +143,7 @@ def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str
         )
         raise ArtifactError(
             f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, but this run's program is "
-            f"{ours[:12]}. They differ in\n  {difference}\nMake a cache for this program with `{command}`."
+            f"{ours[:12]}. They differ in\n  {difference}\n{advice}"
         )
 
 

@@ -67,7 +67,7 @@ class RunNotices:
 
     def finish(self, recipe_path: Path) -> None:
         last = self._job.recipe.train.max_steps
-        command = f"python -m services.trainer summary --recipe {recipe_path} --root {self._job.root}"
+        command = stage_command("trainer", recipe_path, self._job.root, "summary")
         self._notices.raise_notice("done", str(last), f"trained to step {last:,}", next_command=command)
 
     def fail(self, error: BaseException) -> None:

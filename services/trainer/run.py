@@ -27,6 +27,7 @@ from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.checkpoints.lookup import (
     Verify,
+    list_runs_command,
     newest_checkpoint,
     no_checkpoint_yet,
     require_of_run,
@@ -215,7 +216,10 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
     """
     folder = run_folder(root, name)
     if not (folder / RUN_FILE).exists():
-        raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
+        raise ArtifactError(
+            f"{folder}: no such run. Train it first, or pass the recipe and the overrides of another run: "
+            f"`{list_runs_command(root)}` lists them."
+        )
     try:
         described = parse_json(read_file(folder / RUN_FILE, folder))
         schema, paths = described["schema"], described["paths"]

@@ -13,6 +13,7 @@ from services.common.input.problem_list import list_names
 from services.common.process.brought_files import offer_file
 from services.common.process.command_line import require_text
 from services.common.process.command_parser import CommandParser
+from services.trainer.checkpoints.lookup import list_runs_command
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.report.comparison import write_comparison
 from services.trainer.report.page import shorten
@@ -62,7 +63,8 @@ def find_run(root: Path, name: str) -> str:
         return found[0]
     raise RecipeError(
         f"{name!r} is {'the begin of several names' if found else 'no run'} in {root}, which has "
-        f"{list_names(found or names) or 'no run'}. `make runs` lists the runs with their states."
+        f"{list_names(found or names) or 'no run'}. `{list_runs_command(root)}` "
+        f"lists the runs with their states."
     )
 
 

@@ -334,7 +334,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             command.add_argument("--yes", action="store_true", help="remove them, instead of listing them")
     arguments = parser.parse_args(argv)
     if not arguments.dir.is_dir():
-        raise RecipeError(f"{arguments.dir}: no such folder.")
+        raise RecipeError(f"{arguments.dir}: no such folder. Pass the --root of a stage, or a folder in it.")
     return arguments
 
 

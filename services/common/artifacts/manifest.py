@@ -265,7 +265,7 @@ def read_sealed(folder: Path) -> dict[str, Any]:
             ) from error
         raise ArtifactError(
             f"{folder}: not a published artifact (no {MANIFEST}). "
-            f"`python -m services.common.artifacts list` shows what is published."
+            f"`python -m services.common.artifacts list ROOT` shows what is published below a root."
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact
 from services.common.errors import ArtifactError
+from services.common.process.command_line import read_override
 from services.common.recipe.schema import Model, Recipe, Stage
 
 
-def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:
-    """Return the command of a stage, quoted for a shell."""
-    return shlex.join(["python", "-m", f"services.{stage}", "--recipe", str(recipe_path), "--root", str(root)])
+def stage_command(stage: Stage, recipe_path: Path, root: Path, subcommand: str = "", *options: str) -> str:
+    """Return the command of a stage or of its subcommand, quoted for a shell.
+
+    It has the overrides of this program's own command line: without them it would be about another recipe.
+    """
+    words = ["python", "-m", f"services.{stage}", *([subcommand] if subcommand else [])]
+    overrides = [word for word in sys.argv[1:] if read_override(word)]
+    return shlex.join([*words, "--recipe", str(recipe_path), "--root", str(root), *overrides, *options])
 
 
 def open_corpus(
@@ -40,7 +47,7 @@ def open_corpus(
     if payload.sequence_length != recipe.corpus.sequence_length:
         raise ArtifactError(
             f"{corpus.path}: its rows have {payload.sequence_length:,} tokens, corpus.sequence_length is "
-            f"{recipe.corpus.sequence_length:,}. Run the tokenizer stage for this recipe."
+            f"{recipe.corpus.sequence_length:,}. Omit --corpus, and run {_made_by('tokenizer', recipe_path, root)}."
         )
     if payload.num_samples("train") == 0:
         raise ArtifactError(

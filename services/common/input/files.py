@@ -143,7 +143,7 @@ def unreadable(path: Path | str, error: OSError, num_files: int | None = None) -
     if error.errno in _PASSING:
         return TryAgain(f"{path}: cannot be read now: {error.strerror}. The same command tries again.")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read the artifact's folder.")
+        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read it.")
     advice = " Copy what it leads to into that folder." if error.errno == errno.EXDEV else ""
     return ArtifactError(f"{path}: cannot be read: {error.strerror or error}.{advice}")
 

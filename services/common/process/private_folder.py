@@ -28,6 +28,7 @@ _PLAIN_FOLDER = Path("/tmp")  # nosec B108 # the folder in it is this user's alo
 # The path of a socket ends at 103 bytes on macOS and at 107 on Linux. Ray adds 64 of its own to its folder's, which is
 # `/ray-12345678` below the base.
 _SHORT_BYTES = 103 - 64 - 13
+_OWN_FOLDER = "set TMPDIR to a folder of your own; /tmp is taken for one whose path is long or needs quotes in a shell."
 
 
 def private_base(is_short: bool = False) -> Path:
@@ -44,7 +45,7 @@ def private_base(is_short: bool = False) -> Path:
     except FileExistsError:  # no folder
         pass
     except OSError as error:
-        raise StorageError(f"{base}: {error.strerror}. Set TMPDIR to a folder that this user can write to.") from error
+        raise StorageError(f"{base}: {error.strerror}. Make it writable, or {_OWN_FOLDER}") from error
     require_private(base)
     base.chmod(0o700)
     return base
@@ -63,7 +64,7 @@ def require_private(folder: Path) -> None:
         return
     raise StorageError(
         f"{folder} {problem}. Programs that this command runs are kept there, so no other user may change it. Remove "
-        f"it, or set TMPDIR to a folder of your own."
+        f"it, or {_OWN_FOLDER}"
     )
 
 

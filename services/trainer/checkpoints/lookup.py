@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +219,14 @@ def all_damaged(collection: Path, damages: list[str]) -> ArtifactError:
 
 
 def no_checkpoint_yet(collection: Path) -> ArtifactError:
-    return ArtifactError(f"{collection}: the run has no checkpoint yet. Continue it, or wait for one.")
+    return ArtifactError(
+        f"{collection}: the run has no checkpoint. Train it first, or pass the recipe and the overrides of another "
+        f"run: `{list_runs_command(collection.parents[1])}` lists them."
+    )
+
+
+def list_runs_command(root: Path) -> str:
+    return shlex.join(["python", "-m", "services.trainer", "runs", "--root", str(root)])
 
 
 def checkpoint_steps(collection: Path) -> list[int]:

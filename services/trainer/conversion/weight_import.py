@@ -63,7 +63,10 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
     with _open_source(folder, job, shapes) as read:
         _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
         if checkpoint_steps(address.collection):
-            raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
+            raise ArtifactError(
+                f"{address.collection}: the run has begun already. `python -m services.trainer` with the same "
+                f"options continues it."
+            )
         partial = begin_partial(address, lease)
         *shards, index = _write_files(partial, state.origin(job.run, rank=0), shapes, read)
     payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in shards), 0))

@@ -68,8 +68,8 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
     require_same_vocabulary(checkpoint, job.corpus, job.root)
     if Validation(job.recipe, job.corpus, num_tokens).is_empty:
         raise ArtifactError(
-            f"{job.corpus.path}: its validation split has no target to evaluate. Raise corpus.validation_fraction and "
-            f"run the tokenizer stage again, or name another corpus with --corpus."
+            f"{job.corpus.path}: its validation split has no target to evaluate. Name another corpus of the same "
+            f"vocabulary with --corpus; another corpus.validation_fraction makes the recipe that of another run."
         )
     with using_node(job), _shared_folder(job) as folder:
         spec = describe_workers(job.recipe, folder)

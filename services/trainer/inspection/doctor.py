@@ -207,7 +207,7 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
             none = ArtifactError(
                 f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet"
             )
-            command = f"python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER"
+            command = stage_command("trainer", arguments.recipe, job.root, "import", "--from", "FOLDER")
             yield problem("checkpoints", none, command)
             return
         if branch := job.recipe.train.branch:
@@ -251,7 +251,11 @@ def _look_at_run_folder(job: Job) -> Iterator[Finding]:
     for place in dict.fromkeys(map(existing_place, folders)):
         if not os.access(place, os.W_OK | os.X_OK):
             seen = f"{place}: this user cannot write there, but the run must"
-            yield problem(check, StorageError(seen), f"let user {os.getuid()} write there, with chown or chmod")
+            if place.is_relative_to(job.root):
+                advice = f"let user {os.getuid()} write there, with chown or chmod"
+            else:
+                advice = "pass a --root that this user can write"
+            yield problem(check, StorageError(seen), advice)
     if os.path.lexists(stop):
         yield warning(check, f"{stop} exists: the run would stop after its first step", f"rm -r {stop}")
     attempts, metrics = read_attempts(job.run_folder), read_metrics(job.run_folder)

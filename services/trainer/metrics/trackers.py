@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,8 +94,9 @@ def require_trackers(names: Sequence[str]) -> None:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # W&B leaves a folder of that name
             raise DeviceError(
-                f"--tracker {name}: the package is not installed here. Install it with `pip install {name}`, or omit "
-                f"the option: metrics.jsonl and TensorBoard have every step."
+                f"--tracker {name}: the package is not installed here. Install it with "
+                f"`./bootstrap uv pip install --python {sys.executable} {name}`, for an image add it to "
+                f"services/trainer/requirements.txt, or omit the option: metrics.jsonl and TensorBoard have every step."
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -33,6 +34,7 @@ from services.trainer.tests.runs import (
     flip_a_bit,
     kill_session,
     read_run,
+    run_trainer,
     start_trainer,
     state_hash,
     train_alone,
@@ -361,6 +363,24 @@ def test_a_missing_corpus_names_the_command_that_makes_one(
     exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx")
     assert exit_code == 3
     assert f"python -m services.tokenizer --recipe {recipe}" in output
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        ("tokenizer", ("--corpus.sequence_length=32", '--corpus.sources=[{uri = "a b.txt"}]')),
+        ("compiler", ("--compile.enabled=true", "--batch.micro_batch_size=2")),
+    ],
+)
+def test_a_command_that_an_error_names_has_the_overrides_of_the_command_that_failed(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], stage: str, overrides: tuple[str, ...]
+) -> None:
+    """Without them it would make what is published already, and the same error would follow."""
+    exit_code, output = run_trainer(recipe, tmp_path / "fsx", *overrides)
+    assert exit_code == 3, output
+    command = re.search(rf"`(python -m services\.{stage} .*?)`", output)
+    assert command, output
+    assert set(overrides) < set(shlex.split(command[1]))
 
 
 def test_a_corpus_of_another_vocabulary_is_refused_with_both_sizes(

@@ -198,8 +198,8 @@ def test_a_full_disk_and_a_read_only_one_end_with_5(place: Path, tmp_path: Path,
 
 @pytest.mark.parametrize(("launch", "home"), [("inline", None), ("ray", "/proc")])
 def test_a_user_whom_the_system_does_not_know_gets_the_same_table(place: Path, launch: str, home: str | None) -> None:
-    """As under `docker run --user 12345`, with a home that is unset or cannot be written to."""
-    unshare = ["unshare", "--map-user=12345", "--map-group=12345"]
+    """As under `docker run --user 61234`, with a home that is unset or cannot be written to."""
+    unshare = ["unshare", "--map-user=61234", "--map-group=61234"]
     if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs `unshare --map-user`, to run as a user without a name")
     (run,) = (place / "fsx/run").glob("*/")
@@ -219,7 +219,7 @@ def test_a_user_whom_the_system_does_not_know_gets_the_same_table(place: Path, l
 
     assert done.returncode == 5, done.stdout + done.stderr
     assert done.stdout.count("  problem  ") == 1
-    assert "12345" in done.stdout
+    assert "61234" in done.stdout
     assert "Traceback" not in done.stderr
 
 

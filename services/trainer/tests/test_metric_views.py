@@ -10,6 +10,7 @@ import posixpath
 import re
 import socket
 import struct
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -331,7 +332,7 @@ def test_a_tracker_that_is_asked_for_and_absent_ends_the_command_at_start(
         pytest.skip(f"{name} is installed here")
     code, printed = call_trainer(capfd, write_recipe(tmp_path), tmp_path / "fsx", "--tracker", name)
     assert code == 4
-    assert f"pip install {name}" in printed
+    assert f"--python {sys.executable} {name}`" in printed
     assert not (tmp_path / "fsx").exists()
 
 
