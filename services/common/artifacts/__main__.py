@@ -14,7 +14,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
-from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
+from services.common.artifacts.manifest import MANIFEST, Manifest, is_dangling, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError
@@ -138,7 +138,7 @@ def _find_published(folder: Path) -> list[Path]:
                 found.append(path)
         else:
             folders[:] = [each for each in folders if not _leads_back(path / each, folder)]
-            found += [path / each for each in files if _is_dangling(path / each) and _is_place(path / each)]
+            found += [path / each for each in files if is_dangling(path / each) and _is_place(path / each)]
     return sorted(found, key=lambda path: (path.parent, step_of(path.name) or 0, path.name))
 
 
@@ -148,10 +148,6 @@ def _leads_back(path: Path, top: Path) -> bool:
         return any(path.samefile(above) for above in path.parents if above.is_relative_to(top))
     except FileNotFoundError:  # removed just now
         return True
-
-
-def _is_dangling(path: Path) -> bool:
-    return path.is_symlink() and not path.exists()
 
 
 def _is_place(path: Path) -> bool:
@@ -193,7 +189,7 @@ def _is_foreign(path: Path, root: Path) -> bool:
     if path.is_symlink() and not is_work(path.name):
         links.append(path)
     for link in links[:1]:
-        print(f"leaving {path}: {link} is a link to {link.readlink()}, whose content may belong to another root")
+        print(f"leaving {path}: {link} leads to {link.readlink()}, which another root may own: remove it there")
     return bool(links)
 
 

@@ -259,10 +259,7 @@ def read_sealed(folder: Path) -> dict[str, Any]:
         seal = raw.pop("seal")
         found = fingerprint(raw)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if folder.is_symlink() and not folder.exists():
-            raise UnreadableError(
-                f"{folder}: a link to {folder.readlink()}, which does not exist. Mount its disk, or remove the link."
-            ) from error
+        require_mounted(folder)
         raise ArtifactError(
             f"{folder}: not a published artifact (no {MANIFEST}). "
             f"`python -m services.common.artifacts list ROOT` shows what is published below a root."
@@ -276,6 +273,19 @@ def read_sealed(folder: Path) -> dict[str, Any]:
             f"{path}: damaged: its content hashes to {found[:12]}, the seal says {str(seal)[:12]}. {_MAKE_AGAIN}"
         )
     return dict(raw)
+
+
+def is_dangling(path: Path) -> bool:
+    """Tell whether `path` is a link that leads nowhere."""
+    return path.is_symlink() and not path.exists()
+
+
+def require_mounted(path: Path) -> None:
+    """Raise `UnreadableError` where `path` is a link that leads nowhere: what it leads to may be on another disk."""
+    if is_dangling(path):
+        raise UnreadableError(
+            f"{path}: a link to {path.readlink()}, which does not exist. Mount its disk, or remove the link."
+        )
 
 
 def _explain(error: ValidationError) -> str:

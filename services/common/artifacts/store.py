@@ -32,8 +32,10 @@ from services.common.artifacts.manifest import (
     Header,
     InputLink,
     Manifest,
+    is_dangling,
     now,
     producer,
+    require_mounted,
     sync_folder,
     write_durably,
 )
@@ -311,7 +313,13 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
 
 
 def published_ids(collection: Path) -> list[str]:
-    return sorted(path.parent.name for path in collection.glob(f"*/{MANIFEST}") if not is_work(path.parent.name))
+    """Return the names of the published folders, and of links in their place that lead nowhere: what those lead to may
+    be on a disk that is not mounted. Raises `UnreadableError` where the collection is behind such a link.
+    """
+    for place in (*collection.parents[:2], collection):
+        require_mounted(place)
+    published = {path.parent.name for path in collection.glob(f"*/{MANIFEST}") if not is_work(path.parent.name)}
+    return sorted(published.union(path.name for path in collection.glob("*") if is_id(path.name) and is_dangling(path)))
 
 
 def is_id(name: str) -> bool:

@@ -14,6 +14,7 @@ from services.common.artifacts.files import verify_files
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import LOCK_SUFFIX, SCRATCH_SUFFIX, discard, find_artifact
+from services.common.errors import UnreadableError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import Recipe
 from services.common.testing.artifacts import CORPUS, ID, address_in, publish, publish_checkpoint
@@ -85,8 +86,9 @@ def test_the_command_and_a_stage_agree_on_an_artifact_behind_a_link(
 ) -> None:
     artifact, _ = publish(root, recipe)
     DAMAGES[damage](artifact.path)
-    if LINKED[linked] is not None:
-        move_to_another_disk(root / LINKED[linked], tmp_path / "disk")
+    place = LINKED[linked]
+    if place is not None:
+        move_to_another_disk(root / place, tmp_path / "disk")
 
     leads_out_of_the_artifact = linked in ("graphs", "manifest")
     is_unlisted = damage == "torn manifest" or linked == "manifest"
@@ -96,6 +98,20 @@ def test_the_command_and_a_stage_agree_on_an_artifact_behind_a_link(
     assert run("gc", root) == 0
     assert run("gc", root, "--unreferenced", "--yes") == (3 if is_unlisted else 0)
     assert (artifact.path / "three.json").exists()
+
+
+@pytest.mark.parametrize("linked", ["kind", "name", "id"])
+def test_an_artifact_on_a_disk_that_is_not_mounted_is_not_taken_for_absent(
+    root: Path, recipe: Recipe, tmp_path: Path, linked: str
+) -> None:
+    publish(root, recipe)
+    place = LINKED[linked]
+    assert place
+    move_to_another_disk(root / place, tmp_path / "disk").rename(tmp_path / "unmounted")
+
+    assert run("verify", root) == stage_code(root, recipe) == 3
+    with pytest.raises(UnreadableError, match="Mount its disk"):
+        find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make")
 
 
 def test_a_link_within_an_artifact_is_followed(root: Path, recipe: Recipe) -> None:
