@@ -51,6 +51,7 @@ _OTHERS = (
     Command("benchmarks.trainer"),
     Command("benchmarks.tokenizer.many_files"),
     Command("benchmarks.trainer.start_rows"),
+    Command("benchmarks.trainer.attention_row"),
     Command("benchmarks.trainer.failure_simulation"),
     Command("docs.site.picture"),
 )
