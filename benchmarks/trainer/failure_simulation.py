@@ -34,15 +34,11 @@ from services.trainer.inspection.failure_cost import (
 from services.trainer.inspection.run_plan import Assumptions, run_times
 from services.trainer.inspection.start_times import MEASURED_TIMES
 from services.trainer.restarts import RestartBudget
-from services.trainer.tests.virtual_network import HOP_SECONDS, reduce_in_virtual_time
 
 NODES = (16, 64, 256, 1_024)
 RECIPE = Path("recipes/llama2-7b-trn1.toml")
 NUM_FAILURES = 2_000
-COLUMNS = (
-    *("nodes", "failure every", "goodput, simulated", "plan", "lost by a failure"),
-    *("commands ended", "agreement", "messages"),
-)
+COLUMNS = ("nodes", "failure every", "goodput, simulated", "plan", "lost by a failure", "commands ended")
 
 
 @dataclass(frozen=True)
@@ -144,11 +140,9 @@ def make_table(recipe: Recipe, nodes: list[int], times: RunTimes, num_failures: 
         outcome = simulate(run, num_failures, seed)
         simulated, planned = outcome.goodput(run), goodput(run.costs, num_nodes, NODE_MTBF_HOURS)
         lost_minutes = (1 - simulated) * outcome.seconds / num_failures / 60
-        _, agreement_seconds, sent = reduce_in_virtual_time(num_nodes, max, [[*range(num_nodes)]], lambda: HOP_SECONDS)
         lines.append(
             f"| {num_nodes:,} | {run.mtbf_seconds / SECONDS_PER_HOUR:,.1f} h | {simulated:.2%} | {planned:.2%} | "
-            f"{lost_minutes:,.1f} min | {outcome.commands - 1} of {num_failures:,} | "
-            f"{agreement_seconds * 1e3:.2f} ms | {max(sent.values())} |"
+            f"{lost_minutes:,.1f} min | {outcome.commands - 1} of {num_failures:,} |"
         )
     return "\n".join(lines)
 

@@ -17,8 +17,7 @@ from services.common.program.optimizer import learning_rate
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.trainer.agreement.requirements import require_same_program, require_same_state
-from services.trainer.agreement.step_agreement import StepAgreement, agreeing
-from services.trainer.agreement.step_reduction import ReducedStep, WorkerStep, require_same_outcome
+from services.trainer.agreement.step_agreement import AgreedStep, StepAgreement, WorkerStep, require_same_outcome
 from services.trainer.checkpoints.loader import (
     ResumePoint,
     begins_with_random_weights,
@@ -54,10 +53,10 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     """
     rank = environment.rank
     configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
-    with joined_group(environment, begin_device(job)) as group, agreeing(environment, group) as agreement:
+    with joined_group(environment, begin_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
-        training = Training(job, environment, group, agreement)
+        training = Training(job, environment, group)
         with training.recorder, training.watchdog:
             training.evaluate_start()
             while not training.is_over:
@@ -114,10 +113,10 @@ class Training:
     _saved_step: int
     """Step of the newest checkpoint that was begun or loaded."""
 
-    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup, agreement: StepAgreement) -> None:
+    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
         recipe, corpus = job.recipe, job.corpus
         self._job, self._environment, self._group = job, environment, group
-        self._agreement = agreement
+        self._agreement = StepAgreement(group)
         self._unsettled: TakenStep | None = None  # the newest step, while its agreement goes on
         self._backend = make_backend(job, environment)
         steps = list_checkpoints(job, group)
@@ -206,7 +205,7 @@ class Training:
         numbers = self.recorder.measure(self._program, record.step_seconds, record.data_seconds)
         is_compared = not record.is_first_of_process
         return WorkerStep(
-            stop_reason=self._strongest_stop_reason(),
+            stop_reason=self._stop_conditions.check(),
             written_step=self._writer.written_step,
             deviation=self._spikes.deviation(record.loss, record.gradient_norm),
             is_applied=taken.is_applied,
@@ -224,13 +223,13 @@ class Training:
             or self._health.is_due(self._done)
         )
 
-    def _settle(self, taken: TakenStep, reduced: ReducedStep) -> StepOutcome:
+    def _settle(self, taken: TakenStep, agreed: AgreedStep) -> StepOutcome:
         """Decide what follows from a step, as all workers do. A step that was not applied is computed again."""
         record = taken.record
-        require_same_outcome(reduced, record.step)
-        self._stop_reason = reduced.stop_reason
-        if reduced.median_seconds and self._group.world_size > 1:
-            self._compare_speed(reduced, record.step)
+        require_same_outcome(agreed, taken.is_applied, self._group, record.step)
+        self._stop_reason = agreed.stop_reason
+        if agreed.fastest_seconds and self._group.world_size > 1:
+            self._compare_speed(agreed, record.step)
         if record.is_first_of_process and self._job.start_number and self._group.rank == 0:
             seconds = max(0.0, record.time - self._job.workers_started_at.timestamp())
             record_event(self._job, "restarted", step=record.step, seconds=seconds)
@@ -238,14 +237,14 @@ class Training:
             with self.watchdog.phase("compute again", record.step):
                 found = (self._job, self._program, self._group, record.step, taken.batch, taken.micro_batches)
                 self._fault = find_faulty_worker(*found)
-        verdict = self._spikes.add(record.step, record.loss, record.gradient_norm, reduced.deviation)
+        verdict = self._spikes.add(record.step, record.loss, record.gradient_norm, agreed.deviation)
         # The run would end before its patience does. After a step that was applied the skipped steps are those of the
         # step after it, by which this step must not decide: a run that begins with this step does not know them.
         if verdict is Verdict.DEVIATING and not taken.is_applied and self._skipped.are_too_many:
             verdict = Verdict.SPIKE
         self._health.count(record, taken.is_applied)
         goes_back = self._must_go_back(verdict, record)
-        return StepOutcome(taken, reduced.numbers, self._stragglers.metrics, reduced.written_step, goes_back)
+        return StepOutcome(taken, agreed.numbers, self._stragglers.metrics, agreed.written_step, goes_back)
 
     def _must_go_back(self, verdict: Verdict, record: StepRecord) -> bool:
         """Return whether a loss spike is confirmed after which the run goes back, and record what the loss does."""
@@ -351,7 +350,7 @@ class Training:
         is_last = self._done == self._job.recipe.train.max_steps
 
         def goes_on() -> bool:
-            self._agreement.begin(WorkerStep(self._strongest_stop_reason(), self._writer.written_step))
+            self._agreement.begin(WorkerStep(self._stop_conditions.check(), self._writer.written_step))
             agreed = self._agreement.finish()
             self._writer.advance(agreed.written_step)
             if not is_last and agreed.stop_reason > heard:
@@ -422,12 +421,8 @@ class Training:
         gc.collect()  # the program and its compiled functions refer to each other
         self._program, self._is_program_new = Program(self._job.recipe, self._backend), True
 
-    def _strongest_stop_reason(self) -> StopReason:
-        """Return the strongest stop reason that this worker or its node's agent sees; see `StopConditions.check`."""
-        return max(self._stop_conditions.check(), StopReason(self._agreement.node_stop_reason))
-
-    def _compare_speed(self, reduced: ReducedStep, step: int) -> None:
-        compared = (reduced.slowest_rank, reduced.slowest_seconds, reduced.median_seconds)
+    def _compare_speed(self, agreed: AgreedStep, step: int) -> None:
+        compared = (agreed.slowest_rank, agreed.slowest_seconds, agreed.fastest_seconds)
         slowest = self._stragglers.compare(*compared)
         if slowest is not None and self._group.rank == 0:
             record_event(self._job, "straggler", step=step, rank=slowest, **self._stragglers.metrics)

@@ -19,6 +19,7 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.input.files import open_regular_file
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.node_board import NodeBoard
 from services.common.process.stop_reason import StopReason
 from services.trainer.job import Job
 
@@ -41,15 +42,16 @@ class StopConditions:
         # The command may have started on another machine, and nobody can set a monotonic clock.
         before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
         self._began_at = time.monotonic() - before_seconds
+        self._board = NodeBoard.open(environment.node_folder) if environment.node_folder else None
         signal.signal(signal.SIGTERM, self._terminate)
 
     def check(self) -> StopReason:
-        """Return the strongest reason that this worker sees.
+        """Return the strongest reason that this worker or its node's agent sees.
 
         All workers call this after every step and every round of an evaluation. Raises `TryAgain` on rank 0 where
         another command has taken over the run: what is trained from now on could not be published.
         """
-        reasons = [StopReason.NONE]
+        reasons = [StopReason(self._board.stop_reason) if self._board else StopReason.NONE]
         if self._is_terminated:
             reasons.append(StopReason.SIGTERM)
         if self._environment.rank == 0:

@@ -32,7 +32,7 @@ def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[
     `world` comes from `begin_device`. A worker that raises an error does not leave: its end ends the group.
     """
     place = (environment.rank, environment.world_size, environment.rendezvous)
-    group = ProcessGroup.join(*place, world, environment.key)
+    group = ProcessGroup.join(*place, world)
     yield group
     group.barrier()  # an error that a worker raises next would end the group before rank 0 has finished its duties
     group.leave()

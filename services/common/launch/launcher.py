@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -98,8 +98,6 @@ class WorkerEnvironment:
     """Folder on the node's disk that exists before the node's workers start, belongs to this start of the workers
     alone, and is removed after it. None for a worker that no launcher has started.
     """
-    key: bytes = field(default=b"", repr=False)
-    """Secret of this start of the workers, by which they know each other's messages. No store and no file has it."""
 
 
 class Workers(Protocol):

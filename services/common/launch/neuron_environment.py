@@ -7,12 +7,11 @@ the variables that torch_xla derives from torchrun's, and those that it sets wro
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -33,8 +32,6 @@ CONTRADICTING_VARIABLES = ("TORCHELASTIC_RUN_ID", "NEURON_PJRT_PROCESSES_NUM_DEV
 EFA_VARIABLES = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 EFA_DEVICES = Path("/dev/infiniband")
 
-KEY_BYTES = 32
-
 
 @dataclass(frozen=True)
 class MeetingPoint:
@@ -45,8 +42,6 @@ class MeetingPoint:
     """Port of torch's store, where the processes of a group meet."""
     communicator_port: int
     """Port of the Neuron runtime's communicator. Without it torch_xla uses 62182 on every node."""
-    key: bytes = field(default=b"", repr=False)
-    """Key by which the workers know each other's messages; see `WorkerEnvironment.key`."""
 
     @property
     def url(self) -> str:
@@ -137,7 +132,7 @@ def find_meeting_point(host: str) -> MeetingPoint:
             holder.bind(("", 0))
             ports.append(holder.getsockname()[1])
     store_port, communicator_port = ports
-    return MeetingPoint(host, store_port, communicator_port, secrets.token_bytes(KEY_BYTES))
+    return MeetingPoint(host, store_port, communicator_port)
 
 
 def find_network(address: str) -> NodeNetwork:

@@ -159,7 +159,6 @@ class NodeAgent:
                 node_rank=start.node_rank,
                 num_nodes=start.num_nodes,
                 node_folder=folder,
-                key=start.meeting.key,
             )
             of_neuron = neuron_environment(spec, environment, start.meeting, network) if network else {}
             receiver, sender = SPAWN.Pipe(duplex=False)

@@ -1,12 +1,11 @@
-"""Shares the heartbeats, numbers and stop reason of a node between its workers and its agent, by a memory-mapped file.
+"""Shares the heartbeats and the stop reason of a node between its workers and its agent, by a memory-mapped file.
 
     <node_folder>/board     64 bytes: format, number of workers, and the node's stop reason, which the agent writes
-                            then a slot for each local worker: its heartbeat, and two records of numbers
-                            then the two records of numbers of the node as a whole
+                            then a slot for each local worker: its heartbeat
 
 A reader never waits for a writer, and no process that dies holds a lock. Each record carries its checksum, so a reader
 that meets a writer halfway, or a machine that makes the stores of one core visible to another in a different order,
-finds no value instead of a wrong one. The file takes 1.6 kB for each worker of the node, whatever the number of
+finds no value instead of a wrong one. The file takes 0.5 kB for each worker of the node, whatever the number of
 nodes, and a process that has it open has one descriptor for it.
 
 This module imports neither torch nor Ray: an agent starts without them.
@@ -17,17 +16,12 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 BOARD_FILE = "board"
 HEARTBEAT_BYTES = 512
 """Most bytes of a worker's heartbeat."""
-MAX_NUMBERS = 64
-"""Most numbers of one record."""
-NUMBER_RECORDS = 2
-"""Records of numbers that a worker, or the node, has on the board: those of its two newest sequence numbers."""
 
 _FORMAT = b"board\n\0\0"
 _HEADER_BYTES = 64
@@ -38,10 +32,6 @@ _NUM_WORKERS_AT, _STOP_REASON_AT = 8, 16
 _CHECKSUM = struct.Struct("=I")
 _HEARTBEAT_LENGTH = struct.Struct("=I")
 _HEARTBEAT_SLOT_BYTES = _CHECKSUM.size + _HEARTBEAT_LENGTH.size + HEARTBEAT_BYTES
-_RECORD = struct.Struct("=QI")
-"""Sequence number of a record, and the count of its numbers."""
-_RECORD_BYTES = _CHECKSUM.size + _RECORD.size + 8 * MAX_NUMBERS
-_WORKER_BYTES = _HEARTBEAT_SLOT_BYTES + NUMBER_RECORDS * _RECORD_BYTES
 
 
 class NodeBoard:
@@ -92,25 +82,6 @@ class NodeBoard:
         content = self._read(self._slot(local_rank), _HEARTBEAT_LENGTH.size + min(length, HEARTBEAT_BYTES))
         return content[_HEARTBEAT_LENGTH.size :]
 
-    def write_numbers(self, local_rank: int, sequence: int, numbers: Sequence[float]) -> None:
-        """Write a worker's numbers under a sequence number. Only that worker calls this.
-
-        They replace the worker's numbers of `sequence - NUMBER_RECORDS`, which every reader has to be done with.
-        """
-        self._write_record(self._slot(local_rank) + _HEARTBEAT_SLOT_BYTES, sequence, numbers)
-
-    def numbers(self, local_rank: int, sequence: int) -> tuple[float, ...] | None:
-        """Return a worker's numbers of a sequence number; None while the worker has not written them."""
-        return self._read_record(self._slot(local_rank) + _HEARTBEAT_SLOT_BYTES, sequence)
-
-    def write_node_numbers(self, sequence: int, numbers: Sequence[float]) -> None:
-        """Write numbers for all workers of the node. Only the node's first worker calls this."""
-        self._write_record(self._slot(self.num_workers), sequence, numbers)
-
-    def node_numbers(self, sequence: int) -> tuple[float, ...] | None:
-        """Return the numbers for all workers of the node; None while the first worker has not written them."""
-        return self._read_record(self._slot(self.num_workers), sequence)
-
     def raise_stop_reason(self, reason: int) -> None:
         """Tell the node's workers why they should stop; a weaker reason than an earlier one changes nothing.
 
@@ -125,23 +96,7 @@ class NodeBoard:
         return int(reason)
 
     def _slot(self, local_rank: int) -> int:
-        return _HEADER_BYTES + local_rank * _WORKER_BYTES
-
-    def _write_record(self, at: int, sequence: int, numbers: Sequence[float]) -> None:
-        content = _RECORD.pack(sequence, len(numbers)) + struct.pack(f"={len(numbers)}d", *numbers)
-        if len(numbers) > MAX_NUMBERS:
-            raise ValueError(f"a record has at most {MAX_NUMBERS} numbers, got {len(numbers)}")
-        self._write(at + sequence % NUMBER_RECORDS * _RECORD_BYTES, content)
-
-    def _read_record(self, at: int, sequence: int) -> tuple[float, ...] | None:
-        at += sequence % NUMBER_RECORDS * _RECORD_BYTES
-        found, count = _RECORD.unpack_from(self._map, at + _CHECKSUM.size)
-        if found != sequence or count > MAX_NUMBERS:
-            return None
-        content = self._read(at, _RECORD.size + 8 * count)
-        if content[: _RECORD.size] != _RECORD.pack(sequence, count):
-            return None
-        return struct.unpack_from(f"={count}d", content, _RECORD.size)
+        return _HEADER_BYTES + local_rank * _HEARTBEAT_SLOT_BYTES
 
     def _write(self, at: int, content: bytes) -> None:
         self._map[at : at + _CHECKSUM.size + len(content)] = _CHECKSUM.pack(zlib.crc32(content)) + content
@@ -154,4 +109,4 @@ class NodeBoard:
 
 
 def _size_of(num_workers: int) -> int:
-    return _HEADER_BYTES + num_workers * _WORKER_BYTES + NUMBER_RECORDS * _RECORD_BYTES
+    return _HEADER_BYTES + num_workers * _HEARTBEAT_SLOT_BYTES

@@ -14,7 +14,6 @@ import operator
 import os
 import pickle  # nosec B403 # bytes that workers of the same run made
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import WorkersLost
-from services.common.program.sealed_messages import seal, unseal
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -79,13 +77,10 @@ class ProcessGroup:
         store: Store | None = None,
         host: dist.ProcessGroup | None = None,
         *,
-        key: bytes = b"",
         is_fake: bool = False,
     ) -> None:
         """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
-        self.rank, self.world_size, self._host, self._key = rank, world_size, host, key
-        self._sealed: Counter[str] = Counter()
-        """Messages by their route. Workers count alike, so that no message passes for another one of its route."""
+        self.rank, self.world_size, self._host, self._is_fake = rank, world_size, host, is_fake
         self._tree = Tree(None, ()) if is_fake else Tree.of(rank, world_size)
         self.store = store
         """Store of the small values by which the workers have found each other; None for a single worker."""
@@ -93,11 +88,10 @@ class ProcessGroup:
         """Limit of the collectives that this worker begins now."""
 
     @classmethod
-    def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO, key: bytes = b"") -> Self:
+    def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO) -> Self:
         """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk.
 
-        `world` is the torch.distributed backend of torch's own group of all workers. With the `key`, which all workers
-        have from their launcher, they know each other's messages.
+        `world` is the torch.distributed backend of torch's own group of all workers.
         """
         if world_size > 1:
             # A path is not passed as a file:// URL, in which some of its characters have other meanings.
@@ -110,8 +104,8 @@ class ProcessGroup:
             with naming_lost_workers():
                 dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
                 host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
-            group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host, key=key)
-            connect_by(group.barrier)
+            group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
+            connect_by(group._connect)
             return group
         return cls(rank, world_size)
 
@@ -128,6 +122,10 @@ class ProcessGroup:
             dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
         return cls(rank, world_size, is_fake=True)
 
+    def _connect(self) -> None:
+        self.barrier()
+        self.begin_maximum([0.0])()
+
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -135,6 +133,24 @@ class ProcessGroup:
     def maximum(self, value: int) -> int:
         """Return the largest of the workers' integers on every worker, so that all decide alike."""
         return self.reduce(value, max)
+
+    def begin_maximum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to find the largest of the workers' numbers at each place, and return the function that waits for them.
+
+        Workers give equally many numbers, none of them NaN, which gloo may pass over.
+        """
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        if self.world_size == 1 or self._is_fake:
+            return largest.tolist
+        with naming_lost_workers():
+            work = _require_work(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True))
+
+        def finish() -> list[float]:
+            with naming_lost_workers():
+                work.wait(self.timeout)
+            return cast("list[float]", largest.tolist())
+
+        return finish
 
     def reduce(self, value: V, join: Callable[[V, V], V]) -> V:
         """Return what `join` makes of all workers' values, which can be pickled, on every worker.
@@ -228,8 +244,7 @@ class ProcessGroup:
         return value
 
     def _send(self, rank: int, value: object) -> None:
-        sealed = seal(self._key, self._next_route(self.rank, rank), pickle.dumps(value))
-        content = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         with naming_lost_workers():
             for part in (torch.tensor([len(content)]), content):
                 _require_work(dist.isend(part, rank, group=self._host)).wait(self.timeout)
@@ -240,16 +255,7 @@ class ProcessGroup:
             _require_work(dist.irecv(length, rank, group=self._host)).wait(self.timeout)
             content = torch.empty(int(length.item()), dtype=torch.uint8)
             _require_work(dist.irecv(content, rank, group=self._host)).wait(self.timeout)
-        try:
-            unsealed = unseal(self._key, self._next_route(rank, self.rank), content.numpy().tobytes())
-        except ValueError as error:
-            raise WorkersLost(f"{error}: another process has taken a worker's place") from error
-        return pickle.loads(unsealed)  # nosec B301 # bytes that a worker of the same run made
-
-    def _next_route(self, sender: int, receiver: int) -> str:
-        route = f"rank {sender} to rank {receiver}"
-        self._sealed[route] += 1
-        return f"{route}, message {self._sealed[route]}"
+        return pickle.loads(content.numpy().tobytes())  # nosec B301 # bytes that a worker of the same run made
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:

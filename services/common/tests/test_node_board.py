@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from services.common.launch.node_board import BOARD_FILE, HEARTBEAT_BYTES, MAX_NUMBERS, NodeBoard
+from services.common.launch.node_board import BOARD_FILE, HEARTBEAT_BYTES, NodeBoard
 from services.common.tests.builders import REPOSITORY
 
 WRITER = """
@@ -18,7 +17,6 @@ from pathlib import Path
 from services.common.launch.node_board import NodeBoard
 board = NodeBoard.open(Path(sys.argv[1]))
 for value in range(1000, 9000):
-    board.write_numbers(1, 1, [value] * 60)
     board.write_heartbeat(1, str(value).encode() * 100)
 print(sorted(name for name in ("torch", "ray") if name in sys.modules))
 """
@@ -28,13 +26,9 @@ def test_workers_and_the_agent_of_a_node_read_what_the_others_wrote(tmp_path: Pa
     agent = NodeBoard.make(tmp_path, num_workers=3)
     workers = [NodeBoard.open(tmp_path) for _ in range(3)]
 
-    workers[2].write_numbers(2, 1, [0.1, float("inf"), -7.0])
-    workers[0].write_node_numbers(1, [3.5])
     workers[1].write_heartbeat(1, b'{"phase": "step"}')
 
     assert workers[0].num_workers == 3
-    assert workers[0].numbers(2, 1) == (0.1, float("inf"), -7.0)
-    assert workers[1].node_numbers(1) == (3.5,)
     assert agent.heartbeat(1) == b'{"phase": "step"}'
 
 
@@ -42,17 +36,7 @@ def test_a_slot_that_nobody_has_written_is_empty(tmp_path: Path) -> None:
     board = NodeBoard.make(tmp_path, num_workers=2)
 
     assert board.heartbeat(1) == b""
-    assert board.numbers(1, 1) is None
-    assert board.node_numbers(1) is None
     assert board.stop_reason == 0
-
-
-def test_numbers_of_the_step_before_stay_until_the_step_after(tmp_path: Path) -> None:
-    board = NodeBoard.make(tmp_path, num_workers=1)
-    for sequence in (7, 8, 9):
-        board.write_numbers(0, sequence, [float(sequence)])
-
-    assert [board.numbers(0, sequence) for sequence in (7, 8, 9, 10)] == [None, (8.0,), (9.0,), None]
 
 
 def test_the_strongest_stop_reason_stays(tmp_path: Path) -> None:
@@ -68,26 +52,23 @@ def test_a_reader_beside_a_writer_finds_whole_values_alone(tmp_path: Path) -> No
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
-    seen: set[tuple[float, ...]] = set()
+    seen: set[bytes] = set()
     while writer.poll() is None:
-        seen |= {numbers for numbers in [board.numbers(1, 1)] if numbers}
         beat = board.heartbeat(1)
+        seen.add(beat)
         assert beat == beat[:4] * 100
     assert writer.communicate()[0].strip() == "[]"  # the module brings neither torch nor Ray along
     assert len(seen) > 1
-    assert all(numbers == numbers[:1] * 60 for numbers in seen)
 
 
 def test_a_value_that_was_written_halfway_is_not_read(tmp_path: Path) -> None:
     board = NodeBoard.make(tmp_path, num_workers=1)
-    board.write_numbers(0, 1, [1.0, 2.0])
     board.write_heartbeat(0, b"alive")
     content = (tmp_path / BOARD_FILE).read_bytes()
-    halfway = content.replace(b"alive", b"dead!").replace(struct.pack("=d", 2.0), struct.pack("=d", 3.0))
+    halfway = content.replace(b"alive", b"dead!")
     with (tmp_path / BOARD_FILE).open("r+b") as file:
         file.write(halfway)
 
-    assert board.numbers(0, 1) is None
     assert board.heartbeat(0) == b""
 
 
@@ -95,8 +76,6 @@ def test_what_has_no_room_is_refused(tmp_path: Path) -> None:
     board = NodeBoard.make(tmp_path, num_workers=1)
     with pytest.raises(ValueError, match=str(HEARTBEAT_BYTES)):
         board.write_heartbeat(0, bytes(HEARTBEAT_BYTES + 1))
-    with pytest.raises(ValueError, match=str(MAX_NUMBERS)):
-        board.write_numbers(0, 1, [0.0] * (MAX_NUMBERS + 1))
 
 
 def test_a_file_that_is_no_board_is_refused(tmp_path: Path) -> None:

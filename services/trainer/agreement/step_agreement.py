@@ -1,198 +1,139 @@
-"""Lets all workers agree on a step while they compute the next one.
+"""Lets all workers agree on a step while they compute the next one: one small collective on their hosts.
 
-A worker writes its own numbers of a step on its node's board. On a single node every worker reads those of all. On
-several nodes a thread of each node's leader, which is its first worker, reduces them, exchanges the result with
-log2(nodes) other leaders, and writes what all nodes agree on to the board. So a worker that is no leader sends nothing,
-and a leader sends a fixed number of bytes to each partner.
+Each worker gives 16 doubles of which all learn the largest, so that the message has one size and one operation,
+whatever the number of workers. A number of which the smallest counts is sent with its sign changed.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
 from services.common.errors import WorkersLost
-from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_board import NodeBoard
-from services.common.process.stopwatch import Stopwatch
+from services.common.process.stop_reason import StopReason
 from services.common.program.process_group import ProcessGroup
-from services.trainer.agreement.leader_links import LeaderLinks
-from services.trainer.agreement.recursive_doubling import RecursiveDoubling
-from services.trainer.agreement.step_reduction import ReducedStep, WorkerStep, join_encoded
+from services.trainer.health.loss_spikes import Deviation
+from services.trainer.metrics.metric_table import UNKNOWN_NUMBERS, ReducedNumbers, WorkerNumbers
 
-T = TypeVar("T")
+NAMED_RANKS = 8
+"""Most ranks that are named where workers decided differently; the others are counted."""
+MAX_WORKERS = 2**22
+"""Ranks that fit beside milliseconds into a double."""
 
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2e-5, 1e-3
-"""Seconds between two looks at the board: they double with each look."""
-MESSAGE_WAIT_SECONDS = 0.1
-"""Seconds after which a leader that waits for a message sees that its run has ended."""
+
+class WorkerStep(NamedTuple):
+    """A step, or a round of an evaluation, as one worker sees it."""
+
+    stop_reason: StopReason
+    written_step: int
+    """Step of the checkpoint that is being written, once the worker has written its shard of it; 0 before."""
+    deviation: Deviation = Deviation.NONE
+    """Whether the step's loss or gradient norm is above the limit of the worker's spike detector."""
+    is_applied: bool = True
+    """Whether the step updated the weights."""
+    compared_seconds: float = 0.0
+    """Seconds by which stragglers are found; 0 after steps that end no comparison. See `Stragglers`."""
+    numbers: WorkerNumbers = UNKNOWN_NUMBERS
+
+    def encode(self, rank: int) -> list[float]:
+        """Return the numbers of which the largest of all workers counts. NaN is sent as infinity, which stays."""
+        numbers = [*self.numbers, -self.numbers.gradient_seconds]
+        return [
+            float(self.stop_reason),
+            float(-self.written_step),
+            float(self.deviation),
+            float(self.is_applied),
+            float(not self.is_applied),
+            _join_rank(self.compared_seconds, rank),
+            -self.compared_seconds,
+            *(math.inf if math.isnan(number) else number for number in numbers),
+        ]
+
+
+class AgreedStep(NamedTuple):
+    """A step as all workers see it together."""
+
+    stop_reason: StopReason
+    """The strongest reason of any worker."""
+    written_step: int
+    """Step of the checkpoint of which all workers have written their shards; 0 for none."""
+    deviation: Deviation
+    """The largest deviation of any worker."""
+    is_applied_by_some: bool
+    """Whether the step updated the weights on some worker."""
+    is_skipped_by_some: bool
+    """Whether the step did not update the weights on some worker."""
+    slowest_rank: int
+    slowest_seconds: float
+    """`compared_seconds` of the slowest worker, in whole milliseconds."""
+    fastest_seconds: float
+    """`compared_seconds` of the fastest worker."""
+    numbers: ReducedNumbers
+
+    @classmethod
+    def decode(cls, largest: Sequence[float]) -> Self:
+        stop_reason, written_step, deviation, applied, skipped, slowest, fastest, *numbers = largest
+        slowest_seconds, slowest_rank = _split_rank(slowest)
+        *largest_numbers, least = (math.nan if math.isinf(number) else number for number in numbers)
+        return cls(
+            StopReason(int(stop_reason)),
+            int(-written_step),
+            Deviation(int(deviation)),
+            bool(applied),
+            bool(skipped),
+            slowest_rank,
+            slowest_seconds,
+            -fastest,
+            ReducedNumbers._make([*largest_numbers, -least]),
+        )
 
 
 class StepAgreement:
     """One worker's part in the agreement on steps. All workers begin and finish the same agreements, in turns."""
 
-    def __init__(self, environment: WorkerEnvironment, group: ProcessGroup, board: NodeBoard | None) -> None:
-        self._environment, self._group, self._board = environment, group, board
-        # The workers of a node may form several groups, one after the other, on one board.
-        self._sequence = zlib.crc32(environment.rendezvous.encode()) << 32
-        self._own: WorkerStep | None = None
-        self._of_workers: list[WorkerStep] = []
-        self._leader: _Leader | None = None
-        if board and environment.num_nodes > 1 and environment.local_rank == 0:
-            self._leader = _Leader(environment, group, board, self._sequence)
-
-    @property
-    def node_stop_reason(self) -> int:
-        """The strongest stop reason that the node's agent has heard; 0 for none."""
-        return self._board.stop_reason if self._board else 0
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._wait: Callable[[], list[float]] | None = None
 
     def begin(self, step: WorkerStep) -> None:
         """Give this worker's part of the next agreement. Returns at once."""
-        assert self._own is None, "the agreement before is not finished"
-        self._sequence, self._own = self._sequence + 1, step
-        self._of_workers = []
-        if self._board:
-            self._board.write_numbers(self._environment.local_rank, self._sequence, step.encode())
-        if self._leader:
-            self._leader.begin()
+        assert self._wait is None, "the agreement before is not finished"
+        self._wait = self._group.begin_maximum(step.encode(self._group.rank))
 
-    def finish(self) -> ReducedStep:
+    def finish(self) -> AgreedStep:
         """Return what all workers agree on, once all of them have begun this agreement.
 
-        Raises `WorkersLost` if another node is lost, or if the agreement takes longer than a collective may.
+        Raises `WorkersLost` if another worker is lost, or takes longer than a collective may.
         """
-        assert self._own is not None, "no agreement has begun"
-        look = self._look_at_node if self._environment.num_nodes == 1 else self._look_at_board
-        reduced = _wait_for(look, self._check, self._group.timeout.total_seconds())
-        self._own = None
-        return reduced
-
-    def close(self) -> None:
-        if self._leader:
-            self._leader.close()
-        if self._board:
-            self._board.close()
-
-    def _look_at_node(self) -> ReducedStep | None:
-        assert self._own is not None
-        if not self._board:
-            return ReducedStep.of_worker(self._environment.rank, self._own)
-        of_workers = _all_on_board(self._board, self._sequence, self._of_workers)
-        return ReducedStep.of_node(0, of_workers) if of_workers else None
-
-    def _look_at_board(self) -> ReducedStep | None:
-        assert self._board
-        encoded = self._board.node_numbers(self._sequence)
-        return ReducedStep.decode(encoded) if encoded else None
-
-    def _check(self, is_late: bool) -> None:
-        if self._leader and self._leader.error:
-            raise self._leader.error
-        if is_late:
-            where = "this node" if self._environment.num_nodes == 1 else "all nodes"
-            raise WorkersLost(
-                f"the workers of {where} did not agree on a step within {self._group.timeout.total_seconds():.0f} s: "
-                f"one of them has ended or hangs"
-            )
+        assert self._wait is not None, "no agreement has begun"
+        wait, self._wait = self._wait, None
+        return AgreedStep.decode(wait())
 
 
-@contextmanager
-def agreeing(environment: WorkerEnvironment, group: ProcessGroup) -> Iterator[StepAgreement]:
-    """Take part in the agreement of all workers for the block. All workers enter together."""
-    folder = environment.node_folder
-    assert environment.world_size == 1 or folder, "workers that form a group have a folder on their node"
-    agreement = StepAgreement(environment, group, NodeBoard.open(folder) if folder else None)
-    try:
-        yield agreement
-    finally:
-        agreement.close()
+def require_same_outcome(agreed: AgreedStep, is_applied: bool, group: ProcessGroup, step: int) -> None:
+    """Raise `WorkersLost` where a step updated the weights on some workers only: all decide by the same norm.
 
-
-class _Leader:
-    """The thread that agrees with the leaders of other nodes on behalf of its own node."""
-
-    def __init__(
-        self, environment: WorkerEnvironment, group: ProcessGroup, board: NodeBoard, last_sequence: int
-    ) -> None:
-        self.error: Exception | None = None
-        """The error with which the thread ended; None where there was none."""
-        self._rank, self._board, self._sequence = environment.rank, board, last_sequence
-        node, num_nodes = environment.node_rank, environment.num_nodes
-        assert group.store
-        place = (node, num_nodes, environment.rendezvous)
-        self._links = LeaderLinks.connect(*place, group.store, group.timeout, environment.key)
-        self._doubling = RecursiveDoubling(node, num_nodes, join_encoded, last_sequence + 1)
-        self._has_ended = False
-        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        self._begun.put(None)
-
-    def close(self) -> None:
-        self._has_ended = True
-        self._begun.put(None)
-        self._thread.join(2 * MESSAGE_WAIT_SECONDS)
-        self._links.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._has_ended:
-                self._begun.get()
-                self._agree()
-        except _RunEnded:
-            pass
-        except Exception as error:  # noqa: BLE001 - the worker raises it when it waits for the agreement
-            self.error = error
-
-    def _agree(self) -> None:
-        self._sequence += 1
-        found: list[WorkerStep] = []
-        of_workers = _wait_for(lambda: _all_on_board(self._board, self._sequence, found), self._check)
-        self._links.send(self._doubling.begin(ReducedStep.of_node(self._rank, of_workers).encode()))
-        while (awaited := self._doubling.awaited) is not None:
-            self._check()
-            if awaited in self._links.lost:
-                raise self._links.lost[awaited]
-            for message in self._links.receive(MESSAGE_WAIT_SECONDS):
-                self._links.send(self._doubling.receive(message))
-        assert self._doubling.result is not None
-        self._board.write_node_numbers(self._sequence, self._doubling.result)
-
-    def _check(self, is_late: bool = False) -> None:
-        if self._has_ended:
-            raise _RunEnded
-
-
-class _RunEnded(Exception):
-    """Ends a leader's thread whose worker has no more agreements."""
-
-
-def _all_on_board(board: NodeBoard, sequence: int, found: list[WorkerStep]) -> list[WorkerStep] | None:
-    """Add the steps that workers of the node have written to `found`; return it once it has those of all workers."""
-    while len(found) < board.num_workers:
-        numbers = board.numbers(len(found), sequence)
-        if numbers is None:
-            return None
-        found.append(WorkerStep.decode(numbers))
-    return found
-
-
-def _wait_for(look: Callable[[], T | None], check: Callable[[bool], None], seconds: float = float("inf")) -> T:
-    """Look until there is a value, which is mostly there at once, and return it.
-
-    `check` is called between two looks with whether more than `seconds` have passed, and ends the wait by an error.
-    Only seconds in which this process runs count: after a pause of the whole run, as by Ctrl-Z, nobody is late.
+    All workers call this; they exchange their outcomes only where these differ.
     """
-    waited, pause_seconds = Stopwatch(), LEAST_PAUSE_SECONDS
-    while (found := look()) is None:
-        check(waited.look(True) > seconds)
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, MOST_PAUSE_SECONDS)
-    return found
+    if not (agreed.is_applied_by_some and agreed.is_skipped_by_some):
+        return
+    outcomes = [each["is_applied"] for each in group.gather({"is_applied": is_applied})]
+    fewer = min((True, False), key=outcomes.count)
+    ranks = [str(rank) for rank, outcome in enumerate(outcomes) if outcome is fewer]
+    others = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
+    raise WorkersLost(
+        f"step {step} was {'applied' if fewer else 'skipped'} on rank {', '.join(ranks[:NAMED_RANKS])}{others} only, "
+        f"but all workers decide from the same gradient norm. The same command continues. If the same node causes this "
+        f"again, replace it."
+    )
+
+
+def _join_rank(seconds: float, rank: int) -> float:
+    """Return whole milliseconds and a rank in one double, which is larger for the lower of two ranks."""
+    return float(round(seconds * 1e3) * MAX_WORKERS + MAX_WORKERS - 1 - rank)
+
+
+def _split_rank(joined: float) -> tuple[float, int]:
+    milliseconds, rank = divmod(int(joined), MAX_WORKERS)
+    return milliseconds / 1e3, MAX_WORKERS - 1 - rank

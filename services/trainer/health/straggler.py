@@ -5,7 +5,7 @@ from __future__ import annotations
 STEPS = 10
 """Number of steps in one comparison. In a single step, any worker that the machine interrupted is the slowest."""
 NOTABLE_SCORE = 1.5
-"""Smallest ratio of a straggler's seconds to the median worker's."""
+"""Smallest ratio of a straggler's seconds to the fastest worker's."""
 NOTABLE_SECONDS = 10.0
 """Smallest number of seconds that the others waited for a straggler in these steps. Workers with steps of milliseconds
 reach NOTABLE_SCORE on any busy machine.
@@ -23,7 +23,7 @@ class Stragglers:
         self._steps: list[float] = []
         self._reported: set[int] = set()
         self.metrics: dict[str, float] = {}
-        """`slowest_rank` and `straggler_score`, the ratio of its seconds to the median worker's. Empty for a single
+        """`slowest_rank` and `straggler_score`, the ratio of its seconds to the fastest worker's. Empty for a single
         worker, and before the first comparison.
         """
 
@@ -36,14 +36,14 @@ class Stragglers:
         self._steps.clear()
         return total
 
-    def compare(self, slowest_rank: int, slowest_seconds: float, median_seconds: float) -> int | None:
-        """Compare the totals of all workers by those of the slowest and of the median worker.
+    def compare(self, slowest_rank: int, slowest_seconds: float, fastest_seconds: float) -> int | None:
+        """Compare the totals of all workers by those of the slowest and of the fastest worker.
 
         Returns the rank of a straggler when it is found for the first time.
         """
-        score = slowest_seconds / median_seconds if median_seconds > 0 else 1.0
+        score = slowest_seconds / fastest_seconds if fastest_seconds > 0 else 1.0
         self.metrics = {"slowest_rank": slowest_rank, "straggler_score": score}
-        is_notable = score >= NOTABLE_SCORE and slowest_seconds - median_seconds >= NOTABLE_SECONDS
+        is_notable = score >= NOTABLE_SCORE and slowest_seconds - fastest_seconds >= NOTABLE_SECONDS
         if not is_notable or slowest_rank in self._reported:
             return None
         self._reported.add(slowest_rank)

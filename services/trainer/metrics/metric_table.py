@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ METRICS = (
     Metric(
         "straggler_score",
         "ratio",
-        "max / median of the fastest node",
+        "max / min",
         "ratio of such seconds in 10 steps; with several workers",
     ),
     Metric("data_seconds", "s", "max", "seconds for which a step waits for its data"),
@@ -148,40 +148,25 @@ class WorkerNumbers(NamedTuple):
     graphs_compiled: float
     peak_rss_bytes: float
     peak_device_bytes: float
-    gemm_flops_per_second: float
-    """The worker's share of its machine's measured peak; NaN before the measurement."""
 
 
 UNKNOWN_NUMBERS = WorkerNumbers(*[math.nan] * len(WorkerNumbers._fields))
 
 
 class ReducedNumbers(NamedTuple):
-    """Measurements of a step, reduced over workers as METRICS says.
+    """Measurements of a step, reduced over workers as METRICS says: the largest, but for `least_gradient_seconds`.
 
-    A number that is NaN on one worker is NaN for all, so that finite losses do not hide a loss that is not finite.
+    A number that is not finite on one worker is NaN for all, so that finite losses do not hide a loss that is not.
     """
 
     gradient_seconds: float
-    least_gradient_seconds: float
     step_seconds: float
     data_seconds: float
     loss_max: float
     graphs_compiled: float
     peak_rss_bytes: float
     peak_device_bytes: float
-    gemm_flops_per_second: float
-    """Measured peak of the workers together; NaN until all have measured theirs."""
-
-    @classmethod
-    def of_worker(cls, worker: WorkerNumbers) -> Self:
-        return cls(least_gradient_seconds=worker.gradient_seconds, **worker._asdict())
-
-    def joined(self, other: Self) -> Self:
-        """Reduce the numbers of two groups of workers."""
-        most = {name: _most(own, theirs) for (name, own), theirs in zip(self._asdict().items(), other, strict=True)}
-        least = -_most(-self.least_gradient_seconds, -other.least_gradient_seconds)
-        total = self.gemm_flops_per_second + other.gemm_flops_per_second
-        return type(self)(**{**most, "least_gradient_seconds": least, "gemm_flops_per_second": total})
+    least_gradient_seconds: float
 
     @property
     def fields(self) -> dict[str, float]:
@@ -197,7 +182,3 @@ class ReducedNumbers(NamedTuple):
         }
         known = {name: value for name, value in fields.items() if not math.isnan(value)}
         return {**known, "graphs_compiled": int(self.graphs_compiled)}
-
-
-def _most(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)

@@ -77,7 +77,6 @@ class MetricsRecorder:
             graphs_compiled=self._backend.cache_report().graphs_compiled,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
             peak_device_bytes=torch.cuda.max_memory_allocated(self._backend.device) if is_cuda else math.nan,
-            gemm_flops_per_second=self._gemm_flops_per_second,
         )
 
     @contextmanager
@@ -103,7 +102,7 @@ class MetricsRecorder:
         if not step.is_first_of_process:
             self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
             self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
-            peak = self._published_peak or numbers.gemm_flops_per_second
+            peak = self._published_peak or self._gemm_flops_per_second
             if not math.isnan(peak):
                 self.add(**{name: flops / seconds / peak for name, flops in self._step_flops.items()})
 
@@ -136,7 +135,7 @@ class MetricsRecorder:
             self._writer.log(self._record)
         if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
-            self._gemm_flops_per_second = self._measure_peak()
+            self._gemm_flops_per_second = self._group.reduce(self._measure_peak(), operator.add)
 
     def write_attempt(self, attempt: dict[str, Any]) -> None:
         """Write how this start of the workers ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -44,10 +43,6 @@ def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job
     assert [state_hash(path) for path in checkpoints(job.root).values()] == [
         state_hash(path) for path in checkpoints(alone.root).values()
     ]
-
-
-def test_workers_that_were_all_frozen_for_longer_than_a_collective_may_take_go_on(tmp_path: Path) -> None:
-    run_workers(inline, work.agree_after_a_freeze, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path))
 
 
 def test_a_worker_whose_state_differs_ends_the_run_and_its_state_is_not_saved(new_job: Callable[..., Job]) -> None:

@@ -17,8 +17,10 @@ from services.common.artifacts.lease import hold_lease
 from services.common.errors import TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
+from services.common.process.stop_reason import StopReason
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
+from services.trainer.agreement.step_agreement import AgreedStep, WorkerStep
 from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -92,7 +94,6 @@ FAST = WorkerNumbers(
     graphs_compiled=0,
     peak_rss_bytes=1e6,
     peak_device_bytes=math.nan,
-    gemm_flops_per_second=1e9,
 )
 
 
@@ -216,7 +217,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     backend, first_step = make_program(job.recipe).backend, len(names)
     with (
         MetricsRecorder(job, ProcessGroup(0, 1), backend, first_step) as recorder,
-        recorder.step(replace(LAST_STEP, step=first_step + 1), ReducedNumbers.of_worker(FAST), {}),
+        recorder.step(replace(LAST_STEP, step=first_step + 1), reduce_numbers(FAST), {}),
     ):
         pass
     assert "Traceback" not in capfd.readouterr().err
@@ -286,9 +287,9 @@ def test_metrics_of_four_workers_on_two_nodes_reduce_to_what_one_worker_computes
 
 
 def test_each_metric_is_reduced_as_the_table_says() -> None:
-    fast = ReducedNumbers.of_worker(WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan, 1e9))
-    slow = ReducedNumbers.of_worker(WorkerNumbers(3.0, 4.5, 0.9, 2.5, 2, 3e6, math.nan, 2e9))
-    assert fast.joined(slow).fields == {
+    fast = WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan)
+    slow = WorkerNumbers(3.0, 4.5, 0.9, 2.5, 2, 3e6, math.nan)
+    assert reduce_numbers(fast, slow).fields == {
         "step_seconds": 4.5,
         "data_seconds": 0.9,
         "data_share": 0.2,
@@ -297,10 +298,15 @@ def test_each_metric_is_reduced_as_the_table_says() -> None:
         "gradient_seconds_spread": 2.0,
         "graphs_compiled": 2,
     }
-    assert fast.joined(slow).gemm_flops_per_second == 3e9
-    bad = slow._replace(loss_max=math.nan)
-    assert "loss_max" not in bad.joined(fast).fields
-    assert "loss_max" not in fast.joined(bad).fields
+    for loss in (math.nan, math.inf):
+        bad = slow._replace(loss_max=loss)
+        assert "loss_max" not in reduce_numbers(bad, fast).fields
+        assert "loss_max" not in reduce_numbers(fast, bad).fields
+
+
+def reduce_numbers(*workers: WorkerNumbers) -> ReducedNumbers:
+    encoded = [WorkerStep(StopReason.NONE, 0, numbers=each).encode(rank) for rank, each in enumerate(workers)]
+    return AgreedStep.decode([max(column) for column in zip(*encoded, strict=True)]).numbers
 
 
 def test_goodput_and_restarts_go_on_from_the_checkpoint_that_a_start_continues(new_job: Callable[..., Job]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -19,19 +19,18 @@ import torch
 from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
+from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_board import BOARD_FILE, NodeBoard
 from services.common.process.stop_reason import StopReason
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
-from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program, StepResult
 from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
-from services.trainer.agreement.step_agreement import agreeing
-from services.trainer.agreement.step_reduction import WorkerStep
+from services.trainer.agreement.step_agreement import StepAgreement, WorkerStep, require_same_outcome
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
@@ -39,10 +38,12 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
 from services.trainer.tests.runs import checkpoints, flip_a_bit
+from services.trainer.worker import joined_group
 
 COLLECTIVE_SECONDS = 3.0
 SLOW_SECONDS = 4.5
 EVALUATION_BATCHES = 6
+AGREED_STEPS = 20
 AUDIT = "audit.jsonl"
 """Name of the file in the run's folder with the samples that each worker read."""
 
@@ -109,22 +110,27 @@ def freeze_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
     train_with_a_worker_that_freezes(job, place_on_nodes(environment, 2))
 
 
-def agree_after_a_freeze(folder: Path, environment: WorkerEnvironment) -> None:
-    """Agree on a step with a limit of 8 s, while all workers are stopped for 9 s, as by Ctrl-Z, and then go on."""
-    group = ProcessGroup(environment.rank, environment.world_size)
-    group.timeout = timedelta(seconds=8)
-    (folder / str(environment.rank)).write_text(str(os.getpid()), encoding="utf-8")
-    wait_until(lambda: (folder / "0").exists() and (folder / "1").exists())
-    with agreeing(environment, group) as agreement:
-        if environment.rank == 1:
-            time.sleep(0.5)  # the other waits
-            pids = (folder / "0").read_text(encoding="utf-8"), str(os.getpid())
-            subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {' '.join(pids)}"])
-            os.kill(int(pids[0]), signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.5)
-        agreement.begin(WorkerStep(StopReason.NONE, written_step=1))
-        assert agreement.finish().applied.size == environment.world_size
+def agree_in_turns(call: tuple[Path, int, int], environment: WorkerEnvironment) -> None:
+    """Agree on AGREED_STEPS steps, at one of which one rank hears SIGTERM; in the last one it alone skips the update.
+
+    Write the agreed stop reasons, and the error with which the last step ends.
+    """
+    folder, hears, at = call
+    delays, agreed = random.Random(environment.rank), list[int]()
+    with joined_group(environment) as group:
+        agreement = StepAgreement(group)
+        for number in range(AGREED_STEPS):
+            time.sleep(0.002 * delays.random())
+            is_heard = environment.rank == hears and number == at
+            agreement.begin(WorkerStep(StopReason.SIGTERM if is_heard else StopReason.NONE, written_step=1))
+            time.sleep(0.002 * delays.random())  # the next step
+            agreed.append(agreement.finish().stop_reason)
+        is_applied = environment.rank != hears
+        agreement.begin(WorkerStep(StopReason.NONE, 0, is_applied=is_applied))
+        with pytest.raises(WorkersLost) as raised:
+            require_same_outcome(agreement.finish(), is_applied, group, 7)
+    found = {"stop reasons": agreed, "error": str(raised.value)}
+    (folder / f"{environment.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from services.common.program import process_group
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
-from services.common.program.sealed_messages import seal
 from services.common.testing.waiting import wait_until
 
 WORKERS = 4
@@ -33,6 +31,7 @@ def lose_a_worker(call: tuple[str, Path], environment: WorkerEnvironment) -> Non
     group.limit_collectives(LIMIT)
     collectives: dict[str, Callable[[], object]] = {
         "maximum": lambda: group.maximum(1),
+        "begun maximum": lambda: [group.begin_maximum([1.0])()],
         "gather": lambda: group.gather({}),
         "exact sum": lambda: backend.all_reduce(torch.zeros(WORKERS), "data"),
         "fast sum": lambda: backend.reduce_scatter(torch.zeros(WORKERS), "data"),
@@ -51,34 +50,6 @@ def lose_a_worker_that_never_connects(call: tuple[str, Path], environment: Worke
 
     patch.setattr(process_group, "connect_by", connect)
     ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
-
-
-def join_with_another_key(folder: Path, environment: WorkerEnvironment) -> None:
-    """Join as two workers, of which the second has another key: a stranger that has taken a worker's place."""
-    rank, size = environment.rank, environment.world_size
-    try:
-        ProcessGroup.join(rank, size, environment.rendezvous, key=environment.key if rank == 0 else b"another key")
-    except WorkersLost as error:
-        (folder / str(rank)).write_text(str(error), encoding="utf-8")
-
-
-def send_a_message_again(folder: Path, environment: WorkerEnvironment) -> None:
-    """Let the second of two workers send what it sent before, as somebody between the two could."""
-    rank, size = environment.rank, environment.world_size
-    group = ProcessGroup.join(rank, size, environment.rendezvous, key=environment.key)
-    sent: list[bytes] = []
-
-    def seal_first(*message: Any) -> bytes:
-        sent.append(seal(*message))
-        return sent[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "seal", seal_first)
-        try:
-            for value in (1, 2):
-                group.collect(value)
-        except WorkersLost as error:
-            (folder / str(rank)).write_text(str(error), encoding="utf-8")
 
 
 def _note_loss(folder: Path, rank: int, call: Callable[[], object]) -> None:
