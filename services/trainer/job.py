@@ -87,6 +87,11 @@ def run_folder(root: Path, run: str) -> Path:
     return root / "run" / run
 
 
+def rank_log(run_folder: Path, rank: int) -> Path:
+    """Return the path of a worker's log, which also gets the stacks of a step that hangs."""
+    return run_folder / "logs" / f"rank-{rank:05d}.log"
+
+
 def run_name(recipe: Recipe, corpus: RunCorpus, parent: Ancestor | None = None) -> str:
     """Return the run's name. Two commands have the same name exactly when the second continues the first.
 

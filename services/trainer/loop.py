@@ -34,7 +34,7 @@ from services.trainer.health.loss_spikes import SpikeDetector, Verdict, record_c
 from services.trainer.health.measurement import HealthMeasurement
 from services.trainer.health.straggler import Stragglers
 from services.trainer.health.watchdog import EVALUATION, HEALTH, Watchdog
-from services.trainer.job import Job
+from services.trainer.job import Job, rank_log
 from services.trainer.metrics.events import record_event
 from services.trainer.metrics.metric_table import ReducedNumbers
 from services.trainer.metrics.recorder import MetricsRecorder
@@ -52,7 +52,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     when a worker gives inconsistent results.
     """
     rank = environment.rank
-    configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
+    configure_logging("trainer", rank=rank, file=rank_log(job.run_folder, rank))
     with joined_group(environment, begin_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)

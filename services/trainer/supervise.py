@@ -20,9 +20,10 @@ from services.common.process.progress import Progress, show_progress
 from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.health.silence import find_hang
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics.events import EventTail, explain_loss, record_event, warnings_of
+from services.trainer.metrics.events import EventTail, record_event, warnings_of
 from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import working_on_node
 from services.trainer.restarts import RestartBudget
@@ -65,7 +66,10 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
             except NoRoomForWorkers:
                 raise
             except WorkersLost as error:
-                loss = explain_loss(job, error)
+                loss = str(error)
+                if hang := find_hang(job):
+                    loss = f"{hang.message}\n{error}"
+                    record_event(job, "watchdog", **hang._asdict())
                 if request.signum is not None:
                     raise Stopped(
                         request.signum,

@@ -110,7 +110,7 @@ class NodeAgent:
         self._running: list[_Worker] = []
         self._raised: list[bytes] = []
         self._lost: str | None = None
-        self._folders, self._kept_folders = ExitStack(), ExitStack()
+        self._heartbeats, self._folders, self._kept_folders = ExitStack(), ExitStack(), ExitStack()
         self._kept_name = ""
         self._board: NodeBoard | None = None
         self._stop_reason = StopReason.NONE
@@ -169,7 +169,7 @@ class NodeAgent:
                 self._started.append(_Worker(rank, process, receiver))
         self._running = list(self._started)
         file = node_heartbeat_file(spec.shared_folder, start.node_rank)
-        self._folders.enter_context(writing_heartbeats(self._board, file))
+        self._heartbeats.enter_context(writing_heartbeats(self._board, file))
 
     def wait(self, others: Sequence[Connection] = ()) -> bool:
         """Wait until all workers have returned or one has failed, or one of the `others` has something to read.
@@ -188,6 +188,7 @@ class NodeAgent:
         Returns once no worker's process is left, so that the next start may follow.
         """
         self._collect(wait_for_any(self._watched(), timeout=0))
+        self._heartbeats.close()  # with the silence of workers before they are killed
         kill_processes([worker.process for worker in self._started])
         end = NodeEnd(tuple(self._raised), self._lost)
         self._board = None

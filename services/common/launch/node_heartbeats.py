@@ -75,10 +75,11 @@ class NodeHeartbeatFile:
         self._writes, self._is_complete = 0, False
         self._unwritten_seconds = 0.0
 
-    def look(self, seconds: float) -> None:
+    def look(self, seconds: float, is_last: bool = False) -> None:
         """Look at the board, `seconds` of this process's own time after the last look.
 
-        The first write is due as soon as all workers have a heartbeat. Nothing is written while no worker has one.
+        The first write is due as soon as all workers have a heartbeat, and one with the last look. Nothing is written
+        while no worker has one.
         """
         self._unwritten_seconds += seconds
         for local_rank, worker in enumerate(self._workers):
@@ -89,7 +90,7 @@ class NodeHeartbeatFile:
                 worker.silent_seconds += seconds
         spoken = [bool(worker.content) for worker in self._workers]
         is_first = all(spoken) and not self._is_complete
-        if any(spoken) and (is_first or self._unwritten_seconds >= WRITE_SECONDS):
+        if any(spoken) and (is_first or is_last or self._unwritten_seconds >= WRITE_SECONDS):
             self._is_complete, self._unwritten_seconds = all(spoken), 0.0
             self._write()
 
@@ -118,9 +119,12 @@ def writing_heartbeats(board: NodeBoard, path: Path) -> Iterator[None]:
 
     def write(is_over: threading.Event) -> None:
         before = time.monotonic()
-        while not is_over.wait(LOOK_SECONDS):
+        is_last = False
+        while not is_last:
+            is_last = is_over.wait(LOOK_SECONDS)
             now = time.monotonic()
-            file.look(min(now - before, 2 * LOOK_SECONDS))  # while this process is frozen no worker is silent
+            # While this process is frozen no worker is silent.
+            file.look(min(now - before, 2 * LOOK_SECONDS), is_last)
             before = now
 
     with running_in_background(write, "heartbeats", END_SECONDS):

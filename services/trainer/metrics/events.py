@@ -73,20 +73,6 @@ def count_events(run_folder: Path) -> dict[str, int]:
     return dict(Counter(_name(event) for event in read_events(run_folder)))
 
 
-def explain_loss(job: Job, error: Exception) -> str:
-    """Describe the loss of this start's workers: the watchdog's message, if it wrote one, and the launcher's error."""
-    event = find_watchdog_event(job)
-    return f"{event.get('message')}\n{error}" if event else str(error)
-
-
-def find_watchdog_event(job: Job) -> dict[str, Any] | None:
-    """Return the event that a watchdog recorded for this start of the workers; None if there is none."""
-    for event in reversed(read_events(job.run_folder)):
-        if (event["event"], event.get("attempt"), event.get("start")) == ("watchdog", job.attempt, job.start_number):
-            return event
-    return None
-
-
 class EventTail:
     """Reads the events of one attempt at the command as they come: each call reads what was appended since the last."""
 

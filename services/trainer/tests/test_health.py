@@ -14,8 +14,8 @@ from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.launch.node_heartbeats import read_node_heartbeats
 from services.trainer.health.straggler import STEPS, Stragglers
-from services.trainer.health.watchdog import limit_seconds, stacks_file
-from services.trainer.job import Job
+from services.trainer.health.watchdog import limit_seconds
+from services.trainer.job import Job, rank_log
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, read_events
 from services.trainer.metrics.records import read_metrics
@@ -68,7 +68,7 @@ def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
     frozen = read_node_heartbeats(job.run_folder, 0).workers[1].fields
     assert frozen["rank"] == 1
     assert not psutil.pid_exists(frozen["pid"])
-    stacks = stacks_file(job.run_folder, 0).read_text(encoding="utf-8")
+    stacks = rank_log(job.run_folder, 0).read_text(encoding="utf-8")
     assert "train_step" in stacks
     [event] = read_events(job.run_folder)
     assert (event["event"], event["rank"], event["silent_ranks"], event["step"]) == ("watchdog", 0, [1], 7)
@@ -81,20 +81,17 @@ def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "event"), [(work.die_on_two_nodes, "restart"), (work.freeze_on_two_nodes, "watchdog")]
-)
+@pytest.mark.parametrize("function", [work.die_on_two_nodes, work.freeze_on_two_nodes])
 def test_workers_that_are_lost_on_one_of_two_nodes_change_no_bit(
     new_job: Callable[..., Job],
     command: Callable[..., None],
     healthy: Job,
     function: Callable[[Job, WorkerEnvironment], None],
-    event: str,
 ) -> None:
     job = new_job(**TWO, train__watchdog_min_seconds="4")
     command(function, job)
 
-    assert event in [each["event"] for each in read_events(job.run_folder)]
+    assert "restart" in kinds(job)  # these nodes have no agent, which would write who was silent
     assert final_state(job) == final_state(healthy)
 
 

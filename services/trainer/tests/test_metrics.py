@@ -14,7 +14,6 @@ import pytest
 from prometheus_client import generate_latest
 
 from services.common.artifacts.lease import hold_lease
-from services.common.errors import TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.process.stop_reason import StopReason
@@ -24,7 +23,7 @@ from services.trainer.agreement.step_agreement import AgreedStep, WorkerStep
 from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics.events import EVENTS_FILE, EventTail, explain_loss, warnings_of
+from services.trainer.metrics.events import EVENTS_FILE, EventTail, warnings_of
 from services.trainer.metrics.metric_table import METRICS, ReducedNumbers, WorkerNumbers
 from services.trainer.metrics.prometheus import NewestMetrics
 from services.trainer.metrics.recorder import MetricsRecorder
@@ -208,7 +207,6 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     events = tail.read()
     assert warnings_of(events)
     assert [notice_of(event) for event in events].count(None) < len(events)
-    assert explain_loss(job, TryAgain("lost"))
     assert [finding.exit_code for finding in look_at_run_folder(job)] == [0]
     board = TensorBoard(tmp_path / "board")
     for record in StepsNewestFirst(run.folder):
