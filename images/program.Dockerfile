@@ -137,7 +137,7 @@ FROM service AS trainer
 ENTRYPOINT ["python", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Trains on a corpus and a compile cache, and writes checkpoints" \
     millrace.subcommands="plan doctor summary report sample evaluate export import inspect-checkpoint runs compare artifacts" \
-    millrace.reads="corpus/3 compile_cache/1 checkpoint/4" \
+    millrace.reads="corpus/4 compile_cache/1 checkpoint/4" \
     millrace.writes="checkpoint/4 run/1"
 
 # Metadata that changes with every commit comes last; it makes no layer.

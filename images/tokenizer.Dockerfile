@@ -96,4 +96,4 @@ LABEL org.opencontainers.image.title="millrace tokenizer" \
     millrace.neuron-sdk="$SDK_VERSION" \
     millrace.subcommands="train-vocab artifacts" \
     millrace.reads="" \
-    millrace.writes="corpus/3"
+    millrace.writes="corpus/4"

@@ -146,11 +146,17 @@ def measure_memory(folder: Path) -> None:
 def _make_result(index: int) -> EncodedPartition:
     """Return what an encode task returns, without its work."""
     part = EncodedPart(documents=1, text_bytes=1, document_tokens=index, tokens_xxh3="0" * 32, starts_xxh3="0" * 32)
-    counts = dict.fromkeys(SUMMED, 1)
+    counts: dict[str, Any] = dict.fromkeys(SUMMED, 1)
     return EncodedPartition(
-        vocabulary_sha256="", choice="auto", encoder="", text_xxh3=f"{index:032x}", parts=dict.fromkeys(SPLITS, part),
+        index=index,
+        key="",
+        encoder="",
+        text_xxh3=f"{index:032x}",
+        bad_files=(),
+        max_document_bytes=2**40,
+        parts=dict.fromkeys(SPLITS, part),
         **counts,
-    )  # fmt: skip
+    )
 
 
 def measure_latency(folder: Path) -> None:

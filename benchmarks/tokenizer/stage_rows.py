@@ -96,7 +96,7 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
     watch = Watch()
     encoded = EncodedPartitions(partitions)
     for index, task in enumerate(tasks):
-        encoded.add(index, encode_partition(task))
+        encoded.add(index, encode_partition(task)[0])
     encoding = watch.stop()
     watch = Watch()
     overlap = count_overlap(tasks, encoded, inline, num_workers=1)

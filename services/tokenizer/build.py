@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
+from services.common.artifacts.corpus import MAX_BAD_FILES, SPLITS, CorpusPayload, SourceCounts, Vocabulary
 from services.common.artifacts.manifest import FileEntry, require_listable, sync_folder
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
@@ -28,7 +28,8 @@ from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
 from services.tokenizer.pack import ShardLayout, pack_splits
 from services.tokenizer.partition_plan import plan_partitions
 from services.tokenizer.plan_folder import Partitions
-from services.tokenizer.scratch import open_partition_folder, plan_folder_of
+from services.tokenizer.scratch import find_partition_folders, open_partition_folder, plan_folder_of, record_owner
+from services.tokenizer.sources.bad_rows import count_by_reason, require_few_bad_rows
 from services.tokenizer.task_sequence import TaskSequence, map_largest_first
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 
@@ -39,17 +40,19 @@ def build_corpus(
     workspace: Workspace, recipe: Recipe, inputs: CorpusInputs, launcher: Launcher, phase_timer: PhaseTimer
 ) -> Draft:
     """Build the corpus in the workspace, from the plan, the vocabulary and the partitions that scratch has already."""
+    record_owner(workspace, recipe)
     with phase_timer.phase("plan"):
         plan = plan_partitions(plan_folder_of(workspace, recipe, inputs), recipe, inputs.listings, launcher)
     with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, inputs, workspace.scratch)
     folder = open_partition_folder(workspace, plan.path, vocabulary, recipe.tokenizer.encoder)
+    others = find_partition_folders(workspace)
     partitions = plan.read_partitions()
     duplicates = None
     if recipe.corpus.duplicates == "drop":
         with phase_timer.phase("duplicates"):
             duplicates = find_duplicates(folder, plan, recipe.corpus, launcher, recipe.tokenizer.num_workers)
-    tasks = make_tasks(recipe, plan.path, partitions, vocabulary_path, vocabulary, folder, duplicates)
+    tasks = make_tasks(recipe, plan.path, partitions, vocabulary_path, vocabulary, folder, duplicates, others)
     with phase_timer.phase("encode"):
         encoded = _encode(
             tasks,
@@ -58,6 +61,9 @@ def build_corpus(
             recipe.tokenizer.num_workers,
             lambda: explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder),
         )
+    bad_files = encoded.bad_files
+    bad_rows = count_by_reason(bad_files)
+    require_few_bad_rows(bad_files, sum(bad_rows.values()), recipe.corpus.max_bad_rows)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
     _require_listable(encoded, recipe)
     with phase_timer.phase("overlap"):
@@ -80,13 +86,15 @@ def build_corpus(
         reference=reference_name(vocabulary),
         control_text=recipe.corpus.control_text,
         **{count: encoded.counts[count] for count in SUMMED},
+        bad_rows=bad_rows,
+        bad_files=tuple(bad_files[:MAX_BAD_FILES]),
         sources=_count_sources(recipe, encoded, overlap),
         splits=counts,
         phases=tuple(phase_timer.phases),
     )
     text_digests = [encoded.text_digest(source) for source in range(len(recipe.corpus.sources))]
     files = sorted([vocabulary_entry, *entries], key=lambda entry: entry.path)
-    return Draft(payload, inputs.link(recipe, text_digests), tuple(files))
+    return Draft(payload, inputs.link(recipe, text_digests), tuple(files), keeps_scratch=recipe.tokenizer.keep_encoded)
 
 
 def make_tasks(
@@ -97,8 +105,12 @@ def make_tasks(
     vocabulary: Vocabulary,
     scratch: Path,
     duplicates: DuplicateLists | None = None,
+    others: tuple[Path, ...] = (),
 ) -> TaskSequence[EncodeTask]:
-    """Return the encode tasks of the partitions in the plan's order. `scratch` is the folder of their results."""
+    """Return the encode tasks of the partitions in the plan's order.
+
+    `scratch` is the folder of their results, and `others` are folders with results for other inputs.
+    """
 
     def make_task(index: int) -> EncodeTask:
         return EncodeTask(
@@ -114,7 +126,9 @@ def make_tasks(
             min_document_bytes=recipe.corpus.min_document_bytes,
             max_document_bytes=recipe.corpus.max_document_bytes,
             invalid_utf8=recipe.corpus.invalid_utf8,
+            bad_rows=recipe.corpus.bad_rows,
             duplicates=duplicates.of_partition(int(partitions["first_pass_index"][index])) if duplicates else None,
+            others=others,
         )
 
     return TaskSequence(len(partitions), make_task)
@@ -129,12 +143,13 @@ def _encode(
 ) -> EncodedPartitions:
     """Run the tasks. The log gets `explain_encoder()` with the first result: it takes 0.1 s, while the workers work."""
     encoded, sizes = EncodedPartitions(partitions), partitions["bytes"]
-    done_bytes = tokens = 0
+    done_bytes = tokens = num_encoded = 0
     begin = time.perf_counter()
     with show_progress("encode", int(sizes.sum()), "bytes") as progress:
-        for index, result in map_largest_first(launcher, encode_partition, tasks, sizes, num_workers):
-            if not done_bytes:
+        for index, (result, is_new) in map_largest_first(launcher, encode_partition, tasks, sizes, num_workers):
+            if is_new and not num_encoded:
                 logger.info("%s", explain_encoder())
+            num_encoded += is_new
             encoded.add(index, result)
             done_bytes += int(sizes[index])
             tokens += result.tokens
@@ -142,6 +157,8 @@ def _encode(
             progress.advance_to(
                 done_bytes, f"{done_bytes / seconds / 1e6:,.1f} MB/s, {tokens / seconds / 1e6:,.2f} M tokens/s"
             )
+    if num_encoded < len(tasks):
+        logger.info("encoded %s of %s partitions; the others were there", f"{num_encoded:,}", f"{len(tasks):,}")
     return encoded
 
 

@@ -28,6 +28,8 @@ from services.common.recipe.derived import describe
 from services.common.recipe.schema import Recipe
 from services.tokenizer.build import build_corpus
 from services.tokenizer.corpus_inputs import list_corpus_inputs
+from services.tokenizer.scratch import discard_outdated
+from services.tokenizer.sources.bad_rows import require_few_bad_rows, show_worst
 from services.tokenizer.tools.pinning import pin
 from services.tokenizer.tools.vocabulary_tool import train_vocab
 
@@ -78,7 +80,7 @@ def _publish(
         inputs = list_corpus_inputs(recipe)
     address = Address(arguments.root, "corpus", recipe.corpus.name, inputs.artifact_id)
     with export_metrics((), arguments):
-        return publish_with_notices(
+        corpus, is_new = publish_with_notices(
             address,
             CorpusManifest,
             "tokenizer",
@@ -86,6 +88,10 @@ def _publish(
             arguments.recipe,
             lambda workspace: build_corpus(workspace, recipe, inputs, launcher, phase_timer),
         )
+    discard_outdated(address, recipe)
+    payload = corpus.manifest.corpus
+    require_few_bad_rows(payload.bad_files, payload.num_bad_rows, recipe.corpus.max_bad_rows)
+    return corpus, is_new
 
 
 def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) -> str:
@@ -110,6 +116,10 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
     }
     if any(noted.values()):
         lines.append("  noted       " + ", ".join(f"{count:,} {what}" for what, count in noted.items() if count))
+    if payload.bad_rows:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in payload.bad_rows.items())
+        lines.append(f"  bad rows    {payload.num_bad_rows:,} skipped: {reasons}")
+        lines += [f"              {line}" for line in show_worst(payload.bad_files)]
     if payload.validation_ngrams:
         share = payload.validation_ngrams_in_train / payload.validation_ngrams
         lines.append(

@@ -36,6 +36,7 @@ from services.tokenizer.document_digest import digest_documents
 from services.tokenizer.mapped_array import map_array
 from services.tokenizer.plan_folder import PlanFolder
 from services.tokenizer.scratch_tree import path_in_tree
+from services.tokenizer.sources.bad_rows import BadRowPolicy, BadRows
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.task_marker import read_marker, write_marker
 from services.tokenizer.task_sequence import run_largest_first
@@ -91,6 +92,7 @@ class DigestTask:
     min_document_bytes: int
     max_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
+    bad_rows: BadRowPolicy
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def find_duplicates(
             min_document_bytes=corpus.min_document_bytes,
             max_document_bytes=corpus.max_document_bytes,
             invalid_utf8=corpus.invalid_utf8,
+            bad_rows=corpus.bad_rows,
         )
         for number, group in enumerate(groups)
     ]
@@ -213,7 +216,8 @@ def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
     plan = PlanFolder(task.plan)
     for partition in map(plan.read_partition, task.partitions):
         read = 0
-        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
+        bad_rows = BadRows(task.bad_rows)  # the encode tasks count them
+        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes, bad_rows):
             is_wanted = batch.sizes >= max(1, task.min_document_bytes)
             digests.append(digest_documents(batch.select(is_wanted)))
             positions.append(_position(partition.index) + (read + np.flatnonzero(is_wanted)).astype(np.uint64))

@@ -3,12 +3,17 @@
 For train and for validation a task writes a file of tokens and a file of the positions where documents begin. Last it
 writes a marker with counts and checksums. When a command is repeated, a task whose marker fits its files is not run
 again.
+
+A partition has a key: the hash of the versions of its files and of all settings that decide its bytes. So the partition
+of a corpus with other inputs, whose command was stopped, is used again where its own files are the same.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -17,15 +22,20 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
+from services.common.artifacts.corpus import SPLITS, BadFile, Split, Vocabulary
 from services.common.artifacts.manifest import ManifestModel
+from services.common.input.files import read_file
+from services.common.recipe.schema import fingerprint
 from services.tokenizer.atomic_file import write_file
+from services.tokenizer.corpus_inputs import CONTENT_VERSION
 from services.tokenizer.duplicates import DuplicateList
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
-from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
+from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder, reference_name
 from services.tokenizer.plan_folder import PlanFolder
-from services.tokenizer.scratch_tree import path_in_tree, starts_path, tokens_path
+from services.tokenizer.scratch_tree import key_path, path_in_tree, starts_path, tokens_path
+from services.tokenizer.sources.bad_rows import BadRowPolicy, BadRows
 from services.tokenizer.sources.documents import read_documents
+from services.tokenizer.sources.file_range import InputPartition
 from services.tokenizer.split_assignment import are_for_training, are_for_validation
 from services.tokenizer.task_marker import read_marker, write_marker
 from services.tokenizer.text_batch import TextBatch
@@ -51,8 +61,11 @@ class EncodeTask:
     min_document_bytes: int
     max_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
+    bad_rows: BadRowPolicy
     duplicates: DuplicateList | None
     """The exact duplicates in the partition, which are dropped; None to keep them."""
+    others: tuple[Path, ...] = ()
+    """Folders of encoded partitions that commands for other inputs have left."""
 
     def tokens_path(self, split: Split) -> Path:
         return tokens_path(self.scratch, self.index, split)
@@ -86,9 +99,8 @@ class EncodedPartition(ManifestModel):
 
     index: int
     """Number of the partition in the plan."""
-    vocabulary_sha256: str
-    choice: EncoderChoice
-    """The recipe's `tokenizer.encoder`. A task with another choice does not use this result."""
+    key: str
+    """Hash of all that decides the bytes of the files. A task of another key does not use this result."""
     encoder: str
     text_xxh3: str
     """Hash of the documents that were read, with those that went into no split."""
@@ -100,6 +112,9 @@ class EncodedPartition(ManifestModel):
     documents_duplicate: int
     documents_not_sampled: int
     documents_with_invalid_utf8: int
+    bad_files: tuple[BadFile, ...]
+    max_document_bytes: int
+    """The limit above which a document was a bad row."""
     parts: dict[Split, EncodedPart]
 
     @property
@@ -107,16 +122,96 @@ class EncodedPartition(ManifestModel):
         return sum(part.tokens for part in self.parts.values())
 
 
-def encode_partition(task: EncodeTask) -> EncodedPartition:
-    """Run the task, unless its files are complete. Two processes that run the same task write the same bytes."""
-    return _read_marker(task) or _encode(task)
+def encode_partition(task: EncodeTask) -> tuple[EncodedPartition, bool]:
+    """Return the encoded partition, and whether this call has encoded it: it is not, where its files are complete.
+
+    Two processes that run the same task write the same bytes.
+    """
+    partition = PlanFolder(task.plan).read_partition(task.index)
+    duplicates = task.duplicates.read() if task.duplicates else np.empty(0, np.int64)
+    key = _key_of(task, partition, duplicates)
+    done = _read_marker(task, key) or _adopt(task, key)
+    return (done, False) if done else (_encode(task, partition, duplicates, key), True)
 
 
-def _read_marker(task: EncodeTask) -> EncodedPartition | None:
-    """Return the result of a task that was run before, or None when its files are incomplete or of other settings."""
+def _key_of(task: EncodeTask, partition: InputPartition, duplicates: npt.NDArray[np.int64]) -> str:
+    """Return the hash of all that decides the bytes of an encoded partition, and nothing else.
+
+    What is a bad row, and what becomes of it, is no part of the key, because most partitions have none: `_is_usable`.
+    """
+    settings = [
+        CONTENT_VERSION,
+        task.vocabulary.model_dump(mode="json"),
+        reference_name(task.vocabulary),
+        task.encoder,
+        partition.pass_number,
+        min(1.0, task.weight - partition.pass_number),
+        task.validation_fraction,
+        task.min_document_bytes,
+        task.invalid_utf8,
+        xxhash.xxh3_128_hexdigest(duplicates.data),
+    ]
+    files = [
+        [file.uri, file.name, file.format, file.column, file.version, file.builder, each.begin, each.end]
+        for each in partition.file_ranges
+        for file in [each.file]
+    ]
+    return fingerprint([settings, files])
+
+
+def _read_marker(task: EncodeTask, key: str) -> EncodedPartition | None:
+    """Return the result of a task that was run before, or None when its files are incomplete or of other bytes."""
     done = read_whole_partition(task.scratch, task.index)
-    has_same_settings = done and (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
-    return done if has_same_settings else None
+    return done if done and _is_usable(done, task, key) else None
+
+
+def _is_usable(done: EncodedPartition, task: EncodeTask, key: str) -> bool:
+    """Return whether the task would write the same bytes and find the same bad rows."""
+    if done.key != key:
+        return False
+    if done.bad_files:
+        return task.bad_rows == "skip" and task.max_document_bytes == done.max_document_bytes
+    return task.max_document_bytes >= done.max_document_bytes
+
+
+def _adopt(task: EncodeTask, key: str) -> EncodedPartition | None:
+    """Return the partition of this key, after a link to its files, from a command for other inputs; None without one.
+
+    The files are never changed in place, and the other command may remove its own names of them at any time.
+    """
+    for folder in task.others:
+        with suppress(FileNotFoundError, ValueError):
+            index = int(read_file(key_path(folder, key), folder))
+            marker = EncodedPartition.model_validate_json(read_file(path_in_tree(folder, index, ".json"), folder))
+            if not _is_usable(marker, task, key):
+                continue
+            task.marker_path.parent.mkdir(exist_ok=True)
+            for split in SPLITS:
+                _link(tokens_path(folder, index, split), task.tokens_path(split))
+                _link(starts_path(folder, index, split), task.starts_path(split))
+            _write_markers(task, marker.model_copy(update={"index": task.index}))
+            return _read_marker(task, key)
+    return None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Put a hard link to a file in place of `target`, or a copy on a file system that has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _write_markers(task: EncodeTask, encoded: EncodedPartition) -> None:
+    """Write the marker of a partition whose files are written, and then where it is found by its key."""
+    write_marker(task.marker_path, encoded)
+    path = key_path(task.scratch, encoded.key)
+    path.parent.mkdir(exist_ok=True)
+    with write_file(path) as file:
+        file.write(str(task.index).encode())
 
 
 def read_whole_partition(scratch: Path, index: int, splits: Collection[Split] = SPLITS) -> EncodedPartition | None:
@@ -134,16 +229,16 @@ def read_whole_partition(scratch: Path, index: int, splits: Collection[Split] = 
     return done if done and done.index == index else None
 
 
-def _encode(task: EncodeTask) -> EncodedPartition:
+def _encode(
+    task: EncodeTask, partition: InputPartition, duplicates: npt.NDArray[np.int64], key: str
+) -> EncodedPartition:
     encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder, task.sampled_bytes)
-    partition = PlanFolder(task.plan).read_partition(task.index)
     task.marker_path.parent.mkdir(exist_ok=True)
-    text_hash = _TextHash()
+    text_hash, bad_rows = _TextHash(), BadRows(task.bad_rows)
     read = empty = too_short = duplicate = not_sampled = invalid = 0
-    duplicates = task.duplicates.read() if task.duplicates else np.empty(0, np.int64)
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
-        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
+        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes, bad_rows):
             text_hash.update(batch)
             is_too_short = batch.sizes < task.min_document_bytes
             is_duplicate = np.zeros(len(batch), np.bool_)
@@ -166,8 +261,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
             writers["train"].append(ids, offsets, wanted.sizes, is_kept & ~is_for_validation)
     encoded = EncodedPartition(
         index=task.index,
-        vocabulary_sha256=task.vocabulary.sha256,
-        choice=task.encoder,
+        key=key,
         encoder=encoder.name,
         text_xxh3=text_hash.hexdigest(),
         documents_checked=encoder.take_documents_checked(),
@@ -177,9 +271,11 @@ def _encode(task: EncodeTask) -> EncodedPartition:
         documents_duplicate=duplicate,
         documents_not_sampled=not_sampled,
         documents_with_invalid_utf8=invalid,
+        bad_files=bad_rows.files(),
+        max_document_bytes=task.max_document_bytes,
         parts={split: writer.describe() for split, writer in writers.items()},
     )
-    write_marker(task.marker_path, encoded)
+    _write_markers(task, encoded)
     return encoded
 
 

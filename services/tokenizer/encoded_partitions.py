@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from services.common.artifacts.corpus import SPLITS, SourceSplitCounts, Split
+from services.common.artifacts.corpus import SPLITS, BadFile, SourceSplitCounts, Split
 from services.tokenizer.encode_task import EncodedPartition
 from services.tokenizer.encoding.encoder import BOS_AND_EOS
 from services.tokenizer.plan_folder import Partitions
+from services.tokenizer.sources.bad_rows import add_up
 
 SUMMED = (
     "documents_checked",
@@ -52,6 +54,7 @@ class EncodedPartitions:
             {split: np.zeros(len(partitions), np.int64) for split in SPLITS} for _ in range(3)
         )
         self.duplicates = np.zeros(len(partitions), np.int64)
+        self._bad_files: dict[int, tuple[BadFile, ...]] = {}
         self._text_digests = np.zeros((len(partitions), _DIGEST_BYTES), np.uint8)
 
     def add(self, index: int, encoded: EncodedPartition) -> None:
@@ -60,10 +63,17 @@ class EncodedPartitions:
         self.counts.update({count: getattr(encoded, count) for count in SUMMED})
         self._text_digests[index] = np.frombuffer(bytes.fromhex(encoded.text_xxh3), np.uint8)
         self.duplicates[index] = encoded.documents_duplicate
+        if encoded.bad_files and self._is_first_pass[index]:
+            self._bad_files[index] = encoded.bad_files
         for split, part in encoded.parts.items():
             self.documents[split][index] = part.documents
             self.text_bytes[split][index] = part.text_bytes
             self.document_tokens[split][index] = part.document_tokens
+
+    @property
+    def bad_files(self) -> list[BadFile]:
+        """The files with bad rows, each row counted in the first pass over its source; the worst file is first."""
+        return add_up(chain.from_iterable(self._bad_files[index] for index in sorted(self._bad_files)))
 
     def tokens(self, split: Split) -> npt.NDArray[np.int64]:
         """Return the number of tokens of every partition in a split, with BOS and EOS."""

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.corpus import Vocabulary
-from services.common.artifacts.store import Workspace, discard
-from services.common.recipe.schema import Recipe, fingerprint
+from services.common.artifacts.lease import LeaseTaken, hold_lease
+from services.common.artifacts.manifest import write_durably
+from services.common.artifacts.store import (
+    LOCK_SUFFIX,
+    SCRATCH_SUFFIX,
+    Address,
+    Workspace,
+    discard,
+    discard_unfinished,
+    is_id,
+)
+from services.common.input.files import read_file
+from services.common.recipe.schema import Recipe, fingerprint, identity
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.encoding.encoder_choice import EncoderChoice
@@ -15,6 +28,9 @@ VOCABULARY = "vocabulary"
 """Name of the vocabulary's file in scratch. In the corpus its name is `Vocabulary.path`."""
 VOCABULARY_MARKER = "vocabulary.json"
 """Name of the marker in scratch that has the checksum of the vocabulary's file."""
+_OWNER = "owner"
+"""Name of the file in scratch that tells which recipe's corpus is made there: see `_owner_of`."""
+_POLICIES = ("corpus.bad_rows", "corpus.max_document_bytes")
 
 
 def plan_folder_of(workspace: Workspace, recipe: Recipe, inputs: CorpusInputs) -> Path:
@@ -34,9 +50,49 @@ def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabula
     checked: a newer holder of the lease may have added folders since, which are not in the list.
     """
     folder = workspace.scratch / fingerprint([plan.name, vocabulary.sha256, encoder])[:16]
-    kept = {folder, plan, workspace.scratch / VOCABULARY, workspace.scratch / VOCABULARY_MARKER}
+    kept = {folder, plan, *(workspace.scratch / name for name in (VOCABULARY, VOCABULARY_MARKER, _OWNER))}
     stale = [path for path in workspace.scratch.iterdir() if path not in kept]
     for path in [*stale, *folder.glob(f"*/*{TEMPORARY_SUFFIX}")]:
         discard(path, workspace.lease)
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def find_partition_folders(workspace: Workspace) -> tuple[Path, ...]:
+    """Return the folders of encoded partitions that commands for other corpora of this name have left, or still fill.
+
+    Such a command has read other inputs, or has other settings: most often it stopped at a file that was mended since.
+    """
+    found: list[Path] = []
+    for scratch in sorted(workspace.scratch.parent.glob(f"*{SCRATCH_SUFFIX}")):
+        with suppress(FileNotFoundError):  # another command has published, and removes it
+            if scratch != workspace.scratch:
+                found += [path for path in scratch.iterdir() if is_id(path.name)]
+    return tuple(found)
+
+
+def record_owner(workspace: Workspace, recipe: Recipe) -> None:
+    """Record for `discard_outdated` whose scratch this is."""
+    write_durably(workspace.scratch / _OWNER, _owner_of(recipe).encode())
+
+
+def _owner_of(recipe: Recipe) -> str:
+    """Return the hash of the recipe's fields that decide a corpus, but for what it does with bad rows."""
+    fields = identity(recipe, "corpus")
+    return fingerprint({name: value for name, value in fields.items() if name not in _POLICIES})
+
+
+def discard_outdated(address: Address, recipe: Recipe) -> None:
+    """Remove what the stage has left of earlier inputs of the recipe, whose newest inputs are published at `address`.
+
+    No command can finish those corpora any more, because their inputs have changed. What another command still writes,
+    and what belongs to another recipe of the same corpus name, is left alone.
+    """
+    for scratch in sorted(address.collection.glob(f"*{SCRATCH_SUFFIX}")):
+        other = scratch.name.removesuffix(SCRATCH_SUFFIX)
+        with suppress(FileNotFoundError, LeaseTaken):
+            if other == address.id or read_file(scratch / _OWNER, scratch) != _owner_of(recipe).encode():
+                continue
+            with hold_lease(address.collection / f"{other}{LOCK_SUFFIX}", waits=False) as held:
+                discard_unfinished(address.collection, held.lease, re.escape(other))
+                discard(scratch, held.lease)

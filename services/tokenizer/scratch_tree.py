@@ -17,6 +17,11 @@ def path_in_tree(root: Path, number: int, suffix: str) -> Path:
     return root / f"{number // NUMBERS_PER_FOLDER:03d}" / f"{number:06d}{suffix}"
 
 
+def key_path(root: Path, key: str) -> Path:
+    """Return the path of the file that has the number of the partition with this key."""
+    return root / f"key-{key[:2]}" / key
+
+
 def tokens_path(root: Path, partition: int, split: Split) -> Path:
     """Return the path of the tokens that a partition has in a split."""
     return path_in_tree(root, partition, f".{split}.tokens")

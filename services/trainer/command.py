@@ -1,4 +1,4 @@
-"""The trainer stage: corpus/3 + compile_cache/1 -> checkpoint/4 and run/1.
+"""The trainer stage: corpus/4 + compile_cache/1 -> checkpoint/4 and run/1.
 
 `python -m services.trainer [COMMAND] --recipe FILE`; COMMANDS lists the commands, and `train` is the default.
 """

@@ -53,7 +53,7 @@ def write_checkpoint(root: Path, recipe: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
-    "corpus-3": write_corpus,
+    "corpus-4": write_corpus,
     "compile_cache-1": write_compile_cache,
     "checkpoint-4": write_checkpoint,
 }
@@ -108,7 +108,7 @@ def test_todays_manifests_have_the_structure_of_the_golden_ones(tmp_path: Path, 
     ids=lambda c: next(iter(c)),
 )
 def test_a_change_of_structure_would_be_noticed(change: dict[str, Any]) -> None:
-    golden = json.loads((GOLDEN / "corpus-3.json").read_bytes())
+    golden = json.loads((GOLDEN / "corpus-4.json").read_bytes())
 
     assert structure({**golden, **change}) != structure(golden)
 

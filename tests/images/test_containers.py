@@ -162,10 +162,10 @@ def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[
     root = make_root(tmp_path / "fsx")
     assert run_stage(checkout, "tokenizer", root).returncode == 0
     manifest = next(root.glob("corpus/*/*/manifest.json"))
-    reseal(manifest.parent, lambda fields: fields.update(schema="corpus/3"))
+    reseal(manifest.parent, lambda fields: fields.update(schema="corpus/4"))
     refused = run_stage(checkout, "trainer", root)
     assert refused.returncode == 3
-    assert "'corpus/3'" in refused.stderr
+    assert "'corpus/4'" in refused.stderr
 
 
 def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: dict[str, str], tmp_path: Path) -> None:

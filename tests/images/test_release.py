@@ -77,7 +77,7 @@ def change_a_schema(repository: Path) -> None:
         (empty_the_changelog, r"services/trainer/CHANGELOG.md.*Unreleased"),
         (tag_the_version, "trainer-v0.2.0"),
         (forget_the_digests, "public.ecr.aws/neuron/"),
-        (change_a_schema, "corpus/3 .*tokenizer-v0.1.0"),
+        (change_a_schema, "corpus/4 .*tokenizer-v0.1.0"),
     ],
 )
 def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
@@ -115,7 +115,7 @@ def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> 
     repository = make_checkout(tmp_path)
     change_a_schema(repository)
     corpus = repository / "services/common/artifacts/corpus.py"
-    write(corpus, corpus.read_text().replace('"corpus/3"', '"corpus/4"'))
+    write(corpus, corpus.read_text().replace('"corpus/4"', '"corpus/5"'))
     commit(repository, "Give the corpus schema its next number")
     assert release("trainer", "minor", repository) == "trainer-v0.2.0"
 

@@ -1,4 +1,4 @@
-"""Defines corpus/3: packed token rows in Arrow files, from which `token_stream` cuts training samples.
+"""Defines corpus/4: packed token rows in Arrow files, from which `token_stream` cuts training samples.
 
 A split of T tokens is one stream of documents, and each document is BOS + tokens + EOS. Rows of L tokens are in
 `<split>/shard-*.arrow` (columns `input_ids`, `doc_starts` and `check`), and the T mod L last tokens in
@@ -34,6 +34,9 @@ from services.common.input.problem_list import list_names
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
+BadRowReason = Literal["not JSON", "not an object", "not text", "too long", "not UTF-8"]
+MAX_BAD_FILES = 1_000
+"""Most files whose bad rows a manifest lists: those with most of them."""
 
 
 class Vocabulary(ManifestModel):
@@ -118,6 +121,20 @@ class SourceCounts(ManifestModel):
         return self
 
 
+class BadFile(ManifestModel):
+    """The bad rows of one input file, which were skipped."""
+
+    uri: Text
+    rows: dict[BadRowReason, Count]
+    """Number of bad rows by reason. A row counts once, whatever its source's weight."""
+    first: Text
+    """Place and reason of the first bad row."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
+
+
 class CorpusPayload(ManifestModel):
     vocabulary: Vocabulary
     token_dtype: Literal["uint16", "uint32"]
@@ -143,6 +160,10 @@ class CorpusPayload(ManifestModel):
     split in each pass but the first.
     """
     documents_with_invalid_utf8: Count
+    bad_rows: dict[BadRowReason, Count]
+    """Rows that were skipped because they hold no document, by reason. They are none of `documents_read`."""
+    bad_files: Many[BadFile]
+    """The files with most bad rows, at most `MAX_BAD_FILES`; the worst one is first."""
     sources: Many[SourceCounts]
     """Counts of each source in the order of the recipe. A corpus that another program packed may have none."""
     splits: dict[Split, SplitCounts]
@@ -157,6 +178,10 @@ class CorpusPayload(ManifestModel):
     def text_bytes(self) -> int:
         """UTF-8 bytes of the documents kept."""
         return sum(counts.text_bytes for counts in self.kept)
+
+    @property
+    def num_bad_rows(self) -> int:
+        return sum(self.bad_rows.values())
 
     @property
     def validation_ngrams(self) -> int:
@@ -222,6 +247,9 @@ class CorpusPayload(ManifestModel):
         )
         if kept + dropped != self.documents_read:
             raise ValueError(f"{self.documents_read:,} documents read, {kept:,} kept, {dropped:,} dropped")
+        listed = sum(file.num_rows for file in self.bad_files)
+        if listed > self.num_bad_rows or (len(self.bad_files) < MAX_BAD_FILES and listed < self.num_bad_rows):
+            raise ValueError(f"{self.num_bad_rows:,} bad rows were skipped, {listed:,} in `bad_files`")
         if self.documents_with_invalid_utf8 > self.documents_read:
             raise ValueError(
                 f"{self.documents_with_invalid_utf8:,} of {self.documents_read:,} documents with invalid UTF-8"
@@ -255,7 +283,7 @@ class CorpusPayload(ManifestModel):
 
 
 class CorpusManifest(Manifest):
-    SCHEMA: ClassVar[str] = "corpus/3"
+    SCHEMA: ClassVar[str] = "corpus/4"
 
     corpus: CorpusPayload
 
@@ -293,6 +321,8 @@ class CorpusManifest(Manifest):
             raise ValueError(
                 f"{self.corpus.documents_duplicate:,} exact duplicates were dropped, the recipe asks to keep them"
             )
+        if self.corpus.bad_rows and (not isinstance(asked, dict) or asked.get("bad_rows") != "skip"):
+            raise ValueError(f"{self.corpus.num_bad_rows:,} bad rows were skipped, the recipe asks to stop at them")
         return self
 
 

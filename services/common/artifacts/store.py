@@ -96,6 +96,8 @@ class Draft:
     inputs: tuple[InputLink, ...] = ()
     files: tuple[FileEntry, ...] | None = None
     """Entries of files that the stage has fsynced and hashed itself; None lets `commit` do that."""
+    keeps_scratch: bool = False
+    """Whether scratch stays after the commit, for later artifacts of the same name. `gc` removes it."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def publish_once(
             draft = build(workspace)
             manifest = commit(address, manifest_type, service, recipe, draft, lease)
         record_current(address, manifest.identity_key)
-        discard(workspace.scratch, lease)
+        if not draft.keeps_scratch:
+            discard(workspace.scratch, lease)
     return Artifact(address.path, manifest), True
 
 

@@ -148,16 +148,22 @@ class Corpus(Section):
     counts the others. Documents are equal when their text is, apart from line ends and white space at both ends. All
     sources are compared with one another, before weights choose documents, and every document is read once more."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
-    """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` ends the stage. A
-    file of which more than 1 % of the characters would be replaced is in another encoding, and always ends the stage.
-    """
+    """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` makes the document
+    a bad row. A file of which more than 1 % of the characters would be replaced is in another encoding, and always ends
+    the stage."""
+    bad_rows: Annotated[Literal["stop", "skip"], CORPUS_UNLESS_DEFAULT] = "stop"
+    """Treatment of rows that cannot become documents: lines that are no JSON or no object, values in `column` that are
+    no text, and documents above `max_document_bytes`. `stop` ends the stage with exit code 3 at the first one, `skip`
+    leaves them out and counts them by reason and by file. A damaged file always ends the stage."""
+    max_bad_rows: Annotated[int, Field(ge=0)] = 1_000
+    """Number of rows that `bad_rows = "skip"` may skip in all sources together. With more the stage ends with exit code
+    3, and names the files that have most of them."""
     control_text: Annotated[Literal["text"], CORPUS] = "text"
     """Encoding of the name of a special token, such as `</s>`, in a document: always as text, never as that token."""
-    max_document_bytes: Positive = 128 * 2**20
-    """Bytes of the largest document. A longer document or line ends the stage with exit code 3 once so many bytes were
-    read, so that nothing is dropped and no file takes memory without a limit. The longest books and source files in
-    known corpora have some 10 MB. A worker takes less than 1 GB for documents of 64 MB.
-    """
+    max_document_bytes: Annotated[Positive, CORPUS_UNLESS_DEFAULT] = 128 * 2**20
+    """Bytes of the largest document. A longer document or line is a bad row, of which no more than so many bytes are
+    kept in memory. The longest books and source files in known corpora have some 10 MB. A worker takes less than 1 GB
+    for documents of 64 MB."""
     split_bytes: Positive = 64 * 2**20
     """Input bytes that one encode task reads. This changes the number of tasks, never the corpus."""
 
@@ -185,6 +191,10 @@ class Tokenizer(Section):
     """`auto` takes the fastest encoder that gives the reference's ids; `reference` is the library that defines them."""
     num_workers: Positive = 1
     """Number of encode tasks that run at the same time."""
+    keep_encoded: bool = False
+    """Whether the encoded partitions stay when the corpus is published, so that the next corpus of this name encodes
+    only files that were added or have changed. They take as many bytes as the corpus, until the next one is published.
+    """
 
     @model_validator(mode="after")
     def _has_one_vocabulary(self) -> Self:

@@ -32,6 +32,8 @@ def corpus_payload(
         documents_duplicate=0,
         documents_not_sampled=0,
         documents_with_invalid_utf8=0,
+        bad_rows={},
+        bad_files=(),
         sources=(),
         splits=dict(splits),
         phases=(),

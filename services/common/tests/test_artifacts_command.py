@@ -167,7 +167,7 @@ def test_an_artifact_of_an_unknown_kind_ends_with_3(
     reseal(artifact.path, lambda fields: fields.update(schema="song/1"))
 
     assert run("show", artifact.path) == 3
-    assert "schema 'song/1', this program reads corpus/3, compile_cache/1, checkpoint/4" in capsys.readouterr().err
+    assert "schema 'song/1', this program reads corpus/4, compile_cache/1, checkpoint/4" in capsys.readouterr().err
 
 
 def test_list_shows_what_is_published_and_nothing_else(

@@ -323,8 +323,8 @@ def test_a_damaged_file_is_not_opened(artifact: Path) -> None:
     ("raw", "message"),
     [
         ({}, "schema None, this program reads"),
-        ({"schema": "corpus/1"}, "'corpus/1'.*'corpus/3'"),
-        ({"schema": ["corpus/3"]}, "this program reads"),
+        ({"schema": "corpus/1"}, "'corpus/1'.*'corpus/4'"),
+        ({"schema": ["corpus/4"]}, "this program reads"),
     ],
 )
 @pytest.mark.parametrize("manifest_type", [CorpusManifest, CheckpointManifest, CompileCacheManifest])

@@ -88,7 +88,7 @@ def test_a_trainer_is_ready_when_corpus_and_compile_cache_are_there(
 
     assert (exit_code, report["problem"]) == (0, None)
     assert [(link["schema"], link["name"]) for link in report["upstream"]] == [
-        ("corpus/3", "sentences"),
+        ("corpus/4", "sentences"),
         ("compile_cache/1", "small"),
     ]
     assert [(link["id"], link["content_digest"]) for link in report["upstream"]] == [

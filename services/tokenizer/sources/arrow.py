@@ -10,6 +10,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, RecipeError
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.column import explaining_damage, find_column, read_column, row_of_file
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import open_seekable_file
@@ -40,7 +41,7 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
     return [FileRange(file, index, index + 1, file.bytes // count) for index in range(count)]
 
 
-def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the column's values as documents. A null is an empty document. A record batch is decoded as a whole."""
     with _open_arrow(file_range.file.uri) as reader:
         path = find_column(file_range.file, reader.schema)

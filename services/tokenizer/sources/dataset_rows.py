@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, MillraceError, RecipeError
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.column import find_column, in_batches, read_column, row_of_file
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.text_batch import TextBatch
@@ -64,9 +65,10 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
     return [whole(file)]
 
 
-def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the column's values of the builder's rows. A null is an empty document.
 
+    A row that the builder refuses ends the file, because nothing of `datasets` goes on behind it.
     The builder decides how much is read at once: 10 MB of text or JSON and the rest of a line, or 10,000 rows of CSV.
     """
     file = file_range.file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -12,8 +12,8 @@ import numpy as np
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import arrow, dataset_rows, hub, jsonl, parquet, python_docs, text, wikicorpus
-from services.tokenizer.sources.bad_row import BadRow
-from services.tokenizer.sources.document_limit import too_large
+from services.tokenizer.sources.bad_rows import BadRows
+from services.tokenizer.sources.document_limit import explain_too_long
 from services.tokenizer.sources.file_discovery import list_files
 from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile
@@ -31,10 +31,11 @@ class DocumentFormat:
 
     The arguments are the file, `split_bytes` and `max_document_bytes`.
     """
-    read: Callable[[FileRange, int], Iterator[TextBatch]]
+    read: Callable[[FileRange, int, BadRows], Iterator[TextBatch]]
     """Reads the documents of a file range, in the file's order. They are UTF-8, unless the input is not.
 
-    The arguments are the file range and `max_document_bytes`.
+    The arguments are the file range, `max_document_bytes`, and the bad rows, to which the reader adds those that it
+    finds and goes on.
     """
     is_cut_by_size: bool = False
     """Whether `cut` opens no file."""
@@ -93,44 +94,72 @@ def require_column(files: Sequence[InputFile], max_document_bytes: int) -> None:
 
 
 def read_documents(
-    file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
+    file_ranges: Iterable[FileRange],
+    invalid_utf8: Literal["replace", "reject"],
+    max_document_bytes: int,
+    bad_rows: BadRows | None = None,
 ) -> Iterator[TextBatch]:
     """Read the documents of file ranges, in order, as valid UTF-8.
 
-    Raises `BadRow` for bytes that are not UTF-8 under "reject" and for a document above `max_document_bytes`, and
-    `ArtifactError` for a file that is damaged, in another encoding, or has changed since it was listed.
+    Rows that are no documents are added to `bad_rows`, whose policy is "stop" when it is not given: they are those that
+    a format's reader finds, documents of more than `max_document_bytes`, and under "reject" those that are not UTF-8.
+    Raises `ArtifactError` for a file that is damaged, in another encoding, or has changed since it was listed.
     """
-    return join_small(_read_file_ranges(file_ranges, invalid_utf8, max_document_bytes))
+    return join_small(_read_file_ranges(file_ranges, invalid_utf8, max_document_bytes, bad_rows or BadRows()))
 
 
 def _read_file_ranges(
-    file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
+    file_ranges: Iterable[FileRange],
+    invalid_utf8: Literal["replace", "reject"],
+    max_document_bytes: int,
+    bad_rows: BadRows,
 ) -> Iterator[TextBatch]:
     for file_range in file_ranges:
         with require_unchanged(file_range.file):
-            number, legibility = 0, Legibility()
-            for batch in _read_within_limit(file_range, max_document_bytes):
+            legibility = Legibility()
+            for number, batch in _read_within_limit(file_range, max_document_bytes, bad_rows):
                 if is_utf8(batch):
                     legibility.add(batch)
                     yield batch
                 elif invalid_utf8 == "replace":
                     yield legibility.repair(batch)
                 else:
-                    raise BadRow(_explain_invalid(file_range, number, batch))
-                number += len(batch)
+                    valid = _drop_invalid(file_range, number, batch, bad_rows)
+                    legibility.add(valid)
+                    yield valid
             if legibility.is_bad(file_range.file.format):
                 _require_legible(file_range.file, max_document_bytes)
 
 
-def _read_within_limit(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    number, file_format = 0, FORMATS[file_range.file.format]
-    for batch in file_format.read(file_range, max_document_bytes):
-        largest = int(np.argmax(batch.sizes)) if len(batch) else 0
-        if len(batch) and batch.sizes[largest] > max_document_bytes:
-            place = file_format.locate(file_range, number + largest)
-            raise too_large(place, "the document", int(batch.sizes[largest]), max_document_bytes)
-        yield batch
+def _read_within_limit(
+    file_range: FileRange, max_document_bytes: int, bad_rows: BadRows
+) -> Iterator[tuple[int, TextBatch]]:
+    """Yield the documents within the limit, each batch with the number of documents of the file range before it.
+
+    The number is right as long as the file has no bad row, and the place of the first one alone is asked for.
+    """
+    number = 0
+    for batch in FORMATS[file_range.file.format].read(file_range, max_document_bytes, bad_rows):
+        is_short = batch.sizes <= max_document_bytes
+        for index in np.flatnonzero(~is_short).tolist():
+            size = int(batch.sizes[index])
+            explain = partial(_explain_too_long, file_range, number + index, size, max_document_bytes)
+            bad_rows.add("too long", file_range.file.uri, explain)
+        yield number, batch if is_short.all() else TextBatch.of(batch.select(is_short).documents())
         number += len(batch)
+
+
+def _drop_invalid(file_range: FileRange, number: int, batch: TextBatch, bad_rows: BadRows) -> TextBatch:
+    """Return the documents in UTF-8. The others are bad rows."""
+    valid = []
+    for index, document in enumerate(batch.documents(), start=number):
+        try:
+            document.decode()
+        except UnicodeDecodeError as error:
+            bad_rows.add("not UTF-8", file_range.file.uri, partial(_explain_invalid, file_range, index, error))
+        else:
+            valid.append(document)
+    return TextBatch.of(valid)
 
 
 @lru_cache(maxsize=16)
@@ -139,22 +168,24 @@ def _require_legible(file: InputFile, max_document_bytes: int) -> None:
 
     The whole file is judged, which is read again for that: so no cut of the file changes the verdict.
     """
-    legibility = Legibility()
+    legibility, bad_rows = Legibility(), BadRows("skip")
     for file_range in cut_file(file, max(1, file.bytes), max_document_bytes):
-        for batch in _read_within_limit(file_range, max_document_bytes):
+        for _, batch in _read_within_limit(file_range, max_document_bytes, bad_rows):
             legibility.add(batch) if is_utf8(batch) else legibility.repair(batch)
     if legibility.is_bad(file.format, FEW_CHARACTERS):
         raise ArtifactError(f"{file.uri}: {legibility.explain()}")
 
 
-def _explain_invalid(file_range: FileRange, number: int, batch: TextBatch) -> str:
-    for index, document in enumerate(batch.documents(), start=number):
-        try:
-            document.decode()
-        except UnicodeDecodeError as error:
-            return (
-                f"{FORMATS[file_range.file.format].locate(file_range, index)} is not UTF-8: byte "
-                f"0x{document[error.start]:02x} at {error.start:,} ({error.reason}). "
-                f'Repair the file, or set corpus.invalid_utf8 = "replace".'
-            )
-    raise AssertionError("all documents of the batch are UTF-8")
+def _locate(file_range: FileRange, number: int) -> str:
+    return FORMATS[file_range.file.format].locate(file_range, number)
+
+
+def _explain_too_long(file_range: FileRange, number: int, num_bytes: int, max_document_bytes: int) -> str:
+    return f"{_locate(file_range, number)}: {explain_too_long('the document', num_bytes, max_document_bytes)}"
+
+
+def _explain_invalid(file_range: FileRange, number: int, error: UnicodeDecodeError) -> str:
+    return (
+        f"{_locate(file_range, number)} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start:,} "
+        f'({error.reason}). Repair the file, or set corpus.invalid_utf8 = "replace".'
+    )

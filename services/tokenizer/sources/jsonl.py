@@ -10,22 +10,25 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 from services.common.input.text_encoding import guess_encoding
-from services.tokenizer.sources.bad_row import BadRow
-from services.tokenizer.sources.document_limit import read_line, skip_line, too_large
+from services.tokenizer.sources.bad_rows import BadRows
+from services.tokenizer.sources.document_limit import explain_too_long, is_too_long, read_line, skip_line
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import is_compressed, open_file
-from services.tokenizer.sources.json_values import holds_lines, place_of_value, read_values
+from services.tokenizer.sources.json_values import BadValue, holds_lines, place_of_value, read_values
 from services.tokenizer.sources.text_stream import TranscodedStream, open_text
 from services.tokenizer.text_batch import TextBatch, in_batches
 
+_EXPECTED = "A jsonl file holds a JSON object on each line, or is one array."
 _SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
 _ROWS_WITH_THE_KEY = 1_000
+_WITHOUT_LIMIT = sys.maxsize // 2
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
@@ -40,12 +43,13 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
     return [FileRange(file, begin, end, end - begin) for begin, end in pairwise(borders)]
 
 
-def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the documents, whose bytes may be invalid UTF-8. A blank line is none.
 
-    A key that is null, or that a row does not have, is an empty document: writers such as Spark leave out a null.
+    A key that is null, or that a row does not have, is an empty document: writers such as Spark leave out a null. A bad
+    row is a line that is no JSON, a row that is no object or has no text, and more than `max_document_bytes` of either.
     """
-    return in_batches(_read_documents(file_range, max_document_bytes))
+    return in_batches(_read_documents(file_range, max_document_bytes, bad_rows))
 
 
 def locate(file_range: FileRange, number: int) -> str:
@@ -55,21 +59,18 @@ def locate(file_range: FileRange, number: int) -> str:
         if not file_range.begin and not holds_lines(file):
             return place_of_value(uri, number)
         # These lines were read before, within the limit.
-        position, _ = next(islice(_read_filled_lines(file, file_range, sys.maxsize // 2), number, None))
+        position, _ = next(islice(_read_filled_lines(file, file_range, _WITHOUT_LIMIT), number, None))
     return _place(uri, position)
 
 
 def explain_missing_key(file: InputFile, max_document_bytes: int) -> str | None:
     """Return the sentence for a file whose first rows do not have the key; None where one has it, or there is none."""
     keys: dict[str, None] = {}
-    rows = _read_rows(whole(file), max_document_bytes)
-    try:
-        for row in islice(rows, _ROWS_WITH_THE_KEY):
-            if not isinstance(row, dict) or _has_key(row, file.column):
+    for _, row in islice(_read_rows(whole(file), max_document_bytes), _ROWS_WITH_THE_KEY):
+        if isinstance(row, dict):  # others are bad rows where the documents are read
+            if _has_key(row, file.column):
                 return None
             keys |= dict.fromkeys(row)
-    except BadRow:  # raised again, if it is wanted, where the documents are read
-        return None
     if not keys:
         return None
     return (
@@ -84,25 +85,36 @@ def _can_be_cut(uri: str) -> bool:
         return is_utf8 and holds_lines(file)
 
 
-def _read_documents(file_range: FileRange, max_document_bytes: int) -> Iterator[bytes]:
-    column = file_range.file.column
-    for number, row in enumerate(_read_rows(file_range, max_document_bytes)):
+def _read_documents(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[bytes]:
+    uri, column = file_range.file.uri, file_range.file.column
+    for locate_row, row in _read_rows(file_range, max_document_bytes):
         try:
-            # An array of strings has the column that `datasets` gives it.
-            text = row if isinstance(row, str) and column == "text" else _find_text(row, column)
-        except TypeError as error:
-            raise BadRow(f"{locate(file_range, number)}: {error}.") from error
-        yield _to_bytes(text)
+            text = _text_of(row, column)
+        except BadValue as error:
+            bad_rows.add(error.reason, uri, partial(_explain, locate_row, error))
+        else:
+            yield _to_bytes(text)
 
 
-def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[object]:
+def _explain(locate_row: Callable[[], str], error: BadValue) -> str:
+    return f"{locate_row()}: {error}"
+
+
+def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[Callable[[], str], object]]:
+    """Yield the rows, each with a function that returns its place. A row that cannot be parsed is a `BadValue`."""
     uri = file_range.file.uri
     with _open(file_range) as file:
         if not file_range.begin and not holds_lines(file):
-            yield from read_values(file, uri, max_document_bytes)
+            for number, value in enumerate(read_values(file, uri, max_document_bytes)):
+                yield partial(place_of_value, uri, number), value
             return
         for position, line in _read_filled_lines(file, file_range, max_document_bytes):
-            yield _parse_object(line, uri, position)
+            if line is None:
+                what = f"the line (at byte {position:,})"
+                row: object = BadValue("too long", explain_too_long(what, None, max_document_bytes))
+            else:
+                row = _parse(line)
+            yield partial(_place, uri, position), row
 
 
 def _open(file_range: FileRange) -> AbstractContextManager[io.BufferedReader[Any]]:
@@ -118,27 +130,43 @@ def _has_key(row: dict[str, object], column: str) -> bool:
     return bool(dot) and isinstance(inner, dict) and _has_key(inner, rest)
 
 
-def _find_text(row: object, column: str) -> str:
-    """Return the text in a row. Raises `TypeError` for what is no text."""
+def _text_of(row: object, column: str) -> str:
+    """Return the text in a row. Raises `BadValue` for a row without text."""
+    if isinstance(row, BadValue):
+        raise row
+    if isinstance(row, str) and column == "text":  # an array of strings has the column that `datasets` gives it
+        return row
     if not isinstance(row, dict):
-        raise TypeError(f"the object with {column!r} is {type(row).__name__}, expected an object")
+        raise BadValue("not an object", f"the row is a JSON {type(row).__name__}, expected an object with {column!r}.")
+    return _find_text(row, column)
+
+
+def _find_text(row: object, column: str) -> str:
+    if not isinstance(row, dict):
+        raise BadValue("not text", f"the object with {column!r} is {type(row).__name__}, expected an object.")
     value = row.get(column)
     if value is None and column not in row and "." in column:
         first, _, rest = column.partition(".")
         return "" if row.get(first) is None else _find_text(row[first], rest)
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{column!r} is {type(value).__name__}, expected a string")
+        raise BadValue("not text", f"{column!r} is {type(value).__name__}, expected a string.")
     return value or ""
 
 
-def _read_filled_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their positions in the file, without the marks of joined files."""
-    lines = _read_lines(file, file_range, max_document_bytes)
-    unmarked = ((position, line.removeprefix(codecs.BOM_UTF8)) for position, line in lines)
-    return ((position, line) for position, line in unmarked if line and not line.isspace())
+def _read_filled_lines(
+    file: BinaryIO, file_range: FileRange, max_document_bytes: int
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines that are not blank, with their positions in the file, without the marks of joined files.
+
+    None is in the place of a line above the limit.
+    """
+    for position, line in _read_lines(file, file_range, max_document_bytes):
+        unmarked = line and line.removeprefix(codecs.BOM_UTF8)
+        if unmarked is None or (unmarked and not unmarked.isspace()):
+            yield position, unmarked
 
 
-def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     # The last file range ends with the file, not at `file.bytes`: a compressed file has more text than bytes, and a web
     # server may not tell a file's size.
     end = float("inf") if file_range.end == file_range.file.bytes else file_range.end
@@ -146,19 +174,20 @@ def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) 
     if file_range.begin:
         position = file_range.begin - 1
         file.seek(position)
-        skipped = skip_line(file, max_document_bytes)
-        if skipped is None:
-            raise too_large(f"{file_range.file.uri}: at byte {position:,}", "the line there", None, max_document_bytes)
-        position += skipped
-    while position < end and (line := read_line(file, max_document_bytes)) != b"":
-        if line is None:
-            place = f"{_place(file_range.file.uri, position)} (at byte {position:,})"
-            raise too_large(place, "the line", None, max_document_bytes)
-        yield position, line
-        position += len(line)
+        # A line that begins in an earlier file range is that range's, however long it is.
+        position += skip_line(file, end - position)
+    while position < end and (line := read_line(file, max_document_bytes)):
+        begin, position = position, position + len(line)
+        if not is_too_long(line, max_document_bytes):
+            yield begin, line
+            continue
+        yield begin, None
+        if not line.endswith(b"\n"):
+            position += skip_line(file, end - position)
 
 
-def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
+def _parse(line: bytes) -> object:
+    """Return the object on a line, or a `BadValue`."""
     try:
         # Bytes that are not UTF-8 become lone surrogates here. `corpus.invalid_utf8` decides about them later.
         record = json.loads(line.decode("utf-8", "surrogateescape"))
@@ -167,15 +196,9 @@ def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        raise BadRow(
-            f"{_place(uri, position)}: the line is not JSON: {reason}.{_guess(line)} "
-            f"A jsonl file holds a JSON object on each line, or is one array."
-        ) from error
+        return BadValue("not JSON", f"the line is not JSON: {reason}.{_guess(line)} {_EXPECTED}")
     if not isinstance(record, dict):
-        raise BadRow(
-            f"{_place(uri, position)}: the line is a JSON {type(record).__name__}, expected an object. "
-            f"A jsonl file holds a JSON object on each line, or is one array."
-        )
+        return BadValue("not an object", f"the line is a JSON {type(record).__name__}, expected an object. {_EXPECTED}")
     return record
 
 

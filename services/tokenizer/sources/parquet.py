@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pyarrow.parquet as pq
 
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.column import explaining_damage, find_column, read_column, row_of_file
 from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.sources.file_system import open_seekable_file
@@ -35,7 +36,7 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
     return [FileRange(file, index, index + 1, size) for index, size in enumerate(sizes)]
 
 
-def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the column's values as documents. A null is an empty document. A page is decoded as a whole."""
     groups = range(file_range.begin, file_range.end)
     with _open_parquet(file_range.file.uri) as parquet:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from textwrap import indent
 
 from services.common.errors import ArtifactError, DeviceError
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile, whole
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.sources.file_version import version_of_status
@@ -57,7 +58,7 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
     return [whole(file)]
 
 
-def read_topics(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+def read_topics(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the language reference, with a document for each topic."""
     for statement in _parse(file_range.file).body:
         match statement:
@@ -65,7 +66,7 @@ def read_topics(file_range: FileRange, max_document_bytes: int) -> Iterator[Text
                 yield from in_batches(str(ast.literal_eval(value)).encode() for value in values)
 
 
-def read_module(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+def read_module(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read a module's docstrings as one document, or as none when there are no docstrings."""
     name = _module_name(file_range.file.name)
     entries = list(_describe(_parse(file_range.file), name))

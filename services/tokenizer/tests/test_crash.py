@@ -183,10 +183,11 @@ def test_partitions_of_another_encoder_are_encoded_again(tmp_path: Path, recipe:
     """A user changes to the reference because the fast encoder was wrong."""
     task = tasks_in(tmp_path, load_recipe(recipe))[0]
 
-    assert encode_partition(task).encoder == "chunk kernel"
-    by_reference = encode_partition(replace(task, encoder="reference"))
+    assert encode_partition(task)[0].encoder == "chunk kernel"
+    by_reference, is_new = encode_partition(replace(task, encoder="reference"))
+    assert is_new
     assert by_reference.encoder.startswith("sentencepiece ")
-    assert by_reference.parts == encode_partition(task).parts
+    assert by_reference.parts == encode_partition(task)[0].parts
 
 
 @pytest.mark.parametrize("changed", ["plan", "encoder"])
@@ -200,7 +201,7 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
         workspace.scratch.mkdir()
         old, new = (begin_tasks(load_recipe(recipe, options), workspace) for options in ({}, override))
 
-        done = encode_partition(new[0])
+        done, _ = encode_partition(new[0])
         before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
         with pytest.raises(FileNotFoundError):  # the folder was discarded
             encode_partition(old[0])
@@ -208,7 +209,7 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
             old[0].scratch.mkdir()
             encode_partition(old[0])
 
-        assert encode_partition(new[0]) == done
+        assert encode_partition(new[0]) == (done, False)
         assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
 
 

@@ -111,7 +111,7 @@ def test_a_repeated_command_runs_the_tasks_alone_whose_file_is_damaged(tmp_path:
     before = [path.stat().st_ino for path in files]
     assert {path.suffix for path in files} == {".digests", ".bucket", ".duplicates", ".json"}
 
-    damaged = [files[0].with_name(name) for name in ("000001.digests", "000001.bucket", "000003.duplicates")]
+    damaged = [files[0].with_name(name) for name in ("000001.digests", "000001.bucket", "000025.duplicates")]
     for path in damaged:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1

@@ -71,6 +71,7 @@ class Encoded:
             min_document_bytes=0,
             max_document_bytes=100,
             invalid_utf8="replace",
+            bad_rows="stop",
             duplicates=None,
         )
         task.marker_path.parent.mkdir(exist_ok=True)
@@ -92,7 +93,14 @@ class Encoded:
              *("documents_duplicate", "documents_not_sampled", "documents_with_invalid_utf8")), 0,
         )  # fmt: skip
         encoded = EncodedPartition(
-            index=index, vocabulary_sha256="", choice="auto", encoder="", text_xxh3="0" * 32, parts=parts, **counts
+            index=index,
+            key="",
+            encoder="",
+            text_xxh3="0" * 32,
+            bad_files=(),
+            max_document_bytes=100,
+            parts=parts,
+            **counts,
         )
         task.marker_path.write_bytes(encoded.model_dump_json().encode())
         return task, encoded

@@ -154,7 +154,7 @@ def test_a_wikicorpus_archive_gives_its_articles(tmp_path: Path, name: str) -> N
 
 def test_a_large_jsonl_is_cut_and_small_files_share_a_partition(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "large.jsonl")
-    write_documents(tmp_path / "small", make_documents(20, mean_bytes=20))
+    write_documents(tmp_path / "small", make_documents(600, mean_bytes=20))
     recipe = load_recipe(
         write_recipe(tmp_path, tmp_path / "large.jsonl", tmp_path / "small", corpus__split_bytes=2_000)
     )

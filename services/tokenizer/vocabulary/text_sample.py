@@ -20,6 +20,7 @@ import xxhash
 
 from services.common.recipe.schema import Corpus
 from services.tokenizer.document_digest import SeenDocuments
+from services.tokenizer.sources.bad_rows import BadRows, add_up, require_few_bad_rows
 from services.tokenizer.sources.documents import cut_file, read_documents
 from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_range import FileRange, InputFile
@@ -55,10 +56,11 @@ def sample_text(corpus: Corpus, listings: Sequence[FileListing], max_bytes: int)
     shares = _shares_to_read(corpus, listings, READ_FACTOR * max_bytes)
     range_bytes = max(_LEAST_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
     smallest = _SmallestKeys(max_bytes)
+    bad_rows = BadRows(corpus.bad_rows)
     seen = SeenDocuments() if corpus.duplicates == "drop" else None
     for source, listing, share in zip(corpus.sources, listings, shares, strict=True):
         file_ranges, share_read = _choose_file_ranges(listing, share, range_bytes, corpus.max_document_bytes)
-        for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes):
+        for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes, bad_rows):
             wanted = batch.select(batch.sizes >= max(1, corpus.min_document_bytes))
             if seen:
                 wanted = seen.take_new(wanted)
@@ -66,6 +68,8 @@ def sample_text(corpus: Corpus, listings: Sequence[FileListing], max_bytes: int)
             for pass_number in range(math.ceil(source.weight)):
                 # Where a tenth of a source is read, each of its documents stands for ten.
                 smallest.add(wanted, share_read * sampling_keys(wanted, source.weight, pass_number))
+    bad_files = add_up(bad_rows.files())
+    require_few_bad_rows(bad_files, sum(file.num_rows for file in bad_files), corpus.max_bad_rows)
     return smallest.documents()
 
 

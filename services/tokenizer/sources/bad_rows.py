@@ -1,0 +1,80 @@
+"""Bad rows: rows of an intact file that cannot become documents. They end the stage, or are skipped and counted.
+
+Every reader of the text decides about a row by the row alone, so that all of them skip the same rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from services.common.artifacts.corpus import BadFile, BadRowReason
+from services.common.errors import ArtifactError
+
+BadRowPolicy = Literal["stop", "skip"]
+_SHOWN_CHARACTERS = 400
+_SHOWN_FILES = 5
+
+
+class BadRow(ArtifactError):
+    """A row that cannot become a document, where `corpus.bad_rows` is "stop"."""
+
+
+class BadRows:
+    """Counts the bad rows that a reader skips, by file and reason, or stops at the first one."""
+
+    def __init__(self, policy: BadRowPolicy = "stop") -> None:
+        self._policy = policy
+        self._rows: dict[str, Counter[BadRowReason]] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, reason: BadRowReason, uri: str, explain: Callable[[], str]) -> None:
+        """Count a bad row of a file. With the policy "stop", raise `BadRow` with the text of `explain()`.
+
+        `explain` is called for the first bad row of a file alone, because it may read the file to count its lines.
+        """
+        if self._policy == "stop":
+            raise BadRow(f'{explain()} To leave such rows out, set corpus.bad_rows = "skip".')
+        if uri not in self._rows:
+            self._rows[uri], self._first[uri] = Counter(), explain()[:_SHOWN_CHARACTERS]
+        self._rows[uri][reason] += 1
+
+    def files(self) -> tuple[BadFile, ...]:
+        """Return the files with bad rows, in the order in which they were read."""
+        return tuple(BadFile(uri=uri, rows=dict(rows), first=self._first[uri]) for uri, rows in self._rows.items())
+
+
+def add_up(files: Iterable[BadFile]) -> list[BadFile]:
+    """Add up the rows of each file, of which there are several parts in order. The file with most rows is first."""
+    rows: dict[str, Counter[BadRowReason]] = {}
+    first: dict[str, str] = {}
+    for file in files:
+        rows.setdefault(file.uri, Counter()).update(file.rows)
+        first.setdefault(file.uri, file.first)
+    added = [BadFile(uri=uri, rows=dict(sorted(counts.items())), first=first[uri]) for uri, counts in rows.items()]
+    return sorted(added, key=lambda file: (-file.num_rows, file.uri))
+
+
+def count_by_reason(files: Iterable[BadFile]) -> dict[BadRowReason, int]:
+    """Return the number of bad rows of each reason; the most frequent one is first."""
+    total: Counter[BadRowReason] = Counter()
+    for file in files:
+        total.update(file.rows)
+    return dict(sorted(total.items(), key=lambda each: (-each[1], each[0])))
+
+
+def require_few_bad_rows(files: Sequence[BadFile], num_rows: int, max_bad_rows: int) -> None:
+    """Raise `ArtifactError`, which names the first files, when there are more than `corpus.max_bad_rows` bad rows."""
+    if num_rows > max_bad_rows:
+        raise ArtifactError(
+            "\n  ".join([f"{num_rows:,} bad rows, and corpus.max_bad_rows is {max_bad_rows:,}:", *show_worst(files)])
+            + "\nMend the files, or raise corpus.max_bad_rows. What is encoded already is not encoded again."
+        )
+
+
+def show_worst(files: Sequence[BadFile]) -> list[str]:
+    """Return a line for each of the first files, and one for all others."""
+    lines = [f"{file.num_rows:,} in {file.uri}, first {file.first}" for file in files[:_SHOWN_FILES]]
+    rest = files[_SHOWN_FILES:]
+    return [*lines, f"{sum(file.num_rows for file in rest):,} in {len(rest):,} other files"] if rest else lines

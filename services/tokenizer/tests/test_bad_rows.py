@@ -1,0 +1,385 @@
+"""Rows that hold no document end the stage, or are skipped and counted, the same ones by all readers of the text."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.common.artifacts.corpus import BadRowReason
+from services.common.artifacts.lease import hold_lease
+from services.common.errors import TryAgain
+from services.tokenizer.sources import json_values
+from services.tokenizer.tests.builders import PIECES, decode_documents, make_documents, published, run, write_recipe
+
+LIMIT = 5_000
+GOOD = [document.decode() for document in make_documents(40)]
+
+
+def lines(*texts: str) -> list[bytes]:
+    return [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+
+
+BAD_LINES: dict[bytes, BadRowReason] = {
+    b'{"text": "cut of\n': "not JSON",
+    b"plain text\n": "not JSON",
+    b"\x00\xff\n": "not JSON",
+    b"1" * 4_400 + b"\n": "not JSON",  # a number that Python does not convert
+    b"[" * 2_000 + b"\n": "not JSON",
+    b'["text"]\n': "not an object",
+    b"null\n": "not an object",
+    b'{"text": 1}\n': "not text",
+    b'{"text": ["a"]}\n': "not text",
+    b'{"text": "%s"}\n' % (b"x" * LIMIT): "too long",
+    b"x" * (3 * LIMIT) + b"\r\n": "too long",
+}
+
+
+@pytest.fixture
+def stage(tmp_path: Path, model: Path) -> Callable[..., int]:
+    """Runs the stage over a file or folder with a given vocabulary."""
+
+    def call(text: Path, *arguments: str, **changes: Any) -> int:
+        settings: dict[str, Any] = {
+            "tokenizer__model": str(model),
+            "model__vocab_size": PIECES,
+            "corpus__max_document_bytes": LIMIT,
+        }
+        return run(write_recipe(tmp_path, text, **(settings | changes)), tmp_path / "fsx", *arguments)
+
+    return call
+
+
+SKIP: dict[str, Any] = {"corpus__bad_rows": "skip"}
+
+
+@pytest.mark.parametrize(("row", "bad"), [((0, 20, 40)[number % 3], bad) for number, bad in enumerate(BAD_LINES)])
+def test_a_bad_line_ends_the_stage_or_is_skipped(
+    stage: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: bytes, row: int
+) -> None:
+    path, content = tmp_path / "a.jsonl", lines(*GOOD)
+    content.insert(row, bad)
+    path.write_bytes(b"".join(content))
+
+    assert stage(path) == 3
+    assert f"a.jsonl:{row + 1}" in capsys.readouterr().err
+
+    assert stage(path, **SKIP) == 0
+    corpus = published(tmp_path / "fsx")
+    assert [text.decode() for text in decode_documents(corpus.path, "train")] == GOOD
+    [file] = corpus.manifest.corpus.bad_files
+    assert (file.uri, file.rows, corpus.manifest.corpus.bad_rows) == (str(path), {BAD_LINES[bad]: 1}, file.rows)
+    assert file.first.startswith(f"{path}:{row + 1}")
+    assert corpus.manifest.corpus.documents_read == len(GOOD)
+    assert "1 skipped" in capsys.readouterr().out
+
+
+BAD_ELEMENTS: dict[bytes, BadRowReason] = {
+    b"7": "not an object",
+    b"null": "not an object",
+    b'["text"]': "not an object",
+    b'{"text": 1}': "not text",
+    b'{"text": {"a": "b"}}': "not text",
+    b'{"text": "%s"}' % (b"x" * LIMIT): "too long",
+    b'{"n": [{"]": "\\\\"}, []], "text": "%s"}' % (rb"\"]},{\\" * 300_000): "too long",  # in several blocks
+}
+
+
+def array(rows: list[bytes]) -> bytes:
+    return b"[" + b",\n ".join(row.strip() for row in rows) + b"]\n"
+
+
+@pytest.mark.parametrize("bad", BAD_ELEMENTS)
+@pytest.mark.parametrize(("compress", "encoding"), [(bytes, "utf-8"), (gzip.compress, "utf-16")])
+def test_a_bad_element_of_an_array_is_skipped(
+    stage: Callable[..., int], tmp_path: Path, bad: bytes, compress: Callable[[bytes], bytes], encoding: str
+) -> None:
+    path = tmp_path / ("a.json.gz" if compress is gzip.compress else "a.json")
+    content = array([*lines(*GOOD[:7]), bad, *lines(*GOOD[7:])])
+    path.write_bytes(compress(content.decode().encode(encoding)))
+
+    assert stage(path) == 3
+    assert stage(path, **SKIP) == 0
+    corpus = published(tmp_path / "fsx")
+    assert [text.decode() for text in decode_documents(corpus.path, "train")] == GOOD
+    assert corpus.manifest.corpus.bad_rows == {BAD_ELEMENTS[bad]: 1}
+    assert corpus.manifest.corpus.bad_files[0].first.startswith(f"{path}: element 8: ")
+
+
+@pytest.mark.parametrize("block", range(1, 12))
+def test_a_value_that_is_too_long_is_skipped_wherever_blocks_end(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(json_values, "_BLOCK_CHARACTERS", block)
+    long = ['"' + r"\\\"]" * 9 + '"', '{"a": [{"}": "\\\\"}, [], "' + "x" * 30 + '"]}']
+    content = "[" + ", ".join(['{"n": 1}', long[0], '"b"', *long[::-1], "[1]"]) + "]"
+    found = list(json_values.read_values(io.BytesIO(content.encode()), "a.json", 30))
+    assert [getattr(value, "reason", value) for value in found] == [
+        {"n": 1}, "too long", "b", "too long", "too long", [1]
+    ]  # fmt: skip
+
+
+def test_bad_lines_of_utf16_and_of_a_nested_column_are_skipped(stage: Callable[..., int], tmp_path: Path) -> None:
+    rows = [{"meta": {"en": text}} for text in GOOD]
+    bad = [{"meta": 7}, {"meta": {"en": [1]}}, 7, {"meta": {"en": "x" * LIMIT}}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in [*bad, *rows, {"meta": None}, {}]) + "\n{", encoding="utf-16")
+    source = f'[[corpus.sources]]\nuri = "{path}"\ncolumn = "meta.en"\n'
+
+    assert stage(path, sources=source) == 3
+    assert stage(path, sources=source, **SKIP) == 0
+    corpus = published(tmp_path / "fsx")
+    assert [text.decode() for text in decode_documents(corpus.path, "train")] == GOOD
+    assert corpus.manifest.corpus.bad_rows == {"not text": 2, "not JSON": 1, "not an object": 1, "too long": 1}
+    assert corpus.manifest.corpus.documents_empty == 2
+
+
+def test_a_missing_key_is_named_behind_bad_lines(stage: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*BAD_LINES, b'{"body": "x"}\n']).replace(b'"text":', b'"body":'))
+    assert stage(tmp_path / "a.jsonl", **SKIP) == 2
+
+
+def test_rows_of_a_data_set_above_the_limit_are_skipped(stage: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.txt").write_text("\n".join([*GOOD[:4], "x" * (LIMIT + 1), *GOOD[4:]]))
+    source = f'[[corpus.sources]]\nuri = "datasets://{tmp_path / "set"}"\nsplit = "train"\n'
+    assert stage(tmp_path, sources=source) == 3
+    assert stage(tmp_path, sources=source, **SKIP) == 0
+    corpus = published(tmp_path / "fsx").manifest.corpus
+    assert (corpus.bad_rows, corpus.documents_read) == ({"too long": 1}, sum(len(text.split("\n")) for text in GOOD))
+
+
+def test_a_file_in_another_encoding_is_no_row(stage: Callable[..., int], tmp_path: Path) -> None:
+    accents = json.dumps({"text": "d\u00e9j\u00e0 vu \u00e0 l'\u00e9t\u00e9"}, ensure_ascii=False) + "\n"
+    (tmp_path / "a.jsonl").write_bytes(b"7\n" + (accents * 50).encode("latin-1"))
+    assert stage(tmp_path / "a.jsonl", **SKIP) == 3
+
+
+def write_text(folder: Path) -> None:
+    (folder / "long.txt").write_bytes(b"x" * (LIMIT + 1))
+    (folder / "longer.txt.gz").write_bytes(gzip.compress(b"x" * (LIMIT + 1)))
+
+
+def write_columns(folder: Path) -> None:
+    texts = pa.array([*map(str.encode, GOOD[:9]), b"x" * (LIMIT + 1), b"caf\xe9", b"last"], pa.binary())
+    pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=4)
+    with (
+        pa.OSFile(str(folder / "b.arrow"), "wb") as file,
+        pa.ipc.new_file(file, pa.schema({"text": pa.binary()})) as to,
+    ):
+        to.write_table(pa.table({"text": texts}), max_chunksize=5)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (write_text, {"long.txt": {"too long": 1}, "longer.txt.gz": {"too long": 1}}),
+        (write_columns, {name: {"not UTF-8": 1, "too long": 1} for name in ("a.parquet", "b.arrow")}),
+    ],
+)
+def test_rows_of_other_formats_are_skipped(
+    stage: Callable[..., int], tmp_path: Path, write: Callable[[Path], None], expected: dict[str, dict[str, int]]
+) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "good.jsonl").write_bytes(b"".join(lines(*GOOD)))
+    write(tmp_path / "text")
+
+    assert stage(tmp_path / "text", corpus__invalid_utf8="reject") == 3
+    assert stage(tmp_path / "text", corpus__invalid_utf8="reject", **SKIP) == 0
+
+    found = {Path(file.uri).name: file.rows for file in published(tmp_path / "fsx").manifest.corpus.bad_files}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        ("a.jsonl.gz", gzip.compress(b"".join(lines(*GOOD)))[:-9]),
+        ("a.parquet", b"PAR1 and no footer PAR1"),
+        ("a.arrow", b"ARROW1 and no footer"),
+    ],
+    ids=lambda damaged: damaged[0],
+)
+def test_a_damaged_file_is_no_row(stage: Callable[..., int], tmp_path: Path, damaged: tuple[str, bytes]) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b.jsonl").write_bytes(b"".join(lines(*GOOD)))
+    (tmp_path / "text" / damaged[0]).write_bytes(damaged[1])
+    assert stage(tmp_path / "text", **SKIP) == 3
+
+
+def write_four(folder: Path, *, bad: int) -> list[Path]:
+    """Write four files of lines, with bad lines in the third and half as many in the fourth."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{name}.jsonl" for name in "abcd"]
+    for number, path in enumerate(paths):
+        content = lines(*(f"{number} {text}" for text in GOOD))
+        for row in range(0, 2 * (bad // (number - 1) if number > 1 else 0), 2):
+            content.insert(row, list(BAD_LINES)[row % len(BAD_LINES)])
+        path.write_bytes(b"".join(content))
+    return paths
+
+
+def test_above_the_limit_the_worst_files_are_named(
+    stage: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write_four(tmp_path / "text", bad=8)
+
+    assert stage(tmp_path / "text", corpus__max_bad_rows=11, **SKIP) == 3
+    errors = capsys.readouterr().err
+    assert errors.index(f"8 in {paths[2]}") < errors.index(f"4 in {paths[3]}")
+    assert "corpus.max_bad_rows" in errors
+    assert stage(tmp_path / "text", corpus__max_bad_rows=12, **SKIP) == 0
+    assert [file.num_rows for file in published(tmp_path / "fsx").manifest.corpus.bad_files] == [8, 4]
+    assert stage(tmp_path / "text", corpus__max_bad_rows=11, **SKIP) == 3
+
+
+def test_all_readers_skip_the_same_rows_for_any_workers_and_partitions(tmp_path: Path) -> None:
+    """The vocabulary is trained on the text, duplicates are dropped, and a source is read three times."""
+    write_four(tmp_path / "text", bad=10)
+    source = f'\n[[corpus.sources]]\nuri = "{tmp_path / "text"}"\nweight = 2.5\n'
+    made = []
+    for workers, split_bytes in ((1, 10**9), (2, 3_000), (1, 100)):
+        recipe = write_recipe(
+            tmp_path, sources=source, corpus__split_bytes=split_bytes, corpus__validation_fraction=0.2,
+            corpus__max_document_bytes=LIMIT, corpus__duplicates="drop", tokenizer__num_workers=workers, **SKIP,
+        )  # fmt: skip
+        root = tmp_path / f"fsx-{split_bytes}"
+        assert run(recipe, root) == 0
+        made.append(published(root).manifest)
+
+    assert len({manifest.content_digest for manifest in made}) == 1
+    assert made[0].corpus.bad_rows == made[1].corpus.bad_rows == made[2].corpus.bad_rows
+    assert made[0].corpus.bad_files == made[1].corpus.bad_files == made[2].corpus.bad_files
+    assert made[0].corpus.num_bad_rows == 15
+    assert made[0].corpus.documents_read == 3 * 4 * len(GOOD)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Names of the files of each partition that is encoded in this process, in order."""
+    from services.tokenizer import encode_task  # noqa: PLC0415
+
+    names: list[list[str]] = []
+    original: Callable[..., Any] = encode_task._encode
+
+    def encode_and_record(task: Any, partition: Any, *arguments: Any) -> Any:
+        result = original(task, partition, *arguments)
+        names.append([Path(each.file.uri).name for each in partition.file_ranges])
+        return result
+
+    monkeypatch.setattr(encode_task, "_encode", encode_and_record)
+    return names
+
+
+def scratches(root: Path) -> list[Path]:
+    return sorted(root.glob("corpus/*/*.scratch"))
+
+
+@pytest.mark.parametrize("is_other_running", [False, True])
+def test_only_the_file_that_was_mended_or_added_is_encoded_again(
+    stage: Callable[..., int], tmp_path: Path, encoded: list[list[str]], is_other_running: bool
+) -> None:
+    """What the stopped command has left is removed, unless a command still uses it."""
+    paths, root = write_four(tmp_path / "text", bad=0), tmp_path / "fsx"
+    mended = paths[1].read_bytes()
+    paths[1].write_bytes(mended[:-300] + b"\n")  # the smallest file is encoded last
+    assert stage(tmp_path / "text") == 3
+    assert sorted(encoded) == [["a.jsonl"], ["c.jsonl"], ["d.jsonl"]]
+    [stopped] = scratches(root)
+    left = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+
+    encoded.clear()
+    paths[1].write_bytes(mended)
+    (tmp_path / "text" / "e.jsonl").write_bytes(b"".join(lines("added")))
+    with hold_lease(stopped.with_suffix(".lock")) if is_other_running else nullcontext():
+        assert stage(tmp_path / "text") == 0
+    assert sorted(encoded) == [["b.jsonl"], ["e.jsonl"]]
+    assert scratches(root) == ([stopped] if is_other_running else [])
+    if is_other_running:
+        assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == left
+    made = published(root).manifest.content_digest
+    assert run(tmp_path / "small.toml", tmp_path / "undisturbed") == 0
+    assert published(tmp_path / "undisturbed").manifest.content_digest == made
+
+
+def test_kept_partitions_are_used_by_the_next_corpus_and_removed_with_it(
+    stage: Callable[..., int], tmp_path: Path, encoded: list[list[str]]
+) -> None:
+    write_four(tmp_path / "text", bad=2)
+    keep: dict[str, Any] = {"tokenizer__keep_encoded": True, **SKIP}
+    assert stage(tmp_path / "text", **keep) == 0
+    assert len(encoded) == 4
+    assert len(scratches(tmp_path / "fsx")) == 1
+
+    for number, (added, kept) in enumerate([(keep, 1), (SKIP, 0)]):
+        encoded.clear()
+        (tmp_path / "text" / f"e{number}.jsonl").write_bytes(b"".join(lines("added")))
+        assert stage(tmp_path / "text", **added) == 0
+        assert encoded == [[f"e{number}.jsonl"]]
+        assert len(scratches(tmp_path / "fsx")) == kept
+
+
+def test_a_damaged_partition_of_another_command_is_encoded_again(
+    stage: Callable[..., int], tmp_path: Path, encoded: list[list[str]]
+) -> None:
+    paths, root = write_four(tmp_path / "text", bad=0), tmp_path / "fsx"
+    mended = paths[1].read_bytes()
+    paths[1].write_bytes(mended[:-300] + b"\n")
+    assert stage(tmp_path / "text") == 3
+    damaged = max(root.rglob("*.train.tokens"))
+    damaged.write_bytes(damaged.read_bytes()[:-2] + b"\1\1")
+
+    encoded.clear()
+    paths[1].write_bytes(mended)
+    assert stage(tmp_path / "text") == 0
+    assert sorted(encoded) == [["b.jsonl"], ["d.jsonl"]]
+
+
+def stop(*_: object) -> None:
+    raise TryAgain("stopped after all partitions were encoded")
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({}, ""),
+        ({"corpus__bad_rows": "skip"}, ""),
+        ({"corpus__sequence_length": 32}, ""),
+        ({"corpus__rows_per_shard": 3}, ""),
+        ({"corpus__validation_fraction": 0.3}, "abcd"),
+        ({"corpus__min_document_bytes": 10}, "abcd"),
+        ({"corpus__max_document_bytes": 10**6}, ""),
+        ({"corpus__max_document_bytes": LIMIT - 1}, "abcd"),
+        ({"corpus__invalid_utf8": "reject"}, "abcd"),
+        ({"corpus__duplicates": "drop"}, "b"),
+        ({"tokenizer__encoder": "reference"}, "abcd"),
+    ],
+)
+def test_a_partition_is_used_again_where_its_bytes_are_the_same(
+    stage: Callable[..., int],
+    tmp_path: Path,
+    encoded: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    again: str,
+) -> None:
+    """The first command is stopped when all is encoded; file b has a document of file a."""
+    paths = write_four(tmp_path / "text", bad=0)
+    paths[1].write_bytes(paths[1].read_bytes() + paths[0].read_bytes().splitlines(keepends=True)[3])
+    with monkeypatch.context() as patch:
+        patch.setattr("services.tokenizer.build.pack_splits", stop)
+        assert stage(tmp_path / "text") == 75
+    assert sorted(encoded) == [["a.jsonl"], ["b.jsonl"], ["c.jsonl"], ["d.jsonl"]]
+    encoded.clear()
+
+    assert stage(tmp_path / "text", **change) == 0
+    assert sorted(encoded) == [[f"{name}.jsonl"] for name in again]
+    made = published(tmp_path / "fsx").manifest.content_digest
+    assert run(tmp_path / "small.toml", tmp_path / "undisturbed") == 0
+    assert published(tmp_path / "undisturbed").manifest.content_digest == made
