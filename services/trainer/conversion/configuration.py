@@ -16,6 +16,7 @@ from services.common.artifacts.checkpoint import ImportedModel
 from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input.files import parse_json, read_file, unreadable
+from services.common.input.problem_list import shorten
 from services.common.recipe.schema import Model, Recipe
 
 CONFIG = "config.json"
@@ -26,6 +27,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 """Values of a `config.json` that has none, for settings that follow from the corpus."""
+_LIMITS = ("max_position_embeddings", "model_max_length")
+"""Settings that an export compares with the length of the corpus's rows."""
 _PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Values that every Llama has, and that no recipe can change."""
 
@@ -33,12 +36,15 @@ _PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, 
 def read_imported(folder: Path) -> ImportedModel:
     """Read the configuration of a folder. A file that it does not have is empty.
 
-    Raises `ArtifactError` for a file that cannot be read or is no JSON object.
+    Raises `ArtifactError` for a file that cannot be read, is no JSON object or has settings that no export can use.
     """
     special = {name: _content_of(token) for name, token in _read_object(folder, SPECIAL_TOKENS).items()}
     tokenizer = {**special, **_read_object(folder, TOKENIZER_CONFIG)}
     if os.path.lexists(folder / CHAT_TEMPLATE):
-        tokenizer["chat_template"] = _read(folder, CHAT_TEMPLATE).decode()
+        try:
+            tokenizer["chat_template"] = _read(folder, CHAT_TEMPLATE).decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{folder / CHAT_TEMPLATE}: is no UTF-8 text: {error}. Save it as UTF-8.") from error
     return ImportedModel(
         config=_read_object(folder, CONFIG),
         generation_config=_read_object(folder, GENERATION_CONFIG),
@@ -61,7 +67,20 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
         raise ArtifactError(f"{folder / name}: cannot be read as JSON: {error}. Download the folder again.") from error
     if not isinstance(value, dict):
         raise ArtifactError(f"{folder / name}: is a JSON {type(value).__name__}, expected an object of settings.")
+    _require_usable(folder / name, value)
     return value
+
+
+def _require_usable(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise `ArtifactError` for settings of a wrong type that an export calculates with: training would be done by
+    then.
+    """
+    added = settings.get("added_tokens_decoder") or {}
+    problems = [(name, "a number") for name in _LIMITS if not isinstance(settings.get(name), int | float | None)]
+    if not isinstance(added, dict) or not all(isinstance(_content_of(each), str) for each in added.values()):
+        problems.append(("added_tokens_decoder", "an object with a token for each id"))
+    for name, expected in problems[:1]:
+        raise ArtifactError(f"{path}: {name} is {shorten(json.dumps(settings[name]), 80)}, expected {expected}.")
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -116,14 +135,15 @@ _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 
 def _restore(theirs: Mapping[str, Any], ours: Mapping[str, Any], model: Model, sequence_length: int) -> dict[str, Any]:
     """Return the imported configuration with the settings in which the recipe differs from it."""
-    before, now = _describe(theirs), _describe(ours)
-    config, changed = dict(theirs), {name for name in now if before[name] != now[name]}
+    config = dict(theirs)
+    if sequence_length > (config.get("max_position_embeddings") or _DEFAULTS["max_position_embeddings"]):
+        config["max_position_embeddings"] = sequence_length
+    before, now = _describe(config), _describe(ours)
+    changed = {name for name in now if before[name] != now[name]}
     if changed & set(_ROPE):
         config = {name: value for name, value in config.items() if name not in _ROPE}
         config |= {name: ours[name] for name in _ROPE}
     config |= {name: ours[name] for name in changed - set(_ROPE)}
-    if sequence_length > (config.get("max_position_embeddings") or _DEFAULTS["max_position_embeddings"]):
-        config["max_position_embeddings"] = sequence_length
     absent = _DEFAULTS.keys() - theirs.keys() - {"max_position_embeddings"}
     return config | {name: ours[name] for name in absent if ours[name] != _DEFAULTS[name]}
 
@@ -158,8 +178,8 @@ def _describe_model(model: Model) -> dict[str, Any]:
 def _describe(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `config.json` under the recipe's names; absent keys have transformers' defaults."""
     heads = config.get("num_attention_heads")
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
-    scaling = config.get("rope_scaling") or rope
+    # Of the two forms transformers reads `rope_scaling` first, and `rope_theta` beside it where it has none.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return {
         "model_type": config.get("model_type"),
         "hidden_act": config.get("hidden_act", "silu"),
@@ -173,17 +193,17 @@ def _describe(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or (config.get("hidden_size") or 0) // (heads or 1),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", 10_000.0),
-        "rope_scaling": _describe_scaling(scaling),
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "rope_scaling": _describe_scaling(rope, config.get("max_position_embeddings")),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
     }
 
 
-def _describe_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+def _describe_scaling(rope: Mapping[str, Any], max_positions: int | None) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         return {"rope_type": kind}
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {name: scaling.get(name) for name in names}
+    return {name: rope.get(name, max_positions if name == names[-1] else None) for name in names}

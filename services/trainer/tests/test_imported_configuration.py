@@ -19,7 +19,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model
-from services.trainer.conversion.configuration import require_same_model
+from services.trainer.conversion.configuration import read_imported, require_same_model
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import digest_weights, import_weights
@@ -304,3 +304,70 @@ def test_a_damaged_configuration_is_named(
     monkeypatch.setitem(PUBLISHED, "damaged", {"config.json": LLAMA, file: content})
     with pytest.raises(ArtifactError, match=file):
         import_published("damaged")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("config.json", {**LLAMA, "max_position_embeddings": "2048"}),
+        ("tokenizer_config.json", {"model_max_length": "2048"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<pad>"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"id": 300}}}),
+    ],
+)
+def test_settings_that_no_export_could_use_are_refused_before_training(
+    import_published: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, file: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(PUBLISHED, "unusable", {"config.json": LLAMA, file: settings})
+    with pytest.raises(ArtifactError, match=f"{file}: {list(settings)[-1]} is"):
+        import_published("unusable")
+
+
+def test_a_chat_template_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ '\xe9' }}")
+    with pytest.raises(ArtifactError, match="chat_template.jinja: is no UTF-8"):
+        read_imported(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "overrides"),
+    [
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, {"model__rope_theta": "5e5"}),
+        ({"rope_scaling": {**SCALING, "type": "llama3", "rope_theta": 5e5}, "rope_theta": 1e4}, LLAMA_3_1),
+        (
+            {"rope_scaling": {**SCALING, "rope_type": "llama3"}, "rope_theta": 5e5, "rope_parameters": {"factor": 2}},
+            LLAMA_3_1,
+        ),
+        (
+            {
+                "rope_parameters": {**SCALING, "rope_type": "llama3", "original_max_position_embeddings": None},
+                "rope_theta": 5e5,
+                "max_position_embeddings": 8,
+            },
+            LLAMA_3_1,
+        ),
+    ],
+    ids=["theta beside", "theta within", "two forms", "original length absent"],
+)
+def test_rotary_positions_are_read_as_transformers_reads_them(
+    tmp_path: Path,
+    import_published: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    rope: dict[str, Any],
+    overrides: dict[str, str],
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tables = {name: value for name, value in rope.items() if isinstance(value, dict)}
+    stripped = {name: {key: each for key, each in table.items() if each} for name, table in tables.items()}
+    monkeypatch.setitem(PUBLISHED, "rotary", {"config.json": {**LLAMA, "rms_norm_eps": 1e-5, **rope, **stripped}})
+    job = import_published("rotary", scale=1.0, **overrides)
+
+    folder = export(opened(job), tmp_path / "exported")
+
+    tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    ours: Tensor = load_model(opened(job)).logits(tokens_BS)
+    for each in (tmp_path / "published", folder):
+        model = transformers.AutoModelForCausalLM.from_pretrained(each, dtype="float32")
+        torch.testing.assert_close(model(tokens_BS).logits, ours, rtol=0, atol=1e-4)
+    with pytest.raises(RecipeError, match="rope_theta"):
+        require_same_model(folder, job.recipe.model.model_copy(update={"rope_theta": 1e4}))
