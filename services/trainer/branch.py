@@ -105,7 +105,9 @@ def require_same_vocabulary(
         )
 
 
-def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, lineage: Lineage) -> LossSpikes | None:
+def inherit_loss_spikes(
+    parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus, lineage: Lineage
+) -> LossSpikes | None:
     """Return the parent's state of the loss-spike detector where its batches have the same numbers in the branch.
 
     A branch with changed settings compares its losses with its own alone, because another mask, rate, batch or mixture
@@ -114,6 +116,7 @@ def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, li
     theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
     is_same_batch = (
         recipe.batch.global_batch_size == theirs.batch.global_batch_size
+        and corpus.content_digest == parent.manifest.inputs[0].content_digest
         and lineage.data_offset_samples == state.data_offset_samples
     )
     if not is_same_batch:
@@ -171,7 +174,7 @@ def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCo
     ancestors = (*state.ancestors, left)
     first = _first_sample(ancestors, recipe, corpus)
     lineage = Lineage(ancestors, first - next_batch * recipe.batch.global_batch_size)
-    if inherit_loss_spikes(parent, recipe, lineage) is None:
+    if inherit_loss_spikes(parent, recipe, corpus, lineage) is None:
         lineage = Lineage(ancestors, first - state.step * recipe.batch.global_batch_size)
     return lineage
 

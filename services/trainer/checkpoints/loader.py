@@ -182,14 +182,13 @@ def find_checkpoint(job: Job, mesh: Mesh, step: int | None) -> tuple[CheckpointF
     try:
         if step is None:
             checkpoint = _open_parent(job)
-            spikes = inherit_loss_spikes(checkpoint, job.recipe, job.lineage) or LossSpikes()
+            spikes = inherit_loss_spikes(checkpoint, job.recipe, job.corpus, job.lineage) or LossSpikes()
         else:
             checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
             require_of_run(checkpoint, job.recipe, job.corpus)
-            state = checkpoint.manifest.checkpoint
-            # A changed program, which takes --allow-changed-program, may move the losses.
-            is_same_program = state.program_fingerprint == job.program_fingerprint
-            spikes = state.loss_spikes if is_same_program else state.loss_spikes.for_other_losses()
+            spikes = checkpoint.manifest.checkpoint.loss_spikes
+        if checkpoint.manifest.checkpoint.program_fingerprint != job.program_fingerprint:
+            spikes = spikes.for_other_losses()  # another program may move the losses
     except UnreadableError:
         raise
     except ArtifactError as error:

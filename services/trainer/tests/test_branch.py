@@ -15,8 +15,10 @@ from services.common.artifacts.checkpoint import BatchRange, LossSpikes, checkpo
 from services.common.errors import ArtifactError, RecipeError, WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
+from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.trainer.branch import inherit_loss_spikes, require_same_vocabulary
+from services.trainer.checkpoints.loader import find_checkpoint
 from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
 from services.trainer.data import sample_indices
 from services.trainer.evaluation.records import read_evaluations
@@ -197,10 +199,23 @@ def test_a_branch_with_other_settings_compares_no_loss_with_its_parents(
 
     same, other = branch_off(parent, 10), branch_off(parent, 10, **changed)
 
-    assert inherit_loss_spikes(opened, same.recipe, same.lineage) == watched
-    inherited = inherit_loss_spikes(opened, other.recipe, other.lineage._replace(data_offset_samples=0))
-    expected = None if "batch__global_batch_size" in changed else LossSpikes(skipped_batches=watched.skipped_batches)
-    assert inherited == expected
+    assert inherit_loss_spikes(opened, same.recipe, same.corpus, same.lineage) == watched
+    lineage = other.lineage._replace(data_offset_samples=0)  # as of a branch that comes back to an ancestor's corpus
+    inherited = inherit_loss_spikes(opened, other.recipe, other.corpus, lineage)
+    has_other_batches = not changed.keys().isdisjoint({"batch__global_batch_size", "corpus__sequence_length"})
+    assert inherited == (None if has_other_batches else LossSpikes(skipped_batches=watched.skipped_batches))
+
+
+def test_a_branch_of_another_program_compares_no_loss_with_its_parents(
+    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
+) -> None:
+    parent = new_shared_job("watched", **KEEPING, **work.SPIKY, train__max_steps="8")
+    train(parent, ALONE)
+    found = []
+    for fingerprint in (parent.program_fingerprint, "other"):
+        branch = replace(branch_off(parent, 8, root="watched", **work.SPIKY), program_fingerprint=fingerprint)
+        found.append(len(find_checkpoint(branch, Mesh(0, 1), None)[0].loss_spikes.recent_losses))
+    assert found == [8, 0]
 
 
 def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(

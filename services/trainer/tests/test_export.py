@@ -176,5 +176,5 @@ def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(
 
 def test_a_run_without_a_checkpoint_is_refused(new_job: Callable[..., Job]) -> None:
     job = new_job()
-    with pytest.raises(ArtifactError, match="no checkpoint yet"):
+    with pytest.raises(ArtifactError, match="has no checkpoint"):
         open_run(job.root, job.run)
