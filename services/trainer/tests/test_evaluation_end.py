@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.errors import TryAgain
+from services.common.errors import Interrupted, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.stop_reason import StopReason
 from services.common.program.step import Program
@@ -134,6 +134,27 @@ def test_a_stop_ends_the_evaluation_at_a_start(new_job: Callable[..., Job], stra
     assert len(rounds) == 1
     assert not checkpoints(job.root)
     assert not evaluations(job)
+
+    train(job, ALONE)
+    assert_equal_runs(job, straight)
+
+
+@pytest.mark.parametrize(
+    ("reason", "end", "evaluated"),
+    [
+        (StopReason.STOP_FILE, "after step 1", [0]),
+        (StopReason.SIGTERM, "before the first step", []),
+        (StopReason.INTERRUPT, "before the first step", []),
+    ],
+)
+def test_only_signals_end_the_evaluation_at_a_start_that_begins_after_them(
+    new_job: Callable[..., Job], straight: Job, reason: StopReason, end: str, evaluated: list[int]
+) -> None:
+    job = new_job(**RECIPE)
+    request_stop(job.run_folder, reason)
+    with pytest.raises((TryAgain, Interrupted), match=end):
+        train(job, ALONE)
+    assert list(evaluations(job)) == evaluated
 
     train(job, ALONE)
     assert_equal_runs(job, straight)
