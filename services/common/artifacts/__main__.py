@@ -14,7 +14,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
-from services.common.artifacts.manifest import MANIFEST, Manifest, is_dangling, read_sealed
+from services.common.artifacts.manifest import MANIFEST, Manifest, is_dangling, read_sealed, require_mounted
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError
@@ -173,7 +173,7 @@ def _find_work(root: Path) -> list[Path]:
             if path.is_symlink():
                 is_ours = collection != root / RUNS and is_work(path.name)
             elif path.is_dir():
-                is_headless = is_id(path.name) and not (path / MANIFEST).exists()
+                is_headless = is_id(path.name) and not os.path.lexists(path / MANIFEST)
                 is_ours = collection != root / RUNS and (is_work(path.name) or is_headless)
             else:
                 lock = _LOCK_OF_RUN if collection == root / RUNS else _LOCK_IN_COLLECTION
@@ -329,6 +329,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             )
             command.add_argument("--yes", action="store_true", help="remove them, instead of listing them")
     arguments = parser.parse_args(argv)
+    require_mounted(arguments.dir)
     if not arguments.dir.is_dir():
         raise RecipeError(f"{arguments.dir}: no such folder. Pass the --root of a stage, or a folder in it.")
     return arguments

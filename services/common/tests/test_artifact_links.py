@@ -110,8 +110,19 @@ def test_an_artifact_on_a_disk_that_is_not_mounted_is_not_taken_for_absent(
     move_to_another_disk(root / place, tmp_path / "disk").rename(tmp_path / "unmounted")
 
     assert run("verify", root) == stage_code(root, recipe) == 3
+    assert run("verify", root / place) == 3
     with pytest.raises(UnreadableError, match="Mount its disk"):
         find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make")
+
+
+def test_gc_leaves_an_artifact_whose_manifest_is_on_a_disk_that_is_not_mounted(
+    root: Path, recipe: Recipe, tmp_path: Path
+) -> None:
+    artifact, _ = publish(root, recipe)
+    move_to_another_disk(artifact.path / MANIFEST, tmp_path / "disk").rename(tmp_path / "unmounted")
+
+    assert run("gc", root) == 0
+    assert (artifact.path / "three.json").exists()
 
 
 def test_a_link_within_an_artifact_is_followed(root: Path, recipe: Recipe) -> None:
