@@ -99,7 +99,7 @@ def hugging_face_config(
     """
     config = _describe_recipe(recipe, model, vocabulary)
     if imported and imported.config:
-        config = _restore(imported.config, config, model, recipe.corpus.sequence_length)
+        config = _restore(imported.config, config, recipe.corpus.sequence_length)
     names = config.keys() & {"dtype", "torch_dtype"}
     return config | dict.fromkeys(names or ("dtype", "torch_dtype"), dtype)
 
@@ -133,7 +133,7 @@ _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 """Keys of the two forms that transformers has for rotary positions."""
 
 
-def _restore(theirs: Mapping[str, Any], ours: Mapping[str, Any], model: Model, sequence_length: int) -> dict[str, Any]:
+def _restore(theirs: Mapping[str, Any], ours: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
     """Return the imported configuration with the settings in which the recipe differs from it."""
     config = dict(theirs)
     if sequence_length > (config.get("max_position_embeddings") or _DEFAULTS["max_position_embeddings"]):

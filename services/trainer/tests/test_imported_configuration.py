@@ -325,7 +325,7 @@ def test_settings_that_no_export_could_use_are_refused_before_training(
 
 def test_a_chat_template_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"{{ '\xe9' }}")
-    with pytest.raises(ArtifactError, match="chat_template.jinja: is no UTF-8"):
+    with pytest.raises(ArtifactError, match=r"chat_template\.jinja: is no UTF-8"):
         read_imported(tmp_path)
 
 
