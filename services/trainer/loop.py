@@ -327,10 +327,10 @@ class Training:
             return
         is_missing = self._group.rank == 0 and not has_evaluation(self._job.run_folder, self._done)
         if self._group.maximum(is_missing):
-            # A stop file or a time limit that was there before lets the run take its first step, so that each command
+            # A stop file that was there before, or a time limit, lets the run take its first step, so that each command
             # gets on. A signal is to this command, and its sender may not wait for a whole evaluation.
-            before = self._group.maximum(self._stop_conditions.check())
-            self._evaluate_until_stopped(heard=StopReason(min(before, StopReason.STOP_FILE)))
+            before = min(self._group.maximum(self._stop_conditions.check()), StopReason.STOP_FILE)
+            self._evaluate_until_stopped(heard=StopReason(max(before, StopReason.TIME_LIMIT)))
 
     def evaluate(self, step: TakenStep) -> None:
         """Evaluate the state if that is due: after the save, which is committed meanwhile.

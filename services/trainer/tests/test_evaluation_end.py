@@ -19,7 +19,7 @@ from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
-from services.trainer.stop import request_stop
+from services.trainer.stop import StopConditions, request_stop
 from services.trainer.tests.runs import checkpoints, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
@@ -158,6 +158,19 @@ def test_only_signals_end_the_evaluation_at_a_start_that_begins_after_them(
 
     train(job, ALONE)
     assert_equal_runs(job, straight)
+
+
+def test_a_time_limit_below_the_evaluation_at_a_start_lets_each_command_take_a_step(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, rounds = new_job(**RECIPE), list[str]()
+    reasons = {False: StopReason.NONE, True: StopReason.TIME_LIMIT}
+    monkeypatch.setattr(StopConditions, "_read_clock", lambda _: reasons[bool(rounds)])
+    with pytest.MonkeyPatch.context() as patch:
+        end_in_evaluation(patch, 0, lambda: rounds.append("round"))
+        with pytest.raises(TryAgain, match="time limit after step 1"):
+            train(job, ALONE)
+    assert list(evaluations(job)) == [0]
 
 
 def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callable[..., Job], straight: Job) -> None:
