@@ -24,6 +24,8 @@ class CutTask:
     block: int
     split_bytes: int
     max_document_bytes: int
+    requires_column: bool
+    """Whether one of the files must have the source's column. The last files of many may be parts of nulls alone."""
 
 
 def cut_block(task: CutTask) -> None:
@@ -32,7 +34,8 @@ def cut_block(task: CutTask) -> None:
     if folder.read_cut(task.block) is not None:
         return
     files = folder.read_block(task.block)
-    require_column(files, task.max_document_bytes)
+    if task.requires_column:
+        require_column(files, task.max_document_bytes)
     cut = [
         (BLOCK_FILES * task.block + row, file_range.begin, file_range.end, file_range.bytes)
         for row, file in enumerate(files)

@@ -60,8 +60,16 @@ def plan_partitions(folder: Path, recipe: Recipe, listings: Sequence[FileListing
 
 def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> None:
     sizes = [block.num_rows for listing in listings for block in listing.blocks]
+    is_first = [number == 0 for listing in listings for number, _ in enumerate(listing.blocks)]
     tasks = TaskSequence(
-        len(sizes), lambda block: CutTask(plan.path, block, recipe.corpus.split_bytes, recipe.corpus.max_document_bytes)
+        len(sizes),
+        lambda block: CutTask(
+            plan.path,
+            block,
+            recipe.corpus.split_bytes,
+            recipe.corpus.max_document_bytes,
+            requires_column=is_first[block] or sizes[block] == BLOCK_FILES,
+        ),
     )
     done = 0
     with show_progress("plan", sum(sizes), "files") as progress:

@@ -133,7 +133,7 @@ def test_a_damaged_plan_is_made_anew(tmp_path: Path, damaged: str) -> None:
     content = bytearray((plan.path / damaged).read_bytes())
     content[len(content) // 2] ^= 1
     (plan.path / damaged).write_bytes(content)
-    cut_block(CutTask(plan.path, 0, recipe.corpus.split_bytes, recipe.corpus.max_document_bytes))
+    cut_block(CutTask(plan.path, 0, recipe.corpus.split_bytes, recipe.corpus.max_document_bytes, requires_column=True))
 
     again = plan_partitions(tmp_path / "plan", recipe, listings, inline)
 
