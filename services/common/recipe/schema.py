@@ -87,7 +87,7 @@ def _require_place_of_secret(place: str) -> str:
 class Source(Section):
     """A source of documents. Documents enter the corpus in the order of the sources."""
 
-    uri: Annotated[str, Field(max_length=MAX_ADDRESS_CHARACTERS)]
+    uri: Annotated[str, Field(min_length=1, max_length=MAX_ADDRESS_CHARACTERS)]
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
     `datasets://NAME`, the rows that `datasets.load_dataset` gives of a data set on the Hugging Face hub or in a folder.
 

@@ -7,6 +7,7 @@ file for which the search tells neither time nor tag, as on a web server, is ask
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
 import os
@@ -36,7 +37,7 @@ from services.tokenizer.sources.file_system import (
     is_local_file_system,
 )
 from services.tokenizer.sources.file_version import size_of, version_of_facts, version_of_size, version_of_status
-from services.tokenizer.sources.path_pattern import NO_DOCUMENTS, PathPattern
+from services.tokenizer.sources.path_pattern import PathPattern, holds_no_documents
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ FORMAT_BY_ENDING: dict[str, Format] = {
 }
 _KNOWN_ENDINGS = " ".join(FORMAT_BY_ENDING)
 _DOUBLE_SLASH = re.compile(r"/(\.?/)+")
+_LEADS_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _REQUESTS_AT_A_TIME = 16
 _FILES_AT_A_TIME = 4_096
 
@@ -115,7 +117,8 @@ def _search(file_system: Any, path: str, uri: str) -> tuple[str, Iterator[Found]
         found = _search_remotely(file_system, path, patterns, is_folder)
     first = next(found, None)
     if first is None:
-        raise ArtifactError(_explain_nothing(uri))
+        folders = [] if is_folder or uri.endswith("/") else file_system.glob(path)
+        raise ArtifactError(_explain_nothing(uri, next(filter(file_system.isdir, folders), None)))
     return patterns[0].base, chain([first], found)
 
 
@@ -132,7 +135,9 @@ def _patterns_of_glob(path: str, uri: str) -> list[PathPattern]:
     return patterns
 
 
-def _explain_nothing(uri: str) -> str:
+def _explain_nothing(uri: str, matched_folder: str | None) -> str:
+    if matched_folder:
+        return f"{uri}: only folders match, such as {matched_folder}. To read the files below them, write {uri}/."
     escaped = f" Names with brackets are written as {uri.replace('[', '[[]')}." if "[" in uri else ""
     return (
         f"{uri}: no file was found.{escaped} Names that start with a dot, and folders that start with `__`, are read "
@@ -159,21 +164,33 @@ def _walk(
     if inode in above and any(pattern.is_endless(depth) for pattern in patterns):
         return
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: f"{entry.name}/" if entry.is_dir() else entry.name)
+        found = sorted(entries, key=lambda entry: f"{entry.name}/" if _is_folder(entry) else entry.name)
     for entry in found:
-        if not entry.is_dir():
+        if not _is_folder(entry):
             yield entry
         elif any(pattern.leads_into(entry.path, depth) for pattern in patterns):
             yield from _walk(entry.path, patterns, depth + 1, above | {inode})
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry, or what a link leads to, is a folder. A link may lead to nothing, or to itself."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno in _LEADS_NOWHERE:
+            return False
+        raise
 
 
 def _ask_locally(entry: os.DirEntry[str]) -> FoundFile:
     """Describe a local file, or what a link leads to."""
     try:
         status = entry.stat()
-    except FileNotFoundError as error:
+    except OSError as error:
+        if error.errno not in _LEADS_NOWHERE:
+            raise
         raise ArtifactError(
-            f"{entry.path}: the link leads to {Path(entry.path).readlink()}, which does not exist. Remove the link."
+            f"{entry.path}: the link leads to {Path(entry.path).readlink()}, and no file is there. Remove the link."
         ) from error
     return FoundFile(entry.path, status.st_size, version_of_status(status))
 
@@ -225,7 +242,7 @@ class _Formats:
     def choose(self, path: str) -> Format | None:
         """Return the format of a file; None for a file that is skipped. Raises `RecipeError` for a vocabulary."""
         folder, _, name = path.rpartition("/")
-        if name in NO_DOCUMENTS and name != self._source.uri.rpartition("/")[2]:
+        if holds_no_documents(name) and name != self._source.uri.rpartition("/")[2]:
             self._left_out[name] += 1
             return None
         chosen: Format | None = self._source.format if self._source.format != "auto" else None

@@ -36,6 +36,7 @@ _DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
     "gzip": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     "bzip2": lambda file: ConcatenatedStreams(file, bz2.BZ2Decompressor),
     "xz": lambda file: ConcatenatedStreams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
+    "lzma": lambda file: ConcatenatedStreams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE)),
     # Arrow notices a file that is cut off, and zstandard does not.
     "zstd": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"),
     "lz4": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "lz4"),
@@ -45,6 +46,7 @@ _COMPRESSION_BY_ENDING = {
     ".tgz": "gzip",
     ".bz2": "bzip2",
     ".xz": "xz",
+    ".lzma": "lzma",
     ".zst": "zstd",
     ".zstd": "zstd",
     ".lz4": "lz4",

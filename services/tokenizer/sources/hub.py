@@ -90,6 +90,8 @@ def _load_builder(source: Source) -> Any:
             f"{source.uri}: the Python package `datasets`, which reads {DATASETS}, is missing: {error}."
         ) from error
     name = source.uri.removeprefix(DATASETS)
+    if not name:
+        raise RecipeError(f"{source.uri}: the data set has no name. Write {DATASETS}OWNER/NAME or {DATASETS}FOLDER.")
     if source.revision is not None and Path(name).exists():
         raise RecipeError(f"{source.uri}: `revision` applies to repositories of the hub, and this is a folder.")
     try:

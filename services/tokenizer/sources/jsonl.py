@@ -46,8 +46,9 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
 def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the documents, whose bytes may be invalid UTF-8. A blank line is none.
 
-    A key that is null, or that a row does not have, is an empty document: writers such as Spark leave out a null. A bad
-    row is a line that is no JSON, a row that is no object or has no text, and more than `max_document_bytes` of either.
+    A row or key that is null, or a key that a row does not have, is an empty document: writers such as Spark leave out a
+    null. A bad row is a line that is no JSON, a row that is no object or has no text, and more than `max_document_bytes`
+    of either.
     """
     return in_batches(_read_documents(file_range, max_document_bytes, bad_rows))
 
@@ -67,7 +68,7 @@ def explain_missing_key(file: InputFile, max_document_bytes: int) -> str | None:
     """Return the sentence for a file whose first rows do not have the key; None where one has it, or there is none."""
     keys: dict[str, None] = {}
     for _, row in islice(_read_rows(whole(file), max_document_bytes), _ROWS_WITH_THE_KEY):
-        if isinstance(row, dict):  # others are bad rows where the documents are read
+        if isinstance(row, dict):  # others are bad rows, or null, where the documents are read
             if _has_key(row, file.column):
                 return None
             keys |= dict.fromkeys(row)
@@ -134,6 +135,8 @@ def _text_of(row: object, column: str) -> str:
     """Return the text in a row. Raises `BadValue` for a row without text."""
     if isinstance(row, BadValue):
         raise row
+    if row is None:
+        return ""
     if isinstance(row, str) and column == "text":  # an array of strings has the column that `datasets` gives it
         return row
     if not isinstance(row, dict):
@@ -142,12 +145,14 @@ def _text_of(row: object, column: str) -> str:
 
 
 def _find_text(row: object, column: str) -> str:
+    if row is None:
+        return ""
     if not isinstance(row, dict):
         raise BadValue("not text", f"the object with {column!r} is {type(row).__name__}, expected an object.")
     value = row.get(column)
     if value is None and column not in row and "." in column:
         first, _, rest = column.partition(".")
-        return "" if row.get(first) is None else _find_text(row[first], rest)
+        return _find_text(row.get(first), rest)
     if value is not None and not isinstance(value, str):
         raise BadValue("not text", f"{column!r} is {type(value).__name__}, expected a string.")
     return value or ""
@@ -187,7 +192,7 @@ def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) 
 
 
 def _parse(line: bytes) -> object:
-    """Return the object on a line, or a `BadValue`."""
+    """Return the object on a line, None for null, or a `BadValue`."""
     try:
         # Bytes that are not UTF-8 become lone surrogates here. `corpus.invalid_utf8` decides about them later.
         record = json.loads(line.decode("utf-8", "surrogateescape"))
@@ -197,7 +202,7 @@ def _parse(line: bytes) -> object:
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         return BadValue("not JSON", f"the line is not JSON: {reason}.{_guess(line)} {_EXPECTED}")
-    if not isinstance(record, dict):
+    if record is not None and not isinstance(record, dict):
         return BadValue("not an object", f"the line is a JSON {type(record).__name__}, expected an object. {_EXPECTED}")
     return record
 

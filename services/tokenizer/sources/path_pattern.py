@@ -1,7 +1,7 @@
 """What a folder or a glob stands for, by the rules of the library `datasets`.
 
 A name that starts with a dot, and a folder that starts with `__`, are read where the pattern spells that out. So is a
-file of NO_DOCUMENTS, which describes a data set or marks its end.
+file that describes a data set or marks its end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import fsspec.utils
 
 from services.common.errors import RecipeError
 
-NO_DOCUMENTS = frozenset(
+IGNORED_BY_DATASETS = frozenset(
     {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
-    | {"_SUCCESS"}  # of Spark and Hadoop: empty, so that `datasets` finds no row in it
 )
+# Spark, Hadoop, Databricks and Dask write these beside their parts. They hold no row, or cannot be read as one.
+_MADE_BY_WRITERS = re.compile(r"_(SUCCESS|(committed|started)_\d+|(common_)?metadata)")
 _HIDDEN_NAME = re.compile(r"/\.+[^./]")
 _SPECIAL_FOLDER = re.compile(r"/__(?=[^/]*/)")
 
@@ -57,6 +58,11 @@ class PathPattern:
     def is_endless(self, depth: int) -> bool:
         """Return whether the pattern's first `depth` names match a path of any length."""
         return "**" in self.parts[:depth]
+
+
+def holds_no_documents(name: str) -> bool:
+    """Return whether a file of this name describes other files, as a rule."""
+    return name in IGNORED_BY_DATASETS or _MADE_BY_WRITERS.fullmatch(name) is not None
 
 
 def _count_hidden(path: str) -> tuple[int, int]:

@@ -159,6 +159,11 @@ def test_what_has_no_column_of_text_is_refused(
         read(write(tmp_path / "folder", files))
 
 
+@pytest.mark.parametrize("uri", ["", "datasets://"])
+def test_a_source_without_a_name_is_refused(tmp_path: Path, uri: str) -> None:
+    assert run(write_recipe(tmp_path, uri), tmp_path / "fsx") == 2
+
+
 def test_a_format_beside_a_data_set_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "folder", {"a.txt": TEN_LINES})
     source = f'[[corpus.sources]]\nuri = "datasets://{folder}"\nformat = "text"\n'

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import MillraceError
+from services.common.errors import ArtifactError, MillraceError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import path_pattern
 from services.tokenizer.sources.documents import list_inputs
@@ -41,6 +41,7 @@ LINKED = (
     *("data/en -> ../elsewhere/en", "data/de/a.txt", "data/de/more/b.txt", "data/c.txt -> ../elsewhere/c.txt"),
     *("data/de/loop -> ..", "data/self -> .", "elsewhere/en/d.txt", "elsewhere/en/more/e.txt", "elsewhere/c.txt"),
     *("elsewhere/en/back -> ../../data", "data/twice -> ../elsewhere/en/more", "data/x.bin -> nowhere"),
+    *("data/knot -> knot", "data/de/ping -> pong", "data/de/pong -> ping", "data/y.bin -> c.txt/y"),
 )
 
 
@@ -122,7 +123,21 @@ def test_hidden_files_are_those_of_datasets(tmp_path: Path, pattern: str, file_s
 
 def test_the_files_that_hold_no_documents_are_those_of_datasets() -> None:
     data_files = pytest.importorskip("datasets.data_files")
-    assert path_pattern.NO_DOCUMENTS - {"_SUCCESS"} == set(data_files.FILES_TO_IGNORE)
+    assert set(data_files.FILES_TO_IGNORE) == path_pattern.IGNORED_BY_DATASETS
+
+
+def test_what_writers_leave_beside_their_parts_is_no_document(tmp_path: Path) -> None:
+    marks = ["_SUCCESS", "_committed_12", "_started_12", "_metadata", "_common_metadata"]
+    write_tree(tmp_path, *(f"data/{name}" for name in ["part-0", "_metadata.txt", "x/part-1", *marks]))
+    assert names_of(tmp_path / "data", format="text") == ["_metadata.txt", "part-0", "x/part-1"]
+    assert [names_of(tmp_path / "data" / name, format="text") for name in marks] == [[name] for name in marks]
+
+
+@pytest.mark.parametrize("link", ["a.txt -> a.txt", "a.txt -> nowhere", "a.txt -> b.txt/c.txt"])
+def test_a_link_to_no_file_is_named(tmp_path: Path, link: str) -> None:
+    write_tree(tmp_path, "data/b.txt", f"data/{link}")
+    with pytest.raises(ArtifactError, match=r"a\.txt: the link leads to .* Remove the link"):
+        names_of(tmp_path / "data")
 
 
 def test_a_readme_that_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,6 +219,7 @@ def test_a_folder_that_spark_has_written_is_data(
     [
         ("data/[en]/*.txt", 3, "data/[[]en]/*.txt"),
         ("data/[en]/a*.txt", 3, "data/[[]en]/a*.txt"),
+        ("data/[[]e*", 3, "data/[[]e*/"),
         ("data/**.txt", 2, "data/**/*.txt"),
         ("data/x/*", 3, "data/x/.*"),
         ("data/x", 3, "data/x/.*"),

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
+from services.tokenizer.sources.file_listing import BLOCK_FILES
 from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_arrow
 from services.tokenizer.tests.builders import published
 from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all
@@ -60,6 +62,8 @@ FILES: dict[str, Callable[[Path], object]] = {
     "array.jsonl": content(json.dumps(ROWS).encode()),
     "objects.json": content("\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
     "strings.json": content(json.dumps([row["text"] or "" for row in ROWS]).encode()),
+    "null-array.json": content(json.dumps([row if row["text"] is not None else None for row in ROWS]).encode()),
+    "null-lines.jsonl": content(b"\n".join(lines([row]) if row["text"] is not None else b"null" for row in ROWS)),
     "e.ndjson.gz": content(gzip.compress(lines(ROWS))),
     "f.JSON.XZ": content(lzma.compress(lines(ROWS))),
     "a.parquet": parquet(TABLE),
@@ -95,6 +99,7 @@ PARTS: dict[str, tuple[Callable[[Path], object], int]] = {
     "nothing.jsonl.gz": (content(gzip.compress(b"")), 0),
     "array.json": (content(b" [ ]\n"), 0),
     "null.jsonl": (content(jsonl([None] * 3)), 3),
+    "null-rows.jsonl": (content(b"null\n" * 3), 3),
     "left-out.jsonl": (content(b'{"id": 1}\n' * 3), 3),
     "braces.jsonl": (content(b"{}\n{}"), 2),
     "null.parquet": (parquet(NULLS), 3),
@@ -125,6 +130,19 @@ def test_parts_without_text_are_read_among_others_and_their_nulls_are_counted(st
     assert (corpus.documents_read, corpus.documents_empty) == (len(TEXTS) + nulls, nulls)
 
 
+def test_a_part_without_the_key_may_be_alone_in_a_block_of_files(stage: Stage, tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in range(BLOCK_FILES):
+        (folder / f"{number:04}.jsonl").write_bytes(jsonl([f"{number} {TEXTS[0]}"]))
+    (folder / "last.jsonl").write_bytes(b'{"id": 1}\n' * 3)
+
+    assert stage.run(folder) == 0
+
+    corpus = published(stage.root).manifest.corpus
+    assert (corpus.documents_read, corpus.documents_empty) == (BLOCK_FILES + 3, 3)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "array.json", "a.parquet", "a.arrow", "b.arrow"])
 def test_a_nested_column_is_named_with_a_dot(tmp_path: Path, name: str) -> None:
     FILES[name](tmp_path / name)
@@ -153,7 +171,7 @@ def test_a_column_that_is_no_text_is_refused_with_those_that_are(
         (b'[{"text": "a"}, {"text" "b"}, {"text": "c"}]', "element 2"),
         (b'[{"text": "a"}] [{"text": "b"}]', "end"),
         (b'[{"text": "a"}, 7]', "element 2"),
-        (b'[{"text": "a"}, null]', "element 2"),
+        (b'[{"text": "a"}, [null]]', "element 2"),
         (b'[{"text": "a"}, {"text": ["b"]}]', "element 2"),
         (b'{\n "text": "a"\n}\n{\n "text": ', "element 2"),
     ],
@@ -171,6 +189,7 @@ def test_elements_of_an_array_are_read_across_blocks(tmp_path: Path) -> None:
 
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+COMPRESS[".lzma"] = partial(lzma.compress, format=lzma.FORMAT_ALONE)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
