@@ -37,7 +37,7 @@ from services.tokenizer.sources.file_system import (
     is_local_file_system,
 )
 from services.tokenizer.sources.file_version import size_of, version_of_facts, version_of_size, version_of_status
-from services.tokenizer.sources.path_pattern import PathPattern, holds_no_documents
+from services.tokenizer.sources.path_pattern import IGNORED_BY_DATASETS, PathPattern, holds_no_documents
 
 logger = logging.getLogger(__name__)
 
@@ -278,10 +278,12 @@ class _Formats:
                 "%s: %d files are skipped, because format 'auto' does not know their extensions: %s",
                 uri, self._skipped.total(), _show_counts(self._skipped),
             )  # fmt: skip
-        if self._left_out:
+        ignored = Counter({name: count for name, count in self._left_out.items() if name in IGNORED_BY_DATASETS})
+        if ignored:
             logger.warning(
-                "%s: %s left out, as `datasets` does; a pattern that ends in such a name reads the file", uri, left_out
-            )
+                "%s: %s left out, as `datasets` does; a pattern that ends in such a name reads the file",
+                uri, _show_counts(ignored),
+            )  # fmt: skip
 
 
 def _show_counts(counts: Counter[str]) -> str:

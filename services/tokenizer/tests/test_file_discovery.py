@@ -126,10 +126,11 @@ def test_the_files_that_hold_no_documents_are_those_of_datasets() -> None:
     assert set(data_files.FILES_TO_IGNORE) == path_pattern.IGNORED_BY_DATASETS
 
 
-def test_what_writers_leave_beside_their_parts_is_no_document(tmp_path: Path) -> None:
+def test_what_writers_leave_beside_their_parts_is_no_document(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     marks = ["_SUCCESS", "_committed_12", "_started_12", "_metadata", "_common_metadata"]
     write_tree(tmp_path, *(f"data/{name}" for name in ["part-0", "_metadata.txt", "x/part-1", *marks]))
     assert names_of(tmp_path / "data", format="text") == ["_metadata.txt", "part-0", "x/part-1"]
+    assert not caplog.records
     assert [names_of(tmp_path / "data" / name, format="text") for name in marks] == [[name] for name in marks]
 
 
