@@ -13,6 +13,7 @@ from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
+from services.common.input.problem_list import list_names
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
 from services.common.recipe.schema import Recipe
@@ -64,6 +65,13 @@ def build_corpus(
     bad_files = encoded.bad_files
     bad_rows = count_by_reason(bad_files)
     require_few_bad_rows(bad_files, sum(bad_rows.values()), recipe.corpus.max_bad_rows)
+    doubts = {
+        "all rows are empty documents in %s: is `column` the right one?": encoded.files_without_text,
+        "more than 1 %% of the characters were repaired in %s: are they UTF-8?": encoded.files_repaired,
+    }
+    for doubt, uris in doubts.items():
+        if uris:
+            logger.warning(doubt, list_names(sorted(uris)))
     _require_a_sample(encoded, recipe.corpus.sequence_length)
     _require_listable(encoded, recipe)
     with phase_timer.phase("overlap"):

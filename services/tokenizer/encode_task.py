@@ -113,6 +113,10 @@ class EncodedPartition(ManifestModel):
     documents_not_sampled: int
     documents_with_invalid_utf8: int
     bad_files: tuple[BadFile, ...]
+    files_repaired: tuple[str, ...]
+    """Files, or parts of them, that are short and look like another encoding."""
+    files_without_text: tuple[str, ...]
+    """Files, or parts of them, whose rows are all empty documents."""
     max_document_bytes: int
     """The limit above which a document was a bad row."""
     parts: dict[Split, EncodedPart]
@@ -272,6 +276,8 @@ def _encode(
         documents_not_sampled=not_sampled,
         documents_with_invalid_utf8=invalid,
         bad_files=bad_rows.files(),
+        files_repaired=tuple(bad_rows.repaired),
+        files_without_text=tuple(bad_rows.without_text),
         max_document_bytes=task.max_document_bytes,
         parts={split: writer.describe() for split, writer in writers.items()},
     )

@@ -55,6 +55,7 @@ class EncodedPartitions:
         )
         self.duplicates = np.zeros(len(partitions), np.int64)
         self._bad_files: dict[int, tuple[BadFile, ...]] = {}
+        self.files_repaired, self.files_without_text = set[str](), set[str]()
         self._text_digests = np.zeros((len(partitions), _DIGEST_BYTES), np.uint8)
 
     def add(self, index: int, encoded: EncodedPartition) -> None:
@@ -63,6 +64,8 @@ class EncodedPartitions:
         self.counts.update({count: getattr(encoded, count) for count in SUMMED})
         self._text_digests[index] = np.frombuffer(bytes.fromhex(encoded.text_xxh3), np.uint8)
         self.duplicates[index] = encoded.documents_duplicate
+        self.files_repaired.update(encoded.files_repaired)
+        self.files_without_text.update(encoded.files_without_text)
         if encoded.bad_files and self._is_first_pass[index]:
             self._bad_files[index] = encoded.bad_files
         for split, part in encoded.parts.items():

@@ -28,6 +28,10 @@ class BadRows:
         self._policy = policy
         self._rows: dict[str, Counter[BadRowReason]] = {}
         self._first: dict[str, str] = {}
+        self.repaired: list[str] = []
+        """Files, or parts of them, of which more than the allowed share of characters was repaired, but few."""
+        self.without_text: list[str] = []
+        """Files, or parts of them, whose rows are all empty documents, as those of a file with another column are."""
 
     def add(self, reason: BadRowReason, uri: str, explain: Callable[[], str]) -> None:
         """Count a bad row of a file. With the policy "stop", raise `BadRow` with the text of `explain()`.

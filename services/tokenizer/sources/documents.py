@@ -116,8 +116,9 @@ def _read_file_ranges(
 ) -> Iterator[TextBatch]:
     for file_range in file_ranges:
         with require_unchanged(file_range.file):
-            legibility = Legibility()
+            legibility, num_rows = Legibility(), 0
             for number, batch in _read_within_limit(file_range, max_document_bytes, bad_rows):
+                num_rows += len(batch)
                 if is_utf8(batch):
                     legibility.add(batch)
                     yield batch
@@ -129,6 +130,9 @@ def _read_file_ranges(
                     yield valid
             if legibility.is_bad(file_range.file.format):
                 _require_legible(file_range.file, max_document_bytes)
+                bad_rows.repaired.append(file_range.file.uri)
+            if num_rows and not legibility.characters and file_range.file.format != "text":
+                bad_rows.without_text.append(file_range.file.uri)
 
 
 def _read_within_limit(

@@ -46,9 +46,9 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
 def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the documents, whose bytes may be invalid UTF-8. A blank line is none.
 
-    A row or key that is null, or a key that a row does not have, is an empty document: writers such as Spark leave out a
-    null. A bad row is a line that is no JSON, a row that is no object or has no text, and more than `max_document_bytes`
-    of either.
+    A row or key that is null, or a key that a row does not have, is an empty document: writers such as Spark leave out
+    a null. A bad row is a line that is no JSON, a row that is no object or has no text, and more than
+    `max_document_bytes` of either.
     """
     return in_batches(_read_documents(file_range, max_document_bytes, bad_rows))
 

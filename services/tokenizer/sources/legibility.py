@@ -12,8 +12,9 @@ from services.tokenizer.text_batch import TextBatch
 
 MAX_REPAIRED = 0.01
 """Share of a file's characters that may be repaired. Text in Latin-1 has 2 % of accents, and other encodings more."""
-MAX_CONTROLS = 0.1
-"""Share of a text file's characters that may be control characters, as NULs and the high bytes of UTF-16 are."""
+MAX_CONTROLS = 0.01
+"""Share of the characters of a text file with NULs that may be control characters, as NULs and the high bytes of UTF-16
+are."""
 FEW_CHARACTERS = 10
 """Fewer wrong characters than these are a mishap in a file of any size."""
 _SAMPLE_BYTES = 2**16

@@ -35,7 +35,7 @@ BAD_LINES: dict[bytes, BadRowReason] = {
     b"1" * 4_400 + b"\n": "not JSON",  # a number that Python does not convert
     b"[" * 2_000 + b"\n": "not JSON",
     b'["text"]\n': "not an object",
-    b"null\n": "not an object",
+    b"7\n": "not an object",
     b'{"text": 1}\n': "not text",
     b'{"text": ["a"]}\n': "not text",
     b'{"text": "%s"}\n' % (b"x" * LIMIT): "too long",
@@ -84,7 +84,7 @@ def test_a_bad_line_ends_the_stage_or_is_skipped(
 
 BAD_ELEMENTS: dict[bytes, BadRowReason] = {
     b"7": "not an object",
-    b"null": "not an object",
+    b"true": "not an object",
     b'["text"]': "not an object",
     b'{"text": 1}': "not text",
     b'{"text": {"a": "b"}}': "not text",

@@ -88,7 +88,7 @@ class Encoded:
                 tokens_xxh3=f"{index}",
                 starts_xxh3="",
             )
-        counts = dict.fromkeys(
+        counts: dict[str, Any] = dict.fromkeys(
             (*("documents_checked", "documents_read", "documents_empty", "documents_too_short"),
              *("documents_duplicate", "documents_not_sampled", "documents_with_invalid_utf8")), 0,
         )  # fmt: skip
@@ -98,6 +98,8 @@ class Encoded:
             encoder="",
             text_xxh3="0" * 32,
             bad_files=(),
+            files_repaired=(),
+            files_without_text=(),
             max_document_bytes=100,
             parts=parts,
             **counts,
