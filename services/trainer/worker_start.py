@@ -11,7 +11,8 @@ from pathlib import Path
 
 from services.common.errors import MillraceError
 from services.common.launch.launcher import WorkerGroupSpec, choose_launcher
-from services.common.process.command_line import StageParser, read_override
+from services.common.process.command_line import StageParser
+from services.common.process.command_parser import read_override
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.trainer.inspection.fit import instance_type

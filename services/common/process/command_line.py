@@ -9,15 +9,9 @@ from services.common.errors import RecipeError
 from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
-from services.common.process.command_parser import CommandParser
+from services.common.process.command_parser import CommandParser, read_override
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
-
-
-def read_override(argument: str) -> tuple[str, str] | None:
-    """Return key and value of a recipe override, `--section.key=value`; None for any other argument."""
-    key, equals, value = argument.removeprefix("--").partition("=")
-    return (key, value) if argument.startswith("--") and equals and "." in key else None
 
 
 def require_text(arguments: argparse.Namespace) -> None:

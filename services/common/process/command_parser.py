@@ -10,6 +10,12 @@ from typing import NoReturn
 from services.common.errors import RecipeError
 
 
+def read_override(argument: str) -> tuple[str, str] | None:
+    """Return key and value of a recipe override, `--section.key=value`; None for any other argument."""
+    key, equals, value = argument.removeprefix("--").partition("=")
+    return (key, value) if argument.startswith("--") and equals and "." in key else None
+
+
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `RecipeError` with its usage for a wrong command line, instead of exiting."""
 
