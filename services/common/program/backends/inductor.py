@@ -36,7 +36,10 @@ class Inductor:
         _forget_secrets()
         torch.use_deterministic_algorithms(True)
         # Otherwise Inductor times reductions of several block sizes on a GPU, and a step's bits depend on the fastest.
-        torch._inductor.config.deterministic = True
+        if hasattr(
+            torch._inductor.config, "deterministic"
+        ):  # torch 2.9, which the Neuron variant has, compiles for no GPU
+            torch._inductor.config.deterministic = True
         # Triton cuts a kernel's file name at 150 characters, and Inductor finds no cached kernel with a longer one:
         # each process compiled 4 of a step's again (seen on an H100 with torch 2.11; 2.13 has the same lines).
         torch._inductor.config.triton.descriptive_names = False  # type: ignore[assignment]
