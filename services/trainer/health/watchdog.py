@@ -45,7 +45,7 @@ class _Activity(NamedTuple):
     step: int
     """Optimizer steps done."""
     began_at: float
-    """`time.monotonic()` of its begin."""
+    """`time.monotonic()` of its start."""
 
 
 class Watchdog:

@@ -27,7 +27,7 @@ def job(new_job: Callable[..., Job]) -> Job:
 def live(
     job: Job, folder: Path, seconds: float, frozen: tuple[int, ...] = (), lost_nodes: tuple[int, ...] = ()
 ) -> None:
-    """Let all ranks wait in step 7 for so many seconds; frozen ranks and lost nodes stand still from its begin."""
+    """Let all ranks wait in step 7 for so many seconds; frozen ranks and lost nodes stand still from its start."""
     for node in range(NODES):
         (place := folder / f"node-{node}").mkdir()
         with closing(NodeBoard.make(place, WORKERS)) as board:
