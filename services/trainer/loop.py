@@ -143,7 +143,7 @@ class Training:
         self._training_since = time.perf_counter()
         workers_of_node = environment.local_world_size
         self.recorder = MetricsRecorder(job, group, self._backend, self._first_step, workers_of_node)
-        self.watchdog = Watchdog(job, environment, group)
+        self.watchdog = Watchdog(job, group)
 
     @property
     def is_over(self) -> bool:

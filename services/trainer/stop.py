@@ -1,14 +1,13 @@
 """Decides for all workers together whether a run stops early.
 
-After every step each worker checks the stop conditions that it can see. While the workers take the next step they agree
-on the strongest reason of all, so all of them stop after that next step, with one checkpoint.
+After every step rank 0 checks the run's stop file and the time limit. While the workers take the next step they agree
+on the reason, so all of them stop after that next step, with one checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import stat
 import time
 from contextlib import suppress
@@ -19,7 +18,6 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.input.files import open_regular_file
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_board import NodeBoard
 from services.common.process.stop_reason import StopReason
 from services.trainer.job import Job
 
@@ -31,33 +29,27 @@ LEASE_CHECK_SECONDS = 10.0
 
 
 class StopConditions:
-    """Checks the reasons to stop that one worker can see."""
+    """Checks the reasons to stop, which rank 0 alone looks for."""
 
     def __init__(self, job: Job, environment: WorkerEnvironment) -> None:
         self._job = job
         self._environment = environment
         self._file = job.run_folder / STOP_FILE
-        self._is_terminated = False
         self._lease_checked_at = time.monotonic()
         # The command may have started on another machine, and nobody can set a monotonic clock.
         before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
         self._began_at = time.monotonic() - before_seconds
-        self._board = NodeBoard.open(environment.node_folder) if environment.node_folder else None
-        signal.signal(signal.SIGTERM, self._terminate)
 
     def check(self) -> StopReason:
-        """Return the strongest reason that this worker or its node's agent sees.
+        """Return the strongest reason that there is; NONE on all ranks but 0.
 
         All workers call this after every step and every round of an evaluation. Raises `TryAgain` on rank 0 where
         another command has taken over the run: what is trained from now on could not be published.
         """
-        reasons = [StopReason(self._board.stop_reason) if self._board else StopReason.NONE]
-        if self._is_terminated:
-            reasons.append(StopReason.SIGTERM)
-        if self._environment.rank == 0:
-            self._require_lease()
-            reasons += [_read_request(self._file), self._read_clock()]
-        return max(reasons)
+        if self._environment.rank != 0:
+            return StopReason.NONE
+        self._require_lease()
+        return max(_read_request(self._file), self._read_clock())
 
     def _require_lease(self) -> None:
         now = time.monotonic()
@@ -71,14 +63,16 @@ class StopConditions:
         elapsed_seconds = time.monotonic() - self._began_at
         return StopReason.TIME_LIMIT if limit and elapsed_seconds >= limit else StopReason.NONE
 
-    def _terminate(self, signum: int, frame: object) -> None:
-        self._is_terminated = True
-
 
 def request_stop(run_folder: Path, reason: StopReason) -> None:
-    """Ask the workers to stop, by a file in the run's folder that workers on all nodes see."""
-    with suppress(IsADirectoryError):  # a person has made a folder as a request
-        write_durably(run_folder / STOP_FILE, reason.name.encode())
+    """Ask the workers to stop, by a file in the run's folder that workers on all nodes see.
+
+    A stronger request that is there already stays. Raises `OSError`.
+    """
+    path = run_folder / STOP_FILE
+    if _read_request(path) < reason:
+        with suppress(IsADirectoryError):  # a person has made a folder as a request
+            write_durably(path, reason.name.encode())
 
 
 def clear_stop(run_folder: Path) -> None:
@@ -92,7 +86,7 @@ def clear_stop(run_folder: Path) -> None:
 
 
 def forget_signals(run_folder: Path) -> None:
-    """Remove the request of a signal to an earlier command. A request that a person made stays, with a warning."""
+    """Remove the request of a signal or a preemption to an earlier command. A person's stays, with a warning."""
     path = run_folder / STOP_FILE
     reason = _read_request(path)
     if reason > StopReason.STOP_FILE:
@@ -118,13 +112,13 @@ def stopped(reason: StopReason, step: int | None, run_folder: Path) -> MillraceE
 def _read_request(path: Path) -> StopReason:
     """Read the request at `path`, which may be a file with any content, a folder, or a dangling link.
 
-    A file that `request_stop` wrote names the signal.
+    A file that `request_stop` wrote names the reason.
     """
     if not os.path.lexists(path):
         return StopReason.NONE
     written = _read_begin(path)
-    signals = [reason for reason in StopReason if reason > StopReason.STOP_FILE]
-    return next((reason for reason in signals if reason.name.encode() == written), StopReason.STOP_FILE)
+    written_by_program = [reason for reason in StopReason if reason > StopReason.STOP_FILE]
+    return next((reason for reason in written_by_program if reason.name.encode() == written), StopReason.STOP_FILE)
 
 
 def _read_begin(path: Path) -> bytes:

@@ -20,7 +20,7 @@ from services.common.process.progress import Progress, show_progress
 from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.trainer.checkpoints.lookup import newest_step
-from services.trainer.health.silence import find_hang
+from services.trainer.health.silence import find_hang, forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, record_event, warnings_of
@@ -46,6 +46,7 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
     `train.max_restarts` times since the newest checkpoint.
     """
     forget_signals(job.run_folder)
+    forget_heartbeats(job.run_folder)
     launcher = choose_launcher(job.launch)
     spec = describe_workers(job.recipe, job.run_folder, job.attempt)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")

@@ -85,7 +85,6 @@ READ_THEIR_OWN = {
     "services.trainer.inspection.file_system": "measures with files of its own, and reads /proc",
     "services.common.hardware.instance_types": "reads a table of this program",
     "services.common.launch.guard": "reads /proc or /sys",
-    "services.common.launch.node_board": "maps a file of this start of the workers, in a private folder",
     "services.common.launch.process_family": "reads /proc or /sys",
     "services.common.launch.batch.ray_token": "opens files of a folder that it holds open, without waiting for a pipe",
     "services.common.process.limits": "reads /proc or /sys",

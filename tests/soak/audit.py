@@ -38,7 +38,7 @@ from services.trainer.run import REPORT_FILE
 
 _IN_RUN_FOLDER = (
     *map(re.escape, (RUN_FILE, METRICS_FILE, EVALUATIONS_FILE, ATTEMPTS_FILE, COMMANDS_FILE, EVENTS_FILE, REPORT_FILE)),
-    *(r"logs/rank-\d{5}\.log", r"heartbeats/node-\d{5}\.jsonl", r"tensorboard/events\.out\.tfevents\..+"),
+    *(r"logs/rank-\d{5}\.log", r"heartbeats/rank-\d{5}\.json", r"tensorboard/events\.out\.tfevents\..+"),
 )
 """Patterns of the files that the folder of a complete run may have."""
 WARM_UP_SECONDS = 30.0

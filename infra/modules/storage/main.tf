@@ -170,7 +170,7 @@ resource "aws_fsx_lustre_file_system" "this" {
 # and compile caches can be made again from a recipe.
 #
 # A checkpoint's files never change, so each is uploaded once, at once. The files of a run change with each step (a record) and
-# every ten seconds (the heartbeats of each node), and each change would be an upload, and for each a version of the whole file,
+# every two seconds (the heartbeat of each worker), and each change would be an upload, and for each a version of the whole file,
 # kept for a week. So the schedule below copies them.
 resource "aws_fsx_data_repository_association" "this" {
   for_each                         = var.fsx != null && var.enable_data_repository ? local.exported_folders : {}

@@ -105,9 +105,9 @@ def digests(root: Path, kind: str) -> dict[str, str]:
 
 
 def hosts(root: Path) -> set[str]:
-    """Hosts of the nodes that have written heartbeats."""
-    files = root.glob("run/*/heartbeats/*.jsonl")
-    return {json.loads(path.read_text(encoding="utf-8").splitlines()[0])["host"] for path in files}
+    """Hosts of the workers that have written heartbeats."""
+    files = root.glob("run/*/heartbeats/rank-*.json")
+    return {json.loads(path.read_text(encoding="utf-8"))["host"] for path in files}
 
 
 def require_same_training(root: Path, other: Path) -> None:

@@ -1,9 +1,8 @@
 """The connection between the command and the agent of a node, and the messages that they send on it.
 
 Messages are pickles, so both sides prove first that they have the key that the launcher gave them. The command sends a
-`NodeStart` for each start of the workers, `EndWorkers` where workers of another node have failed, and a `Notice` where
-a node is about to be taken away. The agent answers each `NodeStart` by one `NodeIdle`, with `WorkersFailed` before it
-where the failure was on its own node.
+`NodeStart` for each start of the workers, and `EndWorkers` where workers of another node have failed. The agent answers
+each `NodeStart` by one `NodeIdle`, with `WorkersFailed` before it where the failure was on its own node.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from services.common.errors import TryAgain
 from services.common.launch.neuron_environment import MeetingPoint
 from services.common.launch.node_agent import NodeEnd
-from services.common.process.stop_reason import StopReason
 
 CONNECT_SECONDS = 60.0
 HANDSHAKE_SECONDS = 10.0
@@ -58,13 +56,6 @@ class WorkersFailed:
 @dataclass(frozen=True)
 class EndWorkers:
     """Asks an agent to kill its node's workers, if there are any."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Tells the workers of an agent's node, those of later starts too, why they should stop."""
-
-    reason: StopReason
 
 
 def reach_command(host: str, port: int) -> socket.socket:

@@ -1,8 +1,8 @@
 """Controls the agents of all nodes from the command, which has one TCP connection to each agent.
 
-A start of the workers costs two messages a node, a loss at most three, and a notice one, whatever the number of
-workers. Nothing else is sent, and agents send nothing to each other. The message of a start carries the pickled
-argument of the workers, so the command sends the bytes of that argument once for each node.
+A start of the workers costs two messages a node, and a loss at most three, whatever the number of workers. Nothing
+else is sent, and agents send nothing to each other. The message of a start carries the pickled argument of the workers,
+so the command sends the bytes of that argument once for each node.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, Notice, admit_agent
+from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, admit_agent
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.launch.node_agent import NodeEnd, NodeStart, require_success
-from services.common.process.stop_reason import StopReason
 
 POLL_SECONDS = 1.0
 END_SECONDS = 60.0
@@ -71,7 +70,6 @@ class AgentGroup:
         self._is_listening = True
         self._arrived: queue.Queue[_Agent] = queue.Queue()
         self._agents: dict[int, _Agent] = {}
-        self._notice: Notice | None = None
         self._closing, self._is_closed = threading.Lock(), False
         threading.Thread(target=self._accept, name="agents", daemon=True).start()
 
@@ -88,8 +86,6 @@ class AgentGroup:
             with suppress(queue.Empty):
                 agent = self._arrived.get(timeout=POLL_SECONDS)
                 self._agents[agent.rank] = agent
-                if self._notice:
-                    agent.send(self._notice)
         self._stop_listening()
 
     def run(self, work: bytes, spec: WorkerGroupSpec, require_launcher: Callable[[], None]) -> None:
@@ -101,15 +97,6 @@ class AgentGroup:
         for rank, agent in sorted(self._agents.items()):
             agent.send(NodeStart(work, spec, rank, self._num_agents, meeting))
         require_success(self._await_ends(require_launcher))
-
-    def tell_workers(self, reason: StopReason) -> None:
-        """Tell the workers of all nodes, those whose agents are still to come too, why they should stop.
-
-        Raises `AgentLost`.
-        """
-        self._notice = Notice(reason)
-        for agent in self._agents.values():
-            agent.send(self._notice)
 
     def close(self) -> None:
         """End all agents, which kill their workers and end when their connection ends."""

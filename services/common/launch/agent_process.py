@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -20,17 +19,10 @@ from typing import NamedTuple
 
 from services.common.errors import TryAgain
 from services.common.launch import fork_server
-from services.common.launch.agent_channel import (
-    AgentHello,
-    EndWorkers,
-    NodeIdle,
-    Notice,
-    WorkersFailed,
-    connect_agent,
-)
+from services.common.launch.agent_channel import AgentHello, EndWorkers, NodeIdle, WorkersFailed, connect_agent
 from services.common.launch.neuron_environment import find_meeting_point
 from services.common.launch.node_agent import NodeAgent, NodeStart, prepare_fork_server
-from services.common.process.stop_reason import StopReason
+from services.common.process.stop_signals import ignore_stop_signals
 
 END_SECONDS = 30.0
 """Seconds that an agent has to end its workers and itself after the command has closed their connection."""
@@ -60,9 +52,7 @@ def main() -> None:
     fork_server.end_with(config.parent)
     prepare_fork_server(config.preload)  # the server imports while this process connects
     agent = NodeAgent(config.address)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda signum, frame: agent.tell_workers(StopReason.SIGTERM))
+    ignore_stop_signals()  # the run's stop file stops the workers
     try:
         connection = connect_agent(*config.command, bytes.fromhex(config.key))
     except TryAgain as error:
@@ -94,24 +84,16 @@ def _end_with(connection: Connection) -> None:
 
 def _serve(agent: NodeAgent, connection: Connection, address: str) -> None:
     """Wait for a message of the command, and run workers if it is a start. Raises `EOFError` when the command ends."""
-    message = _receive(agent, connection)
-    if not isinstance(message, NodeStart):  # a notice, or `EndWorkers` for workers that have ended already
+    message = connection.recv()
+    if not isinstance(message, NodeStart):  # `EndWorkers` for workers that have ended already
         return
     agent.start(message)
     while not agent.wait([connection]):
-        if connection.poll() and isinstance(_receive(agent, connection), EndWorkers):
+        if connection.poll() and isinstance(connection.recv(), EndWorkers):
             break
     if agent.has_failed:
         connection.send(WorkersFailed())
     connection.send(NodeIdle(agent.end(), find_meeting_point(address)))
-
-
-def _receive(agent: NodeAgent, connection: Connection) -> object:
-    """Return the next message of the command; a notice is passed on to the node's workers."""
-    message = connection.recv()
-    if isinstance(message, Notice):
-        agent.tell_workers(message.reason)
-    return message
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class WorkerGroupSpec:
     """Largest number of workers on a node of a cluster."""
     shared_folder: Path
     """Folder for the launcher's own files, which every node sees and no other command uses. The launcher removes them
-    when the workers have ended, except for the newest heartbeats of each node.
+    when the workers have ended.
     """
     device: str = "cpu"
     """Device of every worker, as a recipe names it. A worker knows its NeuronCore before its function is called."""

@@ -12,7 +12,7 @@ import pickle  # nosec B403 # bytes that the command and its workers made
 import signal
 import socket
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -36,10 +36,7 @@ from services.common.launch.neuron_environment import (
     neuron_environment,
     set_neuron_environment,
 )
-from services.common.launch.node_board import NodeBoard
-from services.common.launch.node_heartbeats import node_heartbeat_file, writing_heartbeats
 from services.common.process.private_folder import new_name, private_folder
-from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import STOP_SIGNALS, name_signal
 
 logger = logging.getLogger(__name__)
@@ -110,21 +107,13 @@ class NodeAgent:
         self._running: list[_Worker] = []
         self._raised: list[bytes] = []
         self._lost: str | None = None
-        self._heartbeats, self._folders, self._kept_folders = ExitStack(), ExitStack(), ExitStack()
+        self._folders, self._kept_folders = ExitStack(), ExitStack()
         self._kept_name = ""
-        self._board: NodeBoard | None = None
-        self._stop_reason = StopReason.NONE
 
     @property
     def has_failed(self) -> bool:
         """Whether one of the workers has raised an error or was lost."""
         return bool(self._raised or self._lost)
-
-    def tell_workers(self, reason: StopReason) -> None:
-        """Tell the workers, those of later starts too, why they should stop. A signal handler may call this."""
-        self._stop_reason = max(reason, self._stop_reason)
-        if self._board:
-            self._board.raise_stop_reason(self._stop_reason)
 
     def start(self, start: NodeStart) -> None:
         """Start the workers. An error of the start counts as the error of a worker, which `end` returns."""
@@ -141,9 +130,6 @@ class NodeAgent:
             self._kept_folders.enter_context(private_folder(spec.kept_folder))
             self._kept_name = spec.kept_folder
         folder = self._folders.enter_context(private_folder(new_name("workers")))
-        self._board = self._folders.enter_context(closing(NodeBoard.make(folder, len(ranks))))
-        while self._board.stop_reason < self._stop_reason:  # a signal handler may write between a read and a write
-            self._board.raise_stop_reason(self._stop_reason)
         # Workers of one node meet in a file, so that no port is opened before the group forms.
         rendezvous = str(folder / "rendezvous") if start.num_nodes == 1 else start.meeting.url
         network = find_network(self._address) if spec.device in NEURON_DEVICES else None
@@ -168,8 +154,6 @@ class NodeAgent:
                 _start_process(process, spec.preload)
                 self._started.append(_Worker(rank, process, receiver))
         self._running = list(self._started)
-        file = node_heartbeat_file(spec.shared_folder, start.node_rank)
-        self._heartbeats.enter_context(writing_heartbeats(self._board, file))
 
     def wait(self, others: Sequence[Connection] = ()) -> bool:
         """Wait until all workers have returned or one has failed, or one of the `others` has something to read.
@@ -188,10 +172,8 @@ class NodeAgent:
         Returns once no worker's process is left, so that the next start may follow.
         """
         self._collect(wait_for_any(self._watched(), timeout=0))
-        self._heartbeats.close()  # with the silence of workers before they are killed
         kill_processes([worker.process for worker in self._started])
         end = NodeEnd(tuple(self._raised), self._lost)
-        self._board = None
         self._folders.close()
         self._started, self._running, self._raised, self._lost = [], [], [], None
         return end

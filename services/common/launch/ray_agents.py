@@ -41,7 +41,6 @@ from services.common.launch.process_family import STOPPED_SECONDS, is_stopped
 from services.common.launch.ray_cluster import connect
 from services.common.launch.ray_losses import explain_lost_node, find_lost_nodes, raising_causes
 from services.common.launch.ray_watch import RayCall, calling_ray, require_ray
-from services.common.process.stop_reason import StopReason
 from services.common.process.stopwatch import Stopwatch
 
 POLL_SECONDS = 0.5
@@ -139,7 +138,7 @@ class _Attempt:
         """`host` is the command's address, at which agents reach it."""
         self._spec = spec
         self._agents = AgentGroup(host, _count_nodes(spec))
-        self._is_over, self._is_preempted = threading.Event(), threading.Event()
+        self._is_over = threading.Event()
         self._call = RayCall(self._run_tasks)
 
     def take(self, spec: WorkerGroupSpec) -> bool:
@@ -167,9 +166,6 @@ class _Attempt:
         require_ray()
         if self._is_over.is_set() or self._call.has_ended(within_seconds=0):
             raise AgentLost("a task of Ray that had started an agent has ended")
-        if self._is_preempted.is_set():
-            self._is_preempted.clear()
-            self._agents.tell_workers(StopReason.PREEMPTION)
 
     def _run_tasks(self) -> None:
         """Start the agents by tasks of Ray, and wait for their end.
@@ -216,7 +212,7 @@ class _Attempt:
         Raises `WorkersLost` where Ray has lost a node, whose task may never end, and where an agent does not come: its
         node was lost before the task started, or is frozen.
         """
-        waited, is_told = Stopwatch(), False
+        waited = Stopwatch()
         placed: dict[int, str] = placement_group_table(gang)["bundles_to_node_id"]
         # A node that was lost since its placement has an empty id.
         nodes = [placed[rank] or ray.NodeID.nil().hex() for rank in range(len(tasks))]
@@ -234,9 +230,6 @@ class _Attempt:
                 )
             if cluster_address():
                 lost = find_lost_nodes(nodes)
-                if not is_told and not ray._private.state.state.get_draining_nodes().keys().isdisjoint(nodes):
-                    is_told = True
-                    self._is_preempted.set()
         self._is_over.set()
         # The command closes the connections of the other agents, which then end in order.
         others = [task for rank, task in enumerate(tasks) if rank not in lost]

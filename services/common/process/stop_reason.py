@@ -1,4 +1,4 @@
-"""Names the reasons for which a run stops early, for workers and for the agents that hear some of the reasons."""
+"""Names the reasons for which a run stops early."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class StopReason(enum.IntEnum):
 
     NONE = 0
     TIME_LIMIT = 1
-    PREEMPTION = 2
-    STOP_FILE = 3
-    # The command gets these signals, and passes them on through the stop file.
+    STOP_FILE = 2
+    # The command hears of these, and passes them on through the stop file.
+    PREEMPTION = 3
     SIGTERM = 4
     INTERRUPT = 5
 

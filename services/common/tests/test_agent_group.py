@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import resource
@@ -32,7 +31,6 @@ from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.launch.neuron_environment import find_meeting_point
 from services.common.launch.node_agent import LOOPBACK_ADDRESS, NodeEnd
 from services.common.process.private_folder import new_name, private_base
-from services.common.process.stop_reason import StopReason
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
 from services.common.tests.builders import REPOSITORY
@@ -145,20 +143,6 @@ def test_the_error_of_a_start_comes_back_and_the_next_start_works(nodes: Nodes) 
     nodes.kept_folder = new_name("kept")
     nodes.run(work.write_rank)
     assert (nodes.folder / "3-of-4-on-1").exists()
-
-
-def test_a_notice_reaches_all_workers_and_a_signal_those_of_its_node_also_in_later_starts(
-    nodes: Nodes, messages: Counter[str]
-) -> None:
-    nodes.group.tell_workers(StopReason.PREEMPTION)  # before the agents have come
-    nodes.group.gather(lambda: None)
-    nodes.agents[1].send_signal(signal.SIGTERM)
-    for _ in range(2):
-        nodes.run(work.write_stop_reason)
-
-        heard = [json.loads((nodes.folder / f"{rank}.json").read_text()) for rank in range(2 * NODES)]
-        assert heard == [StopReason.PREEMPTION] * 2 + [StopReason.SIGTERM] * 2
-    assert messages["Notice"] == NODES
 
 
 def test_agents_that_have_come_and_were_not_gathered_end_with_the_group(nodes: Nodes) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import Launcher, WorkerGroupSpec
-from services.common.launch.node_heartbeats import list_nodes, read_node_heartbeats
 from services.common.testing.ray_clusters import joining, running_cluster
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
@@ -66,15 +65,6 @@ def test_64_workers_on_4_nodes_are_4_tasks_of_ray_and_no_actor(tmp_path: Path, l
     expected = [[WORKERS_PER_NODE, node, NODES] for node in range(NODES) for _ in range(WORKERS_PER_NODE)]
     assert places == expected
     assert not find_processes(AGENT)
-
-
-def test_each_node_has_a_file_with_the_heartbeats_of_its_workers(tmp_path: Path, launcher: Launcher) -> None:
-    spec = new_spec(tmp_path, 2)
-    with launcher.open_workers(spec) as workers:
-        workers.run(work.write_heartbeat, spec.shared_folder)
-
-    found = [read_node_heartbeats(spec.shared_folder, node).workers for node in list_nodes(spec.shared_folder)]
-    assert [[worker.fields["rank"] for worker in of_node] for of_node in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_lost_workers_are_started_again_without_ray(tmp_path: Path, launcher: Launcher) -> None:

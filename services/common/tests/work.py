@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import psutil
 
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_board import NodeBoard
-from services.common.launch.node_heartbeats import list_nodes
 from services.common.testing.waiting import wait_until
 
 
@@ -59,20 +56,11 @@ def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
 
 
 def write_place(folder: Path, environment: WorkerEnvironment) -> None:
-    """Write the worker's local world size, node rank, number of nodes and node folder, which has to have a board."""
+    """Write the worker's local world size, node rank, number of nodes and node folder, which has to exist."""
     assert environment.node_folder is not None
-    with closing(NodeBoard.open(environment.node_folder)) as board:
-        assert board.num_workers == environment.local_world_size
+    assert environment.node_folder.is_dir()
     place = [environment.local_world_size, environment.node_rank, environment.num_nodes, str(environment.node_folder)]
     (folder / f"{environment.rank}.json").write_text(json.dumps(place), encoding="utf-8")
-
-
-def write_heartbeat(shared_folder: Path, environment: WorkerEnvironment) -> None:
-    """Write one heartbeat to the node's board, and wait until all nodes have a file of theirs."""
-    assert environment.node_folder is not None
-    with closing(NodeBoard.open(environment.node_folder)) as board:
-        board.write_heartbeat(environment.local_rank, json.dumps({"rank": environment.rank}).encode())
-        wait_until(lambda: len(list_nodes(shared_folder)) == environment.num_nodes)
 
 
 def kill_parent(_: None, environment: WorkerEnvironment) -> None:
@@ -112,22 +100,6 @@ def freeze_agent_and_die(_: None, environment: WorkerEnvironment) -> None:
         agent.suspend()
         os._exit(1)
     threading.Event().wait()
-
-
-def write_stop_reason(folder: Path, environment: WorkerEnvironment) -> None:
-    """Write the stop reason that the worker's agent tells its node, once there is one."""
-    assert environment.node_folder is not None
-    with closing(NodeBoard.open(environment.node_folder)) as board:
-        wait_until(lambda: board.stop_reason)
-        (folder / f"{environment.rank}.json").write_text(str(board.stop_reason), encoding="ascii")
-
-
-def wait_for_heartbeats(shared_folder: Path, environment: WorkerEnvironment) -> None:
-    """Write a heartbeat, and wait until the agent has written the node's file."""
-    assert environment.node_folder is not None
-    with closing(NodeBoard.open(environment.node_folder)) as board:
-        board.write_heartbeat(environment.local_rank, b"{}")
-        wait_until(lambda: environment.node_rank in list_nodes(shared_folder))
 
 
 def stop_itself() -> None:

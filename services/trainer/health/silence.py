@@ -1,23 +1,28 @@
-"""Tells from the heartbeats on disk whether a step hung when the workers were lost, and which ranks were silent.
+"""Workers' heartbeats: files that tell, after a loss, whether a step hung and which ranks were silent.
 
-The agent of each node writes the heartbeats of its workers every ten seconds, and once more before it kills them. So
-the command reads one small file for each node, and only after a loss.
+    <run_folder>/heartbeats/rank-00003.json     a JSON object of HEARTBEAT_BYTES
+
+Each worker overwrites its own file in place: one write of 512 bytes a worker in HEARTBEAT_SECONDS, and no change of the
+folder. That write is one call of constant length, so a kill leaves the old heartbeat or the new one. Only the command
+reads the files, after a loss, when their writers have ended. Clocks of nodes are not compared: each worker counts the
+seconds since its own start, and workers start together.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.common.launch.node_heartbeats import WorkerHeartbeat, list_nodes, read_node_heartbeats
+from services.common.input.files import read_file
+from services.common.process.telemetry import parse_json_line
 from services.trainer.job import Job, rank_log
 
-HEARTBEAT_SECONDS = 1.0
-SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
-"""Seconds without a heartbeat after which a worker counts as silent on its node."""
-MISSING_BEATS = 20
-"""Heartbeats less than another worker's by which one of a lost node counts as silent: its agent last wrote up to ten
-seconds before, and workers start within seconds. So no node's clock is compared with another's.
-"""
+HEARTBEAT_SECONDS = 2.0
+HEARTBEAT_BYTES = 512
 STEP = "step"
 """Phase of a heartbeat that has a limit."""
 
@@ -35,24 +40,65 @@ class Hang(NamedTuple):
     message: str
 
 
+def heartbeat_seconds(limit_seconds: float | None) -> float:
+    """Return the seconds between two heartbeats, of which a step with a short limit has four."""
+    return HEARTBEAT_SECONDS if limit_seconds is None else min(HEARTBEAT_SECONDS, limit_seconds / 4)
+
+
+def write_heartbeat(run_folder: Path, fields: dict[str, Any]) -> None:
+    """Replace the heartbeat of the rank in `fields`. Raises `OSError`."""
+    path = _heartbeat_file(run_folder, fields["rank"])
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, json.dumps(fields).encode().ljust(HEARTBEAT_BYTES - 1) + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def forget_heartbeats(run_folder: Path) -> None:
+    """Remove the heartbeats of an earlier command, which may have had more workers."""
+    shutil.rmtree(_folder(run_folder), ignore_errors=True)
+
+
+def heartbeat_times(run_folder: Path) -> dict[str, int]:
+    """Return the time at which each file last changed, by its name: one `stat` a worker. Raises `OSError`.
+
+    The times are those of other machines' clocks: they only tell that a worker has written again.
+    """
+    with os.scandir(_folder(run_folder)) as files:
+        return {file.name: file.stat().st_mtime_ns for file in files}
+
+
+def read_heartbeats(job: Job) -> dict[int, dict[str, Any]]:
+    """Return the newest heartbeat of each rank that has one of this start of the workers."""
+    found = {}
+    for rank in range(job.recipe.parallel.num_workers):
+        with suppress(OSError):
+            content = read_file(_heartbeat_file(job.run_folder, rank), max_bytes=2 * HEARTBEAT_BYTES)
+            fields = parse_json_line(content) or {}
+            if (fields.get("attempt"), fields.get("start")) == (job.attempt, job.start_number):
+                found[rank] = fields
+    return found
+
+
 def find_hang(job: Job) -> Hang | None:
     """Return the hang with which this start of the workers ended; None where it ended otherwise."""
-    hosts: dict[int, str] = {}
-    found: dict[int, WorkerHeartbeat] = {}
-    for node in list_nodes(job.run_folder):
-        heartbeats = read_node_heartbeats(job.run_folder, node)
-        for worker in heartbeats.workers:
-            fields = worker.fields
-            if (fields.get("attempt"), fields.get("start")) == (job.attempt, job.start_number):
-                found[fields["rank"]], hosts[fields["rank"]] = worker, heartbeats.host
-    late = [rank for rank in sorted(found) if _is_late(found[rank].fields)]
+    found = read_heartbeats(job)
+    late = [rank for rank, fields in found.items() if _is_late(fields)]
     if not late:
         return None
-    fields = found[late[0]].fields
-    beats = max(worker.fields["beats"] for worker in found.values())
-    silent = [rank for rank in range(job.recipe.parallel.num_workers) if _is_silent(found.get(rank), beats)]
-    described = [_describe(rank, found.get(rank), hosts.get(rank, "")) for rank in silent]
-    step, seconds, limit = fields["step"] + 1, fields["phase_seconds"], fields["limit_seconds"]
+    fields = found[late[0]]
+    step, limit = fields["step"] + 1, fields["limit_seconds"]
+    seconds = max(limit, fields["phase_seconds"])  # the newest heartbeat is older than the end
+    # The others waited for about the whole limit, and the newest heartbeat of each is at most a quarter of it old.
+    oldest = max(fields["alive_seconds"] for fields in found.values()) - limit / 2
+    silent = [
+        rank
+        for rank in range(job.recipe.parallel.num_workers)
+        if rank not in found or found[rank]["alive_seconds"] < oldest
+    ]
+    described = [_describe(rank, found.get(rank)) for rank in silent]
     rule = f"the larger of train.watchdog_min_seconds and {job.recipe.train.watchdog_factor:g} median steps"
     silence = f"No heartbeat came from {'; '.join(described)}." if silent else "All workers had a heartbeat."
     stacks = rank_log(job.run_folder, late[0])
@@ -61,22 +107,22 @@ def find_hang(job: Job) -> Hang | None:
 
 
 def _is_late(fields: dict[str, Any]) -> bool:
-    """Whether a worker waited in a step up to its limit. Its last heartbeat is up to HEARTBEAT_SECONDS older."""
+    """Whether a worker waited in a step up to its limit: its newest heartbeat is about one interval older."""
     limit = fields["limit_seconds"]
     if fields["phase"] != STEP or limit is None:
         return False
-    return bool(fields["phase_seconds"] >= limit - 1.5 * HEARTBEAT_SECONDS)
+    return bool(fields["phase_seconds"] >= limit - 1.5 * heartbeat_seconds(limit))
 
 
-def _is_silent(worker: WorkerHeartbeat | None, beats: int) -> bool:
-    """Whether a worker wrote nothing for some time, while another one has written `beats` heartbeats."""
-    if worker is None or worker.silent_seconds >= SILENT_SECONDS:
-        return True
-    return bool(worker.fields["beats"] < beats - MISSING_BEATS)
-
-
-def _describe(rank: int, worker: WorkerHeartbeat | None, host: str) -> str:
-    if worker is None:
+def _describe(rank: int, last: dict[str, Any] | None) -> str:
+    if last is None:
         return f"rank {rank}"
-    last = worker.fields
-    return f"rank {rank} ({host}, pid {last['pid']}; last seen in {last['phase']} after step {last['step']})"
+    return f"rank {rank} ({last['host']}, pid {last['pid']}; last seen in {last['phase']} after step {last['step']})"
+
+
+def _folder(run_folder: Path) -> Path:
+    return run_folder / "heartbeats"
+
+
+def _heartbeat_file(run_folder: Path, rank: int) -> Path:
+    return _folder(run_folder) / f"rank-{rank:05d}.json"

@@ -3,15 +3,16 @@
 A thread of C (`faulthandler`) writes the stacks of all threads to the rank's log and ends the process when a step takes
 longer than its limit: a hang in native code, or one that keeps the interpreter's lock, does not stop it. The launcher
 then ends the other workers, the frozen one too, and the command names the ranks that were silent (`silence.py`) and
-starts all again. A Python thread writes a heartbeat to the node's board each second: the worker's phase and step, and
-the seconds since the phase began.
+starts all again. A Python thread writes a heartbeat to the run's folder: the worker's phase and step, and the seconds
+since the phase began.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
+import logging
 import os
+import socket
 import statistics
 import threading
 import time
@@ -21,13 +22,13 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
-from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_board import NodeBoard
 from services.common.process.background_thread import running_in_background
 from services.common.program import process_group
 from services.common.program.process_group import ProcessGroup
-from services.trainer.health.silence import HEARTBEAT_SECONDS, STEP
+from services.trainer.health.silence import HEARTBEAT_SECONDS, STEP, heartbeat_seconds, write_heartbeat
 from services.trainer.job import Job, rank_log
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 60.0
 """Seconds beyond twice the limit of a step for which a collective may wait, so that the watchdog acts first."""
@@ -55,8 +56,8 @@ class Watchdog:
     one that is timed. Evaluations and checkpoints have no limit besides the timeout of collectives.
     """
 
-    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
-        self._job, self._environment, self._group, self._train = job, environment, group, job.recipe.train
+    def __init__(self, job: Job, group: ProcessGroup) -> None:
+        self._job, self._group, self._train = job, group, job.recipe.train
         self._activity = _Activity("start", 0, time.monotonic())
         self._step_seconds: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._limit_seconds: float | None = None
@@ -66,8 +67,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._log = self._opened.enter_context(rank_log(self._job.run_folder, self._group.rank).open("ab"))
         self._opened.callback(faulthandler.cancel_dump_traceback_later)
-        if self._environment.node_folder:
-            self._opened.enter_context(running_in_background(self._beat, "heartbeat", 3 * HEARTBEAT_SECONDS))
+        self._opened.enter_context(running_in_background(self._beat, "heartbeat", HEARTBEAT_SECONDS))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,23 +117,24 @@ class Watchdog:
             self._timeout = timeout
 
     def _beat(self, is_over: threading.Event) -> None:
-        assert self._environment.node_folder
-        board, beats = NodeBoard.open(self._environment.node_folder), 0
+        began_at = time.monotonic()
         while True:
-            beats += 1
-            board.write_heartbeat(self._environment.local_rank, json.dumps(self._heartbeat(beats)).encode())
-            if is_over.wait(HEARTBEAT_SECONDS):
-                board.close()
+            try:
+                write_heartbeat(self._job.run_folder, self._heartbeat(time.monotonic() - began_at))
+            except OSError as error:
+                logger.debug("no heartbeat: %s", error)
+            if is_over.wait(heartbeat_seconds(self._limit_seconds)):
                 return
 
-    def _heartbeat(self, beats: int) -> dict[str, Any]:
+    def _heartbeat(self, alive_seconds: float) -> dict[str, Any]:
         phase, step, began_at = self._activity
         return {
             "rank": self._group.rank,
+            "host": socket.gethostname(),
             "pid": os.getpid(),
             "attempt": self._job.attempt,
             "start": self._job.start_number,
-            "beats": beats,
+            "alive_seconds": round(alive_seconds, 1),
             "phase": phase,
             "step": step,
             "phase_seconds": round(time.monotonic() - began_at, 1),

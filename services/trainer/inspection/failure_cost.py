@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from services.common.program.process_group import COLLECTIVE_TIMEOUT
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.interval import mtbf_seconds
-from services.trainer.health.silence import HEARTBEAT_SECONDS
 from services.trainer.health.watchdog import limit_seconds
 from services.trainer.inspection.start_times import MEASURED_TIMES
 
@@ -90,7 +89,7 @@ def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failu
     # A checkpoint counts once it is committed. Until then a failure goes back to the one before.
     redone = recipe.checkpoint.interval_steps * times.step_seconds / 2 + times.write_seconds
     limit = limit_seconds([times.step_seconds], train.watchdog_factor, train.watchdog_min_seconds)
-    hang = COLLECTIVE_TIMEOUT.total_seconds() if limit is None else limit + HEARTBEAT_SECONDS
+    hang = COLLECTIVE_TIMEOUT.total_seconds() if limit is None else limit
     return {
         Failure.WORKER: FailureCost(0.0, 0.0, measured.restart_seconds, read, redone),
         Failure.HANG: FailureCost(hang, 0.0, measured.restart_seconds, read, redone),

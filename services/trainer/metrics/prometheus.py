@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import MillraceError
-from services.common.launch.node_heartbeats import NodeHeartbeats, list_nodes, read_node_heartbeats
 from services.common.process.metrics_server import PREFIX
 from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.health.silence import heartbeat_times
 from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, Kind
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS, Metric, Sample, find_samples
@@ -65,8 +65,8 @@ class NewestMetrics(Collector):
 class RunCollector(Collector):
     """Collects the metrics of a run besides those of its steps: RUN_METRICS.
 
-    A scrape reads a small file of each node, the list of the run's checkpoints, and the lines that were appended
-    since the last scrape, whatever the length of the run. A value that cannot be read is NaN.
+    A scrape costs one `stat` a worker, the list of the run's checkpoints, and the lines that were appended since the
+    last scrape, whatever the length of the run. A value that cannot be read is NaN.
     """
 
     def __init__(self, job: Job, now: Callable[[], float] = time.time) -> None:
@@ -76,8 +76,8 @@ class RunCollector(Collector):
         self._steps, self._last_step_time = MetricsTail(job.run_folder), math.nan
         self._events, self._counts = EventTail(job), Counter[str]()
         self._start_time = now()
-        self._writes: dict[int, tuple[tuple[int, int], float]] = {}
-        """The start and the number of the newest write of each node's heartbeats, and the time of its first scrape."""
+        self._heartbeats: dict[str, tuple[int, float]] = {}
+        """The time of each file of a worker's heartbeat, and that of the first scrape that saw it."""
 
     def collect(self) -> Iterable[Family]:
         with self._lock:
@@ -109,36 +109,15 @@ class RunCollector(Collector):
         }
 
     def _measure_heartbeats(self) -> float:
-        """Return the age of the oldest heartbeat of the newest start of the workers.
-
-        The age of a node's file counts from the scrape that first saw it, because the clocks of nodes differ. A node
-        writes its file every ten seconds, so the age of a living worker grows up to that.
-        """
-        job, now = self._job, self._now()
-        found = {node: read_node_heartbeats(job.run_folder, node) for node in list_nodes(job.run_folder)}
-        silences = {node: _silences_by_start(file, job.attempt) for node, file in found.items()}
-        newest = max((start for of_node in silences.values() for start in of_node), default=None)
-        if newest is None:
+        """Return the age of the oldest heartbeat, counted from the scrape that first saw it: clocks of nodes differ."""
+        now = self._now()
+        try:
+            times = heartbeat_times(self._job.run_folder)
+        except OSError:
             return math.nan
-        ages = [0.0]
-        for node, of_node in silences.items():
-            if newest not in of_node:  # a run that lost nodes may go on with fewer workers
-                continue
-            key = (newest, found[node].writes)
-            if self._writes.get(node, (None, now))[0] != key:
-                self._writes[node] = key, now
-            ages.append(now - self._writes[node][1] + of_node[newest])
-        return max(ages)
-
-
-def _silences_by_start(file: NodeHeartbeats, attempt: str) -> dict[int, float]:
-    """Return the longest silence of a node's workers, in seconds, by the start of the workers in this attempt."""
-    silences: dict[int, float] = {}
-    for worker in file.workers:
-        start = worker.fields.get("start")
-        if worker.fields.get("attempt") == attempt and isinstance(start, int):
-            silences[start] = max(silences.get(start, 0.0), worker.silent_seconds)
-    return silences
+        seen = {name: self._heartbeats.get(name, (0, now)) for name in times}
+        self._heartbeats = {name: seen[name] if seen[name][0] == time else (time, now) for name, time in times.items()}
+        return max((now - since for _, since in self._heartbeats.values()), default=math.nan)
 
 
 def _make_family(metric: Metric) -> CounterMetricFamily | GaugeMetricFamily:

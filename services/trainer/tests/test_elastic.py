@@ -37,7 +37,7 @@ def samples_of_committed_steps(job: Job, attempts: list[str]) -> dict[int, Count
 
 
 def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again(new_job: Callable[..., Job]) -> None:
-    """When one of the last four workers gets SIGTERM, all stop."""
+    """The last four workers are preempted, and all stop after the same step."""
     if torch.__version__ < "2.10":
         pytest.skip("torch 2.9's gloo damages the heap of one of four workers now and then")
     attempts: list[str] = []
@@ -57,14 +57,14 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
     run(work.train_audited, 2, max_steps=12)
     assert list(checkpoints(root)) == [f"step-{step:08d}" for step in (4, 8, 12)]
 
-    with pytest.raises(TryAgain, match="sigterm after step 15") as raised:
-        run(work.train_until_one_is_terminated, 4)
+    with pytest.raises(TryAgain, match="preemption after step 15") as raised:
+        run(work.train_until_preempted, 4)
     assert raised.value.exit_code == 75
     assert len(list(checkpoints(root)["step-00000015"].glob("shard-*"))) == 4
     job = run(work.train_audited, 4)
 
     ends = [(each["ended_by"], each["first_step"], each["last_step"]) for each in read_attempts(job.run_folder).lines]
-    assert ends == [("completion", 4, 12), ("sigterm", 12, 15), ("completion", 15, 20)]
+    assert ends == [("completion", 4, 12), ("preemption", 12, 15), ("completion", 15, 20)]
     straight = new_job("straight", **EVERY_FOUR)
     train(straight, WorkerEnvironment(rank=0, world_size=1))
     for name in ("step", "loss", "gradient_norm"):

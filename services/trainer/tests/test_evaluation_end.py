@@ -143,6 +143,7 @@ def test_a_stop_ends_the_evaluation_at_a_start(new_job: Callable[..., Job], stra
     ("reason", "end", "evaluated"),
     [
         (StopReason.STOP_FILE, "after step 1", [0]),
+        (StopReason.PREEMPTION, "before the first step", []),
         (StopReason.SIGTERM, "before the first step", []),
         (StopReason.INTERRUPT, "before the first step", []),
     ],

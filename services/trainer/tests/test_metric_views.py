@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -23,10 +24,10 @@ from tensorboardX.proto.event_pb2 import Event
 
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_heartbeats import node_heartbeat_file
 from services.common.process.metrics_server import MAX_CLIENTS, PREFIX, serve_metrics
 from services.common.process.stop_reason import StopReason
 from services.common.testing.waiting import wait_until
+from services.trainer.health.silence import forget_heartbeats, write_heartbeat
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import tensorboard
@@ -202,7 +203,6 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
     assert unknown == {
         *("slowest_rank", "straggler_score", "peak_device_bytes"),  # of one worker, on a CPU
         "validation_loss_by_source",  # the corpus has none
-        "heartbeat_age_seconds",  # no agent has started this worker
     }
 
 
@@ -212,14 +212,13 @@ def test_a_scrape_tells_the_age_of_a_runs_steps_checkpoints_and_heartbeats(
     """The ages count by the clock of the scraped process, because the clocks of workers may be wrong."""
     job = new_job(parallel__data_parallel_size="2", train__max_steps="40", checkpoint__interval_steps="10")
     now = 1000.0
-    heartbeats = node_heartbeat_file(job.run_folder, 0)
-    heartbeats.parent.mkdir()
+    clock_of_node = itertools.count(4 * 10**18, 10**9)
 
-    def beat(writes: int, *silent_seconds: float, start: int = 0, attempt: str = job.attempt) -> None:
-        worker = {"attempt": attempt, "start": start}
-        lines = [{"host": "here", "writes": writes, "time": 4e9}]
-        lines += [{**worker, "rank": rank, "silent_seconds": seconds} for rank, seconds in enumerate(silent_seconds)]
-        heartbeats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    def beat(*ranks: int) -> None:
+        for rank in ranks:
+            write_heartbeat(job.run_folder, {"rank": rank})
+            path = job.run_folder / "heartbeats" / f"rank-{rank:05d}.json"
+            os.utime(path, ns=(0, next(clock_of_node)))
 
     append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
     record_event(replace(job, attempt="an earlier command"), "restart", restarts=1)
@@ -232,7 +231,6 @@ def test_a_scrape_tells_the_age_of_a_runs_steps_checkpoints_and_heartbeats(
             events = {f"events_total {kind}": value for kind, value in found.pop(f"{PREFIX}events_total").items()}
             return {name.removeprefix(PREFIX): values[""] for name, values in found.items()} | events
 
-        beat(7, 0.0, 0.0, attempt="an earlier command")
         before = read()
         assert before["events_total restart"] == before["checkpoint_step"] == 0
         assert math.isnan(before["last_step_time_seconds"])
@@ -240,18 +238,21 @@ def test_a_scrape_tells_the_age_of_a_runs_steps_checkpoints_and_heartbeats(
 
         append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": 4, "time": 4e9}).encode())
         record_event(job, "nan", cause="data")
-        beat(1, 0.0, 0.0)
+        beat(0, 1)
         assert read()["heartbeat_age_seconds"] == 0
         now = 1007.0
-        assert read()["heartbeat_age_seconds"] == 7  # the node has not written again
+        beat(0, 1)
+        assert read()["heartbeat_age_seconds"] == 0
         now = 1100.0
-        beat(2, 1.0, 95.0)
+        beat(0)
         after = read()
-        assert after["heartbeat_age_seconds"] == 95
+        assert after["heartbeat_age_seconds"] == 93
         assert (after["last_step_time_seconds"], after["start_time_seconds"]) == (1000, 1000)
         assert (after["events_total nan"], after["events_total restart"]) == (1, 0)
 
-        beat(1, 0.0, start=1)  # the run goes on with one worker
+        forget_heartbeats(job.run_folder)
+        assert math.isnan(read()["heartbeat_age_seconds"])
+        beat(0)  # another command goes on with one worker
         assert read()["heartbeat_age_seconds"] == 0
         folder = job.checkpoint_collection / "step-00000010"
         folder.mkdir(parents=True)

@@ -1,22 +1,20 @@
-"""After a loss the command tells from the heartbeats of all nodes whether a step hung, and which ranks were silent."""
+"""After a loss the command tells from the workers' heartbeats whether a step hung, and which ranks were silent."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
-from services.common.launch.node_board import NodeBoard
-from services.common.launch.node_heartbeats import NodeHeartbeatFile, node_heartbeat_file
-from services.trainer.health.silence import find_hang
+from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.health.silence import find_hang, forget_heartbeats, heartbeat_seconds, write_heartbeat
 from services.trainer.job import Job
+from services.trainer.loop import train
 
-NODES, WORKERS = 4, 2
-WORLD = NODES * WORKERS
-LIMIT = 60.0
+WORLD = 8
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 @pytest.fixture
@@ -25,59 +23,63 @@ def job(new_job: Callable[..., Job]) -> Job:
 
 
 def live(
-    job: Job, folder: Path, seconds: float, frozen: tuple[int, ...] = (), lost_nodes: tuple[int, ...] = ()
+    job: Job, limit: float, waited: float, frozen: Collection[int] = (), unheard: Collection[int] = (), start: int = 0
 ) -> None:
-    """Let all ranks wait in step 7 for so many seconds; frozen ranks and lost nodes stand still from its start."""
-    for node in range(NODES):
-        (place := folder / f"node-{node}").mkdir()
-        with closing(NodeBoard.make(place, WORKERS)) as board:
-            file = NodeHeartbeatFile(board, node_heartbeat_file(job.run_folder, node))
-            for now in range(int(seconds) + 1):
-                for local_rank in range(WORKERS):
-                    rank = node * WORKERS + local_rank
-                    if now == 0 or rank not in frozen:
-                        board.write_heartbeat(local_rank, heartbeat(job, rank, now))
-                if now == 0 or node not in lost_nodes:
-                    file.look(1.0, is_last=now in (0, int(seconds)))
+    """Let all ranks wait in step 7; frozen ones stand still from its first second on, and others have no file."""
+    for rank in sorted({*range(WORLD)} - set(unheard)):
+        # Ranks start one after the other, and each has written its newest heartbeat at another moment.
+        age = rank / WORLD * heartbeat_seconds(limit)
+        seconds = 0.1 if rank in frozen else waited - age
+        fields = {"rank": rank, "host": "node", "pid": 7, "attempt": job.attempt, "start": start}
+        fields |= {"phase": "step", "step": 6, "phase_seconds": seconds, "limit_seconds": limit}
+        write_heartbeat(job.run_folder, fields | {"alive_seconds": 1000 + seconds - 0.05 * rank})
 
 
-def heartbeat(job: Job, rank: int, seconds: int) -> bytes:
-    ours = {"rank": rank, "pid": 7, "attempt": job.attempt, "start": job.start_number, "beats": 100 + seconds}
-    return json.dumps({**ours, "phase": "step", "step": 6, "phase_seconds": seconds, "limit_seconds": LIMIT}).encode()
-
-
+@pytest.mark.parametrize("limit", [4.0, 120.0])
 @pytest.mark.parametrize(
-    ("frozen", "lost_nodes", "silent"),
+    ("frozen", "unheard", "silent"),
     [
         ((), (), []),
         ((1,), (), [1]),
         ((0,), (), [0]),
-        ((), (2,), [4, 5]),
-        ((1, 7), (2,), [1, 4, 5, 7]),
+        ((), (4, 5), [4, 5]),
+        ((1, 7), (4, 5), [1, 4, 5, 7]),
     ],
-    ids=["none", "a worker", "the first", "a node", "several"],
+    ids=["none", "a worker", "the first", "a node that never spoke", "several"],
 )
 def test_the_silent_workers_of_a_hang_are_named(
-    job: Job, tmp_path: Path, frozen: tuple[int, ...], lost_nodes: tuple[int, ...], silent: list[int]
+    job: Job, limit: float, frozen: tuple[int, ...], unheard: tuple[int, ...], silent: list[int]
 ) -> None:
-    live(job, tmp_path, LIMIT, frozen, lost_nodes)
+    live(job, limit, limit, frozen, unheard)
     hang = find_hang(job)
 
     assert hang
-    assert (hang.step, hang.silent_ranks, hang.seconds) == (7, silent, LIMIT)
+    assert (hang.step, hang.silent_ranks, hang.seconds) == (7, silent, limit)
     assert hang.rank == next(rank for rank in range(WORLD) if rank not in silent)
-    assert all(f"rank {rank} (" in hang.message for rank in silent)
+    assert all(f"rank {rank} (node, pid 7; " in hang.message for rank in frozen)
 
 
-def test_a_loss_before_the_limit_is_no_hang(job: Job, tmp_path: Path) -> None:
-    live(job, tmp_path, LIMIT / 2, frozen=(3,))
+def test_a_loss_before_the_limit_is_no_hang(job: Job) -> None:
+    live(job, 120.0, 60.0, frozen=(3,))
     assert find_hang(job) is None
 
 
-def test_heartbeats_of_an_earlier_start_do_not_count(job: Job, tmp_path: Path) -> None:
-    live(job, tmp_path, LIMIT)
-    (job.run_folder / "heartbeats" / "node-00000.jsonl").write_text("[]\nnothing\n", encoding="utf-8")
-    for node in range(1, NODES):
-        path = node_heartbeat_file(job.run_folder, node)
-        path.write_text(path.read_text(encoding="utf-8").replace(job.attempt, "another"), encoding="utf-8")
+def test_heartbeats_of_an_earlier_start_do_not_count_and_those_of_an_earlier_command_are_removed(job: Job) -> None:
+    live(job, 120.0, 120.0, start=1)
+    (job.run_folder / "heartbeats" / "rank-00003.json").write_bytes(b"[]\n\xff")
     assert find_hang(job) is None
+
+    forget_heartbeats(job.run_folder)
+    assert not (job.run_folder / "heartbeats").exists()
+
+
+def test_a_worker_writes_its_heartbeat_and_goes_on_where_it_cannot(new_job: Callable[..., Job]) -> None:
+    job = new_job(train__max_steps="1")
+    train(job, ALONE)
+    [path] = (job.run_folder / "heartbeats").iterdir()
+    found = json.loads(path.read_bytes())
+    assert (path.name, found["rank"], found["attempt"]) == ("rank-00000.json", 0, job.attempt)
+
+    forget_heartbeats(job.run_folder)
+    Path(job.run_folder / "heartbeats").touch()
+    train(new_job(train__max_steps="2"), ALONE)

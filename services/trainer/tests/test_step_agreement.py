@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
-from services.common.launch.node_board import NodeBoard
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.process.stop_reason import StopReason
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement.step_agreement import AgreedStep, StepAgreement, WorkerStep
 from services.trainer.health.loss_spikes import Deviation
-from services.trainer.job import Job
 from services.trainer.metrics.metric_table import WorkerNumbers
-from services.trainer.stop import StopConditions
 from services.trainer.tests import work
 
 WORKERS = 3
@@ -79,10 +75,3 @@ def test_all_workers_stop_after_the_same_step_wherever_the_reason_was_heard(tmp_
     assert all(each == found[0] for each in found)
     assert found[0]["stop reasons"].index(StopReason.SIGTERM) == at
     assert f"rank {hears} only" in found[0]["error"]  # the one whose last step had another outcome
-
-
-def test_a_worker_hears_what_its_nodes_agent_has_heard(new_job: Callable[..., Job], tmp_path: Path) -> None:
-    job = new_job()
-    NodeBoard.make(tmp_path, 1).raise_stop_reason(StopReason.PREEMPTION)
-    environment = WorkerEnvironment(rank=0, world_size=1, node_folder=tmp_path)
-    assert StopConditions(job, environment).check() is StopReason.PREEMPTION

@@ -53,8 +53,8 @@ def test_whatever_lies_there_is_a_request_and_is_used_up(
     assert StopConditions(job, ALONE).check() is StopReason.NONE
 
 
-@pytest.mark.parametrize("reason", [StopReason.SIGTERM, StopReason.INTERRUPT])
-def test_a_signals_request_says_which_and_does_not_stop_the_next_command(
+@pytest.mark.parametrize("reason", [StopReason.PREEMPTION, StopReason.SIGTERM, StopReason.INTERRUPT])
+def test_a_request_of_the_command_says_which_and_does_not_stop_the_next_command(
     new_job: Callable[..., Job], reason: StopReason
 ) -> None:
     job = new_job()
@@ -63,6 +63,25 @@ def test_a_signals_request_says_which_and_does_not_stop_the_next_command(
 
     forget_signals(job.run_folder)
     assert StopConditions(job, ALONE).check() is StopReason.NONE
+
+
+def test_of_several_requests_the_strongest_stays(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    (job.run_folder / STOP_FILE).touch()
+    for reason, expected in (
+        (StopReason.STOP_FILE, StopReason.STOP_FILE),
+        (StopReason.PREEMPTION, StopReason.PREEMPTION),
+        (StopReason.INTERRUPT, StopReason.INTERRUPT),
+        (StopReason.PREEMPTION, StopReason.INTERRUPT),
+    ):
+        request_stop(job.run_folder, reason)
+        assert StopConditions(job, ALONE).check() is expected
+
+
+def test_workers_with_another_rank_look_for_no_request(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    request_stop(job.run_folder, StopReason.SIGTERM)
+    assert StopConditions(job, WorkerEnvironment(rank=1, world_size=2)).check() is StopReason.NONE
 
 
 def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
@@ -80,7 +99,14 @@ def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
     assert str(job.run_folder / STOP_FILE) in caplog.text
 
 
-@pytest.mark.parametrize(("reason", "kind"), [(StopReason.SIGTERM, TryAgain), (StopReason.INTERRUPT, Interrupted)])
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (StopReason.PREEMPTION, TryAgain),
+        (StopReason.SIGTERM, TryAgain),
+        (StopReason.INTERRUPT, Interrupted),
+    ],
+)
 def test_a_stop_that_left_nothing_behind_says_so_by_its_silence(
     new_job: Callable[..., Job], reason: StopReason, kind: type[MillraceError]
 ) -> None:

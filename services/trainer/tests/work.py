@@ -21,7 +21,6 @@ from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.launch.node_board import BOARD_FILE, NodeBoard
 from services.common.process.stop_reason import StopReason
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
@@ -37,6 +36,7 @@ from services.trainer.data import micro_batches
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
+from services.trainer.stop import request_stop
 from services.trainer.tests.runs import checkpoints, flip_a_bit
 from services.trainer.worker import joined_group
 
@@ -76,15 +76,9 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
 
 def place_on_nodes(environment: WorkerEnvironment, num_nodes: int) -> WorkerEnvironment:
     """Return the environment of a worker of this machine as one of several nodes, which it shares with others."""
-    assert environment.node_folder
     local_world_size = environment.world_size // num_nodes
     node_rank, local_rank = divmod(environment.rank, local_world_size)
-    folder = environment.node_folder / f"node-{node_rank}"
-    if local_rank == 0:
-        folder.mkdir()
-        NodeBoard.make(folder, local_world_size).close()
-    wait_until((folder / BOARD_FILE).exists)
-    placed = replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_folder=folder)
+    placed = replace(environment, local_rank=local_rank, local_world_size=local_world_size)
     return replace(placed, node_rank=node_rank, num_nodes=num_nodes)
 
 
@@ -223,17 +217,17 @@ def train_and_die(job: Job, environment: WorkerEnvironment) -> None:
     train(job, environment)
 
 
-def train_until_one_is_terminated(job: Job, environment: WorkerEnvironment) -> None:
-    """Audited. Rank 3 gets SIGTERM in its step 14, of which all workers hear while they take the next one."""
+def train_until_preempted(job: Job, environment: WorkerEnvironment) -> None:
+    """Audited. A stop is requested in step 14, of which all workers hear while they take the next one."""
     train_step = Program.train_step
 
-    def terminate(program: Program, step: int, *arguments: Any) -> Any:
-        if step == 13 and environment.rank == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def request(program: Program, step: int, *arguments: Any) -> Any:
+        if step == 13 and environment.rank == 0:
+            request_stop(job.run_folder, StopReason.PREEMPTION)
         return train_step(program, step, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "train_step", terminate)
+        patch.setattr(Program, "train_step", request)
         train_audited(job, environment)
 
 
