@@ -32,7 +32,7 @@ RUNBOOKS = read_runbooks()
 RUNS_HERE, NEEDS_CLUSTER, NEEDS_ACCOUNT = "runs here", "needs-cluster", "needs-account"
 RUN_BY = "run by "
 PROGRAMS = {
-    NEEDS_CLUSTER: {"make", "kubectl", "git", "tensorboard"},
+    NEEDS_CLUSTER: {"make", "kubectl", "curl", "git", "tensorboard"},
     NEEDS_ACCOUNT: {"make", "kubectl", "aws", "cp"},
 }
 """Programs with which the commands of a mark may begin."""

@@ -52,13 +52,14 @@ LIBRARIES = {
     "compiler": ("torch",),
     "trainer": (
         "torch",
+        "ray.train",
         "safetensors",
         "sentencepiece",
         "tensorboardX",
         "tiktoken",
         "tokenizers",
     ),
-    "head": ("boto3", "kubernetes", "requests"),
+    "head": ("boto3", "kubernetes", "ray.train", "requests"),
 }
 # Libraries of the Neuron SDK by variant, for the services with the program. The neuron variant has those of the AWS
 # Neuron training image, the trn2 variant TorchNeuron, the compiler and the language of kernels. Whether all of them can
