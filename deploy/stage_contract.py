@@ -125,6 +125,14 @@ RAY_ENVIRONMENT = {
     # The head checks a node five times. A node whose processes are gone refuses the checks, and is lost after some 6 s
     # instead of 16. A node that is frozen, or behind a network that drops packets, still has 10 s to answer a check.
     "RAY_health_check_period_ms": "1000",
+    # Not Ray's 15: the node is there for its workers.
+    "RAY_worker_niceness": "0",
+}
+TRAIN_ENVIRONMENT = {
+    # Lists the run in the API of the head's dashboard. Ray Train reads both in the driver and hands the second on.
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    # Seconds between two looks for nodes that drain; the default is 5.
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
 }
 EFA_ENVIRONMENT = {
     "FI_PROVIDER": "efa",
@@ -142,7 +150,8 @@ ONE_OFF_DRAIN_SECONDS = 30
 def find_contract(stage: Stage, resources: Resources | None) -> StageContract:
     """The contract of a stage whose containers have these resources."""
     secrets = (HUGGING_FACE_TOKEN,) if stage == "tokenizer" else ()
-    contract = StageContract(stage, resources, RAY_ENVIRONMENT, DRAIN_SECONDS[stage], secrets=secrets)
+    environment = RAY_ENVIRONMENT | TRAIN_ENVIRONMENT if stage == "trainer" else RAY_ENVIRONMENT
+    contract = StageContract(stage, resources, environment, DRAIN_SECONDS[stage], secrets=secrets)
     if resources and resources.efa_cards:
         contract = replace(contract, environment=contract.environment | EFA_ENVIRONMENT)
     if resources and resources.shared_memory_gib:
