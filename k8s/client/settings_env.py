@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 from deploy.reservation import read_end
-from deploy.stage_contract import RAY_ENVIRONMENT, SHARED_MEMORY, Resources, StageContract, find_contract
+from deploy.stage_contract import HEAD_ENVIRONMENT, SHARED_MEMORY, Resources, StageContract, find_contract
 from images.platforms import find_variant, read_neuron_nodes
 from infra.shapes import Shape, find_shape
 from k8s.client.bounds import fill_images, fill_one_off, fill_quota
@@ -197,7 +197,7 @@ def _fill_cluster(cluster: Object, pools: dict[str, Pool], settings: dict[str, s
         told[VARIANT_ANNOTATION] = find_variant(pools[TRAINIUM].shape.name)
     annotations.update({name: text for name, text in told.items() if text})
     head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    _add_variables(head, RAY_ENVIRONMENT)
+    _add_variables(head, HEAD_ENVIRONMENT)
     for group in cluster["spec"]["workerGroupSpecs"]:
         pool = pools.get(_pool_of(group))
         if group["groupName"] in STAGES:
