@@ -1,14 +1,16 @@
 """Measures the times of a run's start, of a restart after a killed worker, and of a checkpoint's hand-over.
 
-    python -m benchmarks.trainer.start_rows --root ROOT [--recipe FILE] [--rounds 3] [--launch inline ray]
+    python -m benchmarks.trainer.start_rows --root ROOT [--recipe FILE] [--rounds 3] [--launch ray inline joined]
         [--before CHECKOUT]
 
 The tokenizer and the compiler run first where ROOT lacks their artifacts, so the caches are warm. A round is one
-command of each launcher with a run folder of its own, which is stopped once all times are measured:
+command of each launcher with a run folder of its own, which is stopped once all times are measured; `joined` is `ray`
+on a cluster that runs already, of one node:
 
-first step   seconds from the command's start to the end of the first step
-restart      seconds from kill -9 of the last worker to the end of the first step of its replacements
-stall        seconds that training waits for a checkpoint: the median of the round's checkpoints
+first step     seconds from the command's start to the end of the first step
+restart        seconds from kill -9 of the last worker to the end of the first step of its replacements
+node restart   the same for the process of the node's agent, which only Ray has
+stall          seconds that training waits for a checkpoint: the median of the round's checkpoints
 
 With --before, a round has the commands of another checkout too, such as a git worktree of an earlier commit, and each
 median is printed beside that of the other checkout. Both use the Python that runs the benchmark.
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +36,8 @@ import psutil
 
 from benchmarks.machine import describe_machine
 from benchmarks.rounds import measure_rounds
-from services.common.launch.launcher import LAUNCHERS
+from services.common.launch.launcher import INLINE, LAUNCHERS, RAY
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Recipe
 from services.trainer.metrics.records import read_metrics
 
 LIMIT_SECONDS = 300.0
@@ -46,6 +47,8 @@ CHECKPOINT_STEPS = 20
 T = TypeVar("T")
 
 
+JOINED = "joined"
+LAUNCHES = (*LAUNCHERS, JOINED)
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOW, BEFORE = "now", "before"
 
@@ -56,12 +59,14 @@ class MeasuredStart:
 
     first_step: float
     restart: float
+    node_restart: float | None
     stall: float
 
 
-ROWS: dict[str, Callable[[MeasuredStart], float]] = {
+ROWS: dict[str, Callable[[MeasuredStart], float | None]] = {
     "first step": lambda times: times.first_step,
     "restart": lambda times: times.restart,
+    "node restart": lambda times: times.node_restart,
     "stall": lambda times: times.stall,
 }
 
@@ -71,7 +76,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, required=True, help="folder of the recipe's corpus and compile cache")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-cpu.toml"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--launch", choices=tuple(LAUNCHERS), nargs="+", default=tuple(LAUNCHERS))
+    parser.add_argument("--launch", choices=LAUNCHES, nargs="+", default=LAUNCHES)
     parser.add_argument("--before", type=Path, help="another checkout of the project, measured in the same rounds")
     arguments = parser.parse_args()
     machine = describe_machine()
@@ -81,7 +86,7 @@ def main() -> int:
 
 
 def make_table(
-    recipe: Path, root: Path, rounds: int, launches: Sequence[str] = tuple(LAUNCHERS), before: Path | None = None
+    recipe: Path, root: Path, rounds: int, launches: Sequence[str] = LAUNCHES, before: Path | None = None
 ) -> str:
     """Make the recipe's corpus and compile cache in `root`, then measure and format the rows of the launchers."""
     recipe, root = recipe.absolute(), root.absolute()
@@ -117,31 +122,60 @@ def describe_starts(measured: dict[str, list[MeasuredStart]]) -> str:
     """Format a table of medians with their samples, and with their ratios to the medians of the other checkout."""
     lines = []
     for name, read in ROWS.items():
-        medians = {row: statistics.median(map(read, starts)) for row, starts in measured.items()}
-        for row, starts in measured.items():
+        samples = {row: [seconds for each in starts if (seconds := read(each))] for row, starts in measured.items()}
+        medians = {row: statistics.median(seconds) for row, seconds in samples.items() if seconds}
+        for row, median in medians.items():
             launch, _, checkout = row.partition(" ")
             earlier = medians.get(f"{launch} {BEFORE}") if checkout == NOW else None
-            ratio = f"  {medians[row] / earlier:.2f} times before" if earlier else ""
-            shown = " ".join(f"{read(start):.2f}" for start in starts)
-            lines.append(f"{name:<12} {row:<14} {medians[row]:6.2f} s   of {shown}{ratio}")
+            ratio = f"  {median / earlier:.2f} times before" if earlier else ""
+            shown = " ".join(f"{seconds:.2f}" for seconds in samples[row])
+            lines.append(f"{name:<12} {row:<14} {median:6.2f} s   of {shown}{ratio}")
     return "\n".join(lines)
 
 
 def measure_start(recipe: Path, root: Path, launch: str, checkout: Path) -> MeasuredStart:
-    """Train a new run with the program of `checkout`, kill its last worker, and stop it after the restart."""
-    with new_root(root) as folder, _running(recipe, folder, launch, checkout) as command:
+    """Train a new run with the program of `checkout`, kill its last worker, then its node's agent, and stop it."""
+    log = f"rank-{load_recipe(recipe, {}).parallel.num_workers - 1:05d}.log"
+
+    def restart(victim: psutil.Process) -> float:
+        killed_at = time.time()
+        victim.kill()
+        return _wait_for(command, lambda: _find_first_step(folder, killed_at)) - killed_at
+
+    with (
+        new_root(root) as folder,
+        _running_ray(launch, checkout) as address,
+        _running(recipe, folder, launch, address, checkout) as command,
+    ):
         started_at = time.time()
         first = _wait_for(command, lambda: _find_first_step(folder, started_at))
         _wait_for(command, lambda: len(_stalls(folder)) >= 2)
-        killed_at = time.time()
-        _find_last_worker(command, load_recipe(recipe, {})).kill()
-        again = _wait_for(command, lambda: _find_first_step(folder, killed_at))
-        return MeasuredStart(first - started_at, again - killed_at, statistics.median(_stalls(folder)))
+        again = restart(_find_process(lambda each: any(Path(file.path).name == log for file in each.open_files())))
+        anew = None if launch == INLINE else restart(_find_process(_is_agent))
+        return MeasuredStart(first - started_at, again, anew, statistics.median(_stalls(folder)))
 
 
 @contextmanager
-def _running(recipe: Path, root: Path, launch: str, checkout: Path) -> Iterator[subprocess.Popen[bytes]]:
-    options = ("--recipe", str(recipe), "--root", str(root), "--launch", launch)
+def _running_ray(launch: str, checkout: Path) -> Iterator[str]:
+    """Run Ray for the block where the command is to join it, and yield its address; empty for a Ray of its own."""
+    if launch != JOINED:
+        yield ""
+        return
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 - the other launchers are measured without Ray, too
+
+    with chdir(checkout):  # from which Ray's processes import
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": os.cpu_count()})
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def _running(
+    recipe: Path, root: Path, launch: str, ray_address: str, checkout: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    options = ("--recipe", str(recipe), "--root", str(root), "--launch", INLINE if launch == INLINE else RAY)
     log = root / "command.log"
     with log.open("wb") as output:
         command = subprocess.Popen(
@@ -149,7 +183,7 @@ def _running(recipe: Path, root: Path, launch: str, checkout: Path) -> Iterator[
             stdout=output,
             stderr=output,
             cwd=checkout,
-            env={**os.environ, "RAY_ADDRESS": ""},
+            env={**os.environ, "RAY_ADDRESS": ray_address},
         )
     try:
         yield command
@@ -185,14 +219,18 @@ def _stalls(root: Path) -> list[float]:
     return [seconds for seconds in found if seconds is not None]
 
 
-def _find_last_worker(command: subprocess.Popen[bytes], recipe: Recipe) -> psutil.Process:
-    """Find the process of the last rank by the log that it has open."""
-    log = f"rank-{recipe.parallel.num_workers - 1:05d}.log"
-    for process in psutil.Process(command.pid).children(recursive=True):
+def _find_process(is_wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
+    """Find a process of the command, or of the Ray that it has joined: both are children of this one."""
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if any(Path(file.path).name == log for file in process.open_files()):
+            if is_wanted(process):
                 return process
-    raise ProcessLookupError(f"no process of the command {command.pid} writes {log}")
+    raise ProcessLookupError("a process that should be killed does not run")
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return "launch.node_process" in command or "launch.agent_process" in command
 
 
 if __name__ == "__main__":

@@ -102,6 +102,10 @@ class NoRoomForWorkers(WorkersLost):
     """The running nodes had no room for the workers until the wait was over; the caller does not wait again."""
 
 
+class AgentsLost(WorkersLost):
+    """The agents that start workers on the nodes did not meet, or lost each other."""
+
+
 class HardwareFault(TryAgain):
     """An accelerator failed. Its host has to be repaired or replaced, and the program is not at fault."""
 

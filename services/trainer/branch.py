@@ -17,7 +17,8 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.input.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Branch, Recipe
-from services.trainer.checkpoints.lookup import checkpoint_steps, find_trained_corpus, open_checkpoint
+from services.trainer.checkpoints.lookup import find_trained_corpus, open_checkpoint
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.corpus import RunCorpus
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, run_name

@@ -7,17 +7,20 @@ from argparse import Namespace
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.store import Artifact
-from services.common.artifacts.upstream import open_corpus
+from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
+from services.common.artifacts.store import Artifact, open_artifact
+from services.common.artifacts.upstream import find_cache, open_corpus, stage_command
 from services.common.errors import ArtifactError, RecipeError
+from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import INLINE
-from services.common.recipe.schema import Recipe
+from services.common.program.fingerprint import explain_difference, program_facts
+from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.branch import find_lineage, name_run
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.corpus import RunCorpus, describe_corpus
-from services.trainer.job import ALLOW_COLD_COMPILE, Job, open_cache, run_name
+from services.trainer.job import ALLOW_COLD_COMPILE, Job, run_name
 from services.trainer.run import Run, open_run
 
 
@@ -27,6 +30,47 @@ def open_job(arguments: Namespace, recipe: Recipe) -> Job:
     waivers = (ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else ()
     job = new_job(arguments.root, recipe, open_own_corpus(arguments, recipe), cache, program)
     return replace(job, waivers=waivers, launch=arguments.launch)
+
+
+def open_cache(
+    recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None, allow_cold: bool
+) -> tuple[Artifact[CompileCacheManifest] | None, str]:
+    """Return the compile cache of the recipe's program on this machine, and the program's fingerprint.
+
+    Raises `ArtifactError` if there is none, with the differences from the cache that exists.
+    """
+    facts = program_facts(recipe)
+    ours = fingerprint(facts)
+    if not recipe.compile.enabled:
+        return None, ours
+    exact = compile_cache_address(root, recipe, ours)
+    try:
+        if explicit:
+            cache = open_artifact(explicit.absolute(), CompileCacheManifest)
+        elif exact.path.exists():
+            cache = open_artifact(exact.path, CompileCacheManifest)
+        else:
+            cache = find_cache(recipe, recipe_path, root)
+        omit = "Omit --cache, and make" if explicit else "Make"
+        made_by = f"{omit} a cache for this program with `{stage_command('compiler', recipe_path, root)}`."
+        _require_same_program(cache, facts, made_by)
+    except ArtifactError as error:
+        if allow_cold:
+            return None, ours
+        raise ArtifactError(f"{error} Or pass {ALLOW_COLD_COMPILE} to compile at the start of the run.") from error
+    return cache, ours
+
+
+def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], advice: str) -> None:
+    theirs, ours = cache.manifest.compile_cache, fingerprint(facts)
+    if theirs.program_fingerprint != ours:
+        difference = "\n  ".join(
+            list_problems(explain_difference(theirs.facts, facts).splitlines(), "facts that differ")
+        )
+        raise ArtifactError(
+            f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, but this run's program is "
+            f"{ours[:12]}. They differ in\n  {difference}\n{advice}"
+        )
 
 
 def new_job(

@@ -34,9 +34,10 @@ def begin_inductor() -> None:
     can_be_set = hasattr(codecache.torch_key, "set")  # not in torch 2.9
     with _calling_in_a_fork(codecache.torch_key) if can_be_set else nullcontext():
         for module in _MODULES:
-            importlib.import_module(module)
+            with suppress(ImportError):  # one of them needs setuptools, which an image may lack
+                importlib.import_module(module)
     codecache.torch_key()
-    if can_be_set:
+    if hasattr(codecache, "triton_key"):  # not in torch 2.9
         # Torch would hash Triton's library, which takes 0.35 s, and use the hash for graphs of a GPU alone.
         codecache.triton_key.set(None)
     codecache.CacheBase.get_system()

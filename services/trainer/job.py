@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, checkpoint_id
-from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
+from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import Lease
-from services.common.artifacts.store import Address, Artifact, artifact_id, open_artifact
-from services.common.artifacts.upstream import find_cache, stage_command
+from services.common.artifacts.store import Address, Artifact, artifact_id
 from services.common.errors import ArtifactError
-from services.common.input.problem_list import list_problems
-from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.derived import tokens_per_step
-from services.common.recipe.schema import Recipe, fingerprint
+from services.common.recipe.schema import Recipe
 from services.trainer.corpus import RunCorpus
 
 CONTENT_VERSION = 3
@@ -109,47 +106,6 @@ def tokens_after(recipe: Recipe, parent: Ancestor | None, step: int, skipped_ste
     """
     before, applied = (parent.tokens, parent.step - parent.skipped_steps) if parent else (0, 0)
     return before + (step - skipped_steps - applied) * tokens_per_step(recipe)
-
-
-def open_cache(
-    recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None, allow_cold: bool
-) -> tuple[Artifact[CompileCacheManifest] | None, str]:
-    """Return the compile cache of the recipe's program on this machine, and the program's fingerprint.
-
-    Raises `ArtifactError` if there is none, with the differences from the cache that exists.
-    """
-    facts = program_facts(recipe)
-    ours = fingerprint(facts)
-    if not recipe.compile.enabled:
-        return None, ours
-    exact = compile_cache_address(root, recipe, ours)
-    try:
-        if explicit:
-            cache = open_artifact(explicit.absolute(), CompileCacheManifest)
-        elif exact.path.exists():
-            cache = open_artifact(exact.path, CompileCacheManifest)
-        else:
-            cache = find_cache(recipe, recipe_path, root)
-        omit = "Omit --cache, and make" if explicit else "Make"
-        made_by = f"{omit} a cache for this program with `{stage_command('compiler', recipe_path, root)}`."
-        _require_same_program(cache, facts, made_by)
-    except ArtifactError as error:
-        if allow_cold:
-            return None, ours
-        raise ArtifactError(f"{error} Or pass {ALLOW_COLD_COMPILE} to compile at the start of the run.") from error
-    return cache, ours
-
-
-def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], advice: str) -> None:
-    theirs, ours = cache.manifest.compile_cache, fingerprint(facts)
-    if theirs.program_fingerprint != ours:
-        difference = "\n  ".join(
-            list_problems(explain_difference(theirs.facts, facts).splitlines(), "facts that differ")
-        )
-        raise ArtifactError(
-            f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, but this run's program is "
-            f"{ours[:12]}. They differ in\n  {difference}\n{advice}"
-        )
 
 
 def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_changed_program: bool) -> Job:

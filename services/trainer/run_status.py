@@ -17,7 +17,7 @@ from services.common.artifacts.checkpoint import Ancestor
 from services.common.artifacts.store import Address
 from services.common.errors import EXIT_INTERRUPTED, TryAgain
 from services.common.input.files import parse_json, read_file
-from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.checkpoints.steps import newest_step
 from services.trainer.evaluation.records import read_last_evaluation
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.metrics.commands import CommandRecord, read_commands, sum_chip_hours, sum_cost

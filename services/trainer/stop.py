@@ -95,6 +95,21 @@ def forget_signals(run_folder: Path) -> None:
         logger.warning("%s exists: the run will stop after its first step, with a checkpoint", path)
 
 
+def requested_stop(run_folder: Path) -> StopReason:
+    """Return the stop that a signal or a preemption has requested; NONE where there is none."""
+    reason = _read_request(run_folder / STOP_FILE)
+    return reason if reason > StopReason.STOP_FILE else StopReason.NONE
+
+
+def stopped_by_loss(reason: StopReason, loss: str) -> MillraceError:
+    """Make the error of a run that should stop, and whose workers were lost before they stopped."""
+    kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
+    return kind(
+        f"Stopped by {reason}, but the workers were lost before they stopped ({loss}). The same command continues from "
+        f"the newest committed checkpoint."
+    )
+
+
 def stopped(reason: StopReason, step: int | None, run_folder: Path) -> MillraceError:
     """Make the error of a run that stopped early after a step, or None before its first one.
 

@@ -1,8 +1,9 @@
-"""Supervises the workers for the command: starts and restarts them, passes on signals, and shows progress."""
+"""Supervises the workers for the command: decides about restarts, passes on signals, and shows progress."""
 
 from __future__ import annotations
 
 import logging
+import pickle  # nosec B403 # only this process's own objects are pickled
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,20 +14,18 @@ from functools import partial
 from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
-from services.common.errors import NoRoomForWorkers, WorkersLost
-from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroup, choose_launcher
 from services.common.process.background_thread import running_in_background
 from services.common.process.progress import Progress, show_progress
 from services.common.process.stop_reason import StopReason
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
-from services.trainer.checkpoints.lookup import newest_step
-from services.trainer.health.silence import find_hang, forget_heartbeats
+from services.trainer.health.silence import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics.events import EventTail, record_event, warnings_of
+from services.trainer.metrics.events import EventTail, warnings_of
 from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import working_on_node
-from services.trainer.restarts import RestartBudget
+from services.trainer.start_plan import StartPlan, read_report
 from services.trainer.stop import forget_signals, request_stop
 from services.trainer.worker_start import describe_workers
 
@@ -41,60 +40,37 @@ Observer = Callable[[list[dict[str, Any]]], None]
 def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: None) -> None:
     """Run the workers until the run is complete, and pass new events of the run to `observe`, which must not wait.
 
-    Each start of the workers has its own lease token, so a process of a lost start, disconnected or frozen, cannot
-    commit anything later. Raises the workers' error, and `WorkersLost` when workers were lost more than
-    `train.max_restarts` times since the newest checkpoint.
+    Raises the workers' error, and `WorkersLost` when workers were lost more than `train.max_restarts` times since the
+    newest checkpoint.
     """
     forget_signals(job.run_folder)
     forget_heartbeats(job.run_folder)
-    launcher = choose_launcher(job.launch)
     spec = describe_workers(job.recipe, job.run_folder, job.attempt)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
-    budget = RestartBudget(job.recipe.train.max_restarts, newest_step(job.checkpoint_collection) or 0)
+    job = replace(job, lease=lease.renew())
+    group = WorkerGroup(
+        pickle.dumps((train_on_node, job)),
+        spec,
+        StartPlan(job),
+        name=job.run,
+        storage_path=job.checkpoint_collection.parent,
+        max_node_losses=job.recipe.train.max_restarts,
+        read_report=partial(read_report, job),
+        stop=partial(request_stop, job.run_folder, StopReason.PREEMPTION),
+    )
     request = _StopRequest(job)
-    with (
-        on_stop_signal(request.make, again=_end_at_once),
-        _progress_of(job, observe) as progress,
-        launcher.open_workers(spec) as workers,
-    ):
-        while True:
-            request.begin_attempt()
-            try:
-                workers.run(train_on_node, replace(job, lease=lease.renew()))
-                if request.signum is not None:  # it came after the last step, at which the workers no longer look
-                    forget_signals(job.run_folder)
-                return
-            except NoRoomForWorkers:
-                raise
-            except WorkersLost as error:
-                loss = str(error)
-                if hang := find_hang(job):
-                    loss = f"{hang.message}\n{error}"
-                    record_event(job, "watchdog", **hang._asdict())
-                if request.signum is not None:
-                    raise Stopped(
-                        request.signum,
-                        f"Stopped by {name_signal(request.signum)}, but the workers were lost before they stopped "
-                        f"({error}). The same command continues from the newest committed checkpoint.",
-                    ) from error
-                budget = budget.see_checkpoint(newest_step(job.checkpoint_collection) or 0)
-                if budget.is_spent:
-                    raise WorkersLost(
-                        f"workers were lost {budget.restarts + 1} times, train.max_restarts is {budget.max_restarts}. "
-                        f"The last loss: {loss}\nThe same command continues from the newest checkpoint."
-                    ) from error
-                budget = budget.take_restart()
-                progress.start_again()
-                cause = loss.splitlines()[0]
-                logger.warning("lost the workers (%s); starting them again", cause)
-                lost_steps = max(0, request.last_step - budget.committed_step)
-                counts = {"restarts": budget.restarts, "from_step": budget.committed_step, "lost_steps": lost_steps}
-                record_event(job, "restart", **counts, cause=cause)
-                job = replace(job, workers_started_at=datetime.now(UTC), start_number=job.start_number + 1)
+    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe, request):
+        choose_launcher(job.launch).run_workers(group)
+    if request.signum is not None:  # it came after the last step, at which the workers no longer look
+        forget_signals(job.run_folder)
 
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
     """Train as one worker."""
+    started_at = (
+        datetime.fromtimestamp(environment.started_at, UTC) if environment.start_number else job.workers_started_at
+    )
+    job = replace(job, start_number=environment.start_number, workers_started_at=started_at)
     with working_on_node(job):
         train(job, environment)
 
@@ -104,11 +80,12 @@ class _StopRequest:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._recorded: dict[str, Any] | None = None
+        self._recorded = self._last_record()
         self.signum: int | None = None
         """Number of the signal that made the request."""
 
-    def begin_attempt(self) -> None:
+    def begin_start(self) -> None:
+        """Take note of a new start of the workers."""
         self._recorded = self._last_record()
 
     def make(self, signum: int) -> None:
@@ -129,11 +106,6 @@ class _StopRequest:
         except OSError:  # a full disk has no room for the request, nor for a checkpoint
             _end_at_once(signum)
 
-    @property
-    def last_step(self) -> int:
-        """Step of the newest record of the run; 0 where there is none."""
-        return int((self._last_record() or {}).get("step", 0))
-
     def _last_record(self) -> dict[str, Any] | None:
         return read_last_step(self._job.run_folder)
 
@@ -143,17 +115,22 @@ def _end_at_once(signum: int) -> NoReturn:
 
 
 @contextmanager
-def _progress_of(job: Job, observe: Observer) -> Iterator[Progress]:
-    """Show the run's progress from its metrics file, which every launcher has."""
+def _progress_of(job: Job, observe: Observer, request: _StopRequest) -> Iterator[None]:
+    """Show the run's progress from its records, which every launcher has."""
     max_steps = job.recipe.train.max_steps
     with show_progress("training", max_steps, "steps") as progress:
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
-        with running_in_background(partial(_follow, job, progress, before, observe), "progress"):
-            yield progress
+        with running_in_background(partial(_follow, job, progress, before, observe, request), "progress"):
+            yield
 
 
 def _follow(
-    job: Job, progress: Progress, before: dict[str, Any] | None, observe: Observer, is_over: threading.Event
+    job: Job,
+    progress: Progress,
+    before: dict[str, Any] | None,
+    observe: Observer,
+    request: _StopRequest,
+    is_over: threading.Event,
 ) -> None:
     is_last, tail = False, EventTail(job)
     while not is_last:
@@ -161,6 +138,11 @@ def _follow(
         events = tail.read()
         for warning in warnings_of(events):
             logger.warning(warning)
+        for event in events:
+            if event["event"] == "restart":
+                logger.warning("lost the workers (%s); starting them again", event.get("cause"))
+                request.begin_start()
+                progress.start_again()
         observe(events)
         last = read_last_step(job.run_folder)
         if last and last != before:

@@ -1,4 +1,4 @@
-"""Describes a run's workers to the launcher, and lets the launcher prepare before the command imports its program.
+"""Describes a run's workers to the launcher, and starts their fork server before the command imports its program.
 
 Those imports take seconds. `begin_start` reads only the command line and the recipe, and leaves all errors in them to
 the command.
@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 
 from services.common.errors import MillraceError
-from services.common.launch.launcher import WorkerGroupSpec, choose_launcher
+from services.common.launch.child_processes import start_fork_server
+from services.common.launch.launcher import INLINE, WorkerGroupSpec
 from services.common.process.command_line import StageParser
 from services.common.process.command_parser import read_override
 from services.common.recipe.file import load_recipe
@@ -20,18 +21,14 @@ from services.trainer.inspection.fit import instance_type
 WITH_WORKERS = ("train", "evaluate")
 """Commands that start workers; `train` is the default."""
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-_EVERY_WORKER = (
-    "services.trainer.supervise",
-    "services.common.program.backends.torch_native",
-    "services.common.program.fingerprint:parse_source",
-)
-_COMPILED = ("services.common.program.backends.inductor", "services.trainer.inductor_start:begin_inductor")
+_PRELOAD = "services.trainer.worker_preload"
+_COMPILED_PRELOAD = "services.trainer.compiled_worker_preload"
 
 
 def begin_start(argv: list[str]) -> Recipe | None:
-    """Let the launcher of a command with workers prepare for them, and return the command's recipe.
+    """Start the fork server of a command with workers on this machine, and return the command's recipe.
 
-    Return None, and prepare nothing, for other commands and for a wrong command line.
+    Return None, and start nothing, for other commands and for a wrong command line.
     """
     has_workers = bool(argv) and (argv[0] in WITH_WORKERS or argv[0].startswith("-"))
     if not has_workers or {"-h", "--help"}.intersection(argv):
@@ -41,8 +38,8 @@ def begin_start(argv: list[str]) -> Recipe | None:
     try:
         options, rest = parser.parse_known_args(argv[argv[0] in WITH_WORKERS :])
         recipe = load_recipe(options.recipe, dict(filter(None, map(read_override, rest))))
-        if not options.dry_run:
-            choose_launcher(options.launch).prepare(describe_workers(recipe, options.root))
+        if options.launch == INLINE and not options.dry_run:
+            start_fork_server(describe_workers(recipe, options.root).preload)
     except MillraceError:  # the command finds it, too
         return None
     return recipe
@@ -65,10 +62,12 @@ def describe_workers(recipe: Recipe, shared_folder: Path, kept_folder: str = "")
 def _modules_of_workers(recipe: Recipe) -> tuple[str, ...]:
     """Return the modules that workers can be forked with.
 
-    There are none for a device that a worker must choose before it imports torch. There are none on a machine with a
-    GPU either: Inductor's imports open the GPU, even for a recipe for the CPU, and a fork of a process that has opened
-    a GPU cannot use torch.
+    There are none with TorchNeuron, whose library opens its device as torch is imported. Inductor's imports open a GPU,
+    even for a recipe for the CPU, and a fork of a process that has opened a GPU cannot use torch.
     """
-    if recipe.parallel.device != "cpu" or any(map(os.path.exists, GPU_FILES)):
+    if recipe.parallel.device == "neuron":
         return ()
-    return _EVERY_WORKER + (_COMPILED if recipe.compile.enabled else ())
+    has_inductor = (
+        recipe.parallel.device == "cpu" and recipe.compile.enabled and not any(map(os.path.exists, GPU_FILES))
+    )
+    return (_COMPILED_PRELOAD if has_inductor else _PRELOAD,)

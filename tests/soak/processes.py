@@ -11,8 +11,8 @@ import psutil
 
 MARK = "MILLRACE_SOAK"
 """Environment variable that all processes of a soak's command inherit; its value is the command's own."""
-LEAVE_SECONDS = 45.0
-"""Seconds that the processes of an ended command may take to end: its guard has 30 s for them."""
+LEAVE_SECONDS = 90.0
+"""Seconds that the processes of an ended command may take to end: Ray's agents take a minute after a kill."""
 
 
 class Family:

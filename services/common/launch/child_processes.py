@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager, redirect_stderr
-from multiprocessing import resource_tracker
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
-from typing import Any
+from multiprocessing.util import Finalize
 
+from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 # spawn, not fork: the command has threads (leases, progress), and a fork would copy locks that they hold.
 SPAWN = multiprocessing.get_context("spawn")
+
+
+def start_method(preload: Sequence[str]) -> str:
+    """Return the start method of `multiprocessing` for processes that are forked with the imports of `preload`."""
+    return "forkserver" if preload and sys.platform == "linux" else "spawn"
+
+
+def start_fork_server(preload: Sequence[str]) -> None:
+    """Start the fork server of `multiprocessing`, unless it runs, and let it import `preload` meanwhile.
+
+    Without `preload`, and where processes are not forked, nothing happens.
+    """
+    if start_method(preload) != "forkserver" or _folders:
+        return
+    # The socket's path has to be short, and a killed command leaves its folder to the next one.
+    folder = ExitStack()
+    before, paths = tempfile.tempdir, os.environ.get("PYTHONPATH")
+    multiprocessing.set_forkserver_preload(list(preload))
+    try:
+        tempfile.tempdir = str(folder.enter_context(private_folder(new_name("fork"), is_short=True)))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the server does not get sys.path
+        with starting_processes():
+            forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
+        os.environ.pop("PYTHONPATH")
+        if paths is not None:
+            os.environ["PYTHONPATH"] = paths
+    _folders.append(folder)
+    Finalize(None, folder.close, exitpriority=-200)  # after multiprocessing has removed what it keeps there
+
+
+_folders: list[ExitStack] = []
+"""The folder of the fork server's socket, once it has one."""
 
 
 @contextmanager
@@ -28,9 +64,7 @@ def starting_processes() -> Iterator[None]:
         # SIGHUP would end the resource tracker. The tracker starts first, because its start unblocks other signals.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            with redirect_stderr(io.StringIO()):  # the successor of a killed tracker prints tracebacks
-                resource_tracker.ensure_running()
-            resource_tracker.unregister = _unregister
+            resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             yield
         finally:
@@ -62,12 +96,3 @@ def kill_processes(processes: Sequence[BaseProcess]) -> None:
         process.kill()
     for process in processes:
         process.join()
-
-
-def _unregister(name: Sized, rtype: str) -> None:
-    """Let the resource tracker forget a semaphore, unless the tracker was killed: its successor does not know the
-    semaphore and would print a traceback. The command's guard removes such semaphores.
-    """
-    tracker: Any = resource_tracker._resource_tracker
-    if tracker._fd is not None and tracker._check_alive():
-        tracker.unregister(name, rtype)

@@ -33,6 +33,12 @@ def default_launcher() -> str:
     return "ray" if cluster_address() else "inline"
 
 
+def choose_interface() -> None:
+    """Let Ray listen on loopback alone where it does not join a cluster. Ray reads this once, when it is imported."""
+    if not os.environ.get("RAY_ADDRESS", "").strip():
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
 def split_address(address: str) -> tuple[str, int] | None:
     """Host and port of HOST:PORT or [IPV6]:PORT; None for anything else."""
     host, colon, port = address.rpartition(":")

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
-import pickle  # nosec B403 # only this process's own bytes are loaded
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import psutil
 
 from services.common.errors import WorkersLost
-from services.common.launch import fork_server
 from services.common.launch.child_processes import SPAWN, follow_parent, kill_processes, starting_processes
-from services.common.launch.guard import GUARD_THREAD
-from services.common.launch.launcher import (
-    LostTask,
-    R,
-    T,
-    TaskDemand,
-    WorkerEnvironment,
-    WorkerGroupSpec,
-    Workers,
-)
-from services.common.launch.neuron_environment import find_meeting_point, require_every_core
-from services.common.launch.node_agent import (
-    LOOPBACK_ADDRESS,
-    NodeAgent,
-    NodeStart,
-    prepare_fork_server,
-    require_success,
-)
+from services.common.launch.launcher import LostTask, R, T, TaskDemand, WorkerGroup
+from services.common.launch.neuron_environment import require_every_core
 from services.common.process.stop_signals import STOP_SIGNALS
 
 # Only for `keep_processes`, which forks before the command has threads of its own.
@@ -87,7 +71,7 @@ def keep_processes(num_workers: int) -> Iterator[None]:
     if num_workers == 1 or not _can_fork():
         yield
         return
-    with ProcessPoolExecutor(num_workers, mp_context=_FORK, initializer=_begin_forked, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=_FORK, initializer=_begin_forked) as pool:
         with starting_processes():
             pool.submit(os.getpid)  # starts all processes: later there are threads that a fork would not copy
         _kept_pools.append(pool)
@@ -108,9 +92,8 @@ def _pool_of(num_workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _can_fork() -> bool:
-    """Whether a fork of this process is safe: no other thread may hold a lock, and the guard's only waits."""
-    others = {thread.name for thread in threading.enumerate()} - {threading.main_thread().name, GUARD_THREAD}
-    return fork_server.IS_SUPPORTED and not others and threading.current_thread() is threading.main_thread()
+    """Whether a fork of this process is safe: no other thread may hold a lock."""
+    return sys.platform == "linux" and threading.enumerate() == [threading.main_thread()]
 
 
 def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node: int) -> Iterator[tuple[int, R]]:
@@ -170,45 +153,17 @@ def _result_of(future: Future[Any]) -> Any:
         return _LOST
 
 
-def prepare(spec: WorkerGroupSpec) -> None:
-    """See `Launcher.prepare`. Starts the server from which workers with a `preload` are forked."""
-    prepare_fork_server(spec.preload)
+def run_workers(group: WorkerGroup) -> None:
+    """See `Launcher.run_workers`. The command is itself the agent of its machine, and needs no Ray."""
+    require_every_core(group.spec.device)
+    agent: Any = importlib.import_module("services.common.launch.elastic_agent")  # stages without workers have no torch
+    agent.run_node(group)
 
 
-@contextmanager
-def open_workers(spec: WorkerGroupSpec) -> Iterator[Workers]:
-    """See `Launcher.open_workers`. The command is itself the agent of its machine."""
-    require_every_core(spec.device)
-    with closing(NodeAgent()) as agent:
-        yield _WorkersHere(spec, agent)
-
-
-class _WorkersHere:
-    """Runs workers on this machine; see `Workers`."""
-
-    def __init__(self, spec: WorkerGroupSpec, agent: NodeAgent) -> None:
-        self._spec, self._agent = spec, agent
-
-    def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
-        """See `Workers.run`."""
-        meeting = find_meeting_point(LOOPBACK_ADDRESS)
-        start = NodeStart(pickle.dumps((function, argument)), self._spec, 0, 1, meeting)
-        try:
-            self._agent.start(start)
-            self._agent.wait()
-        finally:
-            end = self._agent.end()
-        require_success([end])
-
-
-def _begin_forked(parent: int) -> None:
-    """Drop what a fork copies from the command: its handlers, and the wake-up descriptor that leads to its guard."""
-    signal.set_wakeup_fd(-1)
-    for signum in STOP_SIGNALS:
+def _begin_forked() -> None:
+    for signum in STOP_SIGNALS:  # a fork has copied the command's handlers
         signal.signal(signum, signal.SIG_DFL)
-    fork_server.end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _begin_tasks()
 
 
 def _begin_tasks() -> None:

@@ -6,18 +6,21 @@ Both run the same functions with the same arguments, and both raise the exceptio
 from __future__ import annotations
 
 import importlib
+import pickle  # nosec B403 # only this process's own objects are pickled
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from services.common.errors import HardwareFault, MillraceError, WorkersLost
+from services.common.launch.cluster_address import choose_interface
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 # On a cluster every Ray node declares one unit of its stage's resource. The driver takes DRIVER_SHARE of that unit,
@@ -28,8 +31,8 @@ DRIVER_SHARE = 0.01
 NODE_SECONDS = 300.0
 """Seconds in which a task of `Launcher.map_nodes` has to end: a file system that hangs would hold it for ever."""
 
-INLINE = "inline"
-"""Name of the launcher whose workers are all on the command's own node."""
+RAY, INLINE = "ray", "inline"
+"""Name of the launcher whose workers are on the nodes of a Ray cluster, and of that whose workers are all here."""
 LAUNCHERS = {"ray": "services.common.launch.ray_launcher", INLINE: "services.common.launch.inline"}
 
 
@@ -50,11 +53,28 @@ class WorkerGroupSpec:
     logical_core_size: int | None = None
     """Physical NeuronCores in the logical core of a worker, where the instance type leaves a choice (Neuron's LNC)."""
     preload: tuple[str, ...] = ()
-    """Modules, and functions as MODULE:FUNCTION. On Linux workers are forked from a process that has imported or called
-    them, so nothing here may leave a thread.
-    """
+    """Modules. On Linux workers are forked from a process that has imported them, so none may leave a thread."""
     kept_folder: str = ""
     """Name of a private folder that each node keeps from the first start of the workers to the end of the last."""
+
+    def workers_of(self, node_rank: int, num_nodes: int) -> int:
+        """Number of workers on a node. Only one node may have fewer workers than the others."""
+        size = self.num_workers if num_nodes == 1 else self.workers_per_node
+        return min(size, self.num_workers - node_rank * size)
+
+
+class Node(NamedTuple):
+    """A node's place among the nodes of a group."""
+
+    rank: int = 0
+    num_nodes: int = 1
+    address: str = LOOPBACK_ADDRESS
+    """Address at which the other nodes reach this one."""
+    loss: str = ""
+    """What was lost, where this is not the first start of these workers."""
+
+
+ONLY_NODE = Node()
 
 
 @dataclass(frozen=True)
@@ -94,23 +114,52 @@ class WorkerEnvironment:
     node_rank: int = 0
     """Rank of the worker's node among the nodes of all workers. Ranks of one node are consecutive."""
     num_nodes: int = 1
-    node_folder: Path | None = None
-    """Folder on the node's disk that exists before the node's workers start, belongs to this start of the workers
-    alone, and is removed after it. None for a worker that no launcher has started.
+    start_number: int = 0
+    """Number of the workers' start, as `WorkerGroup.plan_start` has given it."""
+    started_at: float = 0.0
+    """`time.time()` of that decision, by the clock of the node with rank 0."""
+
+
+class TrainingReport(NamedTuple):
+    """What workers have reached, for the API and the metrics of the launcher's cluster."""
+
+    metrics: dict[str, float]
+    checkpoint: Path | None
+    """Folder of the newest committed checkpoint."""
+
+
+def start_once(loss: str) -> int:
+    """Start workers that are not started again: raise `WorkersLost` after a loss."""
+    if loss:
+        raise WorkersLost(loss)
+    return 0
+
+
+def nothing() -> None:
+    """Neither report nor stop."""
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """Workers that run a function together. Other nodes get a copy of all of it, by pickle."""
+
+    work: bytes
+    """The pickled function of the workers and its argument. Only workers load them, because loading imports modules."""
+    spec: WorkerGroupSpec
+    plan_start: Callable[[str], int] = start_once
+    """Called before each start of the workers with what was lost, and with "" before the first. Returns the number of
+    the start, or raises the `MillraceError` with which the group ends instead. It runs on the node with rank 0.
     """
-
-
-class Workers(Protocol):
-    """A group of workers on the nodes that a launcher has for them."""
-
-    def run(self, function: Callable[[Any, WorkerEnvironment], None], argument: Any) -> None:
-        """Start all workers, which can form a process group, and run `function(argument, environment)` in each.
-
-        Returns when all workers have returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when
-        several workers failed, the error that made the others fail. May be called again after `WorkersLost`: then no
-        process of the lost workers is left.
-        """
-        ...
+    name: str = "workers"
+    """Name of the run on the launcher's cluster."""
+    storage_path: Path | None = None
+    """Folder with the folder of the run's checkpoints, which has the run's name; without one, the shared folder."""
+    max_node_losses: int = 0
+    """Losses of nodes, and of the processes that start workers there, after which a cluster starts the group anew."""
+    read_report: Callable[[], TrainingReport | None] = nothing
+    """Called on node 0 every few seconds; what it returns is reported to the cluster if it is new."""
+    stop: Callable[[], None] = nothing
+    """Asks the workers to stop; called on node 0 when one of their nodes is about to be taken away."""
 
 
 class Launcher(Protocol):
@@ -160,13 +209,6 @@ class Launcher(Protocol):
         """Whether one of the running nodes could hold a task with this demand if nothing else ran there."""
         ...
 
-    def prepare(self, spec: WorkerGroupSpec) -> None:
-        """Begin the slow part of starting these workers in the background; `open_workers` does what is left to do.
-
-        Has to be called in the main thread. The caller need not start workers afterwards.
-        """
-        ...
-
     def map_nodes(self, function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
         """Run `function(item)` once on every node that can run work of the stage, however busy the node is.
 
@@ -175,10 +217,13 @@ class Launcher(Protocol):
         """
         ...
 
-    def open_workers(self, spec: WorkerGroupSpec) -> AbstractContextManager[Workers]:
-        """Give the group of workers that `spec` describes for the block, at whose end no process of them is left.
+    def run_workers(self, group: WorkerGroup) -> None:
+        """Start all workers of a group, which can form a process group, and run its function in each.
 
-        Has to be called in the main thread.
+        Returns when all workers have returned. Where a worker or a node is lost, all workers start again as
+        `group.plan_start` decides. Raises the definite error, one that is not `WorkersLost`, of the first worker that
+        has one, and the error of `plan_start`; then no process of the workers is left. Has to be called in the main
+        thread.
         """
         ...
 
@@ -186,9 +231,8 @@ class Launcher(Protocol):
 def run_workers(
     launcher: Launcher, function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec
 ) -> None:
-    """Run `function(argument, environment)` in all workers that `spec` describes, once; see `Workers.run`."""
-    with launcher.open_workers(spec) as workers:
-        workers.run(function, argument)
+    """Run `function(argument, environment)` in all workers that `spec` describes, once; see `Launcher.run_workers`."""
+    launcher.run_workers(WorkerGroup(pickle.dumps((function, argument)), spec))
 
 
 def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseException:
@@ -214,4 +258,6 @@ def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseExc
 
 def choose_launcher(name: str) -> Launcher:
     """The launcher called `name`. Ray is imported for `ray` alone, so that `inline` runs where Ray is not installed."""
+    if name != INLINE:
+        choose_interface()
     return cast(Launcher, importlib.import_module(LAUNCHERS[name]))

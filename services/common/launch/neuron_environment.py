@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,7 @@ EFA_DEVICES = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The address of a node and two free ports there. Workers of several nodes meet on the node with rank 0."""
+    """The address of the node with rank 0 and two ports there."""
 
     host: str
     store_port: int
@@ -122,17 +121,11 @@ def require_every_core(device: str) -> None:
         )
 
 
-def find_meeting_point(host: str) -> MeetingPoint:
-    """Find two different free ports of this node, whose address for other nodes is `host`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ExitStack() as stack:
-        ports = []
-        for _ in range(2):  # the first port stays open until the second is found, or both could be the same
-            holder = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            holder.bind(("", 0))
-            ports.append(holder.getsockname()[1])
-    store_port, communicator_port = ports
-    return MeetingPoint(host, store_port, communicator_port)
+def find_free_port(host: str) -> int:
+    """Find a free port of this node, whose address for other nodes is `host`."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.bind(("", 0))
+        return int(holder.getsockname()[1])
 
 
 def find_network(address: str) -> NodeNetwork:

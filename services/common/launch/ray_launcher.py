@@ -1,14 +1,12 @@
-"""The launcher `ray`: Ray tasks for work that splits, and an agent on each node for workers that form a group.
-
-Ray starts processes, notices lost nodes and tells of preemption, and does nothing else: checkpoints, data order and
-metrics are Millrace's own files.
-"""
+"""The launcher `ray`: Ray tasks for work that splits, and Ray Train for workers that form a group."""
 
 from __future__ import annotations
 
+import importlib
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -17,22 +15,39 @@ import ray.exceptions
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from services.common.launch import inline, ray_agents
+from services.common.errors import MillraceError, TryAgain, WorkersLost
+from services.common.launch import inline
 from services.common.launch.cluster_address import cluster_address
-from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand
+from services.common.launch.launcher import NODE_SECONDS, LostTask, R, T, TaskDemand, WorkerGroup
 from services.common.launch.ray_cluster import connect
-from services.common.launch.ray_losses import LOST_BY_RAY, explain_lost_task, raising_causes
-from services.common.launch.ray_room import (
+from services.common.launch.ray_placement import (
     POLL_SECONDS,
     TASK_SHARE,
     capacities_for,
     nodes_of_stage,
+    require_own_node,
     share_of_group,
     wait_for_room,
 )
-from services.common.launch.ray_watch import calling_ray, is_lost
+from services.common.process.stop_signals import deferring_stop_signals
 
-prepare, open_workers = ray_agents.prepare, ray_agents.open_workers
+_CAUSES: dict[type[Exception], str] = {
+    ray.exceptions.WorkerCrashedError: "its process died",
+    ray.exceptions.NodeDiedError: "its node was lost",
+    ray.exceptions.LocalRayletDiedError: "the raylet of its node ended",
+    ray.exceptions.OutOfMemoryError: "its node killed it because memory ran out",
+    ray.exceptions.ObjectLostError: "its result was lost with a node",
+    ray.exceptions.TaskUnschedulableError: "its node has left the cluster, or is too small",
+}
+LOST_BY_RAY = tuple(_CAUSES)
+"""Errors of Ray for a task whose process or node was lost, and which Ray does not run again."""
+
+
+def run_workers(group: WorkerGroup) -> None:
+    """See `Launcher.run_workers`."""
+    engine: Any = importlib.import_module("services.common.launch.ray_train")  # stages without workers have no torch
+    with raising_causes("the workers"):
+        engine.run_workers(group)
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
@@ -44,7 +59,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     running: dict[ray.ObjectRef[Any], int] = {}
     with _ending_tasks(running):
         while True:
-            with calling_ray():
+            with deferring_stop_signals():
                 for index, item in islice(waiting, num_workers - len(running)):
                     running[remote.remote(item)] = index
                 if not running:
@@ -56,14 +71,13 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
 def map_on_nodes(function: Callable[[T], R], items: Sequence[T], tasks_per_node: int) -> Iterator[tuple[int, R]]:
     """See `Launcher.map_on_nodes`. The tasks take none of Ray's resources, of which workers may have taken all."""
     connect(1)
-    with calling_ray():
-        free = [node["NodeID"] for node in nodes_of_stage()] * tasks_per_node
-        remote = ray.remote(max_retries=0, num_cpus=0)(function)
+    free = [node["NodeID"] for node in nodes_of_stage()] * tasks_per_node
+    remote = ray.remote(max_retries=0, num_cpus=0)(function)
     waiting = list(enumerate(items))[::-1]
     running: dict[ray.ObjectRef[Any], tuple[int, str]] = {}
     with _ending_tasks(running):
         while waiting or running:
-            with calling_ray():
+            with deferring_stop_signals():
                 while waiting and free:
                     (index, item), node = waiting.pop(), free.pop()
                     place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -81,6 +95,8 @@ def _wait_for_ended(running: Mapping[ray.ObjectRef[Any], object]) -> list[ray.Ob
     """
     references = list(running)
     first, others = ray.wait(references, num_returns=1, timeout=POLL_SECONDS)
+    if not first:
+        require_own_node()
     if not first or not others:
         return list(first)
     return [*first, *ray.wait(others, num_returns=len(others), timeout=0)[0]]
@@ -93,10 +109,31 @@ def _ending_tasks(running: Mapping[ray.ObjectRef[Any], object]) -> Iterator[None
         with raising_causes("a task"):
             yield
     finally:
-        if running and not is_lost():
-            with calling_ray():
-                for reference in running:
-                    ray.cancel(reference, force=True)
+        with deferring_stop_signals(), suppress(ray.exceptions.RayError):  # such as of a Ray that is lost
+            for reference in running:
+                ray.cancel(reference, force=True)
+
+
+@contextmanager
+def raising_causes(name: str) -> Iterator[None]:
+    """Replace an error of Ray: by the error that the task raised, `WorkersLost` where the task was lost, or `TryAgain`
+    where Ray itself was.
+    """
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, MillraceError | OSError) else error) from None
+    except LOST_BY_RAY as error:
+        raise WorkersLost(f"Ray lost {name}: {explain_lost_task(error)}") from error
+    except ray.exceptions.RayError as error:
+        raise TryAgain(f"Ray was lost: {error}. Run the same command again: it continues committed work.") from error
+
+
+def explain_lost_task(error: BaseException) -> str:
+    """Say why a task was lost that ended with one of LOST_BY_RAY, with the numbers that Ray has for full memory."""
+    cause = next(cause for kind, cause in _CAUSES.items() if isinstance(error, kind))
+    memory = re.search(r"[\d.]+GB / [\d.]+GB", str(error))
+    return f"{cause} ({memory[0]} in use)" if memory else cause
 
 
 def keep_processes(num_workers: int) -> AbstractContextManager[None]:
@@ -120,7 +157,7 @@ def run_tasks(
                     resources = _resources_of(demand)
                     group, memory = wait_for_room(resources), resources.get("memory")
                     placed[demand] = remote.options(num_cpus=demand.num_cpus, memory=memory, resources=group)
-                with calling_ray():
+                with deferring_stop_signals():
                     running[placed[demand].remote(item)] = item
             if not running:
                 return
@@ -134,15 +171,14 @@ def has_room(demand: TaskDemand) -> bool:
     """See `Launcher.has_room`."""
     if cluster_address() is None:
         return inline.has_room(demand)
-    with calling_ray():
-        return any(capacities_for(_resources_of(demand) | share_of_group(TASK_SHARE)))
+    return any(capacities_for(_resources_of(demand) | share_of_group(TASK_SHARE)))
 
 
 def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
     """See `Launcher.map_nodes`. The tasks take no CPUs in Ray, so that a full node runs one too."""
     connect(1)
-    with calling_ray():
-        remote = ray.remote(max_retries=0, num_cpus=0)(function)
+    remote = ray.remote(max_retries=0, num_cpus=0)(function)
+    with deferring_stop_signals():
         running = {
             remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
                 item
@@ -164,7 +200,7 @@ def _resources_of(demand: TaskDemand) -> dict[str, float]:
 
 def _take_ended(running: dict[ray.ObjectRef[Any], T]) -> list[tuple[T, Any]]:
     """Remove the tasks that have ended, and return what each ran for and its result; empty after POLL_SECONDS."""
-    with calling_ray():
+    with deferring_stop_signals():
         return [(running.pop(reference), _result_of(reference)) for reference in _wait_for_ended(running)]
 
 

@@ -7,13 +7,11 @@ replace, so every command that a container of the stage runs begins here.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from services.common.errors import StorageError
-from services.common.launch.guard import end_guard, start_guard
 from services.common.process.entry_point import run_program
 from services.common.process.subcommands import ARTIFACTS, ONE_OFF
 
@@ -34,9 +32,6 @@ def _run(stage: Stage, main: Main, argv: list[str]) -> int:
     _require_working_directory()
     if argv[:1] == [ON_BATCH]:
         return _run_on_batch(argv[1:])
-    atexit.register(end_guard)
-    # The guard ends the processes that the command started, and a command that hangs.
-    start_guard().heed_signals()
     if argv[:1] == [ONE_OFF]:
         from services.common.process.one_off import run_one_off  # noqa: PLC0415 - few programs need it
 

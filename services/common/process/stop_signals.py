@@ -31,8 +31,6 @@ AGAIN_SECONDS = 0.1
 _EXIT_STOPPED = 75
 _EXIT_INTERRUPTED = 130
 
-_before_forced_end: list[Callable[[], None]] = []
-
 
 class Stopped(BaseException):
     """A signal ended the work. It is no `Exception`, because libraries catch those and go on."""
@@ -51,22 +49,13 @@ def name_signal(signum: int) -> str:
     return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
-def call_before_forced_end(leave: Callable[[], None]) -> None:
-    """Let `end_at_once` call `leave()`, from any thread, before it ends the process."""
-    _before_forced_end.append(leave)
-
-
 def end_at_once(signum: int) -> NoReturn:
-    """End this process at once; the functions given to `call_before_forced_end` are its only cleanup."""
+    """End this process at once, without any cleanup."""
     message = (
         f"millrace: Ended at once by {name_signal(signum)}. What was committed stays; the same command continues.\n"
     )
     say_if_heard(message)
-    try:
-        for leave in _before_forced_end:
-            leave()
-    finally:
-        os._exit(exit_code_after(signum))
+    os._exit(exit_code_after(signum))
 
 
 def say_if_heard(message: str) -> None:

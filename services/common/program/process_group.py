@@ -89,20 +89,18 @@ class ProcessGroup:
 
     @classmethod
     def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO) -> Self:
-        """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk.
+        """Form the group at the launcher's rendezvous: `tcp://HOST:PORT/START`, where a store listens that other starts
+        of the workers use too, or the path of a file on a shared disk.
 
         `world` is the torch.distributed backend of torch's own group of all workers.
         """
         if world_size > 1:
-            # A path is not passed as a file:// URL, in which some of its characters have other meanings.
-            place: dict[str, Any] = (
-                {"init_method": rendezvous}
-                if rendezvous.startswith("tcp://")
-                else {"store": dist.FileStore(rendezvous, world_size)}  # type: ignore[attr-defined]
-            )
             os.environ.setdefault(LAZY_CONNECTIONS, "1")
             with naming_lost_workers():
-                dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
+                store = _open_store(rendezvous, world_size)
+                dist.init_process_group(
+                    world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, store=store
+                )
                 host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
             group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
             connect_by(group._connect)
@@ -256,6 +254,16 @@ class ProcessGroup:
             content = torch.empty(int(length.item()), dtype=torch.uint8)
             _require_work(dist.irecv(content, rank, group=self._host)).wait(self.timeout)
         return pickle.loads(content.numpy().tobytes())  # nosec B301 # bytes that a worker of the same run made
+
+
+def _open_store(rendezvous: str, world_size: int) -> Any:
+    """Open the store of `ProcessGroup.join`. A start of its own: it would find the addresses of lost workers."""
+    if not rendezvous.startswith("tcp://"):
+        return dist.FileStore(rendezvous, world_size)  # type: ignore[attr-defined]
+    place, _, start = rendezvous.removeprefix("tcp://").partition("/")
+    host, _, port = place.rpartition(":")
+    client = dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
+    return dist.PrefixStore(start, client)  # type: ignore[attr-defined]
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:

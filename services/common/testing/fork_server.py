@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.common.launch import node_agent
-from services.common.launch.fork_server import ForkContext, ForkedProcess, start_server
+from services.common.launch import child_processes
+from services.common.launch.child_processes import start_fork_server
 
 _preloaded = [__name__]
 
@@ -21,8 +22,8 @@ def preload(*modules: str) -> None:
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    start_server(_preloaded)
-    child = ForkedProcess(target=function, args=arguments)
+    start_fork_server(_preloaded)
+    child = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     child.start()
     return child
 
@@ -30,7 +31,7 @@ def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerP
 @contextmanager
 def forking_workers() -> Iterator[None]:
     """The inline launcher starts forks instead of new interpreters, which import torch for 2.5 s of CPU each."""
-    start_server(_preloaded)  # here, because it hands down which signals are blocked
+    start_fork_server(_preloaded)  # here, because it hands down which signals are blocked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_agent, "SPAWN", ForkContext())
+        patch.setattr(child_processes, "start_method", lambda preload: "forkserver")
         yield

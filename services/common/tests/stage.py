@@ -34,7 +34,6 @@ def main(argv: list[str]) -> int:
         "lost-pipe": lost_pipe,
         "workers": workers,
         "tasks": tasks,
-        "hang": hang,
     }
     return behaviours[behaviour](arguments)
 
@@ -121,16 +120,6 @@ def tasks(arguments: list[str]) -> int:
     """Run two tasks that block."""
     folder = Path(arguments[0])
     list(inline.map_tasks(work.block_on, [folder, folder], 2))
-    return 0
-
-
-def hang(arguments: list[str]) -> int:
-    """Wait in C, where signals are not handled, for a lock that is never free; `holding` also holds Python's lock."""
-    library = ctypes.PyDLL(None) if arguments == ["holding"] else ctypes.CDLL(None)
-    mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t is smaller, and all zero where it is free
-    print("ready", flush=True)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
     return 0
 
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from services.common.launch.neuron_environment import (
     CONTRADICTING_VARIABLES,
     MeetingPoint,
     NodeNetwork,
-    find_meeting_point,
+    find_free_port,
     find_network,
     neuron_environment,
     set_neuron_environment,
@@ -94,13 +93,9 @@ def test_an_address_of_ipv6_is_told_from_its_port() -> None:
     assert (variables["MASTER_ADDR"], variables["NEURON_RT_ROOT_COMM_ID"]) == ("fd00::1", "[fd00::1]:40001")
 
 
-def test_the_ports_of_a_meeting_point_differ_and_are_free() -> None:
-    meeting = find_meeting_point("127.0.0.1")
-
-    assert meeting.host == "127.0.0.1"
-    with ExitStack() as stack:
-        for port in (meeting.store_port, meeting.communicator_port):
-            stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+def test_a_port_that_is_found_is_free() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", find_free_port("127.0.0.1")))
 
 
 def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import StorageError, WorkersLost
-from services.common.launch.guard import end_guard, start_guard
 from services.common.process.private_folder import private_base, private_folder, require_private
 
 
@@ -112,12 +111,3 @@ def test_what_a_killed_command_left_goes_and_what_a_live_one_uses_stays(temporar
         assert not (private_base() / "dead").exists()
 
     assert list(private_base().iterdir()) == [unknown]
-
-
-def test_a_command_whose_temporary_directory_is_gone_ends_without_an_error(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_guard()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
-
-    end_guard()

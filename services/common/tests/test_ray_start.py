@@ -1,66 +1,166 @@
-"""A command ends with 75 where a process of the Ray that it starts is lost before the start is over."""
+"""A Ray that a command starts on this machine: private, deaf to the command's signals, and gone with the command."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+
+from services.common.testing.waiting import wait_until
+from services.common.tests.builders import REPOSITORY
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+END_SECONDS = 60
+AGENTS_SECONDS = 120
+"""Ray's agents try for a minute to tell a head that was killed with the command about the end of their raylet."""
 
 PROGRAM = """
-import importlib, sys
+import sys, time
+from services.common.launch.launcher import choose_launcher
 from services.common.process.entry_point import run_program
-from services.common.launch import ray_cluster
-
-module, function, name = sys.argv[1:]
-library = importlib.import_module(module)
-real, popen, started = getattr(library, function), ray_cluster.ray._private.services.ConsolePopen, []
-
-class Popen(popen):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        started.append(self)
-
-def lose(*arguments, **options):
-    [process] = [each for each in started if each.args[0].endswith(name)]
-    process.kill()
-    process.wait()
-    return real(*arguments, **options)
+from services.common.tests import work
 
 def main(arguments):
-    ray_cluster.connect(1)
-    return 0
+    tasks = choose_launcher("ray").map_tasks(work.sleep, [0, int(arguments[0])], 2)
+    print("ready", next(tasks), flush=True)
+    return sum(result for _, result in tasks)
 
-ray_cluster.ray._private.services.ConsolePopen = Popen
-setattr(library, function, lose)
 run_program(main)
 """
 
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a command with a Ray and a process group of its own, whose second task takes some seconds."""
+    started = []
+
+    def begin(seconds: int = 8) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(seconds)],
+            cwd=REPOSITORY,
+            env={**os.environ, "RAY_ADDRESS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def wait_for_work(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until the first task has ended, and return the processes of the command's Ray."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready (0, 0)\n"
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that run. One that lost its parent may stay a zombie."""
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def folders_of(family: list[psutil.Process]) -> set[Path]:
+    words = {word for each in family for word in " ".join(each.cmdline()).replace("=", " ").split()}
+    found = {Path(*Path(word).parts[:4]) for word in words if "/ray-" in word and "millrace-" in word}
+    return {folder for folder in found if folder.name.startswith("ray-")}
+
+
+def test_it_listens_on_loopback_alone_and_nothing_of_it_is_left(start: Start) -> None:
+    process = start()
+    family = wait_for_work(process)
+    listening = {
+        each.laddr.ip for found in family for each in found.net_connections("inet") if each.status == psutil.CONN_LISTEN
+    }
+    folders = folders_of(family)
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 0, output
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+    assert not living(family)
+    assert folders
+    assert not [folder for folder in folders if folder.exists()]
+
 
 @pytest.mark.parametrize(
-    ("function", "name", "told"),
-    [
-        ("ray._private.node wait_for_persisted_port", "gcs_server", "its process gcs_server ended with -9"),
-        ("ray._private.services start_raylet", "gcs_server", "its process gcs_server ended with -9"),
-        ("ray._private.worker connect", "raylet", "its process raylet ended with -9"),
-        ("ray._raylet CoreWorker", "gcs_server", "its gcs_server or its raylet did not answer"),
-        ("ray._raylet CoreWorker", "raylet", "its gcs_server or its raylet did not answer"),
-    ],
+    ("signum", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)], ids=str
 )
-def test_a_process_lost_while_ray_starts_ends_the_command_with_75(
-    tmp_path: Path, function: str, name: str, told: str
+def test_a_signal_to_the_group_ends_the_command_and_ray_ends_after_it(
+    start: Start, signum: signal.Signals, exit_code: int
 ) -> None:
-    """The process is killed when Ray's library calls the function."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM, *function.split(), name]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    """While the command waits for Ray. `timeout` and a terminal signal the whole group."""
+    process = start()
+    family = wait_for_work(process)
+    raylet = next(each for each in family if each.name() == "raylet")
+    os.killpg(process.pid, signum)
+    output, _ = process.communicate(timeout=END_SECONDS)
 
-    assert ended.returncode == 75, ended.stderr
-    assert f"Ray did not start on this machine: {told}" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert process.returncode == exit_code, output
+    assert "Traceback" not in output
+    assert not living([raylet])
+    wait_until(lambda: not living(family))
+
+
+def test_a_signal_to_the_group_ends_no_process_of_ray(start: Start) -> None:
+    process = start()
+    group = [each for each in wait_for_work(process) if os.getpgid(each.pid) == process.pid]
+    for each in group:
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            each.send_signal(signum)
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 0, output
+
+
+def test_a_second_signal_ends_the_command_at_once(start: Start) -> None:
+    process = start()
+    wait_for_work(process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+
+
+def test_nothing_of_ray_outlives_a_killed_command_for_long(start: Start) -> None:
+    process = start()
+    family = wait_for_work(process)
+    agents = [each for each in family if each.name().startswith(("ray::Dashboard", "ray::RuntimeEnv"))]
+    process.kill()
+    process.communicate()
+
+    wait_until(lambda: not set(living(family)) - set(agents))
+    wait_until(lambda: not living(agents), AGENTS_SECONDS)
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_command_whose_ray_was_lost_ends_and_leaves_nothing(start: Start, name: str) -> None:
+    """With 75 where Ray's library raises an error, and with 1 where it ends the process by itself."""
+    process = start(seconds=600)
+    family = wait_for_work(process)
+    next(each for each in family if each.name() == name).kill()
+    output, _ = process.communicate(timeout=AGENTS_SECONDS)
+
+    assert process.returncode in (1, 75), output
+    assert "Traceback" not in output
+    wait_until(lambda: not living(family), AGENTS_SECONDS)

@@ -7,15 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.testing.waiting import wait_until
 
 
 def square(number: int) -> int:
@@ -28,6 +24,11 @@ def fail_or_block(number: int) -> int:
         raise ArtifactError("task 1 found damage")
     threading.Event().wait()
     return number
+
+
+def sleep(seconds: int) -> int:
+    time.sleep(seconds)
+    return 0
 
 
 def process_id(number: int) -> int:
@@ -55,37 +56,6 @@ def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
 
 
-def write_place(folder: Path, environment: WorkerEnvironment) -> None:
-    """Write the worker's local world size, node rank, number of nodes and node folder, which has to exist."""
-    assert environment.node_folder is not None
-    assert environment.node_folder.is_dir()
-    place = [environment.local_world_size, environment.node_rank, environment.num_nodes, str(environment.node_folder)]
-    (folder / f"{environment.rank}.json").write_text(json.dumps(place), encoding="utf-8")
-
-
-def kill_parent(_: None, environment: WorkerEnvironment) -> None:
-    if environment.rank == 1:
-        os.kill(os.getppid(), signal.SIGKILL)
-    threading.Event().wait()
-
-
-def kill_agent(folder: Path, environment: WorkerEnvironment) -> None:
-    """Let the last of all workers kill the agent of its node once all have written their process ids."""
-    (folder / f"pid-{os.getpid()}").touch()
-    if environment.rank == environment.world_size - 1:
-        wait_until(lambda: len(list(folder.glob("pid-*"))) == environment.world_size)
-        agent = next(each for each in psutil.Process().parents() if "launch.agent_process" in " ".join(each.cmdline()))
-        agent.kill()
-    threading.Event().wait()
-
-
-def kill_task_of_ray(_: None, environment: WorkerEnvironment) -> None:
-    """Let the last of all workers kill the process of Ray that started the agent of its node."""
-    if environment.rank == environment.world_size - 1:
-        next(each for each in psutil.Process().parents() if "ray::run_agent" in " ".join(each.cmdline())).kill()
-    threading.Event().wait()
-
-
 def kill_process(pid: int, environment: WorkerEnvironment) -> None:
     """Let the first of all workers kill a process, and all of them wait."""
     if environment.rank == 0:
@@ -93,44 +63,17 @@ def kill_process(pid: int, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
-def freeze_agent_and_die(_: None, environment: WorkerEnvironment) -> None:
-    """Let the last of all workers freeze the agent of its node, and end."""
-    if environment.rank == environment.world_size - 1:
-        agent = next(each for each in psutil.Process().parents() if "launch.agent_process" in " ".join(each.cmdline()))
-        agent.suspend()
-        os._exit(1)
-    threading.Event().wait()
+def die_in_two_starts(folder: Path, environment: WorkerEnvironment) -> None:
+    """Form a group and leave a file; in the first two starts rank 1 kills itself before that."""
+    from services.common.program.process_group import ProcessGroup  # noqa: PLC0415 - the other tests do without torch
 
-
-def stop_itself() -> None:
-    """Freeze this process, such as a fork server during its imports."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class StopsItsReader:
-    """An argument that freezes the process which reads it, before it has read it all."""
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
-        return stop_itself, ()
-
-
-def freeze_parent_and_die(_: None, environment: WorkerEnvironment) -> None:
-    """Let one of two workers freeze the process from which they were forked, and kill itself."""
-    if environment.rank == 1:
-        os.kill(os.getppid(), signal.SIGSTOP)
+    group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    group.barrier()
+    if environment.start_number < 2 and environment.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    threading.Event().wait()
-
-
-def freeze_parent_and_die_on_last_rank(folder: Path, environment: WorkerEnvironment) -> None:
-    """Let the first of all workers freeze the process from which it was forked, and then the last one end."""
-    if environment.rank == 0:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        (folder / "frozen").touch()
-    if environment.rank == environment.world_size - 1:
-        wait_until((folder / "frozen").exists)
-        os._exit(1)
-    threading.Event().wait()
+    group.barrier()
+    (folder / f"rank-{environment.rank}-start-{environment.start_number}").touch()
+    group.leave()
 
 
 def write_environment(folder: Path, environment: WorkerEnvironment) -> None:

@@ -26,7 +26,6 @@ from services.trainer.checkpoints.lookup import (
     FoundCheckpoint,
     OwnShard,
     all_damaged,
-    checkpoint_steps,
     describe_checkpoint,
     open_checkpoint,
     require_of_run,
@@ -34,6 +33,7 @@ from services.trainer.checkpoints.lookup import (
 )
 from services.trainer.checkpoints.part import read_part
 from services.trainer.checkpoints.retention import discard_newer
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
 

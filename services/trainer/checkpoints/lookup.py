@@ -17,7 +17,6 @@ from services.common.artifacts.checkpoint import (
     ShardOrigin,
     checkpoint_id,
     shard_name,
-    step_of,
 )
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, verify_files
@@ -27,7 +26,6 @@ from services.common.artifacts.store import (
     Artifact,
     identity_key,
     open_artifact,
-    published_ids,
     require_in_place,
 )
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
@@ -37,6 +35,7 @@ from services.common.program.mesh import Mesh
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.index import read_index
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.corpus import RunCorpus
 from services.trainer.job import run_name, tokens_after
 
@@ -229,11 +228,6 @@ def list_runs_command(root: Path) -> str:
     return shlex.join(["python", "-m", "services.trainer", "runs", "--root", str(root)])
 
 
-def checkpoint_steps(collection: Path) -> list[int]:
-    """Return the steps of the published checkpoints, ascending, without folders that a person has renamed."""
-    return sorted(step for name in published_ids(collection) if (step := step_of(name)) is not None)
-
-
 def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest]:
     """Open and verify the checkpoint of a step. Raises `ArtifactError` if it is damaged or another step's."""
     folder = collection / checkpoint_id(step)
@@ -270,11 +264,6 @@ def choose_checkpoint(
     checkpoint = newest_checkpoint(collection, verify) if step is None else open_checkpoint(collection, step, verify)
     assert checkpoint is not None
     return checkpoint
-
-
-def newest_step(collection: Path) -> int | None:
-    """Return the newest committed step without verifying its checkpoint; None if there is none."""
-    return max(checkpoint_steps(collection), default=None)
 
 
 def find_trained_corpus(checkpoint: Artifact[CheckpointManifest], root: Path) -> Artifact[CorpusManifest]:

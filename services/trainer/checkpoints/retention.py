@@ -15,7 +15,7 @@ from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import discard, discard_unfinished
 from services.common.recipe.schema import Recipe, Train
-from services.trainer.checkpoints.lookup import checkpoint_steps
+from services.trainer.checkpoints.steps import checkpoint_steps
 
 logger = logging.getLogger(__name__)
 

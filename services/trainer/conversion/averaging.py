@@ -16,8 +16,9 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.input.problem_list import list_names
-from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint, require_of_run, verify_checkpoint
+from services.trainer.checkpoints.lookup import open_checkpoint, require_of_run, verify_checkpoint
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.corpus import describe_corpus
 from services.trainer.run import Run
 

@@ -24,8 +24,8 @@ from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
 from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
-from services.trainer.checkpoints.lookup import checkpoint_steps
 from services.trainer.checkpoints.shards import write_shard
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.conversion.configuration import CONFIG, read_imported, require_same_model
 from services.trainer.conversion.dcp.checkpoint import DcpWeights, is_dcp_checkpoint
 from services.trainer.conversion.hugging_face import group_parameters, open_weights

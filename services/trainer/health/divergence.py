@@ -14,7 +14,7 @@ from services.common.errors import RecipeError, WorkersLost
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.checkpoints.steps import newest_step
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
 from services.trainer.metrics.records import StepRecord

@@ -32,14 +32,9 @@ from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.branch import open_parent, require_same_vocabulary
-from services.trainer.checkpoints.lookup import (
-    all_damaged,
-    checkpoint_steps,
-    open_checkpoint,
-    verify_sizes,
-    verify_state,
-)
-from services.trainer.command_inputs import new_job
+from services.trainer.checkpoints.lookup import all_damaged, open_checkpoint, verify_sizes, verify_state
+from services.trainer.checkpoints.steps import checkpoint_steps
+from services.trainer.command_inputs import new_job, open_cache
 from services.trainer.corpus import describe_corpus
 from services.trainer.inspection.file_system import existing_place
 from services.trainer.inspection.findings import (
@@ -57,7 +52,7 @@ from services.trainer.inspection.findings import (
 )
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.node_inspection import NodeQuestion, NodeView, look_at_node, read_clock
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, open_cache
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.stop import STOP_FILE
 

@@ -73,6 +73,12 @@ def count_events(run_folder: Path) -> dict[str, int]:
     return dict(Counter(_name(event) for event in read_events(run_folder)))
 
 
+def count_restarts(job: Job) -> int:
+    """Count the restarts of the workers in the job's attempt."""
+    restarts = [each for each in read_events(job.run_folder) if each["event"] == "restart"]
+    return sum(each.get("attempt") == job.attempt for each in restarts)
+
+
 class EventTail:
     """Reads the events of one attempt at the command as they come: each call reads what was appended since the last."""
 

@@ -22,7 +22,7 @@ from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import MillraceError
 from services.common.process.metrics_server import PREFIX
-from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.checkpoints.steps import newest_step
 from services.trainer.health.silence import heartbeat_times
 from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, Kind

@@ -23,7 +23,6 @@ from services.common.process.telemetry import (
     read_last_json_line,
 )
 from services.trainer.metrics.metric_table import find_samples
-from services.trainer.metrics.tensorboard import TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
 HELD_FILE = "metrics.held.jsonl"
@@ -155,6 +154,9 @@ class MetricsWriter:
     def __init__(self, run_folder: Path, first_step: int) -> None:
         self._run_folder = run_folder
         self._lines = JsonLines(run_folder / METRICS_FILE)
+        # Imported here, because it imports torch, which those that read records do without.
+        from services.trainer.metrics.tensorboard import TensorBoard  # noqa: PLC0415
+
         self._board = TensorBoard(run_folder / "tensorboard")
         self.is_holding = False
         """Whether a record is held."""

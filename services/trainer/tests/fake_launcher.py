@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.errors import NoRoomForWorkers, WorkersLost
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroup
 from services.trainer.job import Job
 
 
 class FakeLauncher:
-    """Calls a function of the test in place of the workers, and keeps what the command asked for."""
+    """Calls a function of the test in place of the training of all workers, and keeps what the command asked for."""
 
-    def __init__(self, run: Callable[[Job], None]) -> None:
-        self._run = run
-        self.specs: list[WorkerGroupSpec] = []
-        """The groups of workers that the command opened."""
+    def __init__(self) -> None:
+        self.groups: list[WorkerGroup] = []
         self.jobs: list[Job] = []
         """The job of each start of the workers."""
 
     @classmethod
     def use(cls, monkeypatch: pytest.MonkeyPatch, run: Callable[[Job], None] = lambda job: None) -> FakeLauncher:
         """Let commands of this test start their workers with a new fake launcher, and return it."""
-        launcher = cls(run)
+        launcher = cls()
+
+        def train(job: Job, environment: WorkerEnvironment) -> None:
+            launcher.jobs.append(job)
+            run(job)
+
+        monkeypatch.setattr("services.trainer.supervise.train", train)
+        monkeypatch.setattr("services.trainer.supervise.working_on_node", lambda job: nullcontext())
         monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: launcher)
         return launcher
 
-    @contextmanager
-    def open_workers(self, spec: WorkerGroupSpec) -> Iterator[FakeLauncher]:
-        self.specs.append(spec)
-        yield self
-
-    def run(self, function: Callable[..., Any], job: Job) -> None:
-        self.jobs.append(job)
-        self._run(job)
+    def run_workers(self, group: WorkerGroup) -> None:
+        """See `Launcher.run_workers`. All workers are lost with the function's `WorkersLost`."""
+        self.groups.append(group)
+        function, argument = pickle.loads(group.work)
+        number = group.plan_start("")
+        while True:
+            try:
+                function(argument, WorkerEnvironment(0, 1, start_number=number, started_at=time.time()))
+                return
+            except NoRoomForWorkers:
+                raise
+            except WorkersLost as lost:
+                number = group.plan_start(str(lost))

@@ -19,7 +19,8 @@ from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.trainer.branch import inherit_loss_spikes, require_same_vocabulary
 from services.trainer.checkpoints.loader import find_checkpoint
-from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
+from services.trainer.checkpoints.lookup import open_checkpoint
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.data import sample_indices
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job

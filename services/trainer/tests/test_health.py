@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -41,7 +42,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     """Run the workers as the command does."""
 
     def run(function: Callable[[Job, WorkerEnvironment], None], job: Job) -> None:
-        monkeypatch.setattr("services.trainer.supervise.train_on_node", function)
+        monkeypatch.setattr("services.trainer.supervise.train_on_node", partial(work.train_on_node_by, function))
         with hold_lease(tmp_path / "command.lock") as held:
             supervise(job, held)
 

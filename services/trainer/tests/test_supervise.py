@@ -1,14 +1,17 @@
-"""A command restarts lost workers, up to its limit, and gives each start a lease token of its own."""
+"""A command starts lost workers again, up to its limit, unless it was asked to stop."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,58 +19,153 @@ from typing import Any
 
 import pytest
 
-from services.common.artifacts.lease import Lease, hold_lease
-from services.common.errors import HardwareFault, NoRoomForWorkers, WorkersLost
+from services.common.artifacts.lease import hold_lease
+from services.common.errors import (
+    ArtifactError,
+    HardwareFault,
+    Interrupted,
+    MillraceError,
+    NoRoomForWorkers,
+    TryAgain,
+    WorkersLost,
+)
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.process.stop_reason import StopReason
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import begin_and_run
+from services.trainer.health.silence import write_heartbeat
 from services.trainer.job import Job
+from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import METRICS_FILE
-from services.trainer.stop import STOP_FILE
+from services.trainer.start_plan import StartPlan
+from services.trainer.stop import STOP_FILE, request_stop, requested_stop
 from services.trainer.supervise import supervise, train_on_node
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.metric_lines import STEP, append
+from services.trainer.tests.runs import REPOSITORY
 from services.trainer.worker_start import describe_workers
+
+KILLED = "rank 1 (pid 7 on node) was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
-    ("error", "starts", "message"),
-    [
-        (WorkersLost("rank 1 was killed"), 3, "workers were lost 3 times, train.max_restarts is 2.*rank 1 was killed"),
-        (NoRoomForWorkers("no room for 2"), 1, "^no room for 2$"),
-    ],
+    ("error", "starts"), [(WorkersLost(KILLED), 3), (NoRoomForWorkers("no room for 2"), 1), (ArtifactError("x"), 1)]
 )
-def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
-    tmp_path: Path,
-    new_job: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
-    error: WorkersLost,
-    starts: int,
-    message: str,
+def test_lost_workers_are_started_again_but_none_after_another_error(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: MillraceError, starts: int
 ) -> None:
-    """A frozen or disconnected worker of a lost start no longer holds the lease when the next start begins."""
-    attempts: list[Lease] = []
+    """All starts hold the command's lease: no worker of a lost start is left when the next one begins."""
+    job = new_job(train__max_restarts="2")
 
-    def fail(job: Job) -> None:
-        assert job.lease is not None
-        attempts.append(job.lease)
-        assert [attempt.is_held() for attempt in attempts] == [False] * (len(attempts) - 1) + [True]
+    def fail(started: Job) -> None:
+        assert started.lease
+        started.lease.require()
         raise error
 
     launcher = FakeLauncher.use(monkeypatch, fail)
-    job = new_job(train__max_restarts="2")
 
-    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
+    with hold_lease(tmp_path / "command.lock") as held:
+        earlier = held.lease
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            supervise(job, held)
+
+    assert [each.start_number for each in launcher.jobs] == list(range(starts))
+    (lease,) = {each.lease for each in launcher.jobs}
+    assert lease != earlier
+    restarts = [(each["event"], each["restarts"], each["cause"]) for each in read_events(job.run_folder)]
+    assert restarts == [("restart", number, KILLED) for number in range(1, starts)]
+
+
+def test_the_launcher_gets_what_the_run_keeps_on_a_cluster(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(train__max_restarts="2")
+    launcher = FakeLauncher.use(monkeypatch)
+    with hold_lease(tmp_path / "command.lock") as held:
+        supervise(job, held)
+
+    (group,) = launcher.groups
+    assert group.spec == describe_workers(job.recipe, job.run_folder, job.attempt)
+    assert (group.spec.num_workers, group.max_node_losses, group.name) == (2, 2, job.run)
+    assert job.checkpoint_collection.relative_to(group.storage_path or "") == Path(group.name)
+    pickle.loads(pickle.dumps(group)).stop()
+    assert requested_stop(job.run_folder) is StopReason.PREEMPTION
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_workers_are_forked_with_leaves_no_thread(new_job: Callable[..., Job], is_compiled: bool) -> None:
+    (module,) = describe_workers(new_job(compile__enabled=str(is_compiled).lower()).recipe, Path()).preload
+    count = (
+        f"import {module}, gc, threading; print(threading.active_count(), gc.isenabled(), gc.get_freeze_count() > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", count], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "starts"),
+    [
+        (StopReason.PREEMPTION, TryAgain, 1),
+        (StopReason.SIGTERM, TryAgain, 1),
+        (StopReason.INTERRUPT, Interrupted, 1),
+        (StopReason.STOP_FILE, None, 2),
+    ],
+)
+def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_started_again(
+    tmp_path: Path,
+    new_job: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    reason: StopReason,
+    kind: type[MillraceError] | None,
+    starts: int,
+) -> None:
+    """A person's stop file is for the workers alone, which look at it after their first step."""
+    job = new_job()
+
+    def lose_once(started: Job) -> None:
+        if not started.start_number:
+            request_stop(job.run_folder, reason)
+            raise WorkersLost(KILLED)
+
+    launcher = FakeLauncher.use(monkeypatch, lose_once)
+    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(kind) if kind else nullcontext():
         supervise(job, held)
 
     assert len(launcher.jobs) == starts
-    assert launcher.specs == [describe_workers(job.recipe, job.run_folder, job.attempt)]
-    assert launcher.specs[0].num_workers == 2
-    assert "services.trainer.supervise" in launcher.specs[0].preload
-    assert "services.common.program.fingerprint:parse_source" in launcher.specs[0].preload
-    for module, _, function in (each.partition(":") for each in launcher.specs[0].preload):
-        assert not function or callable(getattr(importlib.import_module(module), function))
+    assert len(read_events(job.run_folder)) == starts - 1
+
+
+def test_a_hang_is_recorded_with_its_silent_rank_and_is_the_cause_of_the_restart(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job()
+
+    def hang_once(started: Job) -> None:
+        if started.start_number:
+            return
+        fields = {"host": "node", "pid": 7, "attempt": job.attempt, "start": 0, "phase": "step", "step": 6}
+        for rank, seconds in enumerate([60.0, 0.1]):
+            waited = {"rank": rank, "phase_seconds": seconds, "limit_seconds": 60.0, "alive_seconds": 100 + seconds}
+            write_heartbeat(job.run_folder, fields | waited)
+        raise WorkersLost("rank 0 (pid 7 on node) ended with 1")
+
+    FakeLauncher.use(monkeypatch, hang_once)
+    with hold_lease(tmp_path / "command.lock") as held:
+        supervise(job, held)
+
+    watchdog, restart = read_events(job.run_folder)
+    assert (watchdog["event"], watchdog["step"], watchdog["silent_ranks"]) == ("watchdog", 7, [1])
+    assert (restart["event"], restart["cause"]) == ("restart", watchdog["message"])
+
+
+def test_a_plan_on_another_node_goes_on_counting(new_job: Callable[..., Job]) -> None:
+    """Ray Train starts the nodes anew after a loss, with the plan as it was when the command began."""
+    job = new_job()
+    assert StartPlan(job)("") == 0
+    for number in (1, 2, 3):
+        assert StartPlan(job)("node 1 of the workers was lost") == number
+    assert [each["start"] for each in read_events(job.run_folder)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("workers_per_node", "logical_core_size"), [(64, 2), (128, 1)])
@@ -92,7 +190,8 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
         supervise(replace(job, recipe=recipe), held)
 
     place = (2, 1, workers_per_node, job.run_folder)
-    assert launcher.specs == [WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=job.attempt)]
+    expected = WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=job.attempt)
+    assert [group.spec for group in launcher.groups] == [expected]
 
 
 def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
@@ -112,7 +211,7 @@ def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
     assert not (job.run_folder / STOP_FILE).exists()
 
 
-def test_a_restart_has_a_begin_of_its_own(
+def test_a_restart_has_a_start_time_of_its_own(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the second start's set-up time would include the first start's training."""
@@ -150,11 +249,12 @@ def test_restarts_are_counted_since_the_newest_checkpoint(
 
     launcher = FakeLauncher.use(monkeypatch, lose)
 
-    message = r"workers were lost 3 times, train\.max_restarts is 2"
-    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
+    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost):
         supervise(job, held)
 
     assert len(launcher.jobs) == 5
+    found = [(each["from_step"], each["restarts"]) for each in read_events(job.run_folder)]
+    assert found == [(1, 1), (2, 1), (3, 1), (3, 2)]
 
 
 def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
 from services.trainer.stop import request_stop
+from services.trainer.supervise import train_on_node
 from services.trainer.tests.runs import checkpoints, flip_a_bit
 from services.trainer.worker import joined_group
 
@@ -46,6 +47,13 @@ EVALUATION_BATCHES = 6
 AGREED_STEPS = 20
 AUDIT = "audit.jsonl"
 """Name of the file in the run's folder with the samples that each worker read."""
+
+
+def train_on_node_by(train: Callable[[Job, WorkerEnvironment], None], job: Job, environment: WorkerEnvironment) -> None:
+    """Do what a worker of the command does, with another function that trains."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.trainer.supervise.train", train)
+        train_on_node(job, environment)
 
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:

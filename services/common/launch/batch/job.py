@@ -117,6 +117,8 @@ def _run_main_node(
     _say(node, f"attempt {node.attempt} of job {node.job_id}: starting the Ray head at {address}")
     with offering_token(command.root, node, host, lambda text: _say(node, text)) as token:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        # The head has no dashboard, for which Ray Train's record of runs would wait a minute.
+        os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
         with running_ray([*resources, f"--labels={NODE_LABEL}={node.index}"], host, head=None) as ray:
             deadline = time.monotonic() + join_seconds
             while not _answers(host):

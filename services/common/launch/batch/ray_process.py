@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from services.common.launch.guard import end_guard, start_guard
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 HEAD_PORT = 6379
@@ -46,7 +45,7 @@ def running_ray(options: Sequence[str], address: str, head: str | None) -> Itera
     """Run Ray on this node at `address`, as the head or joined to `head` (HOST:PORT), and yield its process.
 
     A SIGTERM to that process drains the node: Ray notifies the drivers, waits until nothing runs on the node, for at
-    most RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, and ends. All of Ray's processes end with the block, and with this one.
+    most RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, and ends. All of Ray's processes end with the block.
     """
     role = [f"--address={head}"] if head else ["--head", f"--port={HEAD_PORT}", "--include-dashboard=false"]
     command = [
@@ -54,7 +53,6 @@ def running_ray(options: Sequence[str], address: str, head: str | None) -> Itera
         *(f"--{name}={port}" for name, port in PORTS.items()),
         *(f"--node-ip-address={address}", f"--object-store-memory={OBJECT_STORE_BYTES}", *options),
     ]
-    guard = start_guard()
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -63,9 +61,8 @@ def running_ray(options: Sequence[str], address: str, head: str | None) -> Itera
         start_new_session=True,
     )
     try:
-        guard.watch_session(process.pid)
         yield process
     finally:
-        process.send_signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        end_guard()
