@@ -39,7 +39,7 @@ def begin_start(argv: list[str]) -> Recipe | None:
         options, rest = parser.parse_known_args(argv[argv[0] in WITH_WORKERS :])
         recipe = load_recipe(options.recipe, dict(filter(None, map(read_override, rest))))
         if options.launch == INLINE and not options.dry_run:
-            start_fork_server(describe_workers(recipe, options.root).preload)
+            start_fork_server(_modules_of_workers(recipe))
     except MillraceError:  # the command finds it, too
         return None
     return recipe

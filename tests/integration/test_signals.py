@@ -158,6 +158,20 @@ def test_a_lost_node_or_head_of_a_joined_cluster_ends_the_command(
     assert "Traceback" not in output
 
 
+def test_sigterm_to_every_process_commits_a_checkpoint(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    """As systemd and Slurm send it, to all processes of a service or a step."""
+    process = start("inline")
+    train_a_step(folder, process)
+    for each in [*family_of(process), psutil.Process(process.pid)]:
+        each.terminate()
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 75, output
+    assert list(checkpoints(folder / "fsx"))[-1] == f"step-{read_run(folder / 'fsx').records[-1]['step']:08d}"
+
+
 def test_nothing_of_ray_outlives_a_killed_command(folder: Path, start: Callable[[str], subprocess.Popen[str]]) -> None:
     process = start("ray")
     train_a_step(folder, process)

@@ -44,7 +44,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
             forkserver.ensure_running()
     finally:
         tempfile.tempdir = before
-        os.environ.pop("PYTHONPATH")
+        os.environ.pop("PYTHONPATH", None)
         if paths is not None:
             os.environ["PYTHONPATH"] = paths
     _folders.append(folder)

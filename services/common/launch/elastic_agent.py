@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from services.common.errors import AgentsLost, MillraceError, WorkersLost
+from services.common.errors import AgentsLost, MillraceError, StorageError, WorkersLost
 from services.common.launch import child_processes
 from services.common.launch.child_processes import (
     follow_parent,
@@ -54,6 +54,7 @@ from services.common.launch.neuron_environment import (
     neuron_environment,
     set_neuron_environment,
 )
+from services.common.process.entry_point import exit_code_for
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, name_signal
 
@@ -164,13 +165,18 @@ class NodeAgent(LocalElasticAgent):
             str(self._folder),
             dict(os.environ),
         )
-        with starting_processes():  # which also puts back the command's signal handlers, in place of torch's
-            return super()._start_workers(worker_group)
+        with starting_processes():
+            before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, signal.SIGQUIT)}
+            try:
+                return super()._start_workers(worker_group)
+            finally:
+                for signum, handler in before.items():  # torch has set its own
+                    signal.signal(signum, handler)
 
     def _agree_on_start(self, worker_group: TorchGroup) -> GroupStart:
         """Return the start that the node with group rank 0 decides on, which hears what every node has lost.
 
-        Raises the `MillraceError` with which that node ends the group instead.
+        Raises the error with which that node ends the group instead.
         """
         store, rank = worker_group.store, worker_group.group_rank
         assert store is not None
@@ -183,14 +189,15 @@ class NodeAgent(LocalElasticAgent):
             self._tell_end(decided)
             raise decided
         self._loss = ""
-        return GroupStart(*decided)
+        started: GroupStart = decided
+        return started
 
-    def _decide_on_start(self, losses: list[str]) -> GroupStart | MillraceError:
+    def _decide_on_start(self, losses: list[str]) -> GroupStart | MillraceError | OSError:
         # A worker that was killed explains the errors of its peers.
         loss = next((each for each in losses if _KILLED in each), next(filter(None, losses), ""))
         try:
             number = self._group.plan_start(loss)
-        except MillraceError as error:
+        except (MillraceError, OSError) as error:
             return error
         return GroupStart(number, time.time(), find_free_port(self._node.address))
 
@@ -202,7 +209,7 @@ class NodeAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             dead = {rank: workers[rank] for rank in ended or result.failures}
-            cause = name_the_cause(self._read_errors(), self._describe_dead(dead))
+            cause = name_the_cause([*self._read_errors(), *_storage_errors(dead)], self._describe_dead(dead))
             if isinstance(cause, WorkersLost):
                 self._loss = str(cause)
             else:
@@ -246,6 +253,12 @@ class NodeAgent(LocalElasticAgent):
         return None
 
 
+def _storage_errors(dead: dict[int, BaseProcess]) -> list[StorageError]:
+    """Return an error for each worker whose exit code says that its node had no room for the error itself."""
+    full = [rank for rank, process in dead.items() if process.exitcode == StorageError.exit_code]
+    return [StorageError(f"rank {rank} could not write; its log says where and why") for rank in full]
+
+
 def error_file(folder: Path, start_number: int, rank: int) -> Path:
     """Return the file in which a worker leaves the error that it raised."""
     return folder / f"{start_number}-{rank}{_ERROR}"
@@ -255,11 +268,12 @@ def _work(
     work: bytes, spec: WorkerGroupSpec, node: Node, start: GroupStart, folder: str, variables: dict[str, str]
 ) -> None:
     """Run a pickled function and its argument as the worker that torch's variables name."""
-    # A signal to the command's process group reaches the command alone, and the agent ends this process at once.
+    # A signal to the command's process group reaches the command alone. One to all processes of a container, as of
+    # systemd, has to leave workers the time for a checkpoint. SIGINT is what torch has the kernel send at the end of
+    # the fork server.
     os.setsid()
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
-    follow_parent(ignored=())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    follow_parent(ignored=[signum for signum in STOP_SIGNALS if signum != signal.SIGINT])
     given = {name: os.environ[name] for name in _TORCH_VARIABLES}
     os.environ.update(variables | given | {"OMP_NUM_THREADS": str(spec.threads_per_worker)})
     meeting = MeetingPoint(given["MASTER_ADDR"], int(given["MASTER_PORT"]), start.communicator_port)
@@ -271,7 +285,6 @@ def _work(
         local_rank=int(given["LOCAL_RANK"]),
         local_world_size=int(given["LOCAL_WORLD_SIZE"]),
         node_rank=int(given["GROUP_RANK"]),
-        num_nodes=node.num_nodes,
         start_number=start.number,
         started_at=start.time,
     )
@@ -287,10 +300,11 @@ def _work(
         if not isinstance(error, MillraceError):
             logger.exception("rank %d failed", environment.rank)
         file = error_file(Path(folder), start.number, environment.rank)
-        file.with_suffix(".partial").write_bytes(_portable(error))
-        file.with_suffix(".partial").rename(file)
+        with suppress(OSError):  # a full disk, which the exit code tells
+            file.with_suffix(".partial").write_bytes(_portable(error))
+            file.with_suffix(".partial").rename(file)
         logging.shutdown()
-        os._exit(1)
+        os._exit(exit_code_for(error))
 
 
 def _portable(error: Exception) -> bytes:

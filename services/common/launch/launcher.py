@@ -45,9 +45,7 @@ class WorkerGroupSpec:
     workers_per_node: int
     """Largest number of workers on a node of a cluster."""
     shared_folder: Path
-    """Folder for the launcher's own files, which every node sees and no other command uses. The launcher removes them
-    when the workers have ended.
-    """
+    """Folder for the launcher's own files, which every node sees and no other command uses."""
     device: str = "cpu"
     """Device of every worker, as a recipe names it. A worker knows its NeuronCore before its function is called."""
     logical_core_size: int | None = None
@@ -113,7 +111,6 @@ class WorkerEnvironment:
     """Number of workers on the worker's node."""
     node_rank: int = 0
     """Rank of the worker's node among the nodes of all workers. Ranks of one node are consecutive."""
-    num_nodes: int = 1
     start_number: int = 0
     """Number of the workers' start, as `WorkerGroup.plan_start` has given it."""
     started_at: float = 0.0

@@ -116,8 +116,9 @@ def _end_with(connection: Connection) -> None:
     with suppress(EOFError, OSError):
         connection.recv()
     for process in psutil.Process().children(recursive=True):  # a frozen worker does not notice
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+        with suppress(psutil.Error):
+            if "resource_tracker" not in " ".join(process.cmdline()):  # it removes semaphores, and ends by itself
+                process.kill()
     os._exit(1)
 
 

@@ -5,6 +5,7 @@ Ray's processes import this module, and no torch: four of them start one after t
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle  # nosec B403 # bytes that processes of the same command made
 import time
@@ -28,6 +29,8 @@ REPORT_SECONDS = 10.0
 """Seconds between two reports: each waits for the controller, which looks every two seconds."""
 LOSS_FILE = "lost-nodes"
 """File in a group's shared folder with the loss after which Ray Train starts the nodes anew."""
+
+logger = logging.getLogger(__name__)
 
 _train: Any = ray.train  # whose types are those of the first version for mypy
 
@@ -114,21 +117,35 @@ class _Node:
             is_over, report = broadcast_from_rank_zero(self._make_tick(has_ended) if self._rank == 0 else None)
             if report:
                 self._report(report)
-            if not has_stopped and not is_over and _train.get_preemption_info():
-                has_stopped = True
-                if self._rank == 0:
-                    self._group.stop()
+            if not is_over and _train.get_preemption_info() and self._rank == 0 and not has_stopped:
+                has_stopped = self._has_stopped()
         if not has_ended:
             self._process.has_ended(TICK_SECONDS)  # lets it end in order
         return outcome
+
+    def _has_stopped(self) -> bool:
+        """Ask the workers to stop; on a full disk, or a mount that does not answer, again at the next tick."""
+        try:
+            self._group.stop()
+        except OSError as error:
+            logger.warning("the workers could not be asked to stop: %s", error)
+            return False
+        return True
 
     def _make_tick(self, is_over: bool) -> _Tick:
         """Choose what to report: new numbers every REPORT_SECONDS, and the newest checkpoint at the end alone.
 
         Ray Train keeps a list of the checkpoints that it was told, and refuses a list of which retention removed some.
         """
-        report, now = self._group.read_report(), time.monotonic()
-        if report is None or not (is_over or now - self._reported_at >= REPORT_SECONDS):
+        now = time.monotonic()
+        if not is_over and now - self._reported_at < REPORT_SECONDS:
+            return _Tick(is_over, None)
+        try:
+            report = self._group.read_report()
+        except (OSError, MillraceError) as error:  # a report is a view: the run goes on
+            logger.warning("nothing is reported to Ray: %s", error)
+            report = None
+        if report is None:
             return _Tick(is_over, None)
         self._reported_at = now
         return _Tick(is_over, report if is_over else report._replace(checkpoint=None))

@@ -21,7 +21,7 @@ import ray.train
 import ray.train.torch
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from services.common.errors import MillraceError, WorkersLost
+from services.common.errors import WorkersLost
 from services.common.launch import ray_placement
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import (
@@ -157,13 +157,16 @@ def _fit(trainer: Any) -> Any:
 
 
 def _end_coordinator() -> None:
-    """End the actor that Ray Train leaves on this node for ever, and for which a preempted node would be kept whole."""
+    """End the actor that Ray Train leaves on this node for ever, and for which a preempted node would be kept whole.
+
+    Another command of the cluster does without it: it asks for a size that does not change.
+    """
     with suppress(ValueError):  # there is none
         ray.kill(ray.get_actor(COORDINATOR, namespace=COORDINATOR))
 
 
 def _explain(error: WorkerGroupError) -> BaseException:
     """Return the error that explains why Ray Train gave up: a node's own, or the loss of a node."""
-    failures = error.worker_failures
-    lost = next((describe_loss(rank, each) for rank, each in failures.items()), None)
-    return name_the_cause([each for each in failures.values() if isinstance(each, MillraceError)], lost)
+    own = [each for each in error.worker_failures.values() if not type(each).__module__.startswith("ray.")]
+    by_ray = {rank: each for rank, each in error.worker_failures.items() if each not in own}
+    return name_the_cause(own, next((describe_loss(rank, each) for rank, each in by_ray.items()), None))

@@ -37,7 +37,7 @@ from services.common.tests import work
 from services.common.tests.builders import REPOSITORY, make_site_that_imports_torch_xla
 
 SPEC = WorkerGroupSpec(64, 1, workers_per_node=32, shared_folder=Path(), device="xla")
-LAST_OF_64 = WorkerEnvironment(63, 64, local_rank=31, local_world_size=32, node_rank=1, num_nodes=2)
+LAST_OF_64 = WorkerEnvironment(63, 64, local_rank=31, local_world_size=32, node_rank=1)
 MEETING = MeetingPoint("10.0.0.1", 40_000, 40_001)
 WITH_EFA = NodeNetwork("eth0", has_efa=True)
 OF_ONE_CORE = (

@@ -48,8 +48,11 @@ def heartbeat_seconds(limit_seconds: float | None) -> float:
 def write_heartbeat(run_folder: Path, fields: dict[str, Any]) -> None:
     """Replace the heartbeat of the rank in `fields`. Raises `OSError`."""
     path = _heartbeat_file(run_folder, fields["rank"])
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.write(descriptor, json.dumps(fields).encode().ljust(HEARTBEAT_BYTES - 1) + b"\n")
     finally:

@@ -86,8 +86,7 @@ def place_on_nodes(environment: WorkerEnvironment, num_nodes: int) -> WorkerEnvi
     """Return the environment of a worker of this machine as one of several nodes, which it shares with others."""
     local_world_size = environment.world_size // num_nodes
     node_rank, local_rank = divmod(environment.rank, local_world_size)
-    placed = replace(environment, local_rank=local_rank, local_world_size=local_world_size)
-    return replace(placed, node_rank=node_rank, num_nodes=num_nodes)
+    return replace(environment, local_rank=local_rank, local_world_size=local_world_size, node_rank=node_rank)
 
 
 def train_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
