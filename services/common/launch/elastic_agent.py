@@ -209,7 +209,7 @@ class NodeAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             dead = {rank: workers[rank] for rank in ended or result.failures}
-            cause = name_the_cause([*self._read_errors(), *_storage_errors(dead)], self._describe_dead(dead))
+            cause = name_the_cause(self._read_errors(dead), self._describe_dead(dead))
             if isinstance(cause, WorkersLost):
                 self._loss = str(cause)
             else:
@@ -234,10 +234,13 @@ class NodeAgent(LocalElasticAgent):
     def _error_file(self, rank: int) -> Path:
         return error_file(self._folder, self._start.number, rank)
 
-    def _read_errors(self) -> list[Exception]:
-        """Return what the node's workers of this start have raised."""
+    def _read_errors(self, dead: dict[int, BaseProcess]) -> list[Exception]:
+        """Return what the node's workers of this start have raised; a full disk may leave the exit code alone."""
         files = self._folder.glob(f"{self._start.number}-*{_ERROR}")
-        return [pickle.loads(file.read_bytes()) for file in files]  # nosec B301 # bytes of own workers
+        errors = [pickle.loads(file.read_bytes()) for file in files]  # nosec B301 # bytes of own workers
+        full = [rank for rank, process in dead.items() if process.exitcode == StorageError.exit_code]
+        unsaid = [rank for rank in full if not self._error_file(rank).exists()]
+        return errors + [StorageError(f"rank {rank} could not write; its log says where and why") for rank in unsaid]
 
     def _tell_end(self, error: BaseException) -> None:
         """Tell all nodes why the group ends; the first such error counts."""
@@ -251,12 +254,6 @@ class NodeAgent(LocalElasticAgent):
                 end: Exception = pickle.loads(self._meeting_store.get(_END))  # nosec B301 # bytes of this command
                 return end
         return None
-
-
-def _storage_errors(dead: dict[int, BaseProcess]) -> list[StorageError]:
-    """Return an error for each worker whose exit code says that its node had no room for the error itself."""
-    full = [rank for rank, process in dead.items() if process.exitcode == StorageError.exit_code]
-    return [StorageError(f"rank {rank} could not write; its log says where and why") for rank in full]
 
 
 def error_file(folder: Path, start_number: int, rank: int) -> Path:
