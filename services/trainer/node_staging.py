@@ -19,7 +19,6 @@ from pathlib import Path
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import copy_files, find_damages, list_files, require_undamaged
 from services.common.artifacts.manifest import FileEntry
-from services.common.errors import WorkersLost
 from services.common.hardware.faults import naming_hardware_faults
 from services.common.process.private_folder import private_base, private_folder
 from services.trainer.checkpoints.lookup import FoundCheckpoint
@@ -42,8 +41,8 @@ def compile_cache_folder(job: Job) -> Path:
 
 @contextmanager
 def using_node(job: Job) -> Iterator[None]:
-    """Keep the node's folder during the block, and after it for workers that are about to be started again."""
-    with private_folder(job.attempt, keep_after=(WorkersLost,)):
+    """Keep the node's folder during the block. The node's agent keeps it between two starts of its workers."""
+    with private_folder(job.attempt):
         yield
 
 

@@ -35,24 +35,39 @@ def start_fork_server(preload: Sequence[str]) -> None:
         return
     # The socket's path has to be short, and a killed command leaves its folder to the next one.
     folder = ExitStack()
-    before, paths = tempfile.tempdir, os.environ.get("PYTHONPATH")
+    before = tempfile.tempdir
     multiprocessing.set_forkserver_preload(list(preload))
     try:
         tempfile.tempdir = str(folder.enter_context(private_folder(new_name("fork"), is_short=True)))
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the server does not get sys.path
-        with starting_processes():
+        with handing_on_imports(), starting_processes():
             forkserver.ensure_running()
     finally:
         tempfile.tempdir = before
-        os.environ.pop("PYTHONPATH", None)
-        if paths is not None:
-            os.environ["PYTHONPATH"] = paths
     _folders.append(folder)
     Finalize(None, folder.close, exitpriority=-200)  # after multiprocessing has removed what it keeps there
 
 
 _folders: list[ExitStack] = []
 """The folder of the fork server's socket, once it has one."""
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH with which another process imports what this one can."""
+    return os.pathsep.join(filter(None, sys.path))
+
+
+@contextmanager
+def handing_on_imports() -> Iterator[None]:
+    """Let programs that start inside the block import what this process can."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = python_path()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Starts the workers of one node by torch's elastic agent, and starts them again where a worker was lost.
 
 The agents of all nodes meet by torch's c10d rendezvous, and a loss on one node starts the workers of all nodes anew.
-Three things differ from `torchrun`: the caller decides about each start, a worker's definite error ends the group
+Three things differ from `torchrun`: the caller decides about each start, a worker's fatal error ends the group
 instead of restarting it, and workers are killed at once, because one that has lost a peer may wait for minutes.
 """
 
@@ -48,9 +48,9 @@ from services.common.launch.launcher import (
 )
 from services.common.launch.neuron_environment import (
     NEURON_DEVICES,
-    MeetingPoint,
     find_free_port,
     find_network,
+    join_address,
     neuron_environment,
     set_neuron_environment,
 )
@@ -64,9 +64,8 @@ MONITOR_SECONDS = 0.1
 JOIN_SECONDS = 600
 """Seconds in which the agents of all nodes have to meet before a start."""
 _RUN_ID = "millrace"
-_END = "end"
-"""Key of the definite error with which the group ended."""
-_ERROR = ".error"
+_FATAL = "fatal"
+"""Key of the fatal error with which the group ended."""
 _KILLED = "was killed by "
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NEVER_SPENT = 2**31
@@ -84,17 +83,17 @@ class GroupStart(NamedTuple):
     """Free port of the node with group rank 0, for the Neuron runtime's communicator."""
 
 
-def meet(node: Node, tell_port: Callable[[int], object], hear_place: Callable[[], tuple[str, int]]) -> Store:
-    """Open the store by which the agents of several nodes meet, as node 0, which tells its port, or at node 0's place.
+def open_store(node: Node, send_port: Callable[[int], object], receive_address: Callable[[], tuple[str, int]]) -> Store:
+    """Open the store of the agents' rendezvous on node 0, which sends its port, or connect to it from another node.
 
     Torch's store listens on all addresses of its machine.
     """
     limit = timedelta(seconds=JOIN_SECONDS)
     if node.rank == 0:
         store = TCPStore(node.address, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        tell_port(store.port)
+        send_port(store.port)
         return store
-    host, port = hear_place()
+    host, port = receive_address()
     return TCPStore(host, port, is_master=False, timeout=limit)
 
 
@@ -145,24 +144,26 @@ class NodeAgent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), method, exit_barrier_timeout=60)
 
     def run_workers(self) -> None:
-        """Run the workers, start them again after losses, and raise the definite error with which they ended."""
+        """Run the workers, start them again after losses, and raise the fatal error with which they ended."""
         try:
             result = self.run()
         except (RendezvousError, DistError) as error:  # another node's agent has ended, or does not answer
-            raise self._read_end() or AgentsLost(f"the agents of the nodes lost each other: {error}") from error
+            raise self._published_error() or AgentsLost(f"the agents of the nodes lost each other: {error}") from error
         finally:
             self._rendezvous_handler.shutdown()
         if result is None or result.is_failed():
-            raise self._read_end() or WorkersLost(self._loss)
+            raise self._published_error() or WorkersLost(self._loss)
 
     def _start_workers(self, worker_group: TorchGroup) -> dict[int, Any]:
         self._start = self._agree_on_start(worker_group)
+        self._start_folder = self._folder / f"start-{self._start.number}"
+        self._start_folder.mkdir()
         worker_group.spec.args = (
             self._group.work,
             self._group.spec,
             self._node,
             self._start,
-            str(self._folder),
+            self._start_folder,
             dict(os.environ),
         )
         with starting_processes():
@@ -174,7 +175,7 @@ class NodeAgent(LocalElasticAgent):
                     signal.signal(signum, handler)
 
     def _agree_on_start(self, worker_group: TorchGroup) -> GroupStart:
-        """Return the start that the node with group rank 0 decides on, which hears what every node has lost.
+        """Return the start that the node with group rank 0 decides on, from what every node has lost.
 
         Raises the error with which that node ends the group instead.
         """
@@ -186,7 +187,7 @@ class NodeAgent(LocalElasticAgent):
             store.set("start", pickle.dumps(self._decide_on_start(losses)))
         decided = pickle.loads(store.get("start"))  # nosec B301 # bytes of this command's node 0
         if isinstance(decided, Exception):
-            self._tell_end(decided)
+            self._publish_error(decided)
             raise decided
         self._loss = ""
         started: GroupStart = decided
@@ -213,8 +214,8 @@ class NodeAgent(LocalElasticAgent):
             if isinstance(cause, WorkersLost):
                 self._loss = str(cause)
             else:
-                self._tell_end(cause)
-            if self._read_end():
+                self._publish_error(cause)
+            if self._published_error():
                 self._remaining_restarts = 0
         return result
 
@@ -226,45 +227,45 @@ class NodeAgent(LocalElasticAgent):
     def _describe_dead(self, dead: dict[int, BaseProcess]) -> str | None:
         """Describe a worker of these that ended without an error of its own, by a signal if one did."""
         for rank, process in sorted(dead.items(), key=lambda each: each[1].exitcode or 0):
-            if not self._error_file(rank).exists():
+            if not (self._start_folder / error_name(rank)).exists():
                 who, code = f"rank {rank} (pid {process.pid} on {socket.gethostname()})", process.exitcode or 0
                 return f"{who} {_KILLED}{name_signal(-code)}" if code < 0 else f"{who} ended with {code}"
         return None
 
-    def _error_file(self, rank: int) -> Path:
-        return error_file(self._folder, self._start.number, rank)
-
     def _read_errors(self, dead: dict[int, BaseProcess]) -> list[Exception]:
         """Return what the node's workers of this start have raised; a full disk may leave the exit code alone."""
-        files = self._folder.glob(f"{self._start.number}-*{_ERROR}")
+        files = self._start_folder.glob(error_name("*"))
         errors = [pickle.loads(file.read_bytes()) for file in files]  # nosec B301 # bytes of own workers
         full = [rank for rank, process in dead.items() if process.exitcode == StorageError.exit_code]
-        unsaid = [rank for rank in full if not self._error_file(rank).exists()]
+        unsaid = [rank for rank in full if not (self._start_folder / error_name(rank)).exists()]
         return errors + [StorageError(f"rank {rank} could not write; its log says where and why") for rank in unsaid]
 
-    def _tell_end(self, error: BaseException) -> None:
+    def _publish_error(self, error: BaseException) -> None:
         """Tell all nodes why the group ends; the first such error counts."""
         with suppress(DistError):  # node 0 has ended already
-            if not self._meeting_store.check([_END]):
-                self._meeting_store.set(_END, pickle.dumps(error))  # type: ignore[arg-type]
+            if not self._meeting_store.check([_FATAL]):
+                self._meeting_store.set(_FATAL, pickle.dumps(error))  # type: ignore[arg-type]
 
-    def _read_end(self) -> Exception | None:
+    def _published_error(self) -> Exception | None:
         with suppress(DistError):
-            if self._meeting_store.check([_END]):
-                end: Exception = pickle.loads(self._meeting_store.get(_END))  # nosec B301 # bytes of this command
+            if self._meeting_store.check([_FATAL]):
+                end: Exception = pickle.loads(self._meeting_store.get(_FATAL))  # nosec B301 # bytes of this command
                 return end
         return None
 
 
-def error_file(folder: Path, start_number: int, rank: int) -> Path:
-    """Return the file in which a worker leaves the error that it raised."""
-    return folder / f"{start_number}-{rank}{_ERROR}"
+def error_name(rank: object) -> str:
+    """Return the name of the file in which a worker leaves the error that it raised."""
+    return f"rank-{rank}.error"
 
 
 def _work(
-    work: bytes, spec: WorkerGroupSpec, node: Node, start: GroupStart, folder: str, variables: dict[str, str]
+    work: bytes, spec: WorkerGroupSpec, node: Node, start: GroupStart, folder: Path, variables: dict[str, str]
 ) -> None:
-    """Run a pickled function and its argument as the worker that torch's variables name."""
+    """Run a pickled function and its argument as the worker that torch's variables name.
+
+    `folder` is on the node's disk and belongs to this start of the workers.
+    """
     # A signal to the command's process group reaches the command alone. One to all processes of a container, as of
     # systemd, has to leave workers the time for a checkpoint. SIGINT is what torch has the kernel send at the end of
     # the fork server.
@@ -273,12 +274,12 @@ def _work(
     follow_parent(ignored=[signum for signum in STOP_SIGNALS if signum != signal.SIGINT])
     given = {name: os.environ[name] for name in _TORCH_VARIABLES}
     os.environ.update(variables | given | {"OMP_NUM_THREADS": str(spec.threads_per_worker)})
-    meeting = MeetingPoint(given["MASTER_ADDR"], int(given["MASTER_PORT"]), start.communicator_port)
+    host, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
     environment = WorkerEnvironment(
         int(given["RANK"]),
         int(given["WORLD_SIZE"]),
         # Workers of one node meet in a file, so that no port is opened before the group forms.
-        str(Path(folder, f"store-{start.number}")) if node.num_nodes == 1 else f"{meeting.url}/start-{start.number}",
+        str(folder / "store") if node.num_nodes == 1 else f"tcp://{join_address(host, port)}/{folder.name}",
         local_rank=int(given["LOCAL_RANK"]),
         local_world_size=int(given["LOCAL_WORLD_SIZE"]),
         node_rank=int(given["GROUP_RANK"]),
@@ -290,13 +291,14 @@ def _work(
             os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
         if spec.device in NEURON_DEVICES:
             network = find_network(node.address)
-            set_neuron_environment(neuron_environment(spec, environment, meeting, network))
+            root = join_address(host, start.communicator_port)
+            set_neuron_environment(neuron_environment(spec, environment, root, network))
         function, argument = pickle.loads(work)  # nosec B301 # bytes that the command made
         function(argument, environment)
     except Exception as error:
         if not isinstance(error, MillraceError):
             logger.exception("rank %d failed", environment.rank)
-        file = error_file(Path(folder), start.number, environment.rank)
+        file = folder / error_name(environment.rank)
         with suppress(OSError):  # a full disk, which the exit code tells
             file.with_suffix(".partial").write_bytes(_portable(error))
             file.with_suffix(".partial").rename(file)

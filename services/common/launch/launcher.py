@@ -33,7 +33,7 @@ NODE_SECONDS = 300.0
 
 RAY, INLINE = "ray", "inline"
 """Name of the launcher whose workers are on the nodes of a Ray cluster, and of that whose workers are all here."""
-LAUNCHERS = {"ray": "services.common.launch.ray_launcher", INLINE: "services.common.launch.inline"}
+LAUNCHERS = {RAY: "services.common.launch.ray_launcher", INLINE: "services.common.launch.inline"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class WorkerEnvironment:
     rank: int
     world_size: int
     rendezvous: str = ""
-    """`tcp://HOST:PORT`, or the path of a file that all workers see. A single worker does not use it."""
+    """`tcp://HOST:PORT/START`, or the path of a file that all workers see. A single worker does not use it."""
     local_rank: int = 0
     """Rank of the worker among those of its node, which share the node's devices."""
     local_world_size: int = 1
@@ -114,7 +114,7 @@ class WorkerEnvironment:
     start_number: int = 0
     """Number of the workers' start, as `WorkerGroup.plan_start` has given it."""
     started_at: float = 0.0
-    """`time.time()` of that decision, by the clock of the node with rank 0."""
+    """`time.time()` of that decision, by the clock of the node that made it."""
 
 
 class TrainingReport(NamedTuple):
@@ -144,8 +144,8 @@ class WorkerGroup:
     """The pickled function of the workers and its argument. Only workers load them, because loading imports modules."""
     spec: WorkerGroupSpec
     plan_start: Callable[[str], int] = start_once
-    """Called before each start of the workers with what was lost, and with "" before the first. Returns the number of
-    the start, or raises the `MillraceError` with which the group ends instead. It runs on the node with rank 0.
+    """Called before each start of the workers with what was lost, and with "" before the first. Returns a number that
+    no other start has, or raises the error with which the group ends. It runs on the node with torch's group rank 0.
     """
     name: str = "workers"
     """Name of the run on the launcher's cluster."""
@@ -154,7 +154,7 @@ class WorkerGroup:
     max_node_losses: int = 0
     """Losses of nodes, and of the processes that start workers there, after which a cluster starts the group anew."""
     read_report: Callable[[], TrainingReport | None] = nothing
-    """Called on node 0 every few seconds; what it returns is reported to the cluster if it is new."""
+    """Called on node 0 every ten seconds and at the end, for what a cluster's API and metrics show."""
     stop: Callable[[], None] = nothing
     """Asks the workers to stop; called on node 0 when one of their nodes is about to be taken away."""
 
@@ -218,8 +218,8 @@ class Launcher(Protocol):
         """Start all workers of a group, which can form a process group, and run its function in each.
 
         Returns when all workers have returned. Where a worker or a node is lost, all workers start again as
-        `group.plan_start` decides. Raises the definite error, one that is not `WorkersLost`, of the first worker that
-        has one, and the error of `plan_start`; then no process of the workers is left. Has to be called in the main
+        `group.plan_start` decides. Raises the fatal error, one that is not `WorkersLost`, of the first worker that has
+        one, and the error of `plan_start`; then no process of the workers is left. Has to be called in the main
         thread.
         """
         ...

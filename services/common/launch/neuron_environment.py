@@ -33,22 +33,6 @@ EFA_DEVICES = Path("/dev/infiniband")
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
-    """The address of the node with rank 0 and two ports there."""
-
-    host: str
-    store_port: int
-    """Port of torch's store, where the processes of a group meet."""
-    communicator_port: int
-    """Port of the Neuron runtime's communicator. Without it torch_xla uses 62182 on every node."""
-
-    @property
-    def url(self) -> str:
-        """Address of torch's store, in the form that `torch.distributed` takes."""
-        return f"tcp://{_join(self.host, self.store_port)}"
-
-
-@dataclass(frozen=True)
 class NodeNetwork:
     """The network of this node that leads to the other nodes."""
 
@@ -58,7 +42,7 @@ class NodeNetwork:
 
 
 def neuron_environment(
-    spec: WorkerGroupSpec, worker: WorkerEnvironment, meeting: MeetingPoint, network: NodeNetwork
+    spec: WorkerGroupSpec, worker: WorkerEnvironment, root_communicator: str, network: NodeNetwork
 ) -> dict[str, str]:
     """Return the environment variables of one worker of the group that `spec` describes.
 
@@ -66,14 +50,7 @@ def neuron_environment(
     With TorchNeuron no core is named here: its backend takes one of the visible cores.
     """
     variables = {
-        "RANK": str(worker.rank),
-        "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_RANK": str(worker.local_rank),
-        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
-        "GROUP_RANK": str(worker.node_rank),
-        "MASTER_ADDR": meeting.host,
-        "MASTER_PORT": str(meeting.store_port),
-        "NEURON_RT_ROOT_COMM_ID": _join(meeting.host, meeting.communicator_port),
+        "NEURON_RT_ROOT_COMM_ID": root_communicator,
         # The collectives' own search finds none where an interface's address has a prefix of 32 bits, as in EKS pods.
         "CCOM_SOCKET_IFNAME": network.interface,
         "NCCL_SOCKET_IFNAME": network.interface,
@@ -100,7 +77,7 @@ def set_neuron_environment(variables: Mapping[str, str]) -> None:
     """
     if "torch_xla" in sys.modules:
         raise DeviceError(
-            f"worker {variables['RANK']} (pid {os.getpid()}) imported torch_xla before the launcher had set its rank "
+            f"worker {os.environ.get('RANK')} (pid {os.getpid()}) imported torch_xla before the launcher set its rank "
             f"and its NeuronCore, which torch_xla reads when it is imported. Something imports torch_xla in every "
             f"Python process of this machine: look in sitecustomize, .pth files and Ray's worker_process_setup_hook."
         )
@@ -148,5 +125,6 @@ def find_network(address: str) -> NodeNetwork:
     return NodeNetwork(names[0], has_efa=any(EFA_DEVICES.glob("uverbs*")))
 
 
-def _join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """Return HOST:PORT, or [HOST]:PORT for an address of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -32,7 +32,7 @@ END_SECONDS = 10.0
 
 
 class NodeProcess:
-    """The end of Ray Train's worker. The context ends the process and the workers that it has started."""
+    """The process, as Ray Train's worker holds it. The context ends it, and the workers that it has started."""
 
     def __init__(self, group: WorkerGroup, node: Node) -> None:
         ours, theirs = socket.socketpair()
@@ -53,8 +53,8 @@ class NodeProcess:
         """Return the port of the store by which agents meet, which the process of node 0 opens."""
         return int(self._receive())
 
-    def send_place(self, host: str, port: int) -> None:
-        """Tell the process of another node where that store is."""
+    def send_address(self, host: str, port: int) -> None:
+        """Send the process of another node the address of that store."""
         self._connection.send((host, port))
 
     def has_ended(self, within_seconds: float) -> bool:
@@ -101,10 +101,10 @@ def main(descriptor: int) -> None:
 
 
 def _run(connection: Connection, group: WorkerGroup, node: Node) -> Exception | None:
-    from services.common.launch.elastic_agent import meet, run_node  # noqa: PLC0415 - imports torch, while workers' server does
+    from services.common.launch.elastic_agent import open_store, run_node  # noqa: PLC0415 - imports torch, while workers' server does
 
     try:
-        store = meet(node, connection.send, connection.recv) if node.num_nodes > 1 else None
+        store = open_store(node, connection.send, connection.recv) if node.num_nodes > 1 else None
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
         run_node(group, node, store)
     except Exception as error:  # noqa: BLE001 - the command raises it

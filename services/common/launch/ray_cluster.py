@@ -10,8 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import ray
 
 from services.common.errors import DeviceError, TryAgain
 from services.common.launch.batch.ray_process import OBJECT_STORE_BYTES
+from services.common.launch.child_processes import handing_on_imports, python_path
 from services.common.launch.cluster_address import AUTO, cluster_address, split_address
 from services.common.process.entry_point import call_at_end
 from services.common.process.private_folder import new_name, private_folder
@@ -73,7 +74,7 @@ def _start(num_cpus: int, resources: Mapping[str, float]) -> None:
     call_at_end(partial(_leave, started, folder))
     path = folder.enter_context(private_folder(new_name("ray"), is_short=True))
     try:
-        with _handing_on_imports():
+        with handing_on_imports():  # workers with an environment of their own would start later
             ray.init(
                 address="local",  # otherwise Ray joins any cluster of this machine, such as another command's
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
@@ -108,7 +109,7 @@ def _join(address: str) -> None:
     try:
         # The address: Ray Train would else look for its run in any Ray of its node, and remove the placement group.
         known = {} if address == AUTO else {"RAY_ADDRESS": address}
-        ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": _python_path(), **known}}, **_QUIET)
+        ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": python_path(), **known}}, **_QUIET)
     except Exception as error:
         if "ersion mismatch" in str(error):
             raise DeviceError(f"the Ray cluster at {address} has another version: {error}") from error
@@ -120,24 +121,6 @@ def _unreachable(error: Exception) -> TryAgain:
         f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}). Start the cluster and run "
         f"the same command again, or unset RAY_ADDRESS: the command then uses this machine alone."
     )
-
-
-@contextmanager
-def _handing_on_imports() -> Iterator[None]:
-    """Let Ray's processes import what this process can: workers with an environment of their own would start later."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = _python_path()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, sys.path))
 
 
 def _leave(started: list[psutil.Process], folder: ExitStack, exit_code: int) -> None:

@@ -69,7 +69,7 @@ class _Tick(NamedTuple):
 def run_on_node(group: WorkerGroup) -> bytes | None:
     """Run the agent of this node: the function of Ray Train on each node.
 
-    Returns the pickled definite error with which the group ended, if any: only losses are errors to Ray Train. Raises
+    Returns the pickled fatal error with which the group ended, if any: only losses are errors to Ray Train. Raises
     `WorkersLost` where the agent was lost, or the agents did not meet.
     """
     context = _train.get_context()
@@ -80,7 +80,7 @@ def run_on_node(group: WorkerGroup) -> bytes | None:
         if num_nodes > 1:
             place = broadcast_from_rank_zero((address, process.receive_port()) if rank == 0 else None)
             if rank > 0:
-                process.send_place(*place)
+                process.send_address(*place)
         outcome = _Node(group, rank, process).follow()
         if isinstance(outcome, AgentsLost) and rank == 0:
             raise outcome

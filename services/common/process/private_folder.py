@@ -69,29 +69,22 @@ def require_private(folder: Path) -> None:
 
 
 @contextmanager
-def private_folder(
-    name: str, keep_after: tuple[type[BaseException], ...] = (), is_short: bool = False
-) -> Iterator[Path]:
+def private_folder(name: str, is_short: bool = False) -> Iterator[Path]:
     """Make the folder `name` for the block; other processes that name it at the same time share it.
 
-    The last user removes it, unless its block ended with an error in `keep_after`.
+    The last user removes it.
     """
     base = private_base(is_short)
     remove_abandoned(base)
     held = _lock(base / f"{name}.lock", fcntl.LOCK_SH)
     assert held is not None
-    is_kept = False
     try:
         folder = base / name
         folder.mkdir(mode=0o700, exist_ok=True)
         yield folder
-    except keep_after:
-        is_kept = True
-        raise
     finally:
         os.close(held)
-        if not is_kept:
-            _remove_unused(base, name)
+        _remove_unused(base, name)
 
 
 def remove_abandoned(base: Path) -> None:

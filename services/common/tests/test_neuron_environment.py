@@ -26,10 +26,10 @@ from services.common.launch.launcher import (
 )
 from services.common.launch.neuron_environment import (
     CONTRADICTING_VARIABLES,
-    MeetingPoint,
     NodeNetwork,
     find_free_port,
     find_network,
+    join_address,
     neuron_environment,
     set_neuron_environment,
 )
@@ -38,7 +38,7 @@ from services.common.tests.builders import REPOSITORY, make_site_that_imports_to
 
 SPEC = WorkerGroupSpec(64, 1, workers_per_node=32, shared_folder=Path(), device="xla")
 LAST_OF_64 = WorkerEnvironment(63, 64, local_rank=31, local_world_size=32, node_rank=1)
-MEETING = MeetingPoint("10.0.0.1", 40_000, 40_001)
+ROOT = "10.0.0.1:40001"
 WITH_EFA = NodeNetwork("eth0", has_efa=True)
 OF_ONE_CORE = (
     "NEURON_RT_VISIBLE_CORES",
@@ -50,14 +50,7 @@ OF_ONE_CORE = (
 
 
 def test_the_last_worker_of_two_trn1_nodes_has_core_31_and_meets_the_others_on_the_first() -> None:
-    assert neuron_environment(SPEC, LAST_OF_64, MEETING, WITH_EFA) == {
-        "RANK": "63",
-        "WORLD_SIZE": "64",
-        "LOCAL_RANK": "31",
-        "LOCAL_WORLD_SIZE": "32",
-        "GROUP_RANK": "1",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "40000",
+    assert neuron_environment(SPEC, LAST_OF_64, ROOT, WITH_EFA) == {
         "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:40001",
         "CCOM_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
@@ -73,24 +66,22 @@ def test_the_last_worker_of_two_trn1_nodes_has_core_31_and_meets_the_others_on_t
 
 
 def test_a_node_without_efa_is_not_told_to_use_it() -> None:
-    variables = neuron_environment(SPEC, LAST_OF_64, MEETING, NodeNetwork("eth0", has_efa=False))
+    variables = neuron_environment(SPEC, LAST_OF_64, ROOT, NodeNetwork("eth0", has_efa=False))
 
     assert not [name for name in variables if name.startswith("FI_")]
 
 
 def test_torch_neuron_chooses_its_core_itself_and_is_told_how_large_one_is() -> None:
-    variables = neuron_environment(replace(SPEC, device="neuron", logical_core_size=2), LAST_OF_64, MEETING, WITH_EFA)
+    variables = neuron_environment(replace(SPEC, device="neuron", logical_core_size=2), LAST_OF_64, ROOT, WITH_EFA)
 
     assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert variables["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:40001"
     assert variables.keys().isdisjoint(OF_ONE_CORE)
 
 
-def test_an_address_of_ipv6_is_told_from_its_port() -> None:
-    meeting = MeetingPoint("fd00::1", 40_000, 40_001)
-    variables = neuron_environment(SPEC, LAST_OF_64, meeting, WITH_EFA)
-
-    assert (variables["MASTER_ADDR"], variables["NEURON_RT_ROOT_COMM_ID"]) == ("fd00::1", "[fd00::1]:40001")
+@pytest.mark.parametrize(("host", "joined"), [("10.0.0.1", "10.0.0.1:40001"), ("fd00::1", "[fd00::1]:40001")])
+def test_an_address_of_ipv6_is_told_from_its_port(host: str, joined: str) -> None:
+    assert join_address(host, 40_001) == joined
 
 
 def test_a_port_that_is_found_is_free() -> None:
@@ -122,7 +113,7 @@ def test_what_contradicts_the_variables_is_taken_away(monkeypatch: pytest.Monkey
     environment = dict.fromkeys(CONTRADICTING_VARIABLES, "1") | {"NEURON_RT_VISIBLE_CORES": "0-31", "HOME": "/root"}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)  # of other tests in this process
-    variables = neuron_environment(SPEC, LAST_OF_64, MEETING, WITH_EFA)
+    variables = neuron_environment(SPEC, LAST_OF_64, ROOT, WITH_EFA)
 
     set_neuron_environment(variables)
 
@@ -134,7 +125,7 @@ def test_torch_xla_leaves_them_as_they_are(torchrun: dict[str, str]) -> None:
     """torch_xla with Neuron's packages derives its variables from torchrun's when it is imported."""
     if importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed; `make test-torch29` has it")
-    variables = neuron_environment(SPEC, LAST_OF_64, MEETING, WITH_EFA)
+    variables = neuron_environment(SPEC, LAST_OF_64, ROOT, WITH_EFA)
     program = f"""if True:
         import json, os
         from services.common.launch.neuron_environment import set_neuron_environment

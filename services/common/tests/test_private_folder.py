@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import StorageError, WorkersLost
+from services.common.errors import StorageError
 from services.common.process.private_folder import private_base, private_folder, require_private
 
 
@@ -82,13 +82,6 @@ def test_the_last_of_several_users_removes_the_folder() -> None:
         assert (folder / "copy").exists()
 
     assert not folder.exists()
-
-
-def test_the_folder_stays_for_workers_that_are_about_to_be_started_again() -> None:
-    with pytest.raises(WorkersLost), private_folder("node", keep_after=(WorkersLost,)) as folder:
-        raise WorkersLost("a peer died")
-
-    assert folder.exists()
 
 
 def _use_and_die(temporary: str) -> None:
