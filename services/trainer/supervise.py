@@ -1,4 +1,4 @@
-"""Supervises the workers for the command: decides about restarts, passes on signals, and shows progress."""
+"""Supervises the workers for the command: describes them to the launcher, passes on signals, and shows progress."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from services.trainer.health.silence import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, warnings_of
+from services.trainer.metrics.ray_report import read_report
 from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import working_on_node
-from services.trainer.start_plan import StartPlan, read_report
+from services.trainer.restarts import RestartPolicy
 from services.trainer.stop import forget_signals, request_stop
 from services.trainer.worker_start import describe_workers
 
@@ -51,7 +52,7 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
     group = WorkerGroup(
         pickle.dumps((train_on_node, job)),
         spec,
-        StartPlan(job),
+        RestartPolicy(job),
         name=job.run,
         storage_path=job.checkpoint_collection.parent,
         max_node_losses=job.recipe.train.max_restarts,

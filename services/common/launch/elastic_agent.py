@@ -69,7 +69,7 @@ _FATAL = "fatal"
 _KILLED = "was killed by "
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NEVER_SPENT = 2**31
-"""Restarts that torch's agent has: `WorkerGroup.plan_start` decides instead."""
+"""Restarts that torch's agent has: `WorkerGroup.restart_policy` decides instead."""
 _SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Torch's variable against a store that listens on all of a machine's addresses, which one node does not need."""
 
@@ -197,7 +197,7 @@ class NodeAgent(LocalElasticAgent):
         # A worker that was killed explains the errors of its peers.
         loss = next((each for each in losses if _KILLED in each), next(filter(None, losses), ""))
         try:
-            number = self._group.plan_start(loss)
+            number = self._group.restart_policy(loss)
         except (MillraceError, OSError) as error:
             return error
         return GroupStart(number, time.time(), find_free_port(self._node.address))

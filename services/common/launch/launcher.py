@@ -112,7 +112,7 @@ class WorkerEnvironment:
     node_rank: int = 0
     """Rank of the worker's node among the nodes of all workers. Ranks of one node are consecutive."""
     start_number: int = 0
-    """Number of the workers' start, as `WorkerGroup.plan_start` has given it."""
+    """Number of the workers' start, as `WorkerGroup.restart_policy` has given it."""
     started_at: float = 0.0
     """`time.time()` of that decision, by the clock of the node that made it."""
 
@@ -143,7 +143,7 @@ class WorkerGroup:
     work: bytes
     """The pickled function of the workers and its argument. Only workers load them, because loading imports modules."""
     spec: WorkerGroupSpec
-    plan_start: Callable[[str], int] = start_once
+    restart_policy: Callable[[str], int] = start_once
     """Called before each start of the workers with what was lost, and with "" before the first. Returns a number that
     no other start has, or raises the error with which the group ends. It runs on the node with torch's group rank 0.
     """
@@ -218,9 +218,9 @@ class Launcher(Protocol):
         """Start all workers of a group, which can form a process group, and run its function in each.
 
         Returns when all workers have returned. Where a worker or a node is lost, all workers start again as
-        `group.plan_start` decides. Raises the fatal error, one that is not `WorkersLost`, of the first worker that has
-        one, and the error of `plan_start`; then no process of the workers is left. Has to be called in the main
-        thread.
+        `group.restart_policy` decides. Raises the error of `restart_policy`, and the fatal error, one that is not
+        `WorkersLost`, of the first worker that has one; then no process of the workers is left. Has to be called in the
+        main thread.
         """
         ...
 

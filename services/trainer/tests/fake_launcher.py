@@ -40,7 +40,7 @@ class FakeLauncher:
         """See `Launcher.run_workers`. All workers are lost with the function's `WorkersLost`."""
         self.groups.append(group)
         function, argument = pickle.loads(group.work)
-        number = group.plan_start("")
+        number = group.restart_policy("")
         while True:
             try:
                 function(argument, WorkerEnvironment(0, 1, start_number=number, started_at=time.time()))
@@ -48,4 +48,4 @@ class FakeLauncher:
             except NoRoomForWorkers:
                 raise
             except WorkersLost as lost:
-                number = group.plan_start(str(lost))
+                number = group.restart_policy(str(lost))

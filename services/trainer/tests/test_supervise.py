@@ -37,7 +37,7 @@ from services.trainer.health.silence import write_heartbeat
 from services.trainer.job import Job
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import METRICS_FILE
-from services.trainer.start_plan import StartPlan
+from services.trainer.restarts import RestartPolicy
 from services.trainer.stop import STOP_FILE, request_stop, requested_stop
 from services.trainer.supervise import supervise, train_on_node
 from services.trainer.tests.builders import write_recipe
@@ -162,9 +162,9 @@ def test_a_hang_is_recorded_with_its_silent_rank_and_is_the_cause_of_the_restart
 def test_a_plan_on_another_node_goes_on_counting(new_job: Callable[..., Job]) -> None:
     """Ray Train starts the nodes anew after a loss, with the plan as it was when the command began."""
     job = new_job()
-    assert StartPlan(job)("") == 0
+    assert RestartPolicy(job)("") == 0
     for number in (1, 2, 3):
-        assert StartPlan(job)("node 1 of the workers was lost") == number
+        assert RestartPolicy(job)("node 1 of the workers was lost") == number
     assert [each["start"] for each in read_events(job.run_folder)] == [0, 1, 2]
 
 
