@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.common.testing.commands import start_python
 from services.common.testing.waiting import wait_until
-from services.common.tests.builders import REPOSITORY
 
 pytest.importorskip("ray")
 
@@ -47,15 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started = []
 
     def begin(seconds: int = 8) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(seconds)],
-            cwd=REPOSITORY,
-            env={**os.environ, "RAY_ADDRESS": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process = start_python(["-c", PROGRAM, str(seconds)], RAY_ADDRESS="")
         started.append(process)
         return process
 

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from services.common.process.entry_point import exit_code_of
+from services.common.testing.commands import start_python
 from services.common.testing.disks import mounted
 from services.common.testing.recipes import write_recipe
 from services.common.testing.waiting import wait_until
@@ -64,15 +64,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def command(*options: str, root: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         where = str(root or tmp_path / "fsx")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.compiler", "--recipe", str(recipe), "--root", where, *options],
-            cwd=REPOSITORY,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        words = ["-m", "services.compiler", "--recipe", str(recipe), "--root", where, *options]
+        process = start_python(words, **environment)
         started.append(process)
         return process
 

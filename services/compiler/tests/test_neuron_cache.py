@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from services.common.errors import ArtifactError, DeviceError, StorageError
 from services.common.hardware.instance_types import GIB
 from services.common.recipe.schema import Recipe
 from services.common.testing import fork_server
+from services.common.testing.commands import start_python
 from services.common.testing.recipes import load_with, write_recipe
 from services.common.testing.waiting import wait_until
 from services.compiler.estimate import ASSUMED_SECONDS_PER_MB, NodeSize, Rate, find_rate, makespan, read_records
@@ -296,16 +296,8 @@ def start(workplace: Workplace, launch: str = "inline", num_workers: int = 2) ->
     recipe = workplace.folder / "small.toml"
     settings = f"num_workers = {num_workers}\ntask_cpus = 1\ntask_memory_gib = 0.25\n"
     path.write_text(f"{recipe.read_text()}\n[compile]\n{settings}", encoding="utf-8")
-    command = [sys.executable, "-m", "services.compiler.tests.neuron_stage", str(path), str(workplace.root)]
-    return subprocess.Popen(
-        [*command, str(workplace.graphs), launch],
-        cwd=REPOSITORY,
-        env={**os.environ, "RAY_ADDRESS": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    stage = ["-m", "services.compiler.tests.neuron_stage", str(path), str(workplace.root)]
+    return start_python([*stage, str(workplace.graphs), launch], RAY_ADDRESS="")
 
 
 def wait_for_work(workplace: Workplace, process: subprocess.Popen[str], count: int) -> list[psutil.Process]:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from services.common.program.mesh import Mesh
 from services.common.program.state import StateKind, StateSlice
 from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
+from services.common.testing.commands import start_python
 from services.common.testing.manifests import Fields, forge
 from services.trainer.__main__ import main
 from services.trainer.checkpoints.index import tabulate, write_index
@@ -45,16 +45,9 @@ ALONE = Mesh(0, data_parallel_size=1)
 def start_trainer(
     recipe: Path, root: Path, *options: str, launch: str = "inline", temporary: Path | None = None
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "services.trainer", "train", "--recipe", str(recipe), "--root", str(root)]
-    return subprocess.Popen(
-        [*command, "--launch", launch, *options],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "TMPDIR": str(temporary or root.parent)},  # a killed command leaves its node-local folder
-    )
+    command = ["-m", "services.trainer", "train", "--recipe", str(recipe), "--root", str(root), "--launch", launch]
+    # A killed command leaves its node-local folder.
+    return start_python([*command, *options], TMPDIR=str(temporary or root.parent))
 
 
 def run_trainer(
