@@ -120,10 +120,9 @@ def test_what_a_service_requires_is_what_its_image_is_checked_for(service: str) 
 def required_by(*folders: str) -> set[str]:
     """Modules of the packages in the requirements of these folders."""
     texts = [(REPOSITORY / "services" / folder / "requirements.txt").read_text(encoding="utf-8") for folder in folders]
-    lines = [
-        line.replace("[train]", ".train") for text in texts for line in text.splitlines() if line[:1] not in ("", "#")
-    ]
-    return {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines}
+    lines = [line for text in texts for line in text.splitlines() if line[:1] not in ("", "#")]
+    with_ray_train = {"ray.train"} if "ray[default,train]" in lines else set()
+    return {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines} | with_ray_train
 
 
 BROKEN_RICH = """
