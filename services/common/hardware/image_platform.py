@@ -42,7 +42,10 @@ BACKENDS = {"cpu": NATIVE, "cuda": CUDA, "neuron": NATIVE, "xla": XLA}
 NEURON_DEVICES = Path("/dev")
 """Folder in which the driver of a Trainium node lists its chips: neuron0, neuron1, ..."""
 
-EVERY_SERVICE = ("numpy", "prometheus_client", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
+EVERY_SERVICE = (
+    *("numpy", "prometheus_client", "psutil", "pyarrow", "pydantic"),
+    *("pydantic_settings", "ray", "rich", "typer", "xxhash"),
+)
 # Libraries by service, which its requirements name beyond those of every service.
 LIBRARIES = {
     "tokenizer": (
@@ -58,6 +61,7 @@ LIBRARIES = {
         "tensorboardX",
         "tiktoken",
         "tokenizers",
+        "transformers",
     ),
     "head": ("boto3", "kubernetes", "ray.train", "requests"),
 }
