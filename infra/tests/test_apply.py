@@ -43,11 +43,10 @@ def test_outputs_are_what_the_commands_and_the_overlay_read(applied: Applied) ->
         *("region", "cluster_name", "namespace", "zone_id", "registry", "repositories", "bucket", "capacity_ends_at"),
         *("fsx_id", "fsx_dns_name", "fsx_mount_name", "fsx_gib", "pod_identities", "node_labels", "node_taints"),
         *("trainium_shape", "trainium_node_group", "trainium_max_nodes", "cpu_shape", "cpu_node_group"),
-        *("cpu_max_nodes", "addresses_per_node", "notify_topic"),
+        *("cpu_max_nodes", "addresses_per_node"),
     }
     assert outputs["registry"] == f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
     assert outputs["fsx_id"].startswith("fs-")
-    assert outputs["notify_topic"] in {each["TopicArn"] for each in applied.client("sns").list_topics()["Topics"]}
     assert outputs["fsx_dns_name"].startswith(outputs["fsx_id"])
 
 

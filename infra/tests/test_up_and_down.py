@@ -48,7 +48,7 @@ def test_up_shows_the_cost_applies_and_writes_the_settings(run_infra: RunInfra, 
     assert text.startswith("# A comment that stays.\nREGION=us-west-2\nFSX_ID=fs-0123456789\n")
     assert "REGISTRY=123456789012.dkr.ecr.us-west-2.amazonaws.com\n" in text
     assert "TRAINIUM_MAX_NODES=4\n" in text
-    assert text.endswith("CAPACITY_ENDS_AT=\nNOTIFY_TOPIC=\n")
+    assert text.endswith("CAPACITY_ENDS_AT=\n")
 
     again = run_infra("up")
 

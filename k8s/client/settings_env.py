@@ -26,7 +26,6 @@ from k8s.objects.names import (
     EFA,
     INSTANCE_TYPE_LABEL,
     NEURON,
-    NOTIFY_TOPIC_ANNOTATION,
     POOL_LABEL,
     REGION_ANNOTATION,
     VARIANT_ANNOTATION,
@@ -36,7 +35,6 @@ from k8s.objects.names import (
     node_shape_annotation,
 )
 from services.common.errors import DeviceError, RecipeError
-from services.common.input.credentials import mask
 from services.common.recipe.schema import STAGES
 
 CONFIG_MAP = "overlay-settings"
@@ -51,7 +49,6 @@ POOL_KEYS = ("SHAPE", "NODE_GROUP", "MAX_NODES")
 COMPILER_POOL = "COMPILER_POOL"
 KEYS = (
     *("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME", "CAPACITY_ENDS_AT"),
-    "NOTIFY_TOPIC",
     *(COMPILER_POOL, "RECIPE"),
 )
 TRAINIUM_SCRATCH = "350Gi"
@@ -115,8 +112,6 @@ def _find_settings(objects: list[Object]) -> dict[str, str]:
             near = difflib.get_close_matches(key, known, n=1)
             meant = f"do you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise RecipeError(f"settings.env: unknown key {key}; {meant}")
-        if mask(value) != value:
-            raise RecipeError(f"settings.env: {key} holds a user or a password, which manifests would publish")
         # kustomize reads a line literally: quotes become part of the value, and a space before `=` part of the key.
         if re.search(r"[\s\"']", value):
             raise RecipeError(f"settings.env: {key}={value}: expected {key}=VALUE, without quotes, spaces or a comment")
@@ -191,7 +186,6 @@ def _fill_cluster(cluster: Object, pools: dict[str, Pool], settings: dict[str, s
     told = {
         REGION_ANNOTATION: settings.get("REGION"),
         DEFAULT_RECIPE_ANNOTATION: settings.get("RECIPE"),
-        NOTIFY_TOPIC_ANNOTATION: settings.get("NOTIFY_TOPIC"),
     }
     if TRAINIUM in pools and annotations.get(VARIANT_ANNOTATION) in read_neuron_nodes():
         told[VARIANT_ANNOTATION] = find_variant(pools[TRAINIUM].shape.name)

@@ -33,7 +33,6 @@ from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.driver_log import LOG_FOLDER, DriverLog
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
 from k8s.controller.node_pool import PatientRelease, open_node_pool
-from k8s.controller.notices import DeploymentNotices
 from k8s.controller.observation import Gang, Observation
 from k8s.controller.outcome import has_progressed
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
@@ -50,8 +49,6 @@ from k8s.objects.record import Outcome, Record, no_more_failures, read_record, w
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError, print_traceback
-from services.common.notices.channels import open_channels
-from services.common.recipe.schema import Notify
 
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
@@ -80,10 +77,6 @@ class Reconciler:
         self._log: DriverLog | None = None
         self._submission: tuple[str, int] | None = None  # the submission whose log is followed
         self._stopped: tuple[str, int] | None = None  # the submission that was told to stop
-        self._channels, problem = open_channels(Notify())
-        if problem:
-            self._report(f"no notice goes to a webhook: {problem}")
-        self._notices: DeploymentNotices | None = None
 
     def run(self) -> Outcome | None:
         """Reconcile until the deployment has ended and its pods are gone, and return its outcome.
@@ -91,13 +84,6 @@ class Reconciler:
         Returns None when another process continues the deployment.
         """
         signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
-        try:
-            return self._run()
-        finally:
-            if self._notices:
-                self._notices.close()
-
-    def _run(self) -> Outcome | None:
         while True:
             try:
                 if self._terminated.is_set() and self._own_record():
@@ -140,7 +126,6 @@ class Reconciler:
         observation = self._observe(record, rayjob)
         self._follow_log(observation)
         action = decide(observation)
-        self._notify(observation, action)
         is_done = self._act(action, observation)
         if action.report:
             self._report(action.report)
@@ -148,16 +133,6 @@ class Reconciler:
             self._wait = (action.waits_for, time.monotonic())
         # A pod of the deploy Job on a lost node would keep the Job from ending.
         return record.outcome if is_done and not lost else None
-
-    def _notify(self, observation: Observation, action: Action) -> None:
-        """Raise notices before the action is done: a process that is killed in between raises them again."""
-        if not self._channels:
-            return
-        if self._notices is None:
-            root = Path(read_worker_group(self._api, self._stage).root)
-            self._notices = DeploymentNotices(root, self._deployment, self._channels)
-        self._notices.observe(observation, action)
-        self._notices.set_aside(observation.attempt, self._lost.set_aside)
 
     def _observe(self, record: Record, rayjob: Object | None) -> Observation:
         waiting_for, since = self._wait

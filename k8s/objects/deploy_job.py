@@ -9,16 +9,12 @@ from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYER,
     DEPLOYMENT_LABEL,
-    NOTICES_SECRET,
-    NOTIFY_TOPIC_ANNOTATION,
     REGION_ANNOTATION,
     RUN_LABEL,
     STAGE_LABEL,
-    WEBHOOK_KEY,
     job_name,
 )
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup
-from services.common.notices.variables import TOPIC_VARIABLE, WEBHOOK_VARIABLE
 
 JOB_MARGIN_SECONDS = 120
 MAX_FAILURES = 1000
@@ -50,16 +46,6 @@ def aws_variables(group: WorkerGroup) -> list[Object]:
         each for each in given if each["name"] in AWS_VARIABLES and (each["name"] != "AWS_REGION" or not region)
     ]
     return [*([{"name": "AWS_REGION", "value": region}] if region else []), *variables]
-
-
-def notice_variables(group: WorkerGroup) -> list[Object]:
-    """The webhook for notices, where the namespace has its secret, and the SNS topic, where the overlay names one."""
-    webhook = {"secretKeyRef": {"name": NOTICES_SECRET, "key": WEBHOOK_KEY, "optional": True}}
-    topic = (group.cluster["metadata"].get("annotations") or {}).get(NOTIFY_TOPIC_ANNOTATION)
-    return [
-        {"name": WEBHOOK_VARIABLE, "valueFrom": webhook},
-        *([{"name": TOPIC_VARIABLE, "value": topic}] if topic else []),
-    ]
 
 
 def render_head_program(
@@ -121,7 +107,6 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
         variables=[
             {"name": "RAY_AUTH_MODE", "value": "token"},
             {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
-            *notice_variables(group),
         ],
         volumes=None,
         # A deleted Job takes its stage down first: a notice to the driver, then one to the pods.

@@ -54,8 +54,6 @@ class LostPods:
         self._lost_since: dict[str, float] = {}  # by the pod's uid
         self.faults = ""
         """The nodes with a fault on which `remove` last found pods of the stage, where no attempt should start."""
-        self.set_aside: dict[str, str] = {}
-        """Nodes with a fault, and lost nodes whose pods `remove` last deleted by force, with the reason by name."""
 
     def remove(self, is_idle: bool) -> int:
         """Delete the terminating pods on lost nodes whose time is up and, while no driver needs them, the others, too.
@@ -76,14 +74,12 @@ class LostPods:
         faulty = {name: loss.text for name, loss in losses.items() if loss.is_fault}
         self.faults = "; ".join(f"node {name}, where pods of the stage are, {text}" for name, text in faulty.items())
         self._lost_since = {uid: before.get(uid, now) for uid in map(_uid, lost)}
-        self.set_aside = dict(faulty)
         for pod in lost:
             name, uid, grace = pod["metadata"]["name"], _uid(pod), grace_seconds(pod)
             loss = losses[pod["spec"]["nodeName"]]
             where = f"pod {name} is on node {pod['spec']['nodeName']}, which {loss.text}"
             if loss.is_certain or now - self._lost_since[uid] > grace:
                 self._api.delete("Pod", name, uid=uid, grace_seconds=0)
-                self.set_aside[pod["spec"]["nodeName"]] = loss.text
                 self._report(f"{where}: removed by force")
             elif uid not in before:
                 self._report(f"{where}: it has {grace:.0f} s to end, then it is removed by force")

@@ -23,10 +23,6 @@ DRAIN_ANNOTATION = "millrace.dev/drain-seconds"
 COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"
 DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: for deployments that name no recipe
-NOTIFY_TOPIC_ANNOTATION = "millrace.dev/notify-topic"  # on the RayCluster: the SNS topic of deployments' notices
-NOTICES_SECRET = "notices"
-"""Secret with the address of the webhook for notices. Only deploy Jobs get it."""
-WEBHOOK_KEY = "webhook"
 REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: the AWS region of its nodes
 
 # The Lease that records the size of each pool before any deployment raised it, and who holds how many of its nodes.

@@ -33,7 +33,6 @@ from k8s.objects.names import (
 from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
 from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
-from services.common.notices.variables import RELAY, RELAY_VARIABLE
 
 DRAIN_MARGIN_SECONDS = 30
 """Seconds that KubeRay and Ray take to end a pod after its stage has ended."""
@@ -204,7 +203,7 @@ class WorkerGroup:
         # exec: without it SIGTERM ends the shell, the stage's process is left to process 1 of the pod, which reaps
         # nothing, and Ray waits for the zombie until it gives up. env: a runtime environment of Ray would apply to
         # every worker as well, and Ray would start new worker processes for it.
-        return ["exec", "env", f"{ATTEMPT_VARIABLE}={attempt}", f"{RELAY_VARIABLE}={RELAY}", *command]
+        return ["exec", "env", f"{ATTEMPT_VARIABLE}={attempt}", *command]
 
     def _ray_counts(self, resource: str, limit: str) -> Decimal:
         """A resource that the group declares to Ray, or else the limit of its pods."""

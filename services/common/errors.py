@@ -14,46 +14,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.common.input.credentials import mask
-
-MAX_MESSAGE_CHARACTERS = 100_000
-"""Most characters of a message, half of them from its begin and half from its end. A name in a damaged file can have
-megabytes."""
-
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
-# A file system that answers a write with one of these cannot be written, and a retry cannot help. A failed read is
-# explained by its reader, as an `ArtifactError` or a `RecipeError`.
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_READ_ONLY = frozenset({errno.EROFS})
-_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
-_OCCUPIED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP})
-STORAGE_ERRNOS = _FULL | _READ_ONLY | _FORBIDDEN | _OCCUPIED
+# A write that fails with one of these fails again until somebody acts.
+_ADVICE_BY_ERRNO = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "Free some space or pass another {option}; the same command then continues where it stopped. "
+        "`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR.",
+    ),
+    errno.EROFS: "Pass a {option} that this user can write.",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Pass a {option} that this user can write, or change its mode."),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP),
+        "The path is occupied by another file type; move it, or pass another {option}.",
+    ),
+}
+STORAGE_ERRNOS = frozenset(_ADVICE_BY_ERRNO)
 # A network file system that lost its server for a while answers with one of these, which say nothing about the file.
 TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+# Neither does a lack of descriptors or memory.
+_SAYS_NOTHING_OF_FILE = TRANSIENT_ERRNOS - {errno.EIO} | {errno.EHOSTDOWN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class MillraceError(Exception):
-    """An error with an exit code. It holds only its message, so that it survives pickling between processes.
-
-    Credentials in the message are masked, because libraries quote addresses as they are.
-    """
+    """An error with an exit code. It holds only its message, so that it survives pickling between processes."""
 
     exit_code = EXIT_BUG
-
-    def __init__(self, message: str = "") -> None:
-        # Ray ends a worker whose error holds a file name that is not UTF-8.
-        encodable = str(message).encode("utf-8", "backslashreplace").decode()
-        super().__init__(mask(_shorten_at_spaces(encodable)))
-
-
-def _shorten_at_spaces(message: str) -> str:
-    """Cut a message to MAX_MESSAGE_CHARACTERS between words, because the mask cannot recognise half of an address."""
-    if len(message) <= MAX_MESSAGE_CHARACTERS:
-        return message
-    half = MAX_MESSAGE_CHARACTERS // 2
-    return f"{message[:half].rpartition(' ')[0]} [...] {message[-half:].partition(' ')[2]}"
 
 
 class RecipeError(MillraceError):
@@ -121,38 +109,41 @@ def explain_storage_error(error: OSError, option: str = "--root") -> StorageErro
     option that chose the place.
     """
     name = error.filename2 or error.filename  # the target of a rename is the place that is taken
-    where = Path(str(name)) if name else None
-    place = f"{where}: " if where else ""
+    path = Path(str(name)) if name else None
     free = ""
-    for existing in (where, *where.parents) if where else ():
+    for existing in (path, *path.parents) if path else ():
         with suppress(OSError):
             free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
             break
-    if error.errno in _FULL:
-        advice = (
-            f"Free some space or pass another {option}; the same command then continues where it stopped. "
-            f"`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR."
-        )
-    elif error.errno in _OCCUPIED:
-        advice = (
-            f"Something else is in the place of a file or folder of Millrace. Move it away, or pass another {option}."
-        )
-    elif error.errno in _FORBIDDEN:
-        advice = (
-            f"This user may not write there. Change the owner or the mode, or pass a {option} that this user can write."
-        )
-    else:
-        advice = f"Pass a {option} that this user can write."
-    return StorageError(f"{place}{error.strerror}{free}. {advice}")
+    advice = _ADVICE_BY_ERRNO[error.errno or 0].format(option=option)
+    return StorageError(f"{f'{path}: ' if path else ''}{error.strerror}{free}. {advice}")
+
+
+def unreadable(path: Path | str, error: OSError) -> MillraceError:
+    """Return the error to raise for a file of an artifact that could not be read.
+
+    A missing permission, a network file system that does not answer, and a lack of descriptors are not damage.
+    """
+    if error.errno in _SAYS_NOTHING_OF_FILE:
+        return TryAgain(f"{path}: cannot be read now: {error.strerror}. The same command tries again.")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read it.")
+    return ArtifactError(f"{path}: cannot be read: {error.strerror or error}.")
+
+
+def is_damage(error: MillraceError) -> bool:
+    """Tell whether an error means that bytes are wrong, and not that they could not be read."""
+    return isinstance(error, ArtifactError) and not isinstance(error, UnreadableError)
 
 
 def print_traceback(error: BaseException | None = None) -> None:
-    """Print the traceback of `error`, or of the error being handled, with credentials masked: errors of libraries quote
-    addresses as they are.
-    """
-    lines = traceback.format_exception(error) if error else [traceback.format_exc()]
+    """Print the traceback of `error`, or of the error being handled."""
     with suppress(OSError):  # stderr has no reader
-        print(mask("".join(lines)), end="", file=sys.stderr, flush=True)
+        if error:
+            traceback.print_exception(error)
+        else:
+            traceback.print_exc()
+        sys.stderr.flush()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest, compil
 from services.common.artifacts.files import total_bytes
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.metrics_export import export_metrics
-from services.common.notices.stage_notices import publish_with_notices
+from services.common.notices import publish_with_notices
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging

@@ -20,7 +20,7 @@ from services.common.artifacts.store import Address, Artifact
 from services.common.errors import RecipeError
 from services.common.launch.launcher import Launcher, choose_launcher
 from services.common.launch.metrics_export import export_metrics
-from services.common.notices.stage_notices import publish_with_notices
+from services.common.notices import publish_with_notices
 from services.common.process.command_line import StageParser
 from services.common.process.progress_record import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging

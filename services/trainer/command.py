@@ -157,9 +157,9 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             export_metrics(collect_run(job), arguments),
             tracking(job, arguments.tracker),
             naming_the_place(job.root),
-            notifying_run(job, arguments.recipe, step) as notices,
+            notifying_run(job, arguments.recipe) as observe,
         ):
-            supervise(replace(job, workers_started_at=datetime.now(UTC)), held, notices.observe)
+            supervise(replace(job, workers_started_at=datetime.now(UTC)), held, observe)
         discard_left_over(job.checkpoint_collection, held.lease)
     report_training(job, arguments.recipe)
     report_published(job.checkpoint_collection, is_new=True)

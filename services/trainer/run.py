@@ -19,7 +19,6 @@ from services.common.artifacts.files import listed_file, total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
 from services.common.artifacts.store import Address, Artifact, open_artifact
 from services.common.errors import ArtifactError, MillraceError
-from services.common.input.credentials import mask_values
 from services.common.input.files import parse_json, read_file, unreadable
 from services.common.input.problem_list import list_names
 from services.common.recipe.derived import tokens_per_step
@@ -178,7 +177,7 @@ def write_run(job: Job) -> None:
         run["paths"]["compile_cache"] = _below(job.root, job.cache.path)
     run["costs"] = describe_costs(job)
     (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
-    write_durably(job.run_folder / RUN_FILE, json.dumps(mask_values(run), indent=1).encode())
+    write_durably(job.run_folder / RUN_FILE, json.dumps(run, indent=1).encode())
 
 
 @contextmanager

@@ -93,29 +93,6 @@ def calls_of(path: Path) -> Iterator[tuple[str, bool]]:
             yield ast.unparse(node.func), bool(node.args or node.keywords)
 
 
-def reads_of(path: Path) -> Iterator[str]:
-    """Yield the source of every call in a file that opens a path for reading, by Python or by a library."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and _reads(
-            ast.unparse(node.func), [*node.args, *(k.value for k in node.keywords)]
-        ):
-            yield ast.unparse(node)
-
-
-def _reads(function: str, arguments: list[ast.expr]) -> bool:
-    name = function.rpartition(".")[2]
-    if name in ("read_text", "read_bytes", "safe_open", "memory_map", "memmap") or function == "torch.load":
-        return True
-    if function == "os.open":
-        return not any("O_WRONLY" in ast.unparse(each) for each in arguments)
-    if name != "open" or function.endswith("tarfile.open"):
-        return False
-    modes = [each.value for each in arguments if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    if function in ("open", "io.open", "fsspec.open"):
-        return not any(set(mode) <= set("wabxt+") for mode in modes)
-    return any(mode.startswith("r") and len(mode) <= 3 for mode in modes)
-
-
 def third_parties_of(path: Path, *, with_optional: bool = True) -> set[str]:
     """Return the top-level names that a file imports from neither this repository nor the standard library."""
     names = {full.split(".")[0] for full in imports_of(path, with_optional=with_optional)}

@@ -14,7 +14,6 @@ from tests.architecture.imports import (
     closure_of,
     joined_paths_of,
     modules_of,
-    reads_of,
     third_parties_of,
     words_of,
 )
@@ -73,51 +72,6 @@ def one_function_joins_paths_of_manifests(root: Path) -> list[str]:
         for left, right, expression in joined_paths_of(path)
         if left.endswith(("artifact.path", "corpus.path", "cache.path", "checkpoint.path"))
         or right.endswith(("entry.path", ".shards"))
-    ]
-
-
-READ_THEIR_OWN = {
-    "services.common.input.files": "defines the rule",
-    "services.common.artifacts.lease": "writes into the lock that it has read, without waiting for a pipe",
-    "services.common.artifacts.manifest": "syncs folders, and reads the version of this program",
-    "services.common.artifacts.process": "reads /proc or /sys",
-    "services.common.artifacts.corpus_rows": "maps what `locate` has found to be regular",
-    "services.trainer.inspection.file_system": "measures with files of its own, and reads /proc",
-    "services.common.hardware.instance_types": "reads a table of this program",
-    "services.common.launch.elastic_agent": "reads what its own workers have written, in a private folder",
-    "services.common.launch.ray_node": "reads what its own controller has written",
-    "services.common.launch.batch.ray_token": "opens files of a folder that it holds open, without waiting for a pipe",
-    "services.common.process.limits": "reads /proc or /sys",
-    "services.common.hardware.lustre": "reads a table of this program",
-    "services.common.process.private_folder": "locks in a folder of this user alone",
-    "services.common.program.backends.compiler_shim": "reads what its own compiler was asked, in a private folder",
-    "services.common.program.source": "reads this program",
-    "services.compiler.compile": "reads what its own child has written, in its scratch folder",
-    "services.compiler.neuronx_cc": "reads what its own compiler has written, in its scratch folder",
-    "services.compiler.trace": "reads what its parent has written, in its scratch folder",
-    "services.tokenizer.encoding.kernel_store": "reads this program, its own files of a private folder, and /proc",
-    "services.tokenizer.mapped_array": "maps files of this command's own tasks, whose checksums were compared",
-    "services.tokenizer.plan_folder": "maps files of this command, whose checksums were compared",
-    "services.tokenizer.sources.file_system": "opens any file system, and local files after `require_regular_file`",
-    "services.trainer.conversion.hugging_face": "lets safetensors open a path after `require_regular_file`",
-    "services.trainer.inspection.node_inspection": "reads /proc or /sys",
-    "services.trainer.conversion.saved_tensors": "lets torch open a path after `require_regular_file`",
-    "services.trainer.checkpoints.safetensors_file": "lets safetensors open a path after `require_regular_file`",
-    "infra.addons.releases": "reads files of this repository",
-    "infra.checks": "reads files of this repository",
-    "infra.cost.prices": "reads a table of this repository",
-    "infra.shapes": "reads a table of this repository",
-}
-"""Modules that open files themselves, with the reason why these are not supplied by somebody else."""
-
-
-def supplied_files_are_opened_in_one_way(root: Path) -> list[str]:
-    """`services.common.input.files` opens supplied files: it refuses pipes, devices and links out of their folder."""
-    return [
-        f"{module}: {call}; use services.common.input.files"
-        for module, path in modules_of(root, "services", "deploy", "k8s", "infra").items()
-        if module not in READ_THEIR_OWN and not module.startswith("services.common.testing.")
-        for call in reads_of(path)
     ]
 
 

@@ -24,7 +24,6 @@ def requirements_name_what_is_imported(root: Path) -> list[str]:
 RULES: list[Rule] = [
     rules.tests_draw_seeds_in_one_place,
     rules.one_function_joins_paths_of_manifests,
-    rules.supplied_files_are_opened_in_one_way,
     rules.one_folder_of_the_program_names_neuron,
     rules.services_is_no_package,
     rules.services_have_their_documents,
@@ -57,18 +56,6 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "services/trainer/loop.py",
         "def f(folder, manifest):\n    return [folder / entry.path for entry in manifest.files]",
         "services.trainer.loop: folder / entry.path; use",
-    ),
-    *(
-        (
-            rules.supplied_files_are_opened_in_one_way,
-            "services/trainer/loop.py",
-            f"def f(path):\n    return {call}",
-            f"services.trainer.loop: {call}; use services.common.input.files",
-        )
-        for call in (
-            *("path.read_text()", "path.open('rb')", "open(path)", "os.open(path, os.O_RDONLY)"),
-            *("torch.load(path)", "safetensors.safe_open(path, 'pt')", "pa.memory_map(path)", "fsspec.open(path)"),
-        )
     ),
     (
         rules.one_folder_of_the_program_names_neuron,

@@ -45,7 +45,7 @@ def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
         "command": (
             group.entrypoint(["--a"], Attempt(f"{contract.stage}-0a1b2c", 2)),
             [
-                *("exec", "env", f"MILLRACE_ATTEMPT={contract.stage}-0a1b2c/2", "MILLRACE_NOTICES=relay"),
+                *("exec", "env", f"MILLRACE_ATTEMPT={contract.stage}-0a1b2c/2"),
                 *make_command(contract.stage, "/recipe/recipe.toml", "/fsx", ["--a"]),
             ],
         ),

@@ -26,6 +26,7 @@ EXTERNAL = {
     # Prometheus itself: https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
     "ALERTS",
     # kube-state-metrics: docs/metrics/{cluster,workload} of github.com/kubernetes/kube-state-metrics
+    "kube_job_status_failed",
     "kube_namespace_created",
     "kube_node_info",
     "kube_node_status_allocatable",

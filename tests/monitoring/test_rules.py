@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import get_args
 
 import yaml
 
-from services.common.notices.stage_notices import FULL_SHARE
-from services.common.recipe.schema import NoticeCondition
 from services.trainer.metrics.events import Kind
-from services.trainer.notices import NOTICED_EVENTS, notice_of
 from tests.monitoring.exported import EXTERNAL, OWN, REPOSITORY, metrics_in, read_rules, write_plain_rules
 from tests.monitoring.promtool import run_promtool
 
@@ -40,27 +36,6 @@ def test_rules_read_only_metrics_that_are_exported_and_events_that_are_recorded(
         assert metrics_in(rule["expr"]) <= OWN | EXTERNAL | RECORDED, rule
         for events in re.findall(r'event=~?"([^"]*)"', rule["expr"]):
             assert set(events.split("|")) <= set(get_args(Kind)), rule
-
-
-def test_alerts_and_notices_know_the_same_condition_by_the_same_events() -> None:
-    """A stall is seen from the age of the newest step, and a faulty node in the event that tells of skipped steps."""
-    of_notices: dict[str, set[str]] = defaultdict(set)
-    of_alerts: dict[str, set[str]] = defaultdict(set)
-    for event in NOTICED_EVENTS:
-        if event not in ("watchdog", "nan"):
-            notice = notice_of({"event": event})
-            assert notice
-            of_notices[notice.condition].add(event)
-    for alert in ALERTS:
-        if (condition := alert["labels"]["condition"]) in get_args(NoticeCondition):
-            for events in re.findall(r'event=~?"([^"]*)"', alert["expr"]):
-                of_alerts[condition] |= set(events.split("|"))
-    assert of_alerts == of_notices
-
-
-def test_the_alert_on_a_file_system_fires_where_its_notice_is_sent() -> None:
-    [alert] = [alert for alert in ALERTS if alert["alert"] == "FileSystemFilling"]
-    assert alert["expr"].endswith(f" > {FULL_SHARE}")
 
 
 def test_the_page_on_monitoring_lists_every_alert_with_its_condition_and_its_runbook() -> None:

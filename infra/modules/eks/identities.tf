@@ -54,23 +54,6 @@ locals {
       },
     ]
   }
-  # Deploy Jobs send the notices of all stages. The topic is encrypted with the key of the data. It has a name here, because the
-  # guardrails depend on these roles.
-  notice_policies = {
-    for account in var.notifiers : account => [
-      {
-        Effect   = "Allow"
-        Action   = ["sns:Publish"]
-        Resource = ["arn:${var.account.partition}:sns:${var.account.region}:${var.account.id}:${var.name}-alerts"]
-      },
-      {
-        Effect    = "Allow"
-        Action    = ["kms:Decrypt", "kms:GenerateDataKey"]
-        Resource  = [var.key_arn]
-        Condition = { StringEquals = { "kms:ViaService" = "sns.${var.account.region}.amazonaws.com" } }
-      },
-    ] if var.enable_pod_identity
-  }
   # Two maps, because their lists differ in type, which one merge or conditional would refuse.
   policies = {
     for account, statements in merge(
@@ -101,13 +84,6 @@ resource "aws_iam_role_policy" "pod" {
   name     = "own"
   role     = aws_iam_role.pod[each.key].id
   policy   = jsonencode({ Version = "2012-10-17", Statement = jsondecode(each.value) })
-}
-
-resource "aws_iam_role_policy" "notices" {
-  for_each = local.notice_policies
-  name     = "notices"
-  role     = aws_iam_role.pod[each.key].id
-  policy   = jsonencode({ Version = "2012-10-17", Statement = each.value })
 }
 
 resource "aws_eks_pod_identity_association" "pod" {

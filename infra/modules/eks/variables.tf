@@ -100,11 +100,6 @@ variable "bucket_users" {
   type        = set(string)
 }
 
-variable "notifiers" {
-  description = "Service accounts with a role that publish notices to the topic of alerts."
-  type        = set(string)
-}
-
 variable "node_scalers" {
   description = "Service accounts that may change the sizes of scaled_node_groups."
   type        = set(string)

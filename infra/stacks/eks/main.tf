@@ -138,7 +138,6 @@ module "eks" {
   namespace                 = local.namespace
   bucket_users              = toset(local.bucket_users)
   node_scalers              = toset(local.node_scalers)
-  notifiers                 = toset(["deployer"])
   stop_policy_arn           = module.guardrails.stop_policy_arn
   scaled_node_groups        = [local.node_groups.trainium, local.node_groups.cpu]
   addon_versions            = merge(local.addon_versions, var.addon_versions)

@@ -24,11 +24,6 @@ output "repositories" {
   value = module.registry.repositories
 }
 
-output "notify_topic" {
-  description = "ARN of the SNS topic to which deploy Jobs publish notices; empty without Pod Identity, which lets them."
-  value       = var.enable_pod_identity ? module.guardrails.topic_arn : ""
-}
-
 output "fsx_id" {
   value = var.enable_fsx ? module.storage.fsx.id : ""
 }

@@ -44,7 +44,7 @@ NEURON_DEVICES = Path("/dev")
 
 EVERY_SERVICE = (
     *("numpy", "prometheus_client", "psutil", "pyarrow", "pydantic"),
-    *("pydantic_settings", "ray", "rich", "typer", "xxhash"),
+    *("ray", "rich", "typer", "urllib3", "xxhash"),
 )
 # Libraries by service, which its requirements name beyond those of every service.
 LIBRARIES = {

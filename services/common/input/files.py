@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from services.common.errors import ArtifactError, MillraceError, StorageError, TryAgain, UnreadableError
-from services.common.process.limits import explain_lack
+from services.common.errors import StorageError, is_damage, unreadable
 
 MAX_DEPTH = 64
 """Deepest nesting of tables. Parsers and writers recurse for every level, and Python allows about 1,000 calls."""
@@ -38,7 +37,9 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-_PASSING = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN})
+
+
+__all__ = ["is_damage", "unreadable"]
 
 
 class InputFileError(OSError):
@@ -131,23 +132,6 @@ def read_file(path: Path, within: Path | None = None, max_bytes: int = MAX_WHOLE
     return content
 
 
-def unreadable(path: Path | str, error: OSError, num_files: int | None = None) -> MillraceError:
-    """Return the error to raise for a file that could not be read.
-
-    A limit of this process or node, a missing permission and a network file system that does not answer are not damage.
-    `num_files` is the number of files that are open at a time.
-    """
-    lack = explain_lack(error, path, num_files)
-    if lack is not None:
-        return lack
-    if error.errno in _PASSING:
-        return TryAgain(f"{path}: cannot be read now: {error.strerror}. The same command tries again.")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read it.")
-    advice = " Copy what it leads to into that folder." if error.errno == errno.EXDEV else ""
-    return ArtifactError(f"{path}: cannot be read: {error.strerror or error}.{advice}")
-
-
 @contextmanager
 def reading_inputs(folder: Path) -> Iterator[None]:
     """Raise what `unreadable` returns in place of an `OSError`, in a block that only reads below `folder`."""
@@ -155,11 +139,6 @@ def reading_inputs(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(error.filename or folder, error) from error
-
-
-def is_damage(error: MillraceError) -> bool:
-    """Tell whether an error means that bytes are wrong, and not that they could not be read."""
-    return isinstance(error, ArtifactError) and not isinstance(error, UnreadableError)
 
 
 @contextmanager

@@ -33,18 +33,7 @@ Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
-NoticeCondition = Literal[
-    "started",
-    "done",
-    "ended",
-    "stalled",
-    "no_capacity",
-    "checkpoint_failing",
-    "file_system_filling",
-    "loss_spiked",
-    "loss_diverged",
-    "node_set_aside",
-]
+NoticeCondition = Literal["done", "failed", "diverged", "workers_lost"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
 MAX_NAME_LENGTH = 128
@@ -584,13 +573,11 @@ class Cluster(Section):
 
 
 class Notify(Section):
-    """Notices about a run, to a webhook and to an SNS topic of AWS. Nothing of this section is part of an identity."""
+    """Notices to a webhook. Nothing of this section is part of an identity."""
 
     webhook: Annotated[str, AfterValidator(_require_place_of_secret)] | None = None
     """Place of the webhook's URL: `env:NAME`, an environment variable, or `file:/PATH`, a file. The URL itself is a
     password, and a recipe is stored and shown. Default: `env:MILLRACE_WEBHOOK`, where that variable is set."""
-    topic: Annotated[str | None, Field(pattern=r"^arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_-]+$")] = None
-    """ARN of an SNS topic. Default: the environment variable MILLRACE_NOTIFY_TOPIC, where it is set."""
     conditions: Annotated[tuple[NoticeCondition, ...], Field(strict=False)] = get_args(NoticeCondition)
     """Conditions of which notices are sent; all of them by default."""
 

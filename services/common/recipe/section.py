@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
-
-from services.common.input.credentials import require_no_credentials
+from pydantic import BaseModel, ConfigDict, field_validator
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
 
-MAX_ENTRIES = 10_000
-"""Most entries of a list, such as the sources of a corpus; a folder or a glob is one entry. The errors of a million bad
-entries would take gigabytes."""
+_SIGNATURES = frozenset({"signature", "sig", "x-amz-signature", "x-goog-signature", "token", "access_token", "key"})
+"""Parameters whose address is a password."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +40,29 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        hide_input_in_errors=True,  # it may hold a credential
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_short_lists(cls, fields: Any) -> Any:
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            if isinstance(value, (list, tuple)) and len(value) > MAX_ENTRIES:
-                raise ValueError(f"{name}: {len(value):,} entries, expected at most {MAX_ENTRIES:,}")
-        return fields
 
     @field_validator("*")
     @classmethod
-    def _fits_the_machine(cls, value: Any) -> Any:
-        """Refuse integers of more than 64 bits, which TOML does not have and floats cannot hold, text with a NUL, and
-        credentials.
-        """
+    def _fits_a_file(cls, value: Any) -> Any:
+        """Refuse integers of more than 64 bits, which TOML does not have, NULs, and addresses with a password."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("an integer of more than 64 bits")
-        if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"{value[:80]!r} has a NUL character, which no path and no name can have")
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, str):
-                require_no_credentials(each, "the value")
+                if "\0" in each:
+                    raise ValueError(f"{each[:80]!r} has a NUL character, which no path and no name can have")
+                require_no_password(each)
         return value
+
+
+def require_no_password(address: str) -> None:
+    """Raise `ValueError` for `user:password@` and for a signed address: a recipe is stored with all that it makes."""
+    if "://" not in address:
+        return
+    parts = urlsplit(address)
+    if parts.password or _SIGNATURES & {name.lower() for name, _ in parse_qsl(parts.query)}:
+        raise ValueError(
+            "an address with a password or a signature, and a recipe is stored and shown. Libraries find credentials "
+            "in ~/.netrc, HF_TOKEN and AWS's chain; download a file with a signed address first"
+        )

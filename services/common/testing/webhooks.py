@@ -1,10 +1,10 @@
-"""Receives notices in tests as Slack does: an HTTP server on loopback whose behaviour a test chooses."""
+"""Receives notices in tests as Slack does: an HTTP server on loopback that answers as a test says."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,30 +13,19 @@ SECRET = "T0SECRET/B0SECRET/x0secretx0secretx0secretx0"
 
 
 class Receiver:
-    """The requests that a webhook's receiver got, and its answer to the next one."""
+    """The requests that a webhook's receiver got."""
 
     def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        """Bodies of all requests, those with a failing answer included."""
-        self.keys: list[str] = []
-        """The `Idempotency-Key` of each request."""
-        self.answer: Callable[[BaseHTTPRequestHandler], None] = lambda handler: say(handler, 200)
-        self.is_over = threading.Event()
-        """Whether the test is over, so that answers that never come may end."""
+        self.texts: list[str] = []
+        """Texts of all requests, those with a failing answer included."""
+        self.statuses: list[int] = []
+        """Statuses of the next answers; 200 after the last."""
         self.url = ""
 
     @property
-    def titles(self) -> list[str]:
-        """First line of each notice: its subject and condition."""
-        return [body["text"].splitlines()[0] for body in self.bodies]
-
-
-def say(handler: BaseHTTPRequestHandler, status: int, **headers: str) -> None:
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name, value)
-    handler.send_header("Content-Length", "0")
-    handler.end_headers()
+    def conditions(self) -> list[str]:
+        """The conditions of the notices, in the order in which they came."""
+        return [text.splitlines()[0].strip("*").rpartition(": ")[2] for text in self.texts]
 
 
 @contextmanager
@@ -46,12 +35,10 @@ def receiving() -> Iterator[Receiver]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            receiver.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            receiver.keys.append(self.headers["Idempotency-Key"])
-            receiver.answer(self)
-
-        def do_GET(self) -> None:
-            receiver.bodies.append({"text": f"GET {self.path}"})
+            receiver.texts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(receiver.statuses.pop(0) if receiver.statuses else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             """Print nothing."""
@@ -64,6 +51,5 @@ def receiving() -> Iterator[Receiver]:
         try:
             yield receiver
         finally:
-            receiver.is_over.set()
             server.shutdown()
             thread.join()

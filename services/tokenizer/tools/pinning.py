@@ -8,9 +8,7 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
-from services.common.input.files import read_file
-from services.common.input.text_encoding import decode_text
-from services.common.recipe.file import MAX_RECIPE_BYTES, load_recipe
+from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.hub import DATASETS, is_commit
 from services.tokenizer.tools.tool_parser import ToolParser
@@ -47,7 +45,7 @@ def pin_recipe(path: Path) -> None:
 
 def _replace(path: Path, sources: Sequence[Source], commits: dict[tuple[str, str | None], str]) -> str:
     """Return the recipe's text, comments included, with commits instead of branches and tags."""
-    text = decode_text(read_file(path, max_bytes=MAX_RECIPE_BYTES))
+    text = path.read_text(encoding="utf-8-sig")
     uncommented = [match for match in _REVISION.finditer(text) if "#" not in text[: match.start()].rpartition("\n")[2]]
     if [match[2] for match in uncommented] != [source.revision for source in sources]:
         raise RecipeError(

@@ -231,7 +231,6 @@ run "eks" {
     namespace                 = "millrace"
     bucket_users              = ["tokenizer"]
     node_scalers              = ["deployer"]
-    notifiers                 = ["deployer"]
     scaled_node_groups        = ["trainium"]
     addon_versions            = { vpc-cni = "v1.20.0-eksbuild.1" }
     enable_addons             = true
@@ -366,13 +365,6 @@ run "eks" {
     error_message = "deployer: ${aws_iam_role_policy.pod["deployer"].policy}"
   }
 
-  assert {
-    condition = keys(aws_iam_role_policy.notices) == ["deployer"] && [
-      for statement in jsondecode(aws_iam_role_policy.notices["deployer"].policy).Statement : [statement.Action, statement.Resource]
-      ][0] == [["sns:Publish"], ["arn:aws:sns:us-west-2:111122223333:millrace-alerts"]
-    ]
-    error_message = "the deployer alone publishes, and to one topic: ${jsonencode(aws_iam_role_policy.notices)}"
-  }
 }
 
 run "guardrails" {

@@ -50,11 +50,6 @@ run "what_two_lines_of_tfvars_give" {
   }
 
   assert {
-    condition     = output.notify_topic == "arn:aws:sns:us-west-2:111122223333:mock"
-    error_message = "topic: ${output.notify_topic}"
-  }
-
-  assert {
     condition     = output.node_labels.trainium["millrace.dev/pool"] == "trainium"
     error_message = "labels: ${jsonencode(output.node_labels)}"
   }

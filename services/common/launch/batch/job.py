@@ -36,7 +36,7 @@ from services.common.launch.batch.node import (
 )
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
-from services.common.notices.variables import WEBHOOK_VARIABLE
+from services.common.notices import WEBHOOK_VARIABLE
 from services.common.process.command_parser import CommandParser
 from services.common.process.entry_point import run_program
 from services.common.process.stop_signals import Stopped, name_signal, on_stop_signal

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from services.common.errors import DeviceError
-from services.common.input.credentials import is_secret
 
 
 def variables_of(
     environment: Mapping[str, str], prefixes: tuple[str, ...], without: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the variables whose names begin with one of the prefixes, sorted by name, except the names in `without`.
-
-    Variables that hold a password or a token are left out: facts are stored with a compile cache.
-    """
+    """Return the variables whose names begin with one of the prefixes, sorted by name, except those in `without`."""
     return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(prefixes) and name not in without and not is_secret(name, value)
+        name: value for name, value in sorted(environment.items()) if name.startswith(prefixes) and name not in without
     }
 
 

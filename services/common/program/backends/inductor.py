@@ -16,7 +16,6 @@ import torch._inductor.cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from services.common.errors import DeviceError
-from services.common.input.credentials import is_secret
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
 from services.common.program.backends.warm_cache import graph_of, missing_graphs
 from services.common.program.backends.whole_graph import compile_whole
@@ -25,15 +24,11 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-# `generate_env_vars_string` in torch/_dynamo/debug_utils.py stores variables with these words in their names.
-_STORED_VARIABLES = ("TORCH", "DYNAMO", "INDUCTOR", "TRITON")
-
 
 class Inductor:
     """Compiles functions, and counts in `counter` the graphs that were not in the cache."""
 
     def __init__(self) -> None:
-        _forget_secrets()
         torch.use_deterministic_algorithms(True)
         # Otherwise Inductor times reductions of several block sizes on a GPU, and a step's bits depend on the fastest.
         if hasattr(
@@ -73,20 +68,6 @@ class Inductor:
                 raise
 
         return call
-
-
-def _forget_secrets() -> None:
-    """Remove variables that hold a password or a token from this process, because torch would store them.
-
-    With each compiled graph torch stores a script that reproduces it, and that begins with the process's variables.
-    """
-    for name, value in list(os.environ.items()):
-        if any(part in name for part in _STORED_VARIABLES) and is_secret(name, value):
-            logger.warning(
-                "%s holds a password or a token: it is removed from this worker, or torch would store it with graphs",
-                name,
-            )
-            del os.environ[name]
 
 
 def _is_cache_filled() -> bool:
