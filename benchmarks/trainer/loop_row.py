@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.trainer.workbench import Workbench
-from services.common.artifacts.lease import hold_lease
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
@@ -18,8 +17,7 @@ def run_loop(bench: Workbench) -> tuple[list[float], list[float]]:
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     recipe = bench.recipe()
     corpus = make_corpus(folder, recipe, kind="tiktoken")  # the kind with any vocabulary size
-    with hold_lease(folder / "run.lock") as held:
-        job = make_job(folder, recipe, corpus, held.lease)
-        train(job, WorkerEnvironment(rank=0, world_size=1))
+    job = make_job(folder, recipe, corpus)
+    train(job, WorkerEnvironment(rank=0, world_size=1))
     records = [each for each in read_metrics(job.run_folder).lines if "step_seconds" in each]
     return [each["step_seconds"] for each in records], [each["data_seconds"] for each in records]

@@ -4,8 +4,8 @@ No kubelet confirms the end of such a pod, so it stays Terminating for ever. Kub
 pod in its place, and a stage that is scaled down never reaches 0 pods. A node whose accelerators, kernel or network
 have failed counts as lost, too, although it answers: an agent on the node reports the fault in its conditions.
 
-Deleting such a pod by force is safe here even if its processes live on behind a broken network: a process that writes
-an artifact holds a lease with a token, which is checked when the artifact is committed.
+Deleting such a pod by force is safe here even if its processes live on behind a broken network: a command that writes
+an artifact or a run holds its lock until it ends, and the next attempt waits for that.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from k8s.objects.names import (
     STAGE_LABEL,
 )
 from k8s.objects.worker_group import WorkerGroup, render_worker_group
-from services.common.artifacts.attempt import Attempt
 from services.common.launch.launcher import DRIVER_SHARE
 
 RAYJOB_ENDS = ("Complete", "Failed", "ValidationFailed")
@@ -49,7 +48,7 @@ def render_isolated_rayjob(worker_group: WorkerGroup, deployment: Deployment, at
 
 def _rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
     name = deployment.rayjob_name(attempt)
-    words = group.entrypoint(list(deployment.arguments_for(nodes)), Attempt(f"{group.name}-{deployment.id}", attempt))
+    words = group.entrypoint(list(deployment.arguments_for(nodes)))
     metadata = {"stage": group.name, "deployment": deployment.id, "image": deployment.image, NODES_KEY: str(nodes)}
     labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, RUN_LABEL: deployment.run_label}
     return {

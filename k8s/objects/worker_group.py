@@ -30,7 +30,6 @@ from k8s.objects.names import (
     node_shape_annotation,
     recipe_name,
 )
-from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
 from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
@@ -197,13 +196,12 @@ class WorkerGroup:
     def recipe_index(self) -> int:
         return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == RECIPE.name)
 
-    def entrypoint(self, arguments: list[str], attempt: Attempt) -> list[str]:
-        """The stage's command with the attempt in its environment, as words for the shell of Ray's job."""
+    def entrypoint(self, arguments: list[str]) -> list[str]:
+        """The stage's command as words for the shell of Ray's job."""
         command = make_command(self.name, f"{self.recipe_folder}/{RECIPE_FILE}", self.root, arguments)
         # exec: without it SIGTERM ends the shell, the stage's process is left to process 1 of the pod, which reaps
-        # nothing, and Ray waits for the zombie until it gives up. env: a runtime environment of Ray would apply to
-        # every worker as well, and Ray would start new worker processes for it.
-        return ["exec", "env", f"{ATTEMPT_VARIABLE}={attempt}", *command]
+        # nothing, and Ray waits for the zombie until it gives up.
+        return ["exec", *command]
 
     def _ray_counts(self, resource: str, limit: str) -> Decimal:
         """A resource that the group declares to Ray, or else the limit of its pods."""

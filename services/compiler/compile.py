@@ -21,7 +21,7 @@ from typing import Any
 
 from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
 from services.common.artifacts.files import list_files
-from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.manifest import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.launch.launcher import choose_launcher

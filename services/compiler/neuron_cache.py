@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
 from services.common.artifacts.files import list_files, xxh3_of
-from services.common.artifacts.manifest import write_durably
-from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.manifest import PhaseTimer, write_durably
 from services.common.artifacts.store import Draft, Workspace, discard
 from services.common.errors import DeviceError
 from services.common.launch.launcher import Launcher
@@ -62,7 +61,7 @@ def build_neuron_cache(
     with phase_timer.phase("compile"):
         compiled = workspace.scratch / COMPILED
         for path in [*compiled.rglob(f"*{TEMPORARY_SUFFIX}")]:  # of tasks that were killed
-            discard(path, workspace.lease)
+            discard(path)
         tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
         records = compile_modules(tasks, launcher, recipe.compile)
     with phase_timer.phase("publish"):

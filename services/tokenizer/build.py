@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.common.artifacts.corpus import MAX_BAD_FILES, SPLITS, CorpusPayload, SourceCounts, Vocabulary
-from services.common.artifacts.manifest import FileEntry, require_listable, sync_folder
-from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.manifest import FileEntry, PhaseTimer, sync_folder
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
 from services.common.input.files import read_file
@@ -73,7 +72,6 @@ def build_corpus(
         if uris:
             logger.warning(doubt, list_names(sorted(uris)))
     _require_a_sample(encoded, recipe.corpus.sequence_length)
-    _require_listable(encoded, recipe)
     with phase_timer.phase("overlap"):
         overlap = count_overlap(tasks, encoded, launcher, recipe.tokenizer.num_workers)
     with phase_timer.phase("pack"):
@@ -201,14 +199,6 @@ def _require_a_sample(encoded: EncodedPartitions, sequence_length: int) -> None:
             f"{documents:,} documents, and one sample needs {sequence_length + 1:,} (corpus.sequence_length + 1). "
             f"Add text to corpus.sources, or lower corpus.sequence_length."
         )
-
-
-def _require_listable(encoded: EncodedPartitions, recipe: Recipe) -> None:
-    """Raise `RecipeError` when the corpus has more files than a manifest lists, before a shard is written."""
-    corpus = recipe.corpus
-    rows = [encoded.totals(split).tokens // corpus.sequence_length for split in SPLITS]
-    num_files = sum(-(-num_rows // corpus.rows_per_shard) + 1 for num_rows in rows)
-    require_listable(num_files + 1)
 
 
 def _copy_vocabulary(path: Path, folder: Path, vocabulary: Vocabulary) -> FileEntry:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
-from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.manifest import PhaseTimer
 from services.common.artifacts.store import Address, Artifact
 from services.common.errors import RecipeError
 from services.common.launch.launcher import Launcher, choose_launcher

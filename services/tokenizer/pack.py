@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from services.common.artifacts.corpus import SPLITS, Split, SplitCounts, arrow_schema, shard_path, tail_path
+from services.common.artifacts.corpus_rows import check_rows, digest_checks
 from services.common.artifacts.manifest import FileEntry, sync_folder
-from services.common.artifacts.row_check import check_rows, digest_checks
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
 from services.tokenizer.arrow_arrays import array_of_numbers, numbers_of

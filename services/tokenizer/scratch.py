@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.corpus import Vocabulary
-from services.common.artifacts.lease import LeaseTaken, hold_lease
+from services.common.artifacts.lock import LockTaken, hold_lock
 from services.common.artifacts.manifest import write_durably
 from services.common.artifacts.store import (
     LOCK_SUFFIX,
@@ -44,16 +44,15 @@ def plan_folder_of(workspace: Workspace, recipe: Recipe, inputs: CorpusInputs) -
 def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabulary, encoder: EncoderChoice) -> Path:
     """Return the folder for the encoded partitions, and discard what no task of this command can use.
 
-    The folder's name follows from the plan, the vocabulary and the encoder. So two commands that share a folder write
-    the same bytes to each of its files, and a command that was frozen cannot change another command's results. Folders
-    of other names are discarded, and so are temporary files of killed writers. Both are listed before the lease is
-    checked: a newer holder of the lease may have added folders since, which are not in the list.
+    The folder's name follows from the plan, the vocabulary and the encoder, so that two commands which share a folder
+    write the same bytes to each of its files. Folders of other names are discarded, and so are temporary files of
+    killed writers.
     """
     folder = workspace.scratch / fingerprint([plan.name, vocabulary.sha256, encoder])[:16]
     kept = {folder, plan, *(workspace.scratch / name for name in (VOCABULARY, VOCABULARY_MARKER, _OWNER))}
     stale = [path for path in workspace.scratch.iterdir() if path not in kept]
     for path in [*stale, *folder.glob(f"*/*{TEMPORARY_SUFFIX}")]:
-        discard(path, workspace.lease)
+        discard(path)
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -90,9 +89,9 @@ def discard_outdated(address: Address, recipe: Recipe) -> None:
     """
     for scratch in sorted(address.collection.glob(f"*{SCRATCH_SUFFIX}")):
         other = scratch.name.removesuffix(SCRATCH_SUFFIX)
-        with suppress(FileNotFoundError, LeaseTaken):
+        with suppress(FileNotFoundError, LockTaken):
             if other == address.id or read_file(scratch / _OWNER, scratch) != _owner_of(recipe).encode():
                 continue
-            with hold_lease(address.collection / f"{other}{LOCK_SUFFIX}", waits=False) as held:
-                discard_unfinished(address.collection, held.lease, re.escape(other))
-                discard(scratch, held.lease)
+            with hold_lock(address.collection / f"{other}{LOCK_SUFFIX}", waits=False):
+                discard_unfinished(address.collection, re.escape(other))
+                discard(scratch)

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
-from services.common.artifacts.lease import hold_lease
-from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, open_artifact
+from services.common.artifacts.lock import hold_lock
+from services.common.artifacts.store import Address, Artifact, open_artifact
 from services.common.artifacts.upstream import open_corpus, stage_command
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
@@ -126,11 +126,12 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     job = open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with (
-        hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held,
+        hold_lock(job.lock),
         writing_costs(job),
         recording_command(job),
         using_node(job),
     ):
+        discard_left_over(job.checkpoint_collection)
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
         if checkpoint and completed_step(checkpoint) >= recipe.train.max_steps and not _is_reported(job, checkpoint):
             # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
@@ -143,7 +144,6 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
         write_run(job)
         if checkpoint and is_complete:
-            discard_left_over(job.checkpoint_collection, held.lease)
             if not _is_reported(job, checkpoint):
                 report_training(job, arguments.recipe)
             report_published(job.checkpoint_collection, is_new=False)
@@ -159,8 +159,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             naming_the_place(job.root),
             notifying_run(job, arguments.recipe) as observe,
         ):
-            supervise(replace(job, workers_started_at=datetime.now(UTC)), held, observe)
-        discard_left_over(job.checkpoint_collection, held.lease)
+            supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
+        discard_left_over(job.checkpoint_collection)
     report_training(job, arguments.recipe)
     report_published(job.checkpoint_collection, is_new=True)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
@@ -283,8 +283,8 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
     """Begin the run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint."""
     corpus, program = open_own_corpus(arguments, recipe), fingerprint(program_facts(recipe))
     job = new_job(arguments.root, recipe, corpus, None, program)
-    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
-        print(import_weights(job, arguments.source, held.lease))
+    with hold_lock(job.lock), naming_the_place(job.root):
+        print(import_weights(job, arguments.source))
         write_run(job)
     return 0
 

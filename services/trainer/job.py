@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, checkpoint_id
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.lease import Lease
-from services.common.artifacts.store import Address, Artifact, artifact_id
+from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, artifact_id, partial_of
 from services.common.errors import ArtifactError
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.derived import tokens_per_step
@@ -63,7 +62,6 @@ class Job:
     workers_started_at: datetime
     """Time of the newest start of the workers: `started_at`, or later if workers were lost."""
     lineage: Lineage = NO_LINEAGE
-    lease: Lease | None = None
     start_number: int = 0
     """Number of the workers' start: 0 for the command's first start, one more after each loss of workers."""
 
@@ -73,6 +71,20 @@ class Job:
 
     def checkpoint_address(self, step: int) -> Address:
         return Address(self.root, "checkpoint", self.run, checkpoint_id(step))
+
+    @property
+    def lock(self) -> Path:
+        """Lock of the run, which a command holds while it trains."""
+        return self.run_folder.with_name(self.run + LOCK_SUFFIX)
+
+    @property
+    def writer(self) -> str:
+        """Name of the command in the names of its unfinished checkpoints."""
+        return self.attempt[:8]
+
+    def partial_checkpoint(self, step: int) -> Path:
+        """Return the folder into which all workers write the checkpoint of a step before it is committed."""
+        return partial_of(self.checkpoint_address(step), self.writer)
 
     @property
     def checkpoint_collection(self) -> Path:

@@ -24,8 +24,6 @@ from services.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
-LEASE_CHECK_SECONDS = 10.0
-"""Seconds between two looks at the run's lock, which is read from the file system that all nodes share."""
 
 
 class StopConditions:
@@ -35,7 +33,6 @@ class StopConditions:
         self._job = job
         self._environment = environment
         self._file = job.run_folder / STOP_FILE
-        self._lease_checked_at = time.monotonic()
         # The command may have started on another machine, and nobody can set a monotonic clock.
         before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
         self._began_at = time.monotonic() - before_seconds
@@ -43,20 +40,11 @@ class StopConditions:
     def check(self) -> StopReason:
         """Return the strongest reason that there is; NONE on all ranks but 0.
 
-        All workers call this after every step and every round of an evaluation. Raises `TryAgain` on rank 0 where
-        another command has taken over the run: what is trained from now on could not be published.
+        All workers call this after every step and every round of an evaluation.
         """
         if self._environment.rank != 0:
             return StopReason.NONE
-        self._require_lease()
         return max(_read_request(self._file), self._read_clock())
-
-    def _require_lease(self) -> None:
-        now = time.monotonic()
-        if now - self._lease_checked_at >= LEASE_CHECK_SECONDS:
-            assert self._job.lease
-            self._job.lease.require()
-            self._lease_checked_at = now
 
     def _read_clock(self) -> StopReason:
         limit = self._job.recipe.train.time_limit_seconds

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
 
-from services.common.artifacts.lease import HeldLease
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroup, choose_launcher
 from services.common.process.background_thread import running_in_background
 from services.common.process.progress import Progress, show_progress
@@ -38,7 +37,7 @@ Observer = Callable[[list[dict[str, Any]]], None]
 """Gets the events of the run that were recorded since the last call."""
 
 
-def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: None) -> None:
+def supervise(job: Job, observe: Observer = lambda events: None) -> None:
     """Run the workers until the run is complete, and pass new events of the run to `observe`, which must not wait.
 
     Raises the workers' error, and `WorkersLost` when workers were lost more than `train.max_restarts` times since the
@@ -48,7 +47,6 @@ def supervise(job: Job, lease: HeldLease, observe: Observer = lambda events: Non
     forget_heartbeats(job.run_folder)
     spec = describe_workers(job.recipe, job.run_folder, job.attempt)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
-    job = replace(job, lease=lease.renew())
     group = WorkerGroup(
         pickle.dumps((train_on_node, job)),
         spec,

@@ -79,13 +79,6 @@ def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool
     return seen
 
 
-def joined_paths_of(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield left side, right side and source of every `left / right` in a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            yield ast.unparse(node.left), ast.unparse(node.right), ast.unparse(node)
-
-
 def calls_of(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield every call in a file: the function as it is written, and whether the call has arguments."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

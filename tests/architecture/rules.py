@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.architecture.imports import (
     calls_of,
     closure_of,
-    joined_paths_of,
     modules_of,
     third_parties_of,
     words_of,
@@ -60,18 +59,6 @@ def tests_draw_seeds_in_one_place(root: Path) -> list[str]:
         for name, has_arguments in calls_of(path)
         if re.fullmatch(r"random\.(?!Random$)\w+|(np|numpy)\.random\.(?!default_rng$)\w+", name)
         or (not has_arguments and re.fullmatch(r"(random\.)?Random|((np|numpy)\.random\.)?default_rng", name))
-    ]
-
-
-def one_function_joins_paths_of_manifests(root: Path) -> list[str]:
-    """Only `files.locate` joins an artifact's folder with a path from its manifest, which may be hostile."""
-    return [
-        f"{module}: {expression}; use services.common.artifacts.files.listed_file or locate"
-        for module, path in modules_of(root).items()
-        if module != "services.common.artifacts.files"
-        for left, right, expression in joined_paths_of(path)
-        if left.endswith(("artifact.path", "corpus.path", "cache.path", "checkpoint.path"))
-        or right.endswith(("entry.path", ".shards"))
     ]
 
 

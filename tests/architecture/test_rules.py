@@ -23,7 +23,6 @@ def requirements_name_what_is_imported(root: Path) -> list[str]:
 
 RULES: list[Rule] = [
     rules.tests_draw_seeds_in_one_place,
-    rules.one_function_joins_paths_of_manifests,
     rules.one_folder_of_the_program_names_neuron,
     rules.services_is_no_package,
     rules.services_have_their_documents,
@@ -44,18 +43,6 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "tests/integration/test_all.py",
         "import numpy as np\nchosen = np.random.default_rng()",
         "tests/integration/test_all.py calls np.random.default_rng; use",
-    ),
-    (
-        rules.one_function_joins_paths_of_manifests,
-        "services/trainer/loop.py",
-        "def f(run):\n    return run.checkpoint.path / WEIGHTS",
-        "services.trainer.loop: run.checkpoint.path / WEIGHTS; use",
-    ),
-    (
-        rules.one_function_joins_paths_of_manifests,
-        "services/trainer/loop.py",
-        "def f(folder, manifest):\n    return [folder / entry.path for entry in manifest.files]",
-        "services.trainer.loop: folder / entry.path; use",
     ),
     (
         rules.one_folder_of_the_program_names_neuron,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.artifacts.lease import Lease, hold_lease
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.trainer.job import Job
@@ -40,15 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def lease(tmp_path: Path) -> Iterator[Lease]:
-    with hold_lease(tmp_path / "run.lock") as held:
-        yield held.lease
-
-
-@pytest.fixture
-def new_job(tmp_path: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
+def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Return a function that builds a job on a corpus; overrides are written `train__max_steps="7"`."""
-    with building_jobs(tmp_path, lease) as build:
+    with building_jobs(tmp_path) as build:
         yield build
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from services.common.artifacts.lease import Lease
 from services.common.hardware.instance_types import read_instance_types
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
@@ -117,7 +116,7 @@ def test_a_warm_cache_serves_a_run_its_evaluation_and_its_continuation(tmp_path:
 @pytest.mark.skipif(
     0 < len(NEURON_DEVICES) * CORES_OF_A_DEVICE < NODE.workers, reason="needs the 32 NeuronCores of a trn1.32xlarge"
 )
-def test_throughput_of_two_layers_of_llama_2_7b(tmp_path: Path, lease: Lease) -> None:
+def test_throughput_of_two_layers_of_llama_2_7b(tmp_path: Path) -> None:
     """The run has the shapes of the shipped recipe, with fewer layers and nodes."""
     recipe = load_with(
         REPOSITORY / "recipes/llama2-7b-trn1.toml",
@@ -129,7 +128,7 @@ def test_throughput_of_two_layers_of_llama_2_7b(tmp_path: Path, lease: Lease) ->
         train__evaluation_tokens="0",
         checkpoint__interval_steps="1000",
     )
-    job = make_job(tmp_path, recipe, make_corpus(tmp_path, recipe, kind="tiktoken"), lease)
+    job = make_job(tmp_path, recipe, make_corpus(tmp_path, recipe, kind="tiktoken"))
 
     train_with_workers(job)
 

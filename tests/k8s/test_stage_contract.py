@@ -12,7 +12,6 @@ from deploy.stage_contract import Resources, StageContract, find_contract, make_
 from images.registry import repository_of
 from infra.shapes import find_shape
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, worker_group_of
-from services.common.artifacts.attempt import Attempt
 from services.common.recipe.schema import STAGES, Stage
 from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, cluster_of, environment_of
 
@@ -43,9 +42,9 @@ def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
             {each.name: each.kind for each in contract.mounts},
         ),
         "command": (
-            group.entrypoint(["--a"], Attempt(f"{contract.stage}-0a1b2c", 2)),
+            group.entrypoint(["--a"]),
             [
-                *("exec", "env", f"MILLRACE_ATTEMPT={contract.stage}-0a1b2c/2"),
+                "exec",
                 *make_command(contract.stage, "/recipe/recipe.toml", "/fsx", ["--a"]),
             ],
         ),

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.artifacts.lease import hold_lease
 from services.common.launch.metrics_export import export_metrics
 from services.common.process.progress_record import reporting_progress
 from services.common.testing.waiting import wait_until
@@ -100,7 +99,7 @@ def _is_ready(address: str, server: subprocess.Popen[bytes]) -> bool:
 
 @pytest.fixture
 def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    with hold_lease(tmp_path / "run.lock") as held, building_jobs(tmp_path, held.lease) as build:
+    with building_jobs(tmp_path) as build:
         yield build
 
 

@@ -134,7 +134,7 @@ def test_children_leave_with_75_when_the_main_node_is_lost(root: Path, network: 
 @pytest.mark.batch
 def test_a_head_that_was_frozen_wakes_up_and_leaves_its_successor_alone(root: Path, network: Network) -> None:
     """Batch gave its host up and began the next attempt, whose child comes when the old head has gone its way."""
-    definition = define_script(write(root, f"import os; print(os.environ['MILLRACE_ATTEMPT']); {ENDLESS}"), root)
+    definition = define_script(write(root, ENDLESS), root)
     addresses = {attempt: [network.reserve_address() for _ in range(2)] for attempt in (1, 2)}
     folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
     nodes: list[Container] = []

@@ -13,12 +13,12 @@ from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
-from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
-from services.common.artifacts.manifest import MANIFEST, Manifest, is_dangling, read_sealed, require_mounted
+from services.common.artifacts.lock import LockTaken, find_holder, hold_lock
+from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input.files import is_damage, parse_json, read_file, unreadable
+from services.common.input.files import is_damage, unreadable
 from services.common.input.problem_list import ProblemList
 from services.common.launch.launcher import LAUNCHERS, choose_launcher
 from services.common.process.entry_point import run_program
@@ -31,7 +31,6 @@ RUNS = "run"
 # The names that stages give to locks, and to temporary files beside locks and beside `current.json`.
 _LOCK_OF_RUN = r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}\.lock"
 _LOCK_IN_COLLECTION = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
-_LOCK_MOVED = r"\.(?:(?:dead|released)-)?[0-9a-f]{32}"
 _CURRENT_DRAFT = r"\.current\.json\.[0-9a-f]+\.tmp"
 
 
@@ -94,21 +93,16 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
     published: dict[Path, _Mention] = {}
     unreferenced = _find_unreferenced(arguments.dir, published) if arguments.unreferenced else []
     doomed = [path for path in _find_work(arguments.dir) + unreferenced if not _is_foreign(path, arguments.dir)]
-    watches = {lock: LockWatch(lock) for lock in map(_lock_of, doomed)}
-    # A folder without a manifest may be an artifact that somebody is copying to here, without any lock.
-    headless = [FolderWatch(path) for path in doomed if is_id(path.name) and not (path / MANIFEST).exists()]
-    watched = [*watches.values(), *headless]
-    busy = {watch.path for watch in watched} - {watch.path for watch in find_idle(watched, _tell_of_watching)}
-    doomed = [path for path in doomed if busy.isdisjoint((path, _lock_of(path)))]
     if arguments.unreferenced and not arguments.yes:
         for path in doomed:
-            print(f"would remove {path}")
+            if not find_holder(_lock_of(path)):
+                print(f"would remove {path}")
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
     if unreferenced:  # a stage may have begun to use one meanwhile
         used = set(unreferenced).difference(_find_unreferenced(arguments.dir, published))
         doomed = [path for path in doomed if path not in used]
-    removed = [_remove(path, watches[_lock_of(path)], is_published=path in unreferenced) for path in doomed]
+    removed = [_remove(path, is_published=path in unreferenced) for path in doomed]
     print(f"{sum(removed)} removed.")
     return 0
 
@@ -125,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _find_published(folder: Path) -> list[Path]:
-    """Return the published folders, behind links too, and the links that lead nowhere in the place of one.
+    """Return the published folders, behind links too.
 
     Only a folder's own name marks work in progress: a recipe may be `x.partial`.
     """
@@ -136,24 +130,7 @@ def _find_published(folder: Path) -> list[Path]:
             folders.clear()
             if not is_work(path.name):
                 found.append(path)
-        else:
-            folders[:] = [each for each in folders if not _leads_back(path / each, folder)]
-            found += [path / each for each in files if is_dangling(path / each) and _is_place(path / each)]
     return sorted(found, key=lambda path: (path.parent, step_of(path.name) or 0, path.name))
-
-
-def _leads_back(path: Path, top: Path) -> bool:
-    """Tell whether a folder is one of those above it, up to `top`: a link makes such a cycle."""
-    try:
-        return any(path.samefile(above) for above in path.parents if above.is_relative_to(top))
-    except FileNotFoundError:  # removed just now
-        return True
-
-
-def _is_place(path: Path) -> bool:
-    """Tell whether stages look for artifacts or runs at this path below a root."""
-    kinds = (*MANIFEST_TYPES, RUNS)
-    return path.name in kinds or path.parent.name in kinds or is_id(path.name)
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -164,20 +141,17 @@ def _raise_unreadable(error: OSError) -> None:
 def _find_work(root: Path) -> list[Path]:
     """Return the paths that interrupted stages may have left in the collections, those still in use included.
 
-    They are partial, scratch and displaced folders, artifacts whose removal was interrupted, locks and temporary files.
-    The content of artifacts, and anything with a name that no stage gives, is left out.
+    They are partial, scratch and displaced folders, locks and temporary files. The content of artifacts, and anything
+    with a name that no stage gives, is left out; so is a folder without a manifest, which somebody may be copying.
     """
     found = []
     for collection in _collections(root):
         for path in sorted(collection.iterdir()):
-            if path.is_symlink():
+            if path.is_symlink() or path.is_dir():
                 is_ours = collection != root / RUNS and is_work(path.name)
-            elif path.is_dir():
-                is_headless = is_id(path.name) and not os.path.lexists(path / MANIFEST)
-                is_ours = collection != root / RUNS and (is_work(path.name) or is_headless)
             else:
                 lock = _LOCK_OF_RUN if collection == root / RUNS else _LOCK_IN_COLLECTION
-                is_ours = re.fullmatch(rf"{lock}|\.{lock}{_LOCK_MOVED}|{_CURRENT_DRAFT}", path.name) is not None
+                is_ours = re.fullmatch(rf"{lock}|{_CURRENT_DRAFT}", path.name) is not None
             if is_ours:
                 found.append(path)
     return found
@@ -231,7 +205,7 @@ def _find_unreferenced(root: Path, published: dict[Path, _Mention]) -> list[Path
 
 def _artifacts_of(run: Path) -> list[str]:
     try:
-        ids = list(parse_json(read_file(run, run.parent))["artifacts"].values())
+        ids = list(json.loads(run.read_bytes())["artifacts"].values())
         if not all(isinstance(each, str) for each in ids):
             raise TypeError(f"{ids} are no ids")
         return ids
@@ -260,11 +234,11 @@ def _collections(root: Path) -> list[Path]:
 def _lock_of(path: Path) -> Path:
     """Return the lock file that tells whether a writer still uses `path`.
 
-    Checkpoints are written under the lock of their run. A lock that is being made, or was moved aside, names its owner.
+    Checkpoints are written under the lock of their run.
     """
     collection = path.parent
     if path.name.startswith("."):
-        return collection / f"{CURRENT}{LOCK_SUFFIX}" if re.fullmatch(_CURRENT_DRAFT, path.name) else path
+        return collection / f"{CURRENT}{LOCK_SUFFIX}"
     if path.suffix == LOCK_SUFFIX:
         return path
     if collection.parent.name == "checkpoint":
@@ -272,32 +246,22 @@ def _lock_of(path: Path) -> Path:
     return collection / f"{path.name.split('.')[0]}{LOCK_SUFFIX}"
 
 
-def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:
-    """Remove `path` under its lock and return True; leave it where a stage has used or published it meanwhile."""
-    if path == watch.path and path.name.startswith("."):
-        print(f"removing {path}")
-        path.unlink(missing_ok=True)
-        return True
+def _remove(path: Path, is_published: bool) -> bool:
+    """Remove `path` under its lock and return True; leave it where a stage uses it or has published it meanwhile."""
+    lock = _lock_of(path)
     try:
-        with hold_lease(watch.path, watch, waits=False) as held:  # takes over from a dead writer
+        with hold_lock(lock, waits=False):
             is_used = is_published and path.name in read_current(path.parent).values()
             if is_used or is_published != (not is_work(path.name) and (path / MANIFEST).exists()):
                 print(f"leaving {path}: it was published or used just now")
                 return False
             print(f"removing {path}")
-            if path != watch.path:
-                discard(path, held.lease)
-    except LeaseTaken as error:
+            if path != lock:
+                discard(path)
+    except LockTaken as error:
         print(f"leaving {path}: {error}")
         return False
     return True
-
-
-def _tell_of_watching(number: int, seconds: float) -> None:
-    print(
-        f"watching {number} locks and folders for {seconds:.0f} s: a live writer on another machine changes them",
-        flush=True,
-    )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -329,7 +293,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             )
             command.add_argument("--yes", action="store_true", help="remove them, instead of listing them")
     arguments = parser.parse_args(argv)
-    require_mounted(arguments.dir)
     if not arguments.dir.is_dir():
         raise RecipeError(f"{arguments.dir}: no such folder. Pass the --root of a stage, or a folder in it.")
     return arguments

@@ -20,18 +20,14 @@ from pydantic import (
     Field,
     FiniteFloat,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
-from services.common.input.problem_list import list_names
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, RelativePath, Sha256
 from services.common.recipe.schema import fingerprint
 
 INDEX_FILE = "index.safetensors"
-
-RecentNumbers = Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
 
 
 class BatchRange(ManifestModel):
@@ -40,12 +36,6 @@ class BatchRange(ManifestModel):
     first: Count
     last: Count
 
-    @model_validator(mode="after")
-    def _rises(self) -> Self:
-        if self.last < self.first:
-            raise ValueError(f"batches {self.first:,} to {self.last:,}: expected ascending numbers")
-        return self
-
     def __len__(self) -> int:
         return self.last - self.first + 1
 
@@ -53,13 +43,13 @@ class BatchRange(ManifestModel):
 class LossSpikes(ManifestModel):
     """State of the loss-spike detector. A run without `train.loss_spike_sigma` keeps the skipped batches alone."""
 
-    skipped_batches: Many[BatchRange] = ()
+    skipped_batches: tuple[BatchRange, ...] = ()
     """Batches that the run leaves out because of loss spikes: ascending ranges with batches between them."""
     rollbacks: Count = 0
     """Number of times that the run went back."""
-    recent_losses: RecentNumbers = ()
+    recent_losses: tuple[FiniteFloat, ...] = ()
     """Losses of the newest steps that did not deviate, oldest first; the detector compares the next loss with them."""
-    recent_gradient_norms: RecentNumbers = ()
+    recent_gradient_norms: tuple[FiniteFloat, ...] = ()
     """Gradient norms of the same steps."""
     first_deviating_step: Annotated[int, Field(ge=1, le=2**53)] | None = None
     """First step of the deviation that was going on after the checkpoint's step."""
@@ -69,16 +59,6 @@ class LossSpikes(ManifestModel):
     def for_other_losses(self) -> LossSpikes:
         """Return the state for a run whose losses cannot be compared with these: only the skipped batches stay."""
         return LossSpikes(skipped_batches=self.skipped_batches)
-
-    @field_validator("skipped_batches")
-    @classmethod
-    def _are_ascending(cls, ranges: tuple[BatchRange, ...]) -> tuple[BatchRange, ...]:
-        if ranges != merge_ranges(ranges):
-            raise ValueError(
-                "expected ascending ranges with batches between them, got "
-                + ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges[:8])
-            )
-        return ranges
 
 
 def merge_ranges(ranges: Iterable[BatchRange]) -> tuple[BatchRange, ...]:
@@ -95,7 +75,7 @@ def merge_ranges(ranges: Iterable[BatchRange]) -> tuple[BatchRange, ...]:
 class Ancestor(ManifestModel):
     """A checkpoint with which another run began as a branch, and the data that had been seen until then."""
 
-    run: Text
+    run: str
     """The run that made the checkpoint."""
     step: Count
     skipped_steps: Count
@@ -117,7 +97,7 @@ class ShardOrigin(ManifestModel):
     shard can take the place of another.
     """
 
-    run: Text
+    run: str
     step: Count
     """Optimizer steps done."""
     skipped_steps: Count
@@ -127,7 +107,7 @@ class ShardOrigin(ManifestModel):
     data_parallel_size: Count
     tensor_parallel_size: Count
     zero_stage: Literal[0, 1]
-    program_fingerprint: Text
+    program_fingerprint: str
     """Fingerprint of the program that made the state; a copy of the run that another program continued differs."""
     payload_digest: Sha256
     """Hash of the manifest's payload without `shards`; this covers the batches that the run leaves out, too."""
@@ -155,11 +135,11 @@ class CheckpointPayload(ManifestModel):
     zero_stage: Literal[0, 1]
     shards: dict[RelativePath, ShardOrigin]
     """Origin in the header of each shard, by the shard's file name."""
-    program_fingerprint: Text
-    waivers: Many[Text]
+    program_fingerprint: str
+    waivers: tuple[str, ...]
     """Flags such as `--allow-cold-compile` under which this state was made."""
     loss_spikes: LossSpikes = LossSpikes()
-    ancestors: Many[Ancestor] = ()
+    ancestors: tuple[Ancestor, ...] = ()
     """Checkpoints with which a branch, its parent and so on began, oldest first. Absent without a branch."""
     data_offset_samples: Annotated[int, Field(gt=-(2**63), lt=2**63)] = 0
     """Number of the sample with which batch 0 would have begun: batch number b takes the samples from
@@ -195,19 +175,6 @@ class CheckpointPayload(ManifestModel):
         """Checkpoint with which the run began as a branch; None for other runs."""
         return self.ancestors[-1] if self.ancestors else None
 
-    @model_validator(mode="after")
-    def _descends_from_earlier_steps(self) -> Self:
-        steps = [*(each.step for each in self.ancestors), self.step]
-        if steps != sorted(steps):
-            raise ValueError(f"ancestors and the checkpoint are of the steps {steps}, expected ascending ones")
-        return self
-
-    @model_validator(mode="after")
-    def _skips_no_more_than_it_does(self) -> Self:
-        if self.skipped_steps > self.step:
-            raise ValueError(f"{self.skipped_steps:,} of {self.step:,} steps skipped")
-        return self
-
 
 class CheckpointManifest(Manifest):
     SCHEMA: ClassVar[str] = "checkpoint/4"
@@ -216,37 +183,7 @@ class CheckpointManifest(Manifest):
 
     @model_validator(mode="after")
     def _lists_shards_and_their_index(self) -> Self:
-        paths = [entry.path for entry in self.files]
-        others = [path for path in paths if not _is_shard(path) and path != INDEX_FILE]
-        if others or not paths:
-            raise ValueError(f"{list_names(others) if others else 'no file'}: expected shards, such as {shard_name(0)}")
-        if INDEX_FILE not in paths:
-            raise ValueError(f"{INDEX_FILE}: expected among the files, for it says which shard has which slice")
-        return self
-
-    @model_validator(mode="after")
-    def _is_trained_on_one_corpus(self) -> Self:
-        schemas = [link.schema_id for link in self.inputs]
-        if [schema.partition("/")[0] for schema in schemas] != ["corpus"]:
-            raise ValueError(f"inputs: {list_names(schemas)}, expected one corpus")
-        return self
-
-    @model_validator(mode="after")
-    def _knows_where_its_shards_come_from(self) -> Self:
-        state, origins = self.checkpoint, self.checkpoint.shards
-        if unknown := sorted(({entry.path for entry in self.files} - {INDEX_FILE}) ^ set(origins)):
-            raise ValueError(f"{', '.join(unknown[:4])}: expected both in `files` and in `checkpoint.shards`")
-        first = state.origin(self.name, rank=0)
-        for path, origin in origins.items():
-            expected = first.model_copy(update={"rank": origin.rank})
-            if origin != expected:
-                raise ValueError(f"{path}: comes from another state: {explain_origins(origin, expected)}")
-        ranks, num_workers = {origin.rank for origin in origins.values()}, state.num_workers
-        if len(ranks) != num_workers or max(ranks) >= num_workers:
-            raise ValueError(
-                f"shards are of {len(ranks)} ranks up to {max(ranks):,}, expected one of each of the {num_workers:,} "
-                f"workers ({state.data_parallel_size:,} x {state.tensor_parallel_size:,})"
-            )
+        self.require_listed([INDEX_FILE, *self.checkpoint.shards])
         return self
 
 
@@ -259,10 +196,6 @@ def explain_origins(found: ShardOrigin, expected: ShardOrigin) -> str:
 def shard_name(rank: int) -> str:
     """Return the name of a rank's shard, or of an import's file by its number."""
     return f"shard-{rank:05d}.safetensors"
-
-
-def _is_shard(path: str) -> bool:
-    return re.fullmatch(r"shard-[0-9]{5,9}\.safetensors", path) is not None
 
 
 def checkpoint_id(step: int) -> str:

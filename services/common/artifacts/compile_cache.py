@@ -7,13 +7,13 @@ copy, because a compiler writes into the cache that it reads.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, Sha256
 from services.common.artifacts.store import Address
-from services.common.recipe.schema import Device, Recipe, fingerprint
+from services.common.recipe.schema import Device, Recipe
 
 GRAPHS = "graphs"
 """Subfolder that holds the compiler's cache directory."""
@@ -29,14 +29,7 @@ class CompileCachePayload(ManifestModel):
     graphs_missed_by_verification: Literal[0]
     """Graphs that a second process still had to compile when it used this cache."""
     world_size_traced: Count
-    phases: Many[Phase]
-
-    @model_validator(mode="after")
-    def _is_of_its_facts(self) -> Self:
-        found = fingerprint(self.facts)
-        if found != self.program_fingerprint:
-            raise ValueError(f"the facts hash to {found[:12]}, program_fingerprint is {self.program_fingerprint[:12]}")
-        return self
+    phases: tuple[Phase, ...]
 
 
 def compile_cache_address(root: Path, recipe: Recipe, program_fingerprint: str) -> Address:

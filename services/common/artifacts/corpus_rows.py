@@ -3,6 +3,11 @@
 Nothing is opened before a row is wanted: the manifest says which file has a row. Opening a file costs 0.1 ms and reads
 a few pages of it; a row costs the pages that it fills. At most `MAX_MAPS` files are mapped, those used last, for a
 corpus of any size.
+
+The check of a row is the xxh3-64 of its ids as they are stored, in little-endian bytes, followed by its document starts
+as little-endian int32. Its seed is the number of the row in its split, plus 2**63 in the validation split, so that a
+whole row in another row's place is damage, too. The tail is the row that follows the last full one. A check costs
+0.7 us for a row of 8 kB and 1.1 us for one of 16 kB on a core.
 """
 
 from __future__ import annotations
@@ -17,15 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from services.common.artifacts.corpus import CorpusPayload, Split, shard_path, tail_path
 from services.common.artifacts.files import locate
-from services.common.artifacts.row_check import check_row, digest_checks
 from services.common.errors import ArtifactError
-from services.common.process.limits import explain_lack
 
 MAX_MAPS = 256
 """Files that a reader keeps mapped. Linux allows a process 65,530 maps by default, and a corpus may have more files."""
+_FIRST_SEED: dict[Split, int] = {"train": 0, "validation": 2**63}
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -54,8 +59,7 @@ class RowFile(NamedTuple):
     def map(cls, folder: Path, corpus: CorpusPayload, split: Split, number: int) -> RowFile:
         """Map a shard of the split, or its tail, whose number is that of the shards.
 
-        Raises `ArtifactError` where the file contradicts the manifest (its bytes are not read), and `LimitError` or
-        `TryAgain` for lack of maps, memory or descriptors, which says nothing about the file.
+        Raises `ArtifactError` where the file cannot be read, or contradicts the manifest; its rows are not read.
         """
         counts = corpus.splits[split]
         if number == corpus.num_shards(split):
@@ -66,7 +70,11 @@ class RowFile(NamedTuple):
             num_tokens = len(rows) * corpus.sequence_length
         file = locate(folder, path)
         try:
-            batch = _map_batch(file)
+            # Of the lists in `doc_starts` only the first and the last offset are read here, so that opening a file
+            # costs the same for any number of rows; `RowFile.read` checks the offsets of its row.
+            with pa.ipc.open_file(pa.memory_map(str(file), "r")) as opened:
+                batch = opened.get_batch(0)
+            batch.validate()  # no view points outside the mapped file
             doc_starts = batch.column("doc_starts")
             found = cls(
                 path=file,
@@ -76,20 +84,16 @@ class RowFile(NamedTuple):
                 starts=_view(doc_starts.values),
                 checks=_view(batch.column("check")),
             )
-        except (pa.ArrowException, OSError, KeyError, AttributeError, UnicodeDecodeError, MemoryError) as error:
-            raise explain_lack(error, file, MAX_MAPS) or ArtifactError(
+        except (pa.ArrowException, OSError, KeyError, AttributeError, UnicodeDecodeError) as error:
+            raise ArtifactError(
                 f"{file}: cannot be read as a corpus's file: {error}. {advise_verify(folder)}"
             ) from error
-        tokens = found.tokens
-        if (len(tokens), tokens.dtype, len(batch)) != (num_tokens, np.dtype(corpus.token_dtype), len(rows)):
+        has = (len(batch), len(found.tokens), *(each.dtype.name for each in (found.tokens, found.starts, found.checks)))
+        expected = (len(rows), num_tokens, corpus.token_dtype, "int32", "uint64")
+        if has != expected:
             raise ArtifactError(
-                f"{file}: {len(tokens):,} tokens of {tokens.dtype} in {len(batch):,} rows, the manifest says "
-                f"{num_tokens:,} of {corpus.token_dtype} in {len(rows):,}. {advise_verify(folder)}"
-            )
-        if found.starts.dtype != np.int32 or found.checks.dtype != np.uint64:
-            raise ArtifactError(
-                f"{file}: doc_starts are {found.starts.dtype} and check is {found.checks.dtype}, expected int32 and "
-                f"uint64. {advise_verify(folder)}"
+                f"{file}: rows, tokens and types of ids, doc_starts and check are {has}, the manifest says {expected}. "
+                f"{advise_verify(folder)}"
             )
         return found
 
@@ -103,12 +107,10 @@ class RowFile(NamedTuple):
         ids, starts = self.tokens[at * length : (at + 1) * length], self.starts[begin:end]
         # A negative offset would count from the end, and make another list than Arrow does.
         is_list = 0 <= begin <= end <= len(self.starts)
-        stored, found = int(self.checks[at]), check_row(split, row, ids, starts) if is_list else None
-        if stored != found:
+        if not is_list or int(self.checks[at]) != check_row(split, row, ids, starts):
             raise ArtifactError(
                 f"{self.path}: row {at:,} of this file, row {row:,} of {split}, is damaged or in the place of another: "
-                f"its ids and doc_starts have the check {_show(found)}, the column check has {_show(stored)}. Do not "
-                f"train on it. {advise_verify(folder)}"
+                f"its ids and doc_starts do not fit its check. Do not train on it. {advise_verify(folder)}"
             )
         return Row(ids, starts)
 
@@ -126,7 +128,7 @@ class CorpusRows:
 
         Raises the errors of `RowFile.map` and `RowFile.read`.
         """
-        return self.map(split, self._number(split, row)).read(self.folder, split, row, self.corpus.sequence_length)
+        return self.file_of(split, row).read(self.folder, split, row, self.corpus.sequence_length)
 
     def prefetch(self, split: Split, row: int) -> None:
         """Map the file of a row, and ask the kernel to read the row's pages while this process goes on.
@@ -134,7 +136,7 @@ class CorpusRows:
         Damage that this meets is left to `read`. The kernel keeps the pages also where the file is unmapped meanwhile.
         """
         try:
-            file = self.map(split, self._number(split, row))
+            file = self.file_of(split, row)
         except ArtifactError:
             return
         at, length = row - file.rows.start, self.corpus.sequence_length
@@ -142,9 +144,11 @@ class CorpusRows:
         for values in (file.tokens[at * length : (at + 1) * length], file.starts[begin:end], file.checks[at : at + 1]):
             _request_pages(values)
 
-    def locate(self, split: Split, row: int) -> Path:
-        """Return the path of the file that has a row."""
-        return self.map(split, self._number(split, row)).path
+    def file_of(self, split: Split, row: int) -> RowFile:
+        """Return the mapped file that has a row. Raises the errors of `RowFile.map`."""
+        corpus = self.corpus
+        is_tail = row == corpus.splits[split].rows
+        return self.map(split, corpus.num_shards(split) if is_tail else row // corpus.rows_per_shard)
 
     def map(self, split: Split, number: int) -> RowFile:
         """Return the file with this number, mapped now or before. Raises the errors of `RowFile.map`."""
@@ -157,16 +161,54 @@ class CorpusRows:
         self._mapped[key] = file
         return file
 
-    def _number(self, split: Split, row: int) -> int:
-        """Return the number of the file that has a row of the split."""
-        corpus = self.corpus
-        return corpus.num_shards(split) if row == corpus.splits[split].rows else row // corpus.rows_per_shard
-
 
 def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[RowFile]:
     """Map the shards of a split and then its tail. A caller that keeps none of them needs one map at a time."""
     for number in range(corpus.num_shards(split) + 1):
         yield RowFile.map(folder, corpus, split, number)
+
+
+def check_row(split: Split, row: int, ids: Tokens, doc_starts: npt.NDArray[np.int32]) -> int:
+    """Return the check of the row with this number in its split."""
+    hasher = xxhash.xxh3_64(ids.data, seed=_FIRST_SEED[split] + row)
+    hasher.update(doc_starts.data)
+    return hasher.intdigest()
+
+
+def check_rows(
+    split: Split,
+    first_row: int,
+    ids_RL: Tokens,
+    start_offsets: npt.NDArray[np.int32],
+    doc_starts: npt.NDArray[np.int32],
+) -> npt.NDArray[np.uint64]:
+    """Return the checks of consecutive rows, of which the first one has the number `first_row`.
+
+    The document starts of row r of these are `doc_starts[start_offsets[r] : start_offsets[r + 1]]`.
+    """
+    borders = start_offsets.tolist()
+    return np.fromiter(
+        (
+            check_row(split, first_row + row, ids_L, doc_starts[borders[row] : borders[row + 1]])
+            for row, ids_L in enumerate(ids_RL)
+        ),
+        np.uint64,
+        len(ids_RL),
+    )
+
+
+def digest_checks(checks: npt.NDArray[np.uint64]) -> str:
+    """Return the xxh3-128 of the checks of a file's rows, which the manifest has for each shard and tail."""
+    return xxhash.xxh3_128_hexdigest(checks.data)
+
+
+def require_own_ids(path: Path, ids: npt.NDArray[Any], vocab_size: int) -> None:
+    """Raise `ArtifactError` for an id outside the vocabulary, with which a compiled graph would read foreign memory."""
+    if ids.size and (largest := int(ids.max())) >= vocab_size:
+        raise ArtifactError(
+            f"{path}: has the id {largest:,}, and its vocabulary has {vocab_size:,} ids. Move the corpus away and run "
+            f"the tokenizer stage to make it anew."
+        )
 
 
 def require_documents(folder: Path, corpus: CorpusPayload, split: Split, found: int) -> None:
@@ -178,43 +220,9 @@ def require_documents(folder: Path, corpus: CorpusPayload, split: Split, found: 
         )
 
 
-def verify_row_file(folder: Path, corpus: CorpusPayload, split: Split, number: int) -> tuple[str, int]:
-    """Read all rows of the file with this number in its split. Return the digest of its checks, and the number of
-    documents that begin in the file.
-
-    Raises `ArtifactError` for a row that does not fit its check, for an id outside the vocabulary, and as `RowFile.map`
-    does.
-    """
-    file, length = RowFile.map(folder, corpus, split, number), corpus.sequence_length
-    for row in file.rows:
-        file.read(folder, split, row, length)
-    if len(file.tokens) and (largest := int(file.tokens.max())) >= corpus.vocabulary.vocab_size:
-        raise explain_foreign_id(file.path, largest, corpus.vocabulary.vocab_size)
-    return digest_checks(file.checks), len(file.starts)
-
-
-def explain_foreign_id(path: Path, largest: int, vocab_size: int) -> ArtifactError:
-    """Return the error for a file with an id outside the vocabulary."""
-    return ArtifactError(
-        f"{path}: has the id {largest:,}, and its vocabulary has {vocab_size:,} ids. Move the corpus away and run the "
-        f"tokenizer stage to make it anew."
-    )
-
-
-def _map_batch(path: Path) -> pa.RecordBatch:
-    """Return the only record batch of a file, whose views do not point outside the mapped file.
-
-    Of the lists in `doc_starts` only the first and the last offset are read here, so that opening a file costs the same
-    for any number of rows; `RowFile.read` checks the offsets of its row.
-    """
-    with pa.ipc.open_file(pa.memory_map(str(path), "r")) as file:
-        if file.num_record_batches != 1:
-            raise pa.ArrowInvalid(f"{file.num_record_batches} record batches, expected 1")
-        batch = file.get_batch(0)
-    batch.validate()
-    if any(column.null_count for column in batch.columns):
-        raise pa.ArrowInvalid("it has nulls")
-    return batch
+def advise_verify(folder: Path) -> str:
+    """Return the sentence that says how to find all damage of a corpus."""
+    return f"Check the corpus with `python -m services.common.artifacts verify {folder}`."
 
 
 def _view(values: pa.Array) -> Any:
@@ -235,12 +243,3 @@ def _load_madvise() -> Callable[[int, int, int], int]:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     madvise.restype = ctypes.c_int
     return madvise
-
-
-def _show(check: int | None) -> str:
-    return "none" if check is None else f"{check:016x}"
-
-
-def advise_verify(folder: Path) -> str:
-    """Return the sentence that says how to find all damage of a corpus."""
-    return f"Check the corpus with `python -m services.common.artifacts verify {folder}`."

@@ -1,104 +1,46 @@
 """Reads and writes `manifest.json`: the header that every artifact has, and one typed payload for each kind.
 
-A folder without a manifest does not exist. The manifest lists every other file with its size and checksums, the inputs
-and the program that made the artifact, so that a reader needs nothing else to trust it.
+A directory without `manifest.json` is unpublished. The manifest lists every other file with its size and checksums, the
+inputs and the program that made the artifact, so that a reader needs nothing else to trust it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
+import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-)
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from services.common.errors import ArtifactError, RecipeError, UnreadableError
-from services.common.input.credentials import mask
-from services.common.input.files import parse_json, read_file, unreadable
-from services.common.input.problem_list import ProblemList, list_names, shorten
+from services.common.errors import ArtifactError
+from services.common.input.files import unreadable
+from services.common.input.problem_list import list_names
+from services.common.process.progress_record import report_phase
 from services.common.recipe.schema import fingerprint
 
 MANIFEST = "manifest.json"
-MAX_FILES = 300_000
-"""Most files of an artifact: `parse_json` reads no manifest that lists more."""
-_MAX_BYTES = 2**27
-_SLICE = 1_000
-"""Entries of a list that pydantic checks at a time, so that the errors of a million bad entries never exist at once."""
-
-
-_PLAIN_PATH = re.compile(r"(?:[a-z0-9_][a-z0-9_.-]{0,99}/){0,9}[a-z0-9_][a-z0-9_.-]{0,99}", re.ASCII | re.IGNORECASE)
-"""Paths that need no closer look, which are those of shards: a manifest may have 300,000."""
+_SHOWN_PROBLEMS = 10
 
 
 def _require_relative(path: str) -> str:
-    if _PLAIN_PATH.fullmatch(path) and path != MANIFEST:
-        return path
-    if len(path.encode()) > 4_000 or any(
-        part in ("", ".", "..") or len(part.encode()) > 255 for part in path.split("/")
-    ):
-        raise ValueError(f"{path[:200]!r} is no path below the artifact's folder, such as 'train/shard-000000.arrow'")
-    if "\\" in path or not path.isprintable():
-        raise ValueError(f"{path[:200]!r} has a backslash or an unprintable character")
-    if path == MANIFEST:
-        raise ValueError("a manifest cannot list itself")
+    if path == MANIFEST or path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")):
+        raise ValueError(f"{path!r} is no path below the artifact's folder, such as 'train/shard-000000.arrow'")
     return path
 
 
 RelativePath = Annotated[str, AfterValidator(_require_relative)]
-"""Path below the artifact's folder, with forward slashes. `files.listed_file` opens the file."""
-Text = Annotated[str, Field(max_length=10_000)]
-"""A name, an id or an address. Its length is bounded because the search for credentials takes time by length."""
+"""Path below the artifact's folder, with forward slashes."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-
-
-def _check_slice_by_slice(values: Any, check: ValidatorFunctionWrapHandler) -> tuple[Any, ...]:
-    """Return the list as `check` returns it, called with one slice after the other."""
-    if not isinstance(values, (list, tuple)) or len(values) <= _SLICE:
-        return tuple(check(values))
-    if len(values) > MAX_FILES:
-        raise ValueError(f"{len(values):,} entries, expected at most {MAX_FILES:,}")
-    checked: list[Any] = []
-    problems = ProblemList()
-    for begin in range(0, len(values), _SLICE):
-        try:
-            checked += check(values[begin : begin + _SLICE])
-        except ValidationError as error:
-            checked.clear()
-            for each in error.errors(include_url=False):
-                place, *below = each["loc"]
-                problems.add(each["type"], _locate(begin + int(place), *below) + f": {each['msg']}")
-    if problems:
-        raise ValueError("".join(f"\n    {line}" for line in problems.lines()))
-    return tuple(checked)
-
-
-def _locate(*parts: str | int) -> str:
-    return ".".join(map(str, parts))
-
-
-Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], WrapValidator(_check_slice_by_slice)]
-"""A list in a manifest that can be long."""
 
 
 class ManifestModel(BaseModel):
@@ -109,7 +51,7 @@ class ManifestModel(BaseModel):
 class FileEntry:
     """Size and checksums of one file of an artifact.
 
-    Not a model, whose instances have two dictionaries each: 0.5 GB for the 300,000 files that a manifest can list.
+    Not a model, whose instances have two dictionaries each: 0.5 GB for 300,000 files.
     """
 
     path: RelativePath
@@ -125,25 +67,39 @@ class FileEntry:
 
 
 class InputLink(ManifestModel):
-    schema_id: Annotated[Text, Field(alias="schema")]
-    path: Annotated[Text, AfterValidator(mask)]
-    id: Text
-    content_digest: Text
+    schema_id: Annotated[str, Field(alias="schema")]
+    path: str
+    id: str
+    content_digest: str
 
 
 class Producer(ManifestModel):
-    service: Text
-    version: Text
-    git_sha: Text
-    image: Text
+    service: str
+    version: str
+    git_sha: str
+    image: str
 
 
 class Phase(ManifestModel):
     """A timed part of a stage's work. The report draws it in its timeline."""
 
-    name: Text
+    name: str
     started_at: AwareDatetime
     seconds: Annotated[float, Field(ge=0)]
+
+
+class PhaseTimer:
+    """Times the phases of a stage for its manifest, and reports them as its progress."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started_at, start = datetime.now(UTC), time.perf_counter()
+        with report_phase(name):
+            yield
+        self.phases.append(Phase(name=name, started_at=started_at, seconds=round(time.perf_counter() - start, 3)))
 
 
 class Manifest(ManifestModel):
@@ -151,24 +107,16 @@ class Manifest(ManifestModel):
 
     SCHEMA: ClassVar[str]
 
-    schema_id: Annotated[Text, Field(alias="schema")]
-    name: Text
-    id: Text
-    identity_key: Text
+    schema_id: Annotated[str, Field(alias="schema")]
+    name: str
+    id: str
+    identity_key: str
     """Hash of the recipe's identity fields for this kind, by which a stage finds the artifact of its recipe."""
     created_at: AwareDatetime
     producer: Producer
-    inputs: Many[InputLink]
+    inputs: tuple[InputLink, ...]
     recipe: dict[str, Any]
-    files: Many[FileEntry]
-
-    @field_validator("files")
-    @classmethod
-    def _lists_a_file_once(cls, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-        path, times = Counter(entry.path for entry in files).most_common(1)[0] if files else ("", 0)
-        if times > 1:
-            raise ValueError(f"{path} is listed {times} times")
-        return files
+    files: tuple[FileEntry, ...]
 
     def require_listed(self, paths: Collection[str]) -> None:
         """Raise `ValueError` for a path that `files` does not list, whose content nobody could check."""
@@ -183,7 +131,7 @@ class Manifest(ManifestModel):
     @property
     def content_digest(self) -> str:
         """Hash of the files alone, without dates and producer. Links between artifacts name this digest."""
-        return content_digest(self.files)
+        return fingerprint([entry.to_json() for entry in self.files])
 
     def link(self, path: Path) -> InputLink:
         return InputLink(schema_id=self.schema_id, path=str(path), id=self.id, content_digest=self.content_digest)
@@ -201,65 +149,32 @@ class Manifest(ManifestModel):
         """Check the fields that `read_sealed` returned of the manifest at `path`, as `read` does."""
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
-                f"{path}: schema {shorten(repr(raw.get('schema')), 200)}, this program reads {cls.SCHEMA!r}. "
+                f"{path}: schema {raw.get('schema')!r}, this program reads {cls.SCHEMA!r}. "
                 f"Point to an artifact of that schema, or run the version of Millrace that wrote this one."
             )
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise ArtifactError(f"{path}: does not follow {cls.SCHEMA}:{_explain(error)}") from error
+            problems = error.errors(include_url=False)
+            lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems[:_SHOWN_PROBLEMS]]
+            if len(problems) > len(lines):
+                lines.append(f"and {len(problems) - len(lines):,} more")
+            raise ArtifactError("\n  ".join([f"{path}: does not follow {cls.SCHEMA}:", *lines])) from error
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json` in one atomic step; it is on disk when this returns.
-
-        Raises `RecipeError` for more than MAX_FILES files.
-        """
-        require_listable(len(self.files))
+        """Write `manifest.json` in one atomic step; it is on disk when this returns."""
         raw = self.model_dump(mode="json", by_alias=True)
         write_durably(folder / MANIFEST, json.dumps({**raw, "seal": fingerprint(raw)}, indent=1).encode() + b"\n")
-
-
-def require_listable(num_files: int) -> None:
-    """Raise `RecipeError` for more files than a manifest can list."""
-    if num_files > MAX_FILES:
-        raise RecipeError(
-            f"{num_files:,} files, and a manifest lists at most {MAX_FILES:,}. For a corpus, raise "
-            f"corpus.rows_per_shard, which makes fewer shards."
-        )
-
-
-class Header(BaseModel):
-    """The fields of any kind's manifest by which the newest artifact of a recipe is found."""
-
-    model_config = ConfigDict(frozen=True)
-
-    identity_key: str
-    created_at: AwareDatetime
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Read the header of `folder/manifest.json`. Raises `ArtifactError` where it is absent or damaged."""
-        try:
-            return cls.model_validate(read_sealed(folder))
-        except ValidationError as error:
-            raise ArtifactError(f"{folder / MANIFEST}: not a manifest of Millrace:{_explain(error)}") from error
-
-
-_MAKE_AGAIN = "Move the folder away and run the stage again."
 
 
 def read_sealed(folder: Path) -> dict[str, Any]:
     """Return the fields of a manifest of any schema. Raises `ArtifactError` where it is absent or damaged."""
     path = folder / MANIFEST
     try:
-        raw = parse_json(read_file(path, folder, _MAX_BYTES))
-        files = raw.get("files")
-        if isinstance(files, list) and len(files) > MAX_FILES:  # its seal would take as much memory again
-            raise ValueError(f"it lists {len(files):,} files, expected at most {MAX_FILES:,}")
+        raw: dict[str, Any] = json.loads(path.read_bytes())
         seal = raw.pop("seal")
         found = fingerprint(raw)
     except (FileNotFoundError, NotADirectoryError) as error:
-        require_mounted(folder)
         raise ArtifactError(
             f"{folder}: not a published artifact (no {MANIFEST}). "
             f"`python -m services.common.artifacts list ROOT` shows what is published below a root."
@@ -267,43 +182,19 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ArtifactError(f"{path}: damaged: not a sealed manifest ({shorten(str(error))}). {_MAKE_AGAIN}") from error
+        raise ArtifactError(
+            f"{path}: damaged: not a sealed manifest ({error}). Move the folder away and run the stage again."
+        ) from error
     if seal != found:
         raise ArtifactError(
-            f"{path}: damaged: its content hashes to {found[:12]}, the seal says {str(seal)[:12]}. {_MAKE_AGAIN}"
+            f"{path}: damaged: its content hashes to {found[:12]}, the seal says {str(seal)[:12]}. Move the folder "
+            f"away and run the stage again."
         )
-    return dict(raw)
+    return raw
 
 
-def is_dangling(path: Path) -> bool:
-    """Tell whether `path` is a link that leads nowhere."""
-    return path.is_symlink() and not path.exists()
-
-
-def require_mounted(path: Path) -> None:
-    """Raise `UnreadableError` where `path` is a link that leads nowhere: what it leads to may be on another disk."""
-    if is_dangling(path):
-        raise UnreadableError(
-            f"{path}: a link to {path.readlink()}, which does not exist. Mount its disk, or remove the link."
-        )
-
-
-def _explain(error: ValidationError) -> str:
-    problems = ProblemList()
-    for each in error.errors(include_url=False):
-        problems.add(each["type"], _locate(*each["loc"]) + f": {each['msg']}")
-    return "".join(f"\n  {line}" for line in problems.lines())
-
-
-def content_digest(files: tuple[FileEntry, ...]) -> str:
-    return fingerprint([entry.to_json() for entry in files])
-
-
-def write_durably(path: Path, content: bytes, fence: Callable[[], None] = lambda: None) -> None:
-    """Replace `path` by `content` atomically; both the bytes and the name are on disk when this returns.
-
-    `fence` is called immediately before; an error that it raises leaves `path` as it was.
-    """
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` atomically; both the bytes and the name are on disk when this returns."""
     # Not a pid: writers in two containers have the same one.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -311,7 +202,6 @@ def write_durably(path: Path, content: bytes, fence: Callable[[], None] = lambda
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        fence()
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -324,10 +214,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
 
 
 def producer(service: str) -> Producer:

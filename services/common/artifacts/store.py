@@ -1,13 +1,11 @@
 """Publishes artifacts exactly once below a root, and finds the artifact that a stage needs.
 
 Layout: `<root>/<kind>/<name>/<id>/`. Work in progress is `<id>.<writer>.partial/` (files to publish) and
-`<id>.scratch/` (files that only help to make them), both guarded by the lease `<id>.lock`. The commit is the rename of
-the complete partial folder to `<id>/`.
+`<id>.scratch/` (files that only help to make them), both guarded by the lock `<id>.lock`. The commit is the rename of
+the complete partial folder to `<id>/`, which refuses a published artifact.
 
-A writer that was frozen can lose its lease and wake up later, so two writers at once are always possible. They share no
-partial folder. A writer moves the other's files aside before it removes them, so that the other fails instead of using
-half of them. Of two commits the second fails, because a rename does not replace a folder that has files. A writer that
-lost leaves the published artifact alone and ends with `TryAgain`.
+Tasks and workers of a killed command may live for a moment longer than its lock. So each writer has a partial folder of
+its own, and folders are moved aside before they are removed: a late writer fails, and publishes no half.
 """
 
 from __future__ import annotations
@@ -21,26 +19,23 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from services.common.artifacts.files import describe_files
-from services.common.artifacts.lease import Lease, hold_lease
+from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.manifest import (
     MANIFEST,
     FileEntry,
-    Header,
     InputLink,
     Manifest,
-    is_dangling,
-    now,
     producer,
-    require_mounted,
+    read_sealed,
     sync_folder,
     write_durably,
 )
 from services.common.errors import ArtifactError, TryAgain, naming_the_place
-from services.common.input.files import parse_json, read_file, unreadable
 from services.common.recipe.schema import Recipe, fingerprint, identity
 from services.common.recipe.section import Kind
 
@@ -102,16 +97,15 @@ class Draft:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folders that a stage fills while it holds the lease."""
+    """The folders that a stage fills while it holds the artifact's lock."""
 
     files: Path
     """Folder of the files to publish: empty at first, and used by this writer alone."""
     scratch: Path
-    """Folder that survives a crash, so that work can be resumed. A writer that lost its lease may still write into it.
-    So a name in it always stands for the same bytes, a file appears in one step, and a reader checks it."""
+    """Folder that survives a crash, so that work can be resumed. A task of a killed command may still write into it. So
+    a name in it always stands for the same bytes, a file appears in one step, and a reader checks it."""
     own_scratch: Path
     """Folder below `scratch` for this writer alone. The stage makes it if needed, and the next writer removes it."""
-    lease: Lease
 
 
 def artifact_id(recipe: Recipe, kind: Kind, content_version: int, input_digests: Sequence[str]) -> str:
@@ -135,108 +129,90 @@ def publish_once(
 
     Only the manifest of a published artifact is read, whatever the artifact's size: the readers of its files check
     their bytes. Of two callers at once, one builds, and the other waits and returns the published artifact. A crash at
-    any point leaves either nothing visible or the complete artifact. Raises `TryAgain` where another writer took over.
+    any point leaves either nothing visible or the complete artifact.
     """
-    address.collection.mkdir(parents=True, exist_ok=True)
-    with hold_lease(address.beside(LOCK_SUFFIX)) as held:
-        lease = held.lease
+    with hold_lock(address.beside(LOCK_SUFFIX)):
         if (address.path / MANIFEST).exists():
             artifact = require_in_place(open_artifact(address.path, manifest_type))
             record_current(address, artifact.manifest.identity_key)
             return artifact, False
-        workspace = _begin_workspace(address, lease)
-        with naming_the_place(workspace.files):
-            draft = build(workspace)
-            manifest = commit(address, manifest_type, service, recipe, draft, lease)
+        writer = new_writer()
+        files, scratch = begin_partial(address, writer), address.beside(SCRATCH_SUFFIX)
+        scratch.mkdir(exist_ok=True)
+        for path in list(scratch.glob("writer-*")):
+            discard(path)
+        with naming_the_place(files):
+            draft = build(Workspace(files, scratch, scratch / f"writer-{writer}"))
+            manifest = commit(address, manifest_type, service, recipe, draft, files)
         record_current(address, manifest.identity_key)
         if not draft.keeps_scratch:
-            discard(workspace.scratch, lease)
+            discard(scratch)
     return Artifact(address.path, manifest), True
 
 
-def _begin_workspace(address: Address, lease: Lease) -> Workspace:
-    files, scratch = begin_partial(address, lease), address.beside(SCRATCH_SUFFIX)
-    scratch.mkdir(exist_ok=True)
-    for path in list(scratch.glob("writer-*")):
-        discard(path, lease)
-    return Workspace(files, scratch, scratch / f"writer-{lease.writer}", lease)
+def new_writer() -> str:
+    """Return eight hexadecimal digits for the names of folders that only one writer uses."""
+    return uuid.uuid4().hex[:8]
 
 
-def begin_partial(address: Address, lease: Lease) -> Path:
+def begin_partial(address: Address, writer: str) -> Path:
     """Make the empty folder that `commit` publishes and that no other writer uses.
 
-    Unfinished work of earlier writers is removed. Anything else in the artifact's place is moved aside and kept,
-    because it may be somebody's data.
+    Unfinished work of earlier writers is removed. Anything else in the artifact's place is moved aside, where `gc`
+    removes it, because it may be somebody's data. The caller holds the lock.
     """
     address.collection.mkdir(parents=True, exist_ok=True)
-    displace(address, lease)
-    discard_unfinished(address.collection, lease, re.escape(address.id))
-    partial = partial_of(address, lease)
+    if os.path.lexists(address.path):
+        address.path.rename(address.beside(f".displaced-{new_writer()}{PARTIAL_SUFFIX}"))
+    discard_unfinished(address.collection, re.escape(address.id))
+    partial = partial_of(address, writer)
     partial.mkdir()
     return partial
 
 
-def discard_unfinished(collection: Path, lease: Lease, ids: str = _ID) -> None:
-    """Remove the unfinished work of earlier writers, and what a killed removal has left of an artifact.
+def discard_unfinished(collection: Path, ids: str = _ID) -> None:
+    """Remove unfinished work of artifacts whose id matches `ids`, and what a killed removal has left of them.
 
-    The lease has to guard all artifacts of the collection whose id matches `ids`.
+    The caller holds the lock of these artifacts.
     """
     for path in list(collection.iterdir()):
         if re.fullmatch(ids + _UNFINISHED, path.name):
-            discard(path, lease)
+            discard(path)
 
 
-def displace(address: Address, lease: Lease) -> None:
-    """Move whatever is in the artifact's place aside, where `gc` removes it."""
-    if not os.path.lexists(address.path):
-        return
-    lease.require()
-    aside = address.beside(f".displaced-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
-    address.path.rename(aside)
-    if not lease.is_held():  # lost in between: the new holder may have published it
-        aside.rename(address.path)
-        raise lease.lost()
-
-
-def discard(path: Path, lease: Lease) -> None:
-    """Remove a file or folder under the lease. It disappears in one step, so that nobody uses half of it.
+def discard(path: Path) -> None:
+    """Remove a file or folder. It disappears in one step, so that nobody uses half of it.
 
     Of a link only the link is removed.
     """
-    aside = path.with_name(f"{path.name.split('.')[0]}.removed-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
-    lease.require()
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
+    aside = path.with_name(f"{path.name.split('.')[0]}.removed-{new_writer()}{PARTIAL_SUFFIX}")
     try:
         path.rename(aside)
-    except FileNotFoundError:
-        return
-    try:
         shutil.rmtree(aside)
-    except OSError as error:
-        # A writer that woke up, or an orphaned task, still writes here to an open file. gc removes the rest.
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.ESTALE):
+    except OSError as error:  # a task of a killed command may still write here to an open file; gc removes the rest
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
 
 
-def partial_of(address: Address, lease: Lease) -> Path:
-    """Return the folder that `begin_partial` makes for this holder."""
-    return address.beside(f".{lease.writer}{PARTIAL_SUFFIX}")
+def partial_of(address: Address, writer: str) -> Path:
+    """Return the folder that `begin_partial` makes for this writer."""
+    return address.beside(f".{writer}{PARTIAL_SUFFIX}")
 
 
-def commit(address: Address, manifest_type: type[M], service: str, recipe: Recipe, draft: Draft, lease: Lease) -> M:
-    """Publish the holder's partial folder of `address`: fsync, hash, write the manifest, rename.
+def commit(address: Address, manifest_type: type[M], service: str, recipe: Recipe, draft: Draft, partial: Path) -> M:
+    """Publish the writer's partial folder at `address`: fsync, hash, write the manifest, rename.
 
-    Raises `TryAgain` where another writer took over, or has published the artifact.
+    Raises `TryAgain` where another writer has published the artifact.
     """
-    partial = partial_of(address, lease)
     manifest = manifest_type(
         schema_id=manifest_type.SCHEMA,
         name=address.name,
         id=address.id,
         identity_key=identity_key(recipe, address.kind),
-        created_at=now(),
+        created_at=datetime.now(UTC).replace(microsecond=0),
         producer=producer(service),
         inputs=draft.inputs,
         recipe=recipe.model_dump(mode="json"),
@@ -244,38 +220,24 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
         **{address.kind: draft.payload},
     )
     manifest.write(partial)
-    manifest_inode = (partial / MANIFEST).stat().st_ino
-    lease.require()
     try:
         partial.rename(address.path)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise TryAgain(
-                f"{address.path}: another writer published a folder there first. It was left alone; the same command "
-                f"uses it."
-            ) from error
-        if not _has_inode(address.path / MANIFEST, manifest_inode):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        # The rename was done and its answer lost: a network file system then sends the request again.
+        raise TryAgain(f"{address.path}: published by another writer first. The same command uses it.") from error
     sync_folder(address.collection)
     return manifest
 
 
-def _has_inode(path: Path, inode: int) -> bool:
-    try:
-        return path.stat().st_ino == inode
-    except OSError:
-        return False
-
-
 def record_current(address: Address, key: str) -> None:
     """Record `address` as the artifact that stages find for recipes with this identity key."""
-    with hold_lease(address.collection / f"{CURRENT}{LOCK_SUFFIX}") as held:
+    with hold_lock(address.collection / f"{CURRENT}{LOCK_SUFFIX}"):
         stored = _load_current(address.collection)
         if stored is None or stored.get(key) != address.id:
             entries = {**read_current(address.collection), key: address.id}
             content = json.dumps(entries, indent=1, sort_keys=True).encode()
-            write_durably(address.collection / CURRENT, content, fence=held.lease.require)
+            write_durably(address.collection / CURRENT, content)
 
 
 def find_artifact(
@@ -316,13 +278,8 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
 
 
 def published_ids(collection: Path) -> list[str]:
-    """Return the names of the published folders, and of links in their place that lead nowhere: what those lead to may
-    be on a disk that is not mounted. Raises `UnreadableError` where the collection is behind such a link.
-    """
-    for place in (*collection.parents[:2], collection):
-        require_mounted(place)
-    published = {path.parent.name for path in collection.glob(f"*/{MANIFEST}") if not is_work(path.parent.name)}
-    return sorted(published.union(path.name for path in collection.glob("*") if is_id(path.name) and is_dangling(path)))
+    """Return the names of the published folders."""
+    return sorted(path.parent.name for path in collection.glob(f"*/{MANIFEST}") if not is_work(path.parent.name))
 
 
 def is_id(name: str) -> bool:
@@ -343,20 +300,17 @@ def read_current(collection: Path) -> dict[str, str]:
     stored = _load_current(collection)
     if stored is not None:
         return stored
-    headers = [(Header.read(collection / found), found) for found in published_ids(collection)]
-    headers.sort(key=lambda each: each[0].created_at)
-    return {header.identity_key: found for header, found in headers}
+    headers = {found: read_sealed(collection / found) for found in published_ids(collection)}
+    newest_last = sorted(headers, key=lambda found: str(headers[found].get("created_at")))
+    return {str(headers[found].get("identity_key")): found for found in newest_last}
 
 
 def _load_current(collection: Path) -> dict[str, str] | None:
     """Return the content of `current.json`; None where it is lost or torn, or names an artifact that is gone."""
-    path = collection / CURRENT
     try:
-        entries = parse_json(read_file(path, collection))
+        entries = json.loads((collection / CURRENT).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-    except OSError as error:
-        raise unreadable(path, error) from error
     published = set(published_ids(collection))
     if isinstance(entries, dict) and all(isinstance(each, str) and each in published for each in entries.values()):
         return entries

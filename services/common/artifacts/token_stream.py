@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.artifacts.corpus import CorpusPayload, Split
-from services.common.artifacts.corpus_rows import CorpusRows, Row, advise_verify, explain_foreign_id, require_documents
+from services.common.artifacts.corpus_rows import CorpusRows, Row, advise_verify, require_documents, require_own_ids
 from services.common.errors import ArtifactError
 
 
@@ -45,7 +45,6 @@ class TokenStream:
         self.num_padded_samples = -(-max(0, counts.tokens - 1) // corpus.sequence_length)
         self.num_rows = counts.rows
         self._folder, self._corpus, self._split = folder, corpus, split
-        self._vocab_size = corpus.vocabulary.vocab_size
         self._rows = rows or CorpusRows(folder, corpus)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -58,7 +57,7 @@ class TokenStream:
         samples = np.zeros((len(wanted), self.sequence_length + 1), dtype=np.int64)
         for index, sample in zip(wanted, samples, strict=True):
             self._fill(sample, index)
-        self._require_own_ids(wanted, samples)
+        require_own_ids(self._folder, samples, self._corpus.vocabulary.vocab_size)
         return samples
 
     def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
@@ -69,12 +68,11 @@ class TokenStream:
         places = np.arange(length, dtype=np.int32)
         for position, index in enumerate(wanted):
             starts = self._fill(samples[position], index).doc_starts
-            self._require_rising(index, starts)
             starts = np.concatenate(([0], starts[starts > 0]))
             sizes = np.diff(starts, append=length)
             segment_ids[position] = np.repeat(np.arange(len(starts)), sizes)
             positions[position] = places - np.repeat(starts, sizes)
-        self._require_own_ids(wanted, samples)
+        require_own_ids(self._folder, samples, self._corpus.vocabulary.vocab_size)
         return DocumentBatch(samples, segment_ids, positions)
 
     def prefetch(self, indices: npt.ArrayLike) -> None:
@@ -89,28 +87,21 @@ class TokenStream:
         """Return the positions in the split at which its documents begin, in ascending order: 8 bytes a document.
 
         Opens each file of the split, and reads its `doc_starts` alone, so no row is checked. Raises `ArtifactError`
-        where they are not as many as the manifest says, or do not rise from 0 to the end of the split.
+        where they do not rise, or are not as many as the manifest says.
         """
-        length = self.sequence_length
         begins: list[npt.NDArray[np.int64]] = []
         for number in range(self._corpus.num_shards(self._split) + 1):
             file = self._rows.map(self._split, number)
-            starts_per_row = np.diff(file.start_offsets)
-            if file.start_offsets[0] != 0 or file.start_offsets[-1] != len(file.starts) or np.any(starts_per_row < 0):
-                raise ArtifactError(
-                    f"{file.path}: the offsets of its doc_starts do not rise from 0 to {len(file.starts):,}. "
-                    f"{advise_verify(self._folder)}"
-                )
-            begins.append(np.repeat(np.asarray(file.rows, np.int64) * length, starts_per_row) + file.starts)
+            rows, per_row = np.asarray(file.rows, np.int64) * self.sequence_length, np.diff(file.start_offsets)
+            if np.any(per_row < 0) or per_row.sum() != len(file.starts):
+                raise ArtifactError(f"{file.path}: its doc_starts are damaged. {advise_verify(self._folder)}")
+            begins.append(np.repeat(rows, per_row) + file.starts)
         found = np.concatenate(begins)
-        require_documents(self._folder, self._corpus, self._split, len(found))
-        if self.num_tokens and (
-            not len(found) or found[0] != 0 or found[-1] >= self.num_tokens or np.any(np.diff(found) <= 0)
-        ):
+        if np.any(np.diff(found) <= 0):
             raise ArtifactError(
-                f"{self._folder / self._split}: the doc_starts of its rows do not rise from 0 to the split's end. "
-                f"{advise_verify(self._folder)}"
+                f"{self._folder / self._split}: its doc_starts are damaged. {advise_verify(self._folder)}"
             )
+        require_documents(self._folder, self._corpus, self._split, len(found))
         return found
 
     def _fill(self, sample: npt.NDArray[np.int64], index: int) -> Row:
@@ -121,15 +112,3 @@ class TokenStream:
             following = self._rows.read(self._split, index + 1).ids[:1]
             sample[self.sequence_length : self.sequence_length + len(following)] = following
         return row
-
-    def _require_own_ids(self, indices: list[int], samples: npt.NDArray[np.int64]) -> None:
-        if len(samples) and (largest := int(samples.max())) >= self._vocab_size:
-            index = indices[int(samples.max(axis=1).argmax())]
-            raise explain_foreign_id(self._rows.locate(self._split, index), largest, self._vocab_size)
-
-    def _require_rising(self, index: int, starts: npt.NDArray[np.int32]) -> None:
-        if len(starts) and (starts[0] < 0 or starts[-1] >= self.sequence_length or np.any(np.diff(starts) <= 0)):
-            raise ArtifactError(
-                f"{self._rows.locate(self._split, index)}: the doc_starts of row {index:,} do not rise within the row. "
-                f"{advise_verify(self._folder)}"
-            )

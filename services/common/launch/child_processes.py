@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
-# spawn, not fork: the command has threads (leases, progress), and a fork would copy locks that they hold.
+# spawn, not fork: the command has threads (progress), and a fork would copy locks that they hold.
 SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 
-def count_operations(root: Path, chosen: int = -1, signum: signal.Signals = signal.SIGKILL) -> list[str]:
+def count_operations(root: Path, fatal: int = -1) -> list[str]:
     """Return the list to which this process's file system operations below `root` are added from now on.
 
-    Before the operation with the number `chosen`, the process sends itself a signal.
+    Before the operation with the number `fatal`, the process kills itself.
     """
     operations: list[str] = []
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in {"open", "os.rename", "os.mkdir", "os.link", "os.remove", "os.rmdir", "shutil.rmtree"} and str(
+        if event in {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"} and str(
             arguments[0]
         ).startswith(str(root)):
             operations.append(event)
-            if len(operations) == chosen + 1:
-                os.kill(os.getpid(), signum)
+            if len(operations) == fatal + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
     return operations

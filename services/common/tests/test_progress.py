@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.manifest import PhaseTimer
 from services.common.launch.metrics_export import export_metrics
 from services.common.process import progress as progress_display
 from services.common.process.progress import show_progress

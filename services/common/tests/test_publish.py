@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-import psutil
 import pytest
 
-from services.common.artifacts import lease
-from services.common.artifacts.attempt import ATTEMPT_VARIABLE
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import verify_files
-from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import (
     CURRENT,
     LOCK_SUFFIX,
-    Artifact,
     Draft,
     Workspace,
     find_artifact,
@@ -34,16 +26,9 @@ from services.common.testing.file_opens import noticing_opens
 from services.common.testing.fork_server import start_process
 from services.common.testing.recipes import make_recipe
 from services.common.testing.waiting import wait_until
-from services.common.tests.builders import (
-    publish_and_die,
-    publish_elsewhere_and_freeze,
-    publish_slowly,
-    publish_slowly_in_attempt,
-    write_foreign_lock,
-)
+from services.common.tests.builders import publish_and_die, publish_slowly
 
 NEVER = 10**6
-SHORT_LEASE_SECONDS = 0.2
 
 
 @pytest.fixture
@@ -139,136 +124,20 @@ def test_two_writers_publish_once(tmp_path: Path, root: Path, recipe: Recipe) ->
     assert not (tmp_path / "second.building").exists()
 
 
-def test_the_killed_waiter_of_two_leaves_the_other_alone(tmp_path: Path, root: Path, recipe: Recipe) -> None:
-    writer = start_process(publish_slowly, root, recipe, "writer")
-    wait_until((tmp_path / "writer.building").exists)
-    waiter = start_process(publish_slowly, root, recipe, "waiter")
-    log = tmp_path / "waiter.log"
-    wait_until(lambda: log.exists() and "waiting for it" in log.read_text())
-    waiter.kill()
-    waiter.join()
-    (tmp_path / "go").touch()
-    writer.join()
-
-    assert (tmp_path / "writer.done").read_text().endswith("True")
-
-
-def test_an_attempt_that_was_given_up_and_still_works_publishes_nothing(
-    tmp_path: Path, root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A deploy Job gave up a pod that lives on behind a broken network and still reaches the file system."""
-    monkeypatch.setattr(lease, "LEASE_SECONDS", NEVER)
-    given_up = start_process(publish_slowly_in_attempt, root, recipe, "trainer-0a1b2c/1")
-    wait_until((tmp_path / "given-up.building").exists)
-
-    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/2")
-    artifact, is_new = publish(root, recipe)
-    before = sorted(path.stat().st_ino for path in artifact.path.rglob("*"))
-    assert is_new
-    assert given_up.is_alive()
-    (tmp_path / "go").touch()
-    given_up.join()
-
-    assert given_up.exitcode == TryAgain.exit_code
-    verify_files(artifact.path, artifact.manifest)
-    assert sorted(path.stat().st_ino for path in artifact.path.rglob("*")) == before
-
-
-def test_a_writer_that_lost_its_lease_publishes_nothing(root: Path, recipe: Recipe) -> None:
-    lock = address_in(root).beside(LOCK_SUFFIX)
-
-    def build(workspace: Workspace) -> Draft:
-        write_foreign_lock(lock)
-        return fill(workspace)
-
-    with pytest.raises(TryAgain, match=f"{lock}: .*lost"):
-        publish(root, recipe, build=build)
-
-    assert published_ids(address_in(root).collection) == []
-    assert "another-machine" in lock.read_text()
-
-
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_writer_that_was_frozen_anywhere_and_overtaken_damages_nothing(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, stride: int
-) -> None:
-    """The frozen writer wakes up while the next one works, which takes its machine for dead."""
-    counted = start_process(publish_and_die, tmp_path / "whole", recipe, NEVER)
-    counted.join()
-    monkeypatch.setattr(lease, "LEASE_SECONDS", SHORT_LEASE_SECONDS)
-    ends = []
-    for operation in range(0, counted.exitcode or 0, stride):
-        root = tmp_path / f"frozen-before-{operation}"
-        artifact, sleeper = publish_over_the_head_of_a_frozen_one(root, recipe, operation)
-        ends.append(sleeper.exitcode)
-
-        verify_files(artifact.path, artifact.manifest)
-        assert {entry.path: (artifact.path / entry.path).read_bytes() for entry in artifact.manifest.files} == FILES
-        assert find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make") == artifact
-    assert set(ends) == {0, TryAgain.exit_code}
-
-
-def publish_over_the_head_of_a_frozen_one(
-    root: Path, recipe: Recipe, operation: int
-) -> tuple[Artifact[CompileCacheManifest], ForkServerProcess]:
-    sleeper = start_process(publish_elsewhere_and_freeze, root, recipe, operation)
-    wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED)
-
-    def wake() -> None:
-        if sleeper.exitcode is None:
-            os.kill(sleeper.pid or 0, signal.SIGCONT)
-        log = Path(f"{root}.log")
-        wait_until(lambda: sleeper.exitcode is not None or "waiting for it" in log.read_text())
-
-    def build(workspace: Workspace) -> Draft:
-        wake()
-        return fill(workspace)
-
-    try:
-        artifact, _ = publish(root, recipe, build=build)
-    except TryAgain:  # the sleeper's next operation was to rename what it had finished
-        artifact, _ = publish(root, recipe)
-    wake()
-    sleeper.join()
-    return artifact, sleeper
-
-
-def test_of_two_writers_that_both_believe_to_hold_the_lease_one_publishes(
-    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_writer_publishes_nothing_over_another(root: Path, recipe: Recipe) -> None:
+    """A worker of a killed command may outlive the command's lock."""
     first = []
 
     def build(workspace: Workspace) -> Draft:
         address_in(root).beside(LOCK_SUFFIX).unlink()
         first.append(publish(root, recipe)[0])
-        monkeypatch.setattr(Lease, "is_held", lambda held: True)
+        workspace.files.mkdir()
         return fill(workspace, {"graphs/other.bin": b"other"})
 
-    with pytest.raises(TryAgain, match=f"{ID}: another writer published"):
+    with pytest.raises(TryAgain):
         publish(root, recipe, build=build)
 
     assert publish(root, recipe) == (first[0], False)
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT])
-def test_a_commit_whose_answer_is_lost_is_a_commit(
-    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """A network file system sends a request again when it hears nothing, and then finds nothing left to rename."""
-    rename = Path.rename
-
-    def answer_wrongly(path: Path, target: Path) -> Path:
-        rename(path, target)
-        if target == address_in(root).path:
-            raise OSError(number, os.strerror(number))
-        return target
-
-    monkeypatch.setattr(Path, "rename", answer_wrongly)
-
-    artifact, is_new = publish(root, recipe)
-
-    assert is_new
-    verify_files(artifact.path, artifact.manifest)
 
 
 def test_what_dead_writers_left_is_gone_when_the_next_one_has_published(root: Path, recipe: Recipe) -> None:
@@ -281,23 +150,21 @@ def test_what_dead_writers_left_is_gone_when_the_next_one_has_published(root: Pa
     assert sorted(path.name for path in collection.iterdir()) == [ID, CURRENT]
 
 
-def test_nothing_is_touched_before_the_lease_is_held(
-    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_touched_before_the_lock_is_held(tmp_path: Path, root: Path, recipe: Recipe) -> None:
+    writer = start_process(publish_slowly, root, recipe, "writer")
+    wait_until((tmp_path / "writer.building").exists)
     collection = address_in(root).collection
-    (collection / f"{ID}.partial").mkdir(parents=True)
-    (collection / ID).mkdir()
-    write_foreign_lock(address_in(root).beside(LOCK_SUFFIX))
     before = sorted(collection.iterdir())
-
-    def give_up(seconds: float) -> None:
-        raise TryAgain("terminated while it waits")
-
-    monkeypatch.setattr("time.sleep", give_up)
-    with pytest.raises(TryAgain, match="while it waits"):
-        publish(root, recipe)
+    waiter = start_process(publish_slowly, root, recipe, "waiter")
+    log = tmp_path / "waiter.log"
+    wait_until(lambda: log.exists() and "waiting for it" in log.read_text())
+    waiter.kill()
+    waiter.join()
 
     assert sorted(collection.iterdir()) == before
+    (tmp_path / "go").touch()
+    writer.join()
+    assert (tmp_path / "writer.done").read_text().endswith("True")
 
 
 def test_a_failed_build_publishes_nothing_and_frees_the_lock(root: Path, recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import LOCK_SUFFIX, Address, find_artifact, publish_once
 from services.common.errors import RecipeError
 from services.common.process.command_line import StageParser
@@ -276,7 +276,7 @@ def test_the_longest_name_can_be_published_and_found(tmp_path: Path) -> None:
 
     assert find_artifact(address.root, "compile_cache", recipe.name, recipe, CompileCacheManifest, "").path.exists()
     (address.root / "run").mkdir()
-    with hold_lease(address.root / "run" / f"{recipe.name}-01234567{LOCK_SUFFIX}"):  # the trainer's
+    with hold_lock(address.root / "run" / f"{recipe.name}-01234567{LOCK_SUFFIX}"):  # the trainer's
         pass
 
 

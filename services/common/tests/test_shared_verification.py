@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.shared_verification import FILES_PER_TASK, verify_on_nodes
 from services.common.artifacts.store import Artifact
+from services.common.artifacts.verification import FILES_PER_TASK, verify_on_nodes
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import choose_launcher
 from services.common.testing.artifacts import fill, publish

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.manifest import PhaseTimer
 from services.common.process.telemetry import (
     JsonLines,
     configure_logging,

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.common.artifacts.corpus import BadRowReason
-from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.lock import hold_lock
 from services.common.errors import TryAgain
 from services.tokenizer.sources import json_values
 from services.tokenizer.tests.builders import PIECES, decode_documents, make_documents, published, run, write_recipe
@@ -297,7 +297,7 @@ def test_only_the_file_that_was_mended_or_added_is_encoded_again(
     encoded.clear()
     paths[1].write_bytes(mended)
     (tmp_path / "text" / "e.jsonl").write_bytes(b"".join(lines("added")))
-    with hold_lease(stopped.with_suffix(".lock")) if is_other_running else nullcontext():
+    with hold_lock(stopped.with_suffix(".lock")) if is_other_running else nullcontext():
         assert stage(tmp_path / "text") == 0
     assert sorted(encoded) == [["b.jsonl"], ["e.jsonl"]]
     assert scratches(root) == ([stopped] if is_other_running else [])

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import Workspace, find_artifact
 from services.common.errors import TryAgain
 from services.common.recipe.file import load_recipe
@@ -196,21 +195,20 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
 ) -> None:
     """Partitions of other sizes or of another encoder have files of the same names."""
     override = {"corpus.split_bytes": "250000"} if changed == "plan" else {"tokenizer.encoder": "reference"}
-    with hold_lease(tmp_path / "lock") as held:
-        workspace = Workspace(tmp_path / "files", tmp_path / "scratch", tmp_path / "scratch" / "own", held.lease)
-        workspace.scratch.mkdir()
-        old, new = (begin_tasks(load_recipe(recipe, options), workspace) for options in ({}, override))
+    workspace = Workspace(tmp_path / "files", tmp_path / "scratch", tmp_path / "scratch" / "own")
+    workspace.scratch.mkdir()
+    old, new = (begin_tasks(load_recipe(recipe, options), workspace) for options in ({}, override))
 
-        done, _ = encode_partition(new[0])
-        before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
-        with pytest.raises(FileNotFoundError):  # the folder was discarded
-            encode_partition(old[0])
-        if changed == "encoder":  # the plan is the same, and the old writer makes its own folder again
-            old[0].scratch.mkdir()
-            encode_partition(old[0])
+    done, _ = encode_partition(new[0])
+    before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
+    with pytest.raises(FileNotFoundError):  # the folder was discarded
+        encode_partition(old[0])
+    if changed == "encoder":  # the plan is the same, and the old writer makes its own folder again
+        old[0].scratch.mkdir()
+        encode_partition(old[0])
 
-        assert encode_partition(new[0]) == (done, False)
-        assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
+    assert encode_partition(new[0]) == (done, False)
+    assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
 
 
 def begin_tasks(recipe: Recipe, workspace: Workspace) -> Sequence[EncodeTask]:

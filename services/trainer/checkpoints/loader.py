@@ -100,8 +100,7 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
 
     def discard_abandoned() -> None:
         if group.rank == 0:
-            assert job.lease is not None
-            discard_newer(job.checkpoint_collection, point.step, job.lease)
+            discard_newer(job.checkpoint_collection, point.step)
 
     group.wait_for_work(discard_abandoned)
     return point

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import checkpoint_id
-from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import discard, discard_unfinished
 from services.common.recipe.schema import Recipe, Train
 from services.trainer.checkpoints.steps import checkpoint_steps
@@ -20,15 +19,13 @@ from services.trainer.checkpoints.steps import checkpoint_steps
 logger = logging.getLogger(__name__)
 
 
-def discard_old(
-    collection: Path, recipe: Recipe, newest_step: int, lease: Lease, looks_intact: Callable[[int], bool]
-) -> None:
+def discard_old(collection: Path, recipe: Recipe, newest_step: int, looks_intact: Callable[[int], bool]) -> None:
     """Remove checkpoints that are older than the `keep_latest` newest intact ones, except those that stay for longer.
 
     The checkpoint of `newest_step` was committed just now, and `looks_intact` is asked for at most `keep_latest` intact
     ones and the damaged ones between them. Damaged checkpoints that are newer than the
     oldest kept one stay for a person to inspect. Checkpoints of later steps are ignored: they are damaged, or the run
-    would have continued from them. What killed attempts left goes too. A failed removal is only logged.
+    would have continued from them. A failed removal is only logged.
     """
     policy = recipe.checkpoint
     steps = [step for step in reversed(checkpoint_steps(collection)) if step <= newest_step]
@@ -38,24 +35,23 @@ def discard_old(
         if intact >= policy.keep_latest:
             is_kept_for_good = policy.keep_interval_steps and step % policy.keep_interval_steps == 0
             if not is_kept_for_good and step not in kept_for_rollbacks:
-                _discard(collection / checkpoint_id(step), lease)
+                _discard(collection / checkpoint_id(step))
         elif len(steps) > policy.keep_latest:
             intact += looks_intact(step)
-    discard_left_over(collection, lease)
 
 
-def discard_left_over(collection: Path, lease: Lease) -> None:
+def discard_left_over(collection: Path) -> None:
     """Remove what killed attempts left of checkpoints that they wrote or removed. No checkpoint may be in writing.
 
     A failed removal is only logged.
     """
     try:
-        discard_unfinished(collection, lease)
+        discard_unfinished(collection)
     except OSError as error:
         logger.warning("%s: the rest of a checkpoint could not be removed: %s", collection, error)
 
 
-def discard_newer(collection: Path, step: int, lease: Lease) -> None:
+def discard_newer(collection: Path, step: int) -> None:
     """Remove the checkpoints of later steps, which a run abandons when it goes back to `step`.
 
     The newest is removed first. So the newest that an interrupted removal leaves is one from which the run goes back
@@ -63,7 +59,7 @@ def discard_newer(collection: Path, step: int, lease: Lease) -> None:
     """
     for later in reversed(checkpoint_steps(collection)):
         if later > step:
-            discard(collection / checkpoint_id(later), lease)
+            discard(collection / checkpoint_id(later))
 
 
 def rollback_checkpoints(steps: Iterable[int], train: Train) -> set[int]:
@@ -101,8 +97,8 @@ def _reach(train: Train) -> int:
     return train.loss_spike_rollback_steps + 2 * train.loss_spike_patience_steps
 
 
-def _discard(checkpoint: Path, lease: Lease) -> None:
+def _discard(checkpoint: Path) -> None:
     try:
-        discard(checkpoint, lease)
+        discard(checkpoint)
     except OSError as error:
         logger.warning("%s: an old checkpoint could not be removed: %s", checkpoint, error)

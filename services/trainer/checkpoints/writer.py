@@ -20,9 +20,8 @@ from services.common.artifacts.checkpoint import (
     LossSpikes,
     shard_name,
 )
-from services.common.artifacts.lease import naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Artifact, Draft, begin_partial, commit, partial_of
+from services.common.artifacts.store import Artifact, Draft, begin_partial, commit
 from services.common.errors import StorageError
 from services.common.process.termination_notice import explain_short_notice
 from services.common.program.mesh import Mesh
@@ -70,8 +69,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, job: Job, mesh: Mesh, group: ProcessGroup) -> None:
-        assert job.lease is not None
-        self._job, self._mesh, self._group, self._lease = job, mesh, group, job.lease
+        self._job, self._mesh, self._group = job, mesh, group
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._payload: CheckpointPayload | None = None
         self._started = 0.0
@@ -169,8 +167,7 @@ class CheckpointWriter:
                 return False
             if address.path.exists() and self._looks_intact(step):
                 return False
-            with naming_a_lost_lease(self._lease):
-                begin_partial(address, self._lease)
+            begin_partial(address, self._job.writer)
             return True
 
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))
@@ -189,9 +186,8 @@ class CheckpointWriter:
         require_of_run(checkpoint, self._job.recipe, self._job.corpus)
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
-        with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):  # a newer attempt may hold it
-            folder = partial_of(self._job.checkpoint_address(payload.step), self._lease)
-            rank = self._group.rank
+        with self._recording_failure(payload.step):
+            folder, rank = self._job.partial_checkpoint(payload.step), self._group.rank
             return write_shard(folder, shard_name(rank), payload.origin(self._job.run, rank), snapshot())
 
     @contextmanager
@@ -213,12 +209,12 @@ class CheckpointWriter:
         job, payload = self._job, self._payload
         assert payload
         assert self._rows
-        address = job.checkpoint_address(payload.step)
-        with self._recording_failure(payload.step), naming_a_lost_lease(self._lease):
-            index = write_index(partial_of(address, self._lease), payload.origin(job.run, rank=0), self._rows)
+        address, partial = job.checkpoint_address(payload.step), job.partial_checkpoint(payload.step)
+        with self._recording_failure(payload.step):
+            index = write_index(partial, payload.origin(job.run, rank=0), self._rows)
             ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
             draft = Draft(payload.with_shards(job.run, ranks), (job.corpus.link,), (*shards, index))
-            commit(address, CheckpointManifest, "trainer", job.recipe, draft, self._lease)
+            commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
         seconds = time.perf_counter() - self._started
         self.slowest_seconds = max(self.slowest_seconds, seconds)
@@ -227,4 +223,4 @@ class CheckpointWriter:
             self._is_short_notice_recorded = True
             record_event(job, "short_notice", step=payload.step, message=message)
         self._is_intact[payload.step] = True
-        discard_old(job.checkpoint_collection, job.recipe, payload.step, self._lease, self._looks_intact)
+        discard_old(job.checkpoint_collection, job.recipe, payload.step, self._looks_intact)

@@ -15,7 +15,6 @@ from torch import Tensor
 from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, ShardOrigin, shard_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file
-from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit
 from services.common.errors import ArtifactError, RecipeError
@@ -39,7 +38,7 @@ SHARD_ELEMENTS = 2**28
 """Approximate number of weights in one shard. With their moments they take 3 GiB, the memory that an import needs."""
 
 
-def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
+def import_weights(job: Job, folder: Path) -> Path:
     """Write the checkpoint after step 0 with the folder's weights and configuration, and with moments of zero.
 
     Raises `RecipeError` if the folder has another model or vocabulary than the recipe, or if the recipe does not name
@@ -67,11 +66,11 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
                 f"{address.collection}: the run has begun already. `python -m services.trainer` with the same "
                 f"options continues it."
             )
-        partial = begin_partial(address, lease)
+        partial = begin_partial(address, job.writer)
         *shards, index = _write_files(partial, state.origin(job.run, rank=0), shapes, read)
     payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in shards), 0))
     draft = Draft(payload, (job.corpus.link,), (*shards, index))
-    commit(address, CheckpointManifest, "trainer", recipe, draft, lease)
+    commit(address, CheckpointManifest, "trainer", recipe, draft, partial)
     return address.path
 
 

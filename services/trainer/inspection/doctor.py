@@ -1,6 +1,6 @@
 """Checks all requirements of a run before it begins: `doctor` prints one table with the next steps.
 
-It publishes nothing and takes no lease, so it may run beside a command that trains. One task checks each node, and the
+It publishes nothing and takes no lock, so it may run beside a command that trains. One task checks each node, and the
 nodes share the files of the corpus and of the compile cache. The command itself checks checkpoints and run folders.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, total_bytes
-from services.common.artifacts.lease import LEASE_SECONDS, LockState, LockWatch
-from services.common.artifacts.shared_verification import verify_on_nodes
-from services.common.artifacts.store import LOCK_SUFFIX, Artifact
+from services.common.artifacts.lock import find_holder
+from services.common.artifacts.store import Artifact
 from services.common.artifacts.upstream import open_corpus, stage_command
+from services.common.artifacts.verification import verify_on_nodes
 from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError
 from services.common.input.files import is_damage
 from services.common.launch.cluster_address import cluster_address
@@ -224,20 +224,10 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
 
 
 def _look_at_writer(job: Job) -> Iterator[Finding]:
-    watch = LockWatch(job.run_folder.with_name(job.run + LOCK_SUFFIX))
-    state = watch.poll()
-    if state is LockState.FREE:
-        yield ok("writer", "no command trains this run")
-    elif state is LockState.DEAD:
-        yield ok("writer", f"{watch.holder} was killed while it trained this run; the next command takes over")
-    elif state is LockState.HELD:
-        yield warning("writer", f"{watch.holder} trains this run", f"wait for it, or stop it: touch {_stop_file(job)}")
+    if holder := find_holder(job.lock):
+        yield warning("writer", f"{holder} trains this run", f"wait for it, or stop it: touch {_stop_file(job)}")
     else:
-        yield warning(
-            "writer",
-            f"{watch.holder}, on another node, holds this run",
-            f"wait for it: another command takes over {LEASE_SECONDS:.0f} s after its last sign of life",
-        )
+        yield ok("writer", "no command trains this run")
 
 
 def _look_at_run_folder(job: Job) -> Iterator[Finding]:

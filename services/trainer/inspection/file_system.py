@@ -7,7 +7,6 @@ the folder of a probe that was killed.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -16,22 +15,19 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.artifacts.process import ProcessName, is_running, this_process
+from services.common.artifacts.lock import LockTaken, hold_lock
+from services.common.artifacts.store import LOCK_SUFFIX
 from services.common.errors import StorageError
-from services.common.input.files import InputFileError, parse_json, read_file
 
 PROBE_PREFIX = ".probe-"
 SMALL_BYTES = 4096
 BLOCK_BYTES = 4 * 2**20
 REPEATS = 9
-ABANDONED_SECONDS = 3600.0
-"""Seconds after which a probe's folder from another node counts as abandoned. A probe takes seconds."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
-_OWNER = "owner.json"
 
 
 @dataclass(frozen=True)
@@ -82,40 +78,23 @@ def existing_place(path: Path) -> Path:
 def probe_folder(place: Path) -> Iterator[Path]:
     """Make an empty folder at `place` for a probe, and remove it afterwards. Raises `OSError` if that fails."""
     folder = place / f"{PROBE_PREFIX}{uuid.uuid4().hex[:8]}"
-    folder.mkdir(mode=0o700)
-    try:
-        (folder / _OWNER).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
-        _remove_abandoned(place, folder)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with hold_lock(folder.with_name(folder.name + LOCK_SUFFIX)):
+        folder.mkdir(mode=0o700)
+        try:
+            _remove_abandoned(place)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(place: Path, own: Path) -> None:
+def _remove_abandoned(place: Path) -> None:
     for folder in place.glob(f"{PROBE_PREFIX}????????"):
-        with suppress(OSError):
-            if folder != own and _is_abandoned(folder, own):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_abandoned(folder: Path, own: Path) -> bool:
-    try:
-        owner = ProcessName(**parse_json(read_file(folder / _OWNER, folder)))
-        is_alive = is_running(owner)
-    except (
-        FileNotFoundError,
-        InputFileError,
-        ValueError,
-        TypeError,
-    ):  # a probe that was killed before it wrote its name
-        is_alive = None
-    if is_alive is None:  # both times come from the file system's clock
-        return own.stat().st_mtime - folder.stat().st_mtime > ABANDONED_SECONDS
-    return not is_alive
+        with suppress(OSError, LockTaken), hold_lock(folder.with_name(folder.name + LOCK_SUFFIX), waits=False):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_commits(folder: Path) -> None:
-    """Raise `StorageError` unless renames and links in the empty `folder` work as commits and leases need."""
+    """Raise `StorageError` unless renames in the empty `folder` work as commits need."""
     new, old = folder / "new", folder / "old"
     old.write_bytes(b"old")
     with new.open("wb") as file:
@@ -140,12 +119,6 @@ def require_commits(folder: Path) -> None:
     other.rename(moved)
     if not (moved / "file").exists():
         raise _broken(folder, "a renamed folder is missing at its new place")
-    os.link(old, folder / "link")
-    try:
-        os.link(full / "file", folder / "link")
-    except FileExistsError:
-        return
-    raise _broken(folder, "a link replaces a file, so that two commands could hold one lease")
 
 
 def _broken(folder: Path, what: str) -> StorageError:

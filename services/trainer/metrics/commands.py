@@ -12,15 +12,16 @@ import json
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.common.artifacts.process import ProcessName, is_running, this_process
 from services.common.hardware.instance_types import read_instance_types
 from services.common.input.credentials import mask
 from services.common.input.files import open_regular_file, read_file
@@ -52,8 +53,6 @@ class CommandRecord(BaseModel):
     """Unique name of the command: `Job.attempt`."""
     node: str
     pid: int
-    process_started: str | None
-    """Moment at which the process started; see `ProcessName`."""
     began_at: Timestamp
     """Time at which the command began, in seconds since 1970, as are the other times."""
     seen_at: Timestamp
@@ -84,20 +83,18 @@ class CommandRecord(BaseModel):
     def lives(self, now: float) -> bool:
         """Tell whether the command runs at the time `now`.
 
-        A process of this node is looked up. A process of another node lives if its line was updated within
-        LOST_SECONDS: only this view of a run depends on clocks, and no decision of a run does.
+        It does if its line was updated within LOST_SECONDS, and a process of this node still exists.
         """
-        if self.ended_at is not None:
+        if self.ended_at is not None or now - self.seen_at >= LOST_SECONDS:
             return False
-        is_alive = is_running(ProcessName(self.node, self.pid, self.process_started))
-        return now - self.seen_at < LOST_SECONDS if is_alive is None else is_alive
+        return self.node != socket.gethostname() or psutil.pid_exists(self.pid)
 
 
 @contextmanager
 def recording_command(job: Job) -> Iterator[None]:
     """Record this command's life during the block, and the exit code of the error that ends it.
 
-    The caller holds the run's lease. A line that cannot be written is logged, and the run goes on.
+    The caller holds the run's lock. A line that cannot be written is logged, and the run goes on.
     """
     line = _Line(job.run_folder / COMMANDS_FILE, _begin(job))
     exit_code, error = 0, None
@@ -168,16 +165,15 @@ class _Line:
 
 
 def _begin(job: Job) -> CommandRecord:
-    process, recipe, now = this_process(), job.recipe, time.time()
+    recipe, now = job.recipe, time.time()
     name = recipe.cluster.trainer_instance_type
     node = read_instance_types()[name] if name else None
     is_one_node, workers = job.launch == INLINE, recipe.parallel.num_workers
     workers_per_node = workers if is_one_node else recipe.cluster.trainer_workers_per_node
     return CommandRecord(
         attempt=job.attempt,
-        node=process.node,
-        pid=process.pid,
-        process_started=process.started,
+        node=socket.gethostname(),
+        pid=os.getpid(),
         began_at=job.started_at.timestamp(),
         seen_at=now,
         nodes=1 if is_one_node else stage_nodes(recipe, "trainer"),

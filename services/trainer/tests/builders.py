@@ -8,7 +8,6 @@ import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +28,7 @@ from services.common.artifacts.corpus import (
     shard_path,
     tail_path,
 )
-from services.common.artifacts.lease import Lease
-from services.common.artifacts.row_check import check_rows, digest_checks
+from services.common.artifacts.corpus_rows import check_rows, digest_checks
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.fingerprint import program_facts
@@ -81,19 +79,19 @@ def make_program(recipe: Recipe) -> Program:
     return Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, recipe.train.reduction))
 
 
-def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
+def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Job:
     """Make a job for eager training in this process."""
     program = fingerprint(program_facts(recipe))
-    job = replace(new_job(root, recipe, describe_corpus(corpus), None, program), lease=lease)
+    job = new_job(root, recipe, describe_corpus(corpus), None, program)
     write_run(job)
     return job
 
 
 @contextmanager
-def building_jobs(folder: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
+def building_jobs(folder: Path) -> Iterator[Callable[..., Job]]:
     def build(root: str = "a", kind: VocabularyKind = "sentencepiece", **overrides: str) -> Job:
         recipe = make_recipe(folder, **overrides)
-        return make_job(folder / root, recipe, make_corpus(folder / root, recipe, kind=kind), lease)
+        return make_job(folder / root, recipe, make_corpus(folder / root, recipe, kind=kind))
 
     with pytest.MonkeyPatch.context() as patch:
         # The node-local folder, which the command would remove: of this process, and of workers that it starts.
@@ -163,14 +161,14 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind,
 
 
 def write_rows(
-    path: Path, split: Split, first_row: int, ids_RL: np.ndarray, doc_starts: Sequence[Sequence[int]], batches: int = 1
+    path: Path, split: Split, first_row: int, ids_RL: np.ndarray, doc_starts: Sequence[Sequence[int]]
 ) -> str:
     """Write a shard of a corpus, in which documents begin at these positions of the rows, with checks that fit; return
     the digest of its checks.
     """
     schema = arrow_schema(str(ids_RL.dtype), ids_RL.shape[1])
     ids = pa.FixedSizeListArray.from_arrays(pa.array(ids_RL.reshape(-1)), type=schema.field("input_ids").type)
-    return _write(path, ids, split, first_row, ids_RL, doc_starts, batches)
+    return _write(path, ids, split, first_row, ids_RL, doc_starts)
 
 
 def _write_tail(path: Path, split: Split, row: int, ids: np.ndarray, doc_starts: Sequence[int]) -> str:
@@ -186,14 +184,12 @@ def _write(
     first_row: int,
     ids_RL: np.ndarray,
     doc_starts: Sequence[Sequence[int]],
-    batches: int = 1,
 ) -> str:
     starts = pa.array(doc_starts, pa.list_(pa.int32()))
     checks = check_rows(split, first_row, ids_RL, starts.offsets.to_numpy(), starts.values.to_numpy())
     batch = pa.record_batch([ids, starts, pa.array(checks)], names=["input_ids", "doc_starts", "check"])
     with pa.ipc.new_file(str(path), batch.schema) as writer:
-        for _ in range(batches):
-            writer.write_batch(batch)
+        writer.write_batch(batch)
     return digest_checks(checks)
 
 

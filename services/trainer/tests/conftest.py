@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.common.artifacts.lease import Lease, hold_lease
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.testing import fork_server
 from services.trainer.job import Job
@@ -30,15 +29,9 @@ def forked_workers() -> Iterator[None]:
 
 
 @pytest.fixture
-def lease(tmp_path: Path) -> Iterator[Lease]:
-    with hold_lease(tmp_path / "run.lock") as held:
-        yield held.lease
-
-
-@pytest.fixture
-def new_job(tmp_path: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
+def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
-    with building_jobs(tmp_path, lease) as build:
+    with building_jobs(tmp_path) as build:
         yield build
 
 
@@ -46,7 +39,7 @@ def new_job(tmp_path: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
 def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
     """Build a job for a run that the tests of a module share; see `new_job`."""
     folder = tmp_path_factory.mktemp("shared")
-    with hold_lease(folder / "run.lock") as held, building_jobs(folder, held.lease) as build:
+    with building_jobs(folder) as build:
         yield build
 
 

@@ -49,7 +49,6 @@ def make_command(began: float, seen: float, **fields: Any) -> CommandRecord:
         "attempt": f"began-{began}",
         "node": "another",
         "pid": 1,
-        "process_started": None,
         "nodes": 1,
         "workers": 2,
         "instance_type": None,

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from services.common.artifacts.lease import hold_lease
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -42,5 +41,5 @@ def read_numbers(job: Job) -> Numbers:
 
 if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp())
-    with hold_lease(folder / "run.lock") as held, building_jobs(folder, held.lease) as new_job:
+    with building_jobs(folder) as new_job:
         GOLDEN.write_text(json.dumps(train_golden(new_job), indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""With a checkpoint after each step, training waits for no write, and ends where nothing could be published."""
+"""With a checkpoint after each step, training waits for no write."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.trainer import stop
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -46,23 +44,3 @@ def test_no_commit_waits_for_a_write(
     assert are_written == [True] * len(steps)
     stalled = [each["step"] for each in read_metrics(job.run_folder).lines if "checkpoint_stall_seconds" in each]
     assert stalled == steps
-
-
-def test_a_run_that_another_command_took_over_ends_before_its_next_checkpoint(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, advance = new_job(**RECIPE, checkpoint__interval_steps="8"), CheckpointWriter.advance
-    monkeypatch.setattr(stop, "LEASE_CHECK_SECONDS", 0.0)
-    assert job.lease
-    lease = job.lease
-
-    def take_over(writer: CheckpointWriter, written_step: int) -> None:
-        lease.path.unlink(missing_ok=True)
-        advance(writer, written_step)
-
-    monkeypatch.setattr(CheckpointWriter, "advance", take_over)
-    with pytest.raises(TryAgain):
-        train(job, ALONE)
-
-    assert max((each["step"] for each in read_metrics(job.run_folder).lines), default=0) <= 3
-    assert not checkpoints(job.root)

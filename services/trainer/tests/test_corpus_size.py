@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -26,9 +27,8 @@ from services.common.artifacts.corpus import (
     arrow_schema,
 )
 from services.common.artifacts.corpus import shard_path as shard
-from services.common.artifacts.corpus_rows import MAX_MAPS, CorpusRows
-from services.common.artifacts.manifest import FileEntry, now, producer
-from services.common.artifacts.row_check import check_row
+from services.common.artifacts.corpus_rows import MAX_MAPS, CorpusRows, check_row
+from services.common.artifacts.manifest import FileEntry, producer
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError
@@ -231,7 +231,7 @@ def write_manifest(folder: Path, num_shards: int) -> None:
         name=recipe.corpus.name,
         id="0" * 16,
         identity_key="0" * 64,
-        created_at=now(),
+        created_at=datetime.now(UTC),
         producer=producer("tokenizer"),
         inputs=(),
         recipe=recipe.model_dump(mode="json"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
-from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact, Draft, publish_once
 from services.common.process import limits
 from services.common.process.entry_point import exit_code_of
@@ -163,10 +163,10 @@ def test_a_checkpoint_of_another_program_is_told_before_the_run_is_refused(place
     assert "next: train with --allow-changed-program" in output
 
 
-def test_another_commands_lease_and_a_stop_file_are_warned_of(place: Path, doctor: Doctor) -> None:
+def test_another_commands_lock_and_a_stop_file_are_warned_of(place: Path, doctor: Doctor) -> None:
     (run,) = (place / "fsx" / "run").iterdir()
     (run / "stop").touch()
-    with hold_lease(run.with_name(run.name + LOCK_SUFFIX)):
+    with hold_lock(run.with_name(run.name + LOCK_SUFFIX)):
         exit_code, output = doctor()
 
     assert exit_code == 0, output
@@ -283,14 +283,14 @@ with probe_folder(Path(sys.argv[1])):
     time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", left, str(tmp_path)], cwd=REPOSITORY)
-    wait_until(lambda: list(tmp_path.glob(f"{PROBE_PREFIX}*/owner.json")), 60)
+    wait_until(lambda: list(tmp_path.glob(f"{PROBE_PREFIX}????????")), 60)
     with probe_folder(tmp_path):
-        assert len(list(tmp_path.iterdir())) == 2  # it lives, so its folder is its own
+        assert len(list(tmp_path.glob(f"{PROBE_PREFIX}????????"))) == 2  # it lives, so its folder is its own
     process.send_signal(signal.SIGKILL)
     process.wait()
 
     with probe_folder(tmp_path) as own:
-        assert list(tmp_path.iterdir()) == [own]
+        assert list(tmp_path.glob(f"{PROBE_PREFIX}????????")) == [own]
     assert list(tmp_path.iterdir()) == []
 
 

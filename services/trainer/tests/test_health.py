@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.artifacts.lease import hold_lease
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.health.silence import read_heartbeats
@@ -43,8 +42,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
     def run(function: Callable[[Job, WorkerEnvironment], None], job: Job) -> None:
         monkeypatch.setattr("services.trainer.supervise.train_on_node", partial(work.train_on_node_by, function))
-        with hold_lease(tmp_path / "command.lock") as held:
-            supervise(job, held)
+        supervise(job)
 
     return run
 

@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from services.common.artifacts.lease import Lease
 from services.common.errors import RecipeError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
@@ -176,7 +175,7 @@ def test_the_configurations_that_models_are_published_with_are_those_of_the_pres
 
 @pytest.mark.parametrize("shape", [LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["3.1", "tied"])
 def test_a_folder_of_any_shape_is_exported_and_imported_with_the_same_bits(
-    tmp_path: Path, new_job: Callable[..., Job], lease: Lease, shape: dict[str, str]
+    tmp_path: Path, new_job: Callable[..., Job], shape: dict[str, str]
 ) -> None:
     job = new_job("begun", train__max_steps="1", **shape)
     train(job, ALONE)
@@ -185,7 +184,7 @@ def test_a_folder_of_any_shape_is_exported_and_imported_with_the_same_bits(
     named = digest_weights(parameter_shapes(job.recipe.model), weights.__getitem__)
 
     begun = new_job("imported", **shape, train__initial_weights=named)
-    import_weights(begun, folder, lease)
+    import_weights(begun, folder)
 
     found = load_weights(open_run(begun.root, begun.run))
     assert found.keys() == weights.keys()

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from services.common.artifacts.lease import Lease
 from services.common.errors import ArtifactError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
@@ -119,14 +118,14 @@ def write_published(folder: Path, name: str, model: Model, scale: float) -> str:
 
 
 @pytest.fixture
-def import_published(tmp_path: Path, new_job: Callable[..., Job], lease: Lease) -> Callable[..., Job]:
+def import_published(tmp_path: Path, new_job: Callable[..., Job]) -> Callable[..., Job]:
     """Begin a run with the published model of a name, in `tmp_path / "published"`."""
 
     def begin(name: str, scale: float = 0.1, **overrides: str) -> Job:
         overrides = {"train__max_steps": "2", **RECIPES.get(name, {}), **overrides}
         digest = write_published(tmp_path / "published", name, new_job(**overrides).recipe.model, scale)
         job = new_job(train__initial_weights=digest, **overrides)
-        import_weights(job, tmp_path / "published", lease)
+        import_weights(job, tmp_path / "published")
         return job
 
     return begin

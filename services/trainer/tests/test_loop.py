@@ -21,7 +21,7 @@ from services.common.program.step import Program
 from services.common.testing.file_opens import noticing_opens
 from services.trainer.checkpoints.loader import resume
 from services.trainer.checkpoints.lookup import newest_checkpoint
-from services.trainer.checkpoints.retention import discard_old
+from services.trainer.checkpoints.retention import discard_left_over, discard_old
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, count_events, warnings_of
@@ -181,8 +181,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
     recipe = job.recipe.model_copy(update={"checkpoint": policy})
 
-    assert job.lease
-    discard_old(job.checkpoint_collection, recipe, 8, job.lease, lambda step: step not in (4, 6))
+    discard_old(job.checkpoint_collection, recipe, 8, lambda step: step not in (4, 6))
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
@@ -227,8 +226,7 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
     for step in (5, 10):
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
-    assert job.lease
-    discard_old(job.checkpoint_collection, job.recipe, 10, job.lease, lambda step: True)
+    discard_old(job.checkpoint_collection, job.recipe, 10, lambda step: True)
 
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
@@ -280,3 +278,13 @@ def test_metrics_have_every_step_once_after_steps_were_done_twice(new_job: Calla
     (job.checkpoint_address(8).path / MANIFEST).unlink()  # as if killed before the last commit: steps 6 to 8 again
     train(job, ALONE)
     assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 9))
+
+
+def test_what_earlier_commands_left_of_checkpoints_is_removed(new_job: Callable[..., Job]) -> None:
+    collection = new_job().checkpoint_collection
+    for name in ("step-00000005.01234567.partial", "step-00000002.removed-01234567.partial", "step-00000001"):
+        (collection / name).mkdir(parents=True)
+
+    discard_left_over(collection)
+
+    assert [path.name for path in collection.iterdir()] == ["step-00000001"]

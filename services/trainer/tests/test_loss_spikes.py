@@ -114,11 +114,11 @@ def kill_in_the_removal(patch: pytest.MonkeyPatch) -> None:
     """Kill the run when it has removed one of the two checkpoints that it abandons."""
     removed: list[str] = []
 
-    def remove(path: Any, lease: Any) -> None:
+    def remove(path: Any) -> None:
         if removed and removed[-1] == "step-00000014":
             raise KeyboardInterrupt
         removed.append(path.name)
-        discard(path, lease)
+        discard(path)
 
     patch.setattr(retention, "discard", remove)
 

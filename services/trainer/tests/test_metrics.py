@@ -13,7 +13,6 @@ from typing import Any, get_args
 import pytest
 from prometheus_client import generate_latest
 
-from services.common.artifacts.lease import hold_lease
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.process.stop_reason import StopReason
@@ -131,8 +130,7 @@ def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
             append(job.run_folder / file, line)
     append(job.run_folder / METRICS_FILE, json.dumps({"step": 1}).encode())  # the last one, which progress reads
 
-    with hold_lease(tmp_path / "command.lock") as held:
-        supervise(job, held)
+    supervise(job)
 
     append(job.run_folder / METRICS_FILE, b"[]")
     run = open_run(job.root, job.run)

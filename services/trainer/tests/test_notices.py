@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from services.common.artifacts.lease import hold_lease
 from services.common.errors import WorkersLost
 from services.common.notices import WEBHOOK_VARIABLE
 from services.common.testing.webhooks import Receiver, receiving
@@ -48,11 +47,10 @@ def test_a_run_tells_of_trouble_that_it_meets(
     FakeLauncher.use(monkeypatch, meet_trouble)
     job = new_job(train__max_restarts="0")
     with (
-        hold_lease(tmp_path / "command.lock") as held,
         pytest.raises(WorkersLost),
         notifying_run(job, tmp_path / "recipe.toml") as observe,
     ):
-        supervise(job, held, observe)
+        supervise(job, observe)
 
     assert receiver.conditions == ["diverged", "failed"]
     assert "step 9" in receiver.texts[0]

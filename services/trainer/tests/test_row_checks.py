@@ -15,9 +15,9 @@ import pytest
 
 from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, shard_path, tail_path
 from services.common.artifacts.corpus_rows import CorpusRows
-from services.common.artifacts.shared_verification import verify_rows_on_nodes
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenStream
+from services.common.artifacts.verification import verify_rows_on_nodes
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import choose_launcher
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe
@@ -108,10 +108,8 @@ def test_a_flipped_bit_in_any_byte_of_a_row_names_the_row(
             open_stream(corpus, published).read([ROW])
         (corpus / SHARD).write_bytes(intact)
 
-        said = str(caught.value)
         assert caught.value.exit_code == 3
-        assert f"{SHARD}: row {ROW_IN_SHARD} of this file, row {ROW} of train" in said
-        assert f"python -m services.common.artifacts verify {corpus}" in said
+        assert f"{SHARD}: row {ROW_IN_SHARD} of this file, row {ROW} of train" in str(caught.value)
 
 
 @pytest.mark.parametrize("column", ["ids", "doc_starts", "check"])
@@ -142,6 +140,19 @@ def test_a_flipped_border_of_document_starts_is_damage_of_a_row_beside_it(
         flip(corpus / SHARD, at, bit=7)
         assert set(damaged) == {ROW - 1, ROW, ROW + 1}
     assert rows_found_damaged(open_stream(corpus, published)) == {}
+
+
+def test_a_flipped_byte_of_document_starts_ends_an_evaluation(
+    published: Artifact[CorpusManifest], corpus: Path
+) -> None:
+    """The starts of all documents are read without the checks of their rows."""
+    places = places_of_row(corpus / SHARD)
+    for place in (places["doc_starts"], places["end of doc_starts"]):
+        for at in range(place.begin, place.begin + place.size):
+            flip(corpus / SHARD, at, bit=7)
+            with pytest.raises(ArtifactError):
+                open_stream(corpus, published).document_begins()
+            flip(corpus / SHARD, at, bit=7)
 
 
 def test_damage_in_the_tail_is_damage_of_the_last_row(published: Artifact[CorpusManifest], corpus: Path) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from services.common.artifacts.lease import hold_lease
 from services.common.errors import (
     ArtifactError,
     HardwareFault,
@@ -55,24 +54,17 @@ KILLED = "rank 1 (pid 7 on node) was killed by SIGKILL"
 def test_lost_workers_are_started_again_but_none_after_another_error(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: MillraceError, starts: int
 ) -> None:
-    """All starts hold the command's lease: no worker of a lost start is left when the next one begins."""
     job = new_job(train__max_restarts="2")
 
     def fail(started: Job) -> None:
-        assert started.lease
-        started.lease.require()
         raise error
 
     launcher = FakeLauncher.use(monkeypatch, fail)
 
-    with hold_lease(tmp_path / "command.lock") as held:
-        earlier = held.lease
-        with pytest.raises(type(error), match=re.escape(str(error))):
-            supervise(job, held)
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        supervise(job)
 
     assert [each.start_number for each in launcher.jobs] == list(range(starts))
-    (lease,) = {each.lease for each in launcher.jobs}
-    assert lease != earlier
     restarts = [(each["event"], each["restarts"], each["cause"]) for each in read_events(job.run_folder)]
     assert restarts == [("restart", number, KILLED) for number in range(1, starts)]
 
@@ -82,8 +74,7 @@ def test_the_launcher_gets_what_the_run_keeps_on_a_cluster(
 ) -> None:
     job = new_job(train__max_restarts="2")
     launcher = FakeLauncher.use(monkeypatch)
-    with hold_lease(tmp_path / "command.lock") as held:
-        supervise(job, held)
+    supervise(job)
 
     (group,) = launcher.groups
     assert group.spec == describe_workers(job.recipe, job.run_folder, job.attempt)
@@ -129,8 +120,8 @@ def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_starte
             raise WorkersLost(KILLED)
 
     launcher = FakeLauncher.use(monkeypatch, lose_once)
-    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(kind) if kind else nullcontext():
-        supervise(job, held)
+    with pytest.raises(kind) if kind else nullcontext():
+        supervise(job)
 
     assert len(launcher.jobs) == starts
     assert len(read_events(job.run_folder)) == starts - 1
@@ -151,8 +142,7 @@ def test_a_hang_is_recorded_with_its_silent_rank_and_is_the_cause_of_the_restart
         raise WorkersLost("rank 0 (pid 7 on node) ended with 1")
 
     FakeLauncher.use(monkeypatch, hang_once)
-    with hold_lease(tmp_path / "command.lock") as held:
-        supervise(job, held)
+    supervise(job)
 
     watchdog, restart = read_events(job.run_folder)
     assert (watchdog["event"], watchdog["step"], watchdog["silent_ranks"]) == ("watchdog", 7, [1])
@@ -186,8 +176,7 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
         }
     )
 
-    with hold_lease(tmp_path / "command.lock") as held:
-        supervise(replace(job, recipe=recipe), held)
+    supervise(replace(job, recipe=recipe))
 
     place = (2, 1, workers_per_node, job.run_folder)
     expected = WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=job.attempt)
@@ -205,8 +194,7 @@ def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
     FakeLauncher.use(monkeypatch, complete)
     job = new_job()
 
-    with hold_lease(tmp_path / "command.lock") as held:
-        supervise(job, held)
+    supervise(job)
 
     assert not (job.run_folder / STOP_FILE).exists()
 
@@ -225,8 +213,7 @@ def test_a_restart_has_a_start_time_of_its_own(
     jobs = FakeLauncher.use(monkeypatch, lose_once).jobs
     job = new_job()
 
-    with hold_lease(tmp_path / "command.lock") as held:
-        supervise(job, held)
+    supervise(job)
 
     assert jobs[0].workers_started_at == job.workers_started_at
     assert jobs[1].workers_started_at >= lost_at[0]
@@ -249,8 +236,8 @@ def test_restarts_are_counted_since_the_newest_checkpoint(
 
     launcher = FakeLauncher.use(monkeypatch, lose)
 
-    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost):
-        supervise(job, held)
+    with pytest.raises(WorkersLost):
+        supervise(job)
 
     assert len(launcher.jobs) == 5
     found = [(each["from_step"], each["restarts"]) for each in read_events(job.run_folder)]

@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
 from services.common.errors import TryAgain, WorkersLost
 from services.common.launch.batch.node import (
     BatchNode,
@@ -68,8 +67,6 @@ def main(argv: list[str]) -> int:
     if node.is_main:
         deliver_recipe(command, os.environ)
         require_recipe(command)
-    # Batch begins an attempt after the previous one has ended, also where its host was lost.
-    os.environ[ATTEMPT_VARIABLE] = str(Attempt(node.job_id, node.attempt))
     if node.num_nodes == 1:
         os.execvp(command.words[0], command.words)  # nosec B606 # it replaces itself by the stage
     resources = ray_resources(command.stage, arguments.cpus, arguments.neuron_cores)
