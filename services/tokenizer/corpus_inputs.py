@@ -10,8 +10,8 @@ from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.schema import Recipe
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.sources.file_listing import FileListing
 from services.tokenizer.sources.file_system import read_vocabulary
+from services.tokenizer.sources.input_files import FileListing
 
 CONTENT_VERSION = 4
 """A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.tokenizer.plan_folder import RANGE, PlanFolder
 from services.tokenizer.sources.documents import cut_file, require_column
-from services.tokenizer.sources.file_listing import BLOCK_FILES
+from services.tokenizer.sources.input_files import BLOCK_FILES
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ def cut_block(task: CutTask) -> None:
     cut = [
         (BLOCK_FILES * task.block + row, file_range.begin, file_range.end, file_range.bytes)
         for row, file in enumerate(files)
-        for file_range in cut_file(file, task.split_bytes, task.max_document_bytes)
+        for file_range in cut_file(file, task.split_bytes)
     ]
     folder.write_cut(task.block, np.array(cut, RANGE))

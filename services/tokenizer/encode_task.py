@@ -35,7 +35,7 @@ from services.tokenizer.plan_folder import PlanFolder
 from services.tokenizer.scratch_tree import key_path, path_in_tree, starts_path, tokens_path
 from services.tokenizer.sources.bad_rows import BadRowPolicy, BadRows
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.file_range import InputPartition
+from services.tokenizer.sources.input_files import InputPartition
 from services.tokenizer.split_assignment import are_for_training, are_for_validation
 from services.tokenizer.task_marker import read_marker, write_marker
 from services.tokenizer.text_batch import TextBatch

@@ -31,7 +31,7 @@ from services.tokenizer.atomic_file import write_file
 from services.tokenizer.cut_task import CutTask, cut_block
 from services.tokenizer.plan_folder import PARTITION, Partitions, PlanFolder, Ranges
 from services.tokenizer.sources.documents import FORMATS
-from services.tokenizer.sources.file_listing import BLOCK_FILES, FileListing
+from services.tokenizer.sources.input_files import BLOCK_FILES, FileListing
 from services.tokenizer.task_sequence import TaskSequence
 
 _LOCAL_FILES_PER_WORKER, _REMOTE_FILES_PER_WORKER = 4_096, 256
@@ -79,13 +79,13 @@ def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], laun
 
 
 def _num_workers(recipe: Recipe, listings: Sequence[FileListing]) -> int:
-    """Return the number of workers that the files are worth. A file that is cut by its size alone is worth none."""
+    """Return the number of workers that the files are worth. A file that is not cut is worth none."""
     work = 0.0
     for listing in listings:
         files_per_worker = _REMOTE_FILES_PER_WORKER if "://" in listing[0].uri else _LOCAL_FILES_PER_WORKER
         for block in listing.blocks:
             formats = pc.unique(block.column("format")).to_pylist()
-            if not all(FORMATS[file_format].is_cut_by_size for file_format in formats):
+            if any(FORMATS[file_format].cut for file_format in formats):
                 work += block.num_rows / files_per_worker
     return max(1, min(recipe.tokenizer.num_workers, math.ceil(work)))
 

@@ -30,8 +30,15 @@ from services.common.input.files import parse_json, read_file
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.mapped_array import map_array
 from services.tokenizer.scratch_tree import path_in_tree
-from services.tokenizer.sources.file_listing import BLOCK_FILES, SCHEMA, FileListing, read_files
-from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
+from services.tokenizer.sources.input_files import (
+    BLOCK_FILES,
+    SCHEMA,
+    FileListing,
+    FileRange,
+    InputFile,
+    InputPartition,
+    read_files,
+)
 
 PLAN = "plan.json"
 RANGE = np.dtype([("file", "<i8"), ("begin", "<i8"), ("end", "<i8"), ("bytes", "<i8")])

@@ -17,10 +17,6 @@ _SHOWN_CHARACTERS = 400
 _SHOWN_FILES = 5
 
 
-class BadRow(ArtifactError):
-    """A row that cannot become a document, where `corpus.bad_rows` is "stop"."""
-
-
 class BadRows:
     """Counts the bad rows that a reader skips, by file and reason, or stops at the first one."""
 
@@ -33,15 +29,15 @@ class BadRows:
         self.without_text: list[str] = []
         """Files, or parts of them, whose rows are all empty documents, as those of a file with another column are."""
 
-    def add(self, reason: BadRowReason, uri: str, explain: Callable[[], str]) -> None:
-        """Count a bad row of a file. With the policy "stop", raise `BadRow` with the text of `explain()`.
+    def add(self, reason: BadRowReason, uri: str, locate: Callable[[], str], problem: str) -> None:
+        """Count a bad row of a file. With the policy "stop", raise `ArtifactError` with its place and its problem.
 
-        `explain` is called for the first bad row of a file alone, because it may read the file to count its lines.
+        `locate` is called for the first bad row of a file alone, because it may read the file to count its lines.
         """
         if self._policy == "stop":
-            raise BadRow(f'{explain()} To leave such rows out, set corpus.bad_rows = "skip".')
+            raise ArtifactError(f'{locate()}: {problem} To leave such rows out, set corpus.bad_rows = "skip".')
         if uri not in self._rows:
-            self._rows[uri], self._first[uri] = Counter(), explain()[:_SHOWN_CHARACTERS]
+            self._rows[uri], self._first[uri] = Counter(), f"{locate()}: {problem}"[:_SHOWN_CHARACTERS]
         self._rows[uri][reason] += 1
 
     def files(self) -> tuple[BadFile, ...]:
@@ -82,3 +78,9 @@ def show_worst(files: Sequence[BadFile]) -> list[str]:
     lines = [f"{file.num_rows:,} in {file.uri}, first {file.first}" for file in files[:_SHOWN_FILES]]
     rest = files[_SHOWN_FILES:]
     return [*lines, f"{sum(file.num_rows for file in rest):,} in {len(rest):,} other files"] if rest else lines
+
+
+def explain_too_long(num_bytes: int | None, max_document_bytes: int) -> str:
+    """Return the sentence for what is above the limit. `num_bytes` is None when reading stopped at the limit."""
+    size = f"{num_bytes:,} bytes" if num_bytes is not None else f"more than {max_document_bytes:,} bytes"
+    return f"{size}, expected at most corpus.max_document_bytes = {max_document_bytes:,}."

@@ -2,56 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import codecs
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources import arrow, dataset_rows, hub, jsonl, parquet, python_docs, text, wikicorpus
-from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.sources.document_limit import explain_too_long
+from services.tokenizer.sources import columns, hub, jsonl, python_docs, wikicorpus
+from services.tokenizer.sources.bad_rows import BadRows, explain_too_long
 from services.tokenizer.sources.file_discovery import list_files
-from services.tokenizer.sources.file_listing import FileListing
-from services.tokenizer.sources.file_range import FileRange, Format, InputFile
-from services.tokenizer.sources.file_version import require_unchanged
-from services.tokenizer.sources.legibility import FEW_CHARACTERS, Legibility, is_utf8
+from services.tokenizer.sources.file_system import open_text, require_unchanged
+from services.tokenizer.sources.input_files import FileListing, FileRange, Format, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, join_small
+
+InvalidUtf8 = Literal["replace", "reject"]
+
+MAX_REPAIRED = 0.01
+"""Share of a file's bytes that may be repaired. Text in Latin-1 has 2 % of accents, and other encodings more."""
+FEW_REPAIRED = 10
+"""Fewer repairs than these are a mishap in a file of any size."""
+_BLOCK_BYTES = 2**20
+
+
+def read_text(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
+    """Read a file of plain text as one document. A file of more than `max_document_bytes` is a bad row."""
+    uri, document = file_range.file.uri, bytearray()
+    with open_text(uri) as file:
+        while len(document) <= max_document_bytes and (block := file.read(_BLOCK_BYTES)):
+            document += block
+    if len(document) > max_document_bytes:
+        bad_rows.add("too long", uri, lambda: uri, explain_too_long(None, max_document_bytes))
+    else:
+        yield TextBatch.of([bytes(document.removeprefix(codecs.BOM_UTF8))])
+
+
+def locate_document(file_range: FileRange, number: int) -> str:
+    """Return a document's place for an error: the file and the number of the document, from 1."""
+    return f"{file_range.file.uri}: document {number + 1:,}"
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
     """The functions that read one file format."""
 
-    cut: Callable[[InputFile, int, int], list[FileRange]]
-    """Cuts a file into file ranges of about `split_bytes`, in the file's order.
-
-    The arguments are the file, `split_bytes` and `max_document_bytes`.
-    """
     read: Callable[[FileRange, int, BadRows], Iterator[TextBatch]]
     """Reads the documents of a file range, in the file's order. They are UTF-8, unless the input is not.
 
     The arguments are the file range, `max_document_bytes`, and the bad rows, to which the reader adds those that it
     finds and goes on.
     """
-    is_cut_by_size: bool = False
-    """Whether `cut` opens no file."""
-    locate: Callable[[FileRange, int], str] = text.locate
+    cut: Callable[[InputFile, int], list[FileRange]] | None = None
+    """Cuts a file into file ranges of about `split_bytes`, in the file's order; None where no file is cut."""
+    locate: Callable[[FileRange, int], str] = locate_document
     """Returns a document's place for an error. The arguments are the file range and the document's number, from 0."""
 
 
 FORMATS: dict[Format, DocumentFormat] = {
-    "text": DocumentFormat(text.cut, text.read, is_cut_by_size=True),
-    "jsonl": DocumentFormat(jsonl.cut, jsonl.read, locate=jsonl.locate),
-    "parquet": DocumentFormat(parquet.cut, parquet.read, locate=parquet.locate),
-    "arrow": DocumentFormat(arrow.cut, arrow.read, locate=arrow.locate),
-    "rows": DocumentFormat(dataset_rows.cut, dataset_rows.read, is_cut_by_size=True, locate=dataset_rows.locate),
-    "wikicorpus": DocumentFormat(wikicorpus.cut, wikicorpus.read),
-    "python_module": DocumentFormat(python_docs.cut, python_docs.read_module, is_cut_by_size=True),
-    "python_topics": DocumentFormat(python_docs.cut, python_docs.read_topics, is_cut_by_size=True),
+    "text": DocumentFormat(read_text),
+    "jsonl": DocumentFormat(jsonl.read, jsonl.cut, jsonl.locate),
+    "parquet": DocumentFormat(columns.read_parquet, columns.cut_parquet, columns.locate_in_parquet),
+    "arrow": DocumentFormat(columns.read_arrow, columns.cut_arrow, columns.locate_in_arrow),
+    "rows": DocumentFormat(hub.read, locate=columns.locate_row),
+    "wikicorpus": DocumentFormat(wikicorpus.read),
+    "python_module": DocumentFormat(python_docs.read_module),
+    "python_topics": DocumentFormat(python_docs.read_topics),
 }
 
 
@@ -69,15 +88,16 @@ def list_inputs(source: Source) -> FileListing:
     return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}))
 
 
-def cut_file(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
+def cut_file(file: InputFile, split_bytes: int) -> list[FileRange]:
     """Cut a file into file ranges of about `split_bytes`, in the file's order.
 
     Raises `RecipeError` when the recipe does not fit the file, and `ArtifactError` when the file is damaged.
     """
-    return FORMATS[file.format].cut(file, split_bytes, max_document_bytes)
+    cut = FORMATS[file.format].cut
+    return cut(file, split_bytes) if cut else [whole_file(file)]
 
 
-def require_column(files: Sequence[InputFile], max_document_bytes: int) -> None:
+def require_column(files: Iterable[InputFile], max_document_bytes: int) -> None:
     """Raise `RecipeError` when no one of the files of JSON has the source's key. Other formats check a schema in `cut`.
 
     A part of a data set may hold nulls alone, and then some writers leave the key out.
@@ -95,7 +115,7 @@ def require_column(files: Sequence[InputFile], max_document_bytes: int) -> None:
 
 def read_documents(
     file_ranges: Iterable[FileRange],
-    invalid_utf8: Literal["replace", "reject"],
+    invalid_utf8: InvalidUtf8,
     max_document_bytes: int,
     bad_rows: BadRows | None = None,
 ) -> Iterator[TextBatch]:
@@ -109,30 +129,44 @@ def read_documents(
 
 
 def _read_file_ranges(
-    file_ranges: Iterable[FileRange],
-    invalid_utf8: Literal["replace", "reject"],
-    max_document_bytes: int,
-    bad_rows: BadRows,
+    file_ranges: Iterable[FileRange], invalid_utf8: InvalidUtf8, max_document_bytes: int, bad_rows: BadRows
 ) -> Iterator[TextBatch]:
     for file_range in file_ranges:
-        with require_unchanged(file_range.file):
-            legibility, num_rows = Legibility(), 0
+        file = file_range.file
+        num_rows = num_bytes = num_repairs = 0
+        with require_unchanged(file):
             for number, batch in _read_within_limit(file_range, max_document_bytes, bad_rows):
                 num_rows += len(batch)
-                if is_utf8(batch):
-                    legibility.add(batch)
-                    yield batch
-                elif invalid_utf8 == "replace":
-                    yield legibility.repair(batch)
+                if invalid_utf8 == "replace":
+                    valid, repairs = _repair(batch)
+                    num_repairs += repairs
                 else:
-                    valid = _drop_invalid(file_range, number, batch, bad_rows)
-                    legibility.add(valid)
-                    yield valid
-            if legibility.is_bad(file_range.file.format):
-                _require_legible(file_range.file, max_document_bytes)
-                bad_rows.repaired.append(file_range.file.uri)
-            if num_rows and not legibility.characters and file_range.file.format != "text":
-                bad_rows.without_text.append(file_range.file.uri)
+                    valid = batch if _is_utf8(batch) else _drop_invalid(file_range, number, batch, bad_rows)
+                num_bytes += valid.text_bytes
+                yield valid
+            if num_repairs > MAX_REPAIRED * num_bytes:
+                _require_utf8(file, max_document_bytes)
+                bad_rows.repaired.append(file.uri)
+        if num_rows and not num_bytes and file.format != "text":
+            bad_rows.without_text.append(file.uri)
+
+
+@lru_cache(maxsize=16)
+def _require_utf8(file: InputFile, max_document_bytes: int) -> None:
+    """Raise `ArtifactError` for a file in another encoding.
+
+    The whole file is judged, which is read again for that: so no cut of the file changes the verdict.
+    """
+    num_bytes = num_repairs = 0
+    for file_range in cut_file(file, max(1, file.bytes)):
+        for _, batch in _read_within_limit(file_range, max_document_bytes, BadRows("skip")):
+            valid, repairs = _repair(batch)
+            num_bytes, num_repairs = num_bytes + valid.text_bytes, num_repairs + repairs
+    if num_repairs >= FEW_REPAIRED and num_repairs > MAX_REPAIRED * num_bytes:
+        raise ArtifactError(
+            f"{file.uri}: {num_repairs:,} of {num_bytes:,} bytes are not UTF-8, expected at most {MAX_REPAIRED:.0%}. "
+            f"Convert it with `iconv -f ENCODING -t UTF-8`, or remove it from corpus.sources."
+        )
 
 
 def _read_within_limit(
@@ -146,11 +180,38 @@ def _read_within_limit(
     for batch in FORMATS[file_range.file.format].read(file_range, max_document_bytes, bad_rows):
         is_short = batch.sizes <= max_document_bytes
         for index in np.flatnonzero(~is_short).tolist():
-            size = int(batch.sizes[index])
-            explain = partial(_explain_too_long, file_range, number + index, size, max_document_bytes)
-            bad_rows.add("too long", file_range.file.uri, explain)
+            problem = explain_too_long(int(batch.sizes[index]), max_document_bytes)
+            bad_rows.add("too long", file_range.file.uri, partial(_locate, file_range, number + index), problem)
         yield number, batch if is_short.all() else TextBatch.of(batch.select(is_short).documents())
         number += len(batch)
+
+
+def _is_utf8(batch: TextBatch) -> bool:
+    """Return whether all documents are UTF-8. Arrow checks 15 GB a second."""
+    offsets = np.append(batch.begins, batch.ends[-1:])
+    if not np.array_equal(offsets[1:], batch.ends):
+        raise ValueError("the documents of a batch must be adjacent in its text")
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(batch.text)]
+    try:
+        pa.Array.from_buffers(pa.large_binary(), len(batch), buffers).cast(pa.large_string())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _repair(batch: TextBatch) -> tuple[TextBatch, int]:
+    """Return the documents with U+FFFD for what is not UTF-8, and how often it was put.
+
+    Readers write 0xFF for half of a surrogate pair in JSON or UTF-16, which tells no other encoding and is not counted.
+    """
+    if _is_utf8(batch):
+        return batch, 0
+    broken = batch.documents()
+    repaired = [document.decode("utf-8", "replace").encode() for document in broken]
+    changed = [(before, after) for before, after in zip(broken, repaired, strict=True) if before != after]
+    mark = "\ufffd".encode()
+    repairs = sum(after.count(mark) - before.count(mark) - before.count(b"\xff") for before, after in changed)
+    return TextBatch.of(repaired, len(changed)), repairs
 
 
 def _drop_invalid(file_range: FileRange, number: int, batch: TextBatch, bad_rows: BadRows) -> TextBatch:
@@ -160,36 +221,13 @@ def _drop_invalid(file_range: FileRange, number: int, batch: TextBatch, bad_rows
         try:
             document.decode()
         except UnicodeDecodeError as error:
-            bad_rows.add("not UTF-8", file_range.file.uri, partial(_explain_invalid, file_range, index, error))
+            byte = f"byte 0x{document[error.start]:02x} at {error.start:,} ({error.reason})"
+            problem = f'not UTF-8: {byte}. Repair the file, or set corpus.invalid_utf8 = "replace".'
+            bad_rows.add("not UTF-8", file_range.file.uri, partial(_locate, file_range, index), problem)
         else:
             valid.append(document)
     return TextBatch.of(valid)
 
 
-@lru_cache(maxsize=16)
-def _require_legible(file: InputFile, max_document_bytes: int) -> None:
-    """Raise `ArtifactError` for a file that is text in another encoding, or no text.
-
-    The whole file is judged, which is read again for that: so no cut of the file changes the verdict.
-    """
-    legibility, bad_rows = Legibility(), BadRows("skip")
-    for file_range in cut_file(file, max(1, file.bytes), max_document_bytes):
-        for _, batch in _read_within_limit(file_range, max_document_bytes, bad_rows):
-            legibility.add(batch) if is_utf8(batch) else legibility.repair(batch)
-    if legibility.is_bad(file.format, FEW_CHARACTERS):
-        raise ArtifactError(f"{file.uri}: {legibility.explain()}")
-
-
 def _locate(file_range: FileRange, number: int) -> str:
     return FORMATS[file_range.file.format].locate(file_range, number)
-
-
-def _explain_too_long(file_range: FileRange, number: int, num_bytes: int, max_document_bytes: int) -> str:
-    return f"{_locate(file_range, number)}: {explain_too_long('the document', num_bytes, max_document_bytes)}"
-
-
-def _explain_invalid(file_range: FileRange, number: int, error: UnicodeDecodeError) -> str:
-    return (
-        f"{_locate(file_range, number)} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start:,} "
-        f'({error.reason}). Repair the file, or set corpus.invalid_utf8 = "replace".'
-    )

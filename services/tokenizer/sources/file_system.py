@@ -1,161 +1,103 @@
-"""Opens files on all file systems of fsspec, and explains the errors of reading them."""
+"""Opens input files on any file system of fsspec, tells their versions, and explains the errors of reading them.
+
+A local file is known by its size and modification time, and a remote one also by its ETag. So a copy that keeps the
+time is the same file, as it is for make and rsync, and every node of a cluster may read its own copy.
+"""
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import logging
 import lzma
+import os
+import tarfile
 import traceback
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import fsspec
-import fsspec.archive
 import fsspec.core
-import fsspec.implementations.chained
 import fsspec.implementations.local
-import fsspec.utils
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.common.input.files import require_regular_file
-from services.common.process.limits import explain_lack
-from services.tokenizer.sources.decompression import ConcatenatedStreams
+from services.common.input.text_encoding import encoding_of_mark
+from services.tokenizer.sources.input_files import InputFile
 
-logger = logging.getLogger(__name__)
-
-_WRAPPERS = (fsspec.archive.AbstractArchiveFileSystem, fsspec.implementations.chained.ChainedFileSystem)
-
-_DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
-    "gzip": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
-    "bzip2": lambda file: ConcatenatedStreams(file, bz2.BZ2Decompressor),
-    "xz": lambda file: ConcatenatedStreams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
-    "lzma": lambda file: ConcatenatedStreams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE)),
-    # Arrow notices a file that is cut off, and zstandard does not.
-    "zstd": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"),
-    "lz4": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "lz4"),
-}
-_COMPRESSION_BY_ENDING = {
-    ".gz": "gzip",
-    ".tgz": "gzip",
-    ".bz2": "bzip2",
-    ".xz": "xz",
-    ".lzma": "lzma",
-    ".zst": "zstd",
-    ".zstd": "zstd",
-    ".lz4": "lz4",
-}
-_WINDOW_ABOVE_LIMIT = "requires too much memory"
+# Arrow reads all streams of a file and notices one that is cut off; bz2 drops damage after a stream, and zstandard does
+# neither.
+_ARROW_CODECS = {".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+_FSSPEC_CODECS = {".gz": "gzip", ".tgz": "gzip", ".xz": "xz", ".lzma": "lzma"}
 _BUFFER_BYTES = 2**20
-MAX_VOCABULARY_BYTES = 2**28
-"""Bytes of the largest vocabulary that is read. Vocabularies of 260,000 pieces have 35 MB."""
+_LIBRARY_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, pa.ArrowException)
 # Libraries whose errors are about the network, the store or the account. The errors have no common class: botocore and
 # httpx raise plain `Exception`s, and fsspec raises a `ValueError` when a server does not support range requests.
 _REMOTE_LIBRARIES = frozenset(
     {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx"}
     | {"huggingface_hub", "requests", "s3fs", "urllib3"}
 )
+# Names that file systems give to these facts in `info`, in small letters and without separators. The first name counts:
+# a store may add further facts to the answer about one file that are not in its list of files.
+_TAGS = ("etag", "md5hash", "contentmd5", "digest", "blobid", "checksum", "crc32c", "generation")
+_TIMES = ("lastmodified", "mtime", "modified", "updated", "timemodified", "modify", "created")
 
 
 def find_file_system(uri: str) -> tuple[Any, str]:
-    """The fsspec file system of a URI, and the path in it.
+    """Return the fsspec file system of a URI, and the path in it.
 
-    Raises `DeviceError` when its package is missing, `ArtifactError` when its server does not answer, and `RecipeError`
-    when it takes more than an address to open it.
+    Raises `RecipeError` for chained file systems, `DeviceError` when a package is missing, and `ArtifactError` when a
+    server does not answer.
     """
-    protocol = uri.partition("://")[0] if "://" in uri else "file"
-    try:
-        # `fsspec.core.url_to_fs` takes `::` in a file's name for a chain of file systems.
-        kind = fsspec.get_filesystem_class(protocol.rpartition("::")[2])
-        if "::" in protocol or ("::" in uri and issubclass(kind, _WRAPPERS)):
-            raise RecipeError(
-                f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder."
-            )
-        file_system = kind(**kind._get_kwargs_from_urls(uri), **_options_of(uri))
-        path = kind._strip_protocol(uri)
-    except RecipeError:
-        raise
-    except ImportError as error:
-        raise DeviceError(f"{uri}: the Python package that reads {protocol}:// is missing: {error}.") from error
-    except ValueError as error:
-        raise DeviceError(
-            f"{uri}: no file system called {protocol!r}. Install the fsspec package that provides it, or "
-            f"use one of: file, http, s3, gs, hf (`python -c 'import fsspec; print(fsspec.available_protocols())'`)."
-        ) from error
-    except OSError as error:
-        raise explain_lack(error, uri) or ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
-    except Exception as error:  # whatever the package of a file system raises for an address without its options
-        raise RecipeError(
-            f"{uri}: {protocol}:// cannot be opened by its address alone ({_reason(error)}). Copy the files to a "
-            f"folder, or to a store whose addresses are read: file, http, s3, gs, hf."
-        ) from error
+    protocol, separator, _ = uri.partition("://")
+    if not separator:  # `fsspec.url_to_fs` takes `::` in the name of a file for a chain
+        file_system = fsspec.filesystem("file")
+        return file_system, file_system._strip_protocol(uri)
+    if "::" in uri:
+        raise RecipeError(f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder.")
+    # Makes aiohttp use `.netrc` and the proxies of the environment.
+    options = {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
+    with explain_read_errors(uri):
+        try:
+            file_system, path = fsspec.url_to_fs(uri, **options)
+        except (ImportError, ValueError) as error:
+            raise DeviceError(f"{uri}: no package for {protocol}:// is installed: {error}.") from error
     return file_system, path
 
 
 @contextmanager
 def open_file(uri: str) -> Iterator[io.BufferedReader[Any]]:
-    """Open a file for reading from its begin. Its name's extension decides whether it is decompressed."""
-    _require_regular(uri)
-    codec = _COMPRESSION_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
-    try:
-        opened = fsspec.core.OpenFile(*find_file_system(uri), compression=None if codec else "infer")
-    except ValueError as error:
-        raise DeviceError(f"{uri}: this Python cannot decompress the file ({error}).") from error
-    with explain_read_errors(uri), opened as file:
-        if codec is None:
-            _require_one_member(uri)
-            # fsspec's own readline reads a block of 5 MB for every line of a remote file.
-            yield io.BufferedReader(file, _BUFFER_BYTES)
-            return
-        with _DECOMPRESSORS[codec](file) as stream:
-            reader = io.BufferedReader(stream, _BUFFER_BYTES)
-            if not reader.peek(1) and not file.tell():
-                raise ArtifactError(f"{uri}: the file is empty, and a {codec} file never is: it is cut off.")
-            yield reader
+    """Open a file for reading from its start. Its name's extension decides whether it is decompressed."""
+    file_system, path = find_file_system(uri)
+    ending = PurePosixPath(uri).suffix.lower()
+    with (
+        explain_read_errors(uri),
+        fsspec.core.OpenFile(file_system, path, compression=_FSSPEC_CODECS.get(ending)) as file,
+    ):
+        stream = pa.CompressedInputStream(file, _ARROW_CODECS[ending]) if ending in _ARROW_CODECS else file
+        # fsspec's own readline reads a block of 5 MB for every line of a remote file.
+        reader = io.BufferedReader(stream, _BUFFER_BYTES)
+        if is_compressed(uri) and not reader.peek(1) and not file_system.size(path):
+            raise ArtifactError(f"{uri}: the file is empty, and a compressed one never is: it is cut off.")
+        yield reader
 
 
-def read_vocabulary(uri: str) -> bytes:
-    """Read the vocabulary that `tokenizer.model` names.
+@contextmanager
+def open_text(uri: str) -> Iterator[io.BufferedReader[Any]]:
+    """Open a file of text as UTF-8. With a byte-order mark of UTF-16 or UTF-32 all of it is decoded, without the mark.
 
-    Raises `ArtifactError` for a file of more than MAX_VOCABULARY_BYTES after decompression, and `RecipeError` for a
-    folder that has a vocabulary's file.
+    A mark of UTF-8 is left to the reader, and so are bytes that are no UTF-8.
     """
-    try:
-        with open_file(uri) as file:
-            content = file.read(MAX_VOCABULARY_BYTES + 1)
-    except ArtifactError as error:
-        if found := _vocabularies_in(uri):
-            raise RecipeError(f'{uri} is a folder. Set tokenizer.model = "{found[0]}".') from error
-        raise
-    if len(content) > MAX_VOCABULARY_BYTES:
-        raise ArtifactError(
-            f"{uri}: the file has more than {MAX_VOCABULARY_BYTES:,} bytes, so it is no vocabulary. "
-            f"Set tokenizer.model to a vocabulary's file, such as tokenizer.model or tokenizer.json."
-        )
-    return content
-
-
-def _vocabularies_in(uri: str) -> list[str]:
-    """Return the addresses of the vocabularies in a folder; none where it is no folder."""
-    file_system, path = find_file_system(uri)
-    with explain_read_errors(uri):
-        paths = file_system.ls(path, detail=False) if file_system.isdir(path) else []
-    names = sorted(each.rpartition("/")[2] for each in paths)
-    return [f"{uri.rstrip('/')}/{name}" for name in names if name.endswith(("tokenizer.json", ".model", ".tiktoken"))]
-
-
-def _require_regular(uri: str) -> None:
-    """Raise `ArtifactError` for a local path that is no regular file. Opening a pipe would wait without end."""
-    file_system, path = find_file_system(uri)
-    if is_local_file_system(file_system):
-        with explain_read_errors(uri):
-            require_regular_file(Path(path))
+    with open_file(uri) as file:
+        encoding = encoding_of_mark(file.peek(4)[:4])
+        if encoding in (None, "utf-8-sig"):
+            yield file
+            return
+        # What is no character becomes the byte 0xFF, never in UTF-8, about which `corpus.invalid_utf8` decides.
+        text = file.read().decode(str(encoding), "replace").replace("\ufffd", "\udcff")
+        yield io.BufferedReader(io.BytesIO(text.encode("utf-8", "surrogateescape")))
 
 
 @contextmanager
@@ -163,9 +105,17 @@ def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
     """Open a file for reading at any position. Raises `ArtifactError` for a compressed file."""
     if is_compressed(uri):
         raise ArtifactError(f"{uri}: the file is compressed, and this format is read by position. Decompress the file.")
-    _require_regular(uri)
     with explain_read_errors(uri), fsspec.core.OpenFile(*find_file_system(uri)) as file:
         yield file
+
+
+def read_vocabulary(uri: str) -> bytes:
+    """Read the vocabulary that `tokenizer.model` names. Raises `RecipeError` for a folder."""
+    file_system, path = find_file_system(uri)
+    if is_local(file_system) and file_system.isdir(path):
+        raise RecipeError(f"{uri} is a folder. Set tokenizer.model to a file, as in {uri}/tokenizer.model.")
+    with open_file(uri) as file:
+        return file.read()
 
 
 @contextmanager
@@ -175,41 +125,83 @@ def explain_read_errors(uri: str) -> Iterator[None]:
         yield
     except MillraceError:
         raise
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+    except _LIBRARY_ERRORS as error:
         place = getattr(error, "filename", None) or uri  # a file or folder below the source's
-        if _WINDOW_ABOVE_LIMIT in str(error):
-            raise ArtifactError(
-                f"{uri}: its zstd window is above 128 MiB, the most that is read. Write it anew: "
-                f"`zstd -dc --long=31 FILE | zstd -o NEW`."
-            ) from error
-        raise explain_lack(error, uri) or ArtifactError(f"{place}: cannot be read: {_reason(error)}.") from error
+        raise ArtifactError(f"{place}: cannot be read: {_reason(error)}.") from error
     except Exception as error:
         if not _has_passed_a_remote_library(error):
             raise
         raise ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
 
 
-def is_local(uri: str) -> bool:
-    """Return whether a URI is a path on this machine."""
-    return is_local_file_system(find_file_system(uri)[0])
-
-
-def is_local_file_system(file_system: Any) -> bool:
+def is_local(file_system: Any) -> bool:
     """Return whether a file system of fsspec is the one of this machine."""
     return isinstance(file_system, fsspec.implementations.local.LocalFileSystem)
 
 
-def is_compressed(uri: str) -> bool:
+def is_compressed(path: str) -> bool:
     """Return whether `open_file` decompresses a file, by its name's extension."""
-    return (
-        PurePosixPath(uri).suffix.lower() in _COMPRESSION_BY_ENDING or fsspec.utils.infer_compression(uri) is not None
-    )
+    ending = PurePosixPath(path).suffix.lower()
+    return ending in _ARROW_CODECS or ending in _FSSPEC_CODECS
 
 
-def _options_of(uri: str) -> dict[str, Any]:
-    """Return options of fsspec. `trust_env` makes aiohttp use `.netrc` and the proxies of the environment."""
-    protocol = uri.partition("://")[0].lower()
-    return {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
+def size_of(info: Mapping[str, Any]) -> int:
+    """Return the bytes of a remote file, or 0 where a web server does not tell."""
+    return int(info.get("size") or 0)
+
+
+def version_of_status(status: os.stat_result) -> str:
+    """Return the version of a local file."""
+    return f"{status.st_size} bytes, {status.st_mtime_ns} ns"
+
+
+def version_of_facts(info: Mapping[str, Any]) -> str:
+    """Return the version of a remote file by the facts of its store: its size alone where it tells no time and tag."""
+    facts = {"".join(filter(str.isalnum, name.lower())): value for name, value in info.items() if value is not None}
+    time = next((_show_time(facts[name]) for name in _TIMES if name in facts), "")
+    tag = next((str(facts[name]) for name in _TAGS if name in facts), "")
+    return ", ".join(filter(None, (version_of_size(size_of(info)), time, tag)))
+
+
+def version_of_size(num_bytes: int) -> str:
+    """Return the version of a remote file whose store tells its size alone."""
+    return f"{num_bytes} bytes"
+
+
+def find_version(uri: str) -> str:
+    """Ask the file system for the present version of a file: one status or one request."""
+    file_system, path = find_file_system(uri)
+    with explain_read_errors(uri):
+        if is_local(file_system):
+            return version_of_status(Path(path).stat())
+        file_system.invalidate_cache(path)
+        return version_of_facts(file_system.info(path))
+
+
+@contextmanager
+def require_unchanged(file: InputFile) -> Iterator[None]:
+    """Raise `ArtifactError` when the file at the end of this block has another version than the listed one.
+
+    Otherwise a corpus could hold two versions of a file. An error in the block that a change explains is replaced.
+    """
+    failure = None
+    try:
+        yield
+    except ArtifactError as error:
+        failure = error
+    if find_version(file.uri) != file.version:
+        raise ArtifactError(
+            f"{file.uri}: the file changed while the corpus was made from it. Nothing was published. "
+            f"Run the same command again when the file is complete."
+        ) from failure
+    if failure:
+        raise failure
+
+
+def _show_time(time: Any) -> str:
+    """Show a time alike whether a file system gives it as a datetime or, in a list of files, as seconds since 1970."""
+    seconds = time.timestamp() if isinstance(time, datetime) else time
+    return f"{seconds:.6f} s" if isinstance(seconds, int | float) else str(time)
 
 
 def _reason(error: Exception) -> str:
@@ -219,14 +211,3 @@ def _reason(error: Exception) -> str:
 def _has_passed_a_remote_library(error: Exception) -> bool:
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(module.partition(".")[0] in _REMOTE_LIBRARIES for module in modules)
-
-
-def _require_one_member(uri: str) -> None:
-    """Raise `ArtifactError` for a zip archive of several files. fsspec would read the first one alone."""
-    if PurePosixPath(uri).suffix.lower() != ".zip":
-        return
-    with fsspec.core.OpenFile(*find_file_system(uri)) as file, zipfile.ZipFile(file) as archive:
-        if len(archive.filelist) != 1:
-            raise ArtifactError(
-                f"{uri}: the zip archive has {len(archive.filelist)} files, and must have one. Unpack it into a folder."
-            )

@@ -1,21 +1,32 @@
-"""Sources on the Hugging Face hub: `hf://` paths with a revision, and `datasets://NAME` for data sets."""
+"""Sources on the Hugging Face hub: `hf://` paths with a revision, and `datasets://NAME` for data sets.
+
+`datasets` finds the files of a data set. Parquet and Arrow are read as such files are; all others by the builder of
+`datasets` itself, one file after another. Its options, which the data set's card can set (the separator of CSV, the
+field of JSON, `sample_by` of text), and the types of columns travel with each input file as JSON, its `builder`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import re
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pyarrow as pa
+
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources.dataset_rows import describe_builder, options_of
+from services.tokenizer.sources.bad_rows import BadRows
+from services.tokenizer.sources.columns import find_column, in_batches, is_text, read_column
 from services.tokenizer.sources.file_discovery import list_paths
-from services.tokenizer.sources.file_listing import FileListing
-from services.tokenizer.sources.file_range import Format
+from services.tokenizer.sources.input_files import FileListing, FileRange, Format, InputFile
+from services.tokenizer.text_batch import TextBatch
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +34,15 @@ DATASETS = "datasets://"
 _REPOSITORY = re.compile(r"^hf://((datasets|spaces)/)?(?!(datasets|spaces)/)[^/@]+/[^/@]+(?=/|$)")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "arrow": "arrow"}
-"""Builders whose rows, with the default options, this program reads itself: in parts, and without `datasets`."""
+_TEXT = pa.schema([("text", pa.string())])
+_OPTIONS_OF_FILES = frozenset({"name", "version", "data_dir", "data_files", "description"})
 
 
 def with_revision(uri: str, revision: str | None) -> str:
     """Return the URI of the same files at a revision, as huggingface_hub's file system spells it."""
     if revision is None:
         return uri
-    warn_of_branch(uri, revision)
+    _warn_of_branch(uri, revision)
     repository = _REPOSITORY.match(uri)
     if repository is None:
         raise RecipeError(
@@ -39,16 +51,17 @@ def with_revision(uri: str, revision: str | None) -> str:
     return f"{repository[0]}@{quote(revision, safe='')}{uri.removeprefix(repository[0])}"
 
 
+def is_commit(revision: str) -> bool:
+    return _COMMIT.match(revision) is not None
+
+
 def list_dataset(source: Source) -> FileListing:
     """List the files of which `datasets.load_dataset` would make the rows of a source, in the same order.
 
-    `datasets` finds the files of a name, subset, split and revision, and reads those that are no Parquet and Arrow.
     Raises `ArtifactError` for a name, subset or split that does not exist, and `RecipeError` for a data set that has no
     column of text, or whose rows are no tables.
     """
     builder = _load_builder(source)
-    if source.revision is not None:
-        warn_of_branch(source.uri, source.revision)
     kind = type(builder).__module__.rpartition(".")[2]
     if not hasattr(builder, "_generate_tables"):
         raise RecipeError(
@@ -62,18 +75,35 @@ def list_dataset(source: Source) -> FileListing:
             f"{', '.join(map(str, files)) or 'none'}. Set `split` of this source to one of them."
         )
     paths = [str(path) for path in files[source.split]]
-    if kind in _FORMAT_OF_BUILDER and not options_of(builder):
+    if kind in _FORMAT_OF_BUILDER and not _options_of(builder):
         return list_paths(paths, _FORMAT_OF_BUILDER[kind], source.column)
     listing = list_paths(paths, "rows", source.column)
-    description = describe_builder(builder, source.split, listing[0])
-    return FileListing.of(replace(file, builder=description) for file in listing)
+    description = _describe_builder(builder, source.split, listing[0])
+    return FileListing.of(dataclasses.replace(file, builder=description) for file in listing)
 
 
-def is_commit(revision: str) -> bool:
-    return _COMMIT.match(revision) is not None
+def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
+    """Read the column's values of the builder's rows. A null is an empty document.
+
+    A row that the builder refuses ends the file, because nothing of `datasets` goes on behind it.
+    The builder decides how much is read at once: 10 MB of text or JSON and the rest of a line, or 10,000 rows of CSV.
+    """
+    file = file_range.file
+    with _explain_errors(file.uri):
+        for table in _read_tables(_make_builder(file), "train"):
+            if file.column not in table.column_names:  # within a struct
+                path = find_column(file, table.schema)
+                for batch in table.to_batches():
+                    yield from read_column(batch, path)
+                continue
+            column = table.column(file.column)
+            if not is_text(column.type):  # a chunk of a CSV that looks like numbers: `datasets` casts it, too
+                column = column.cast(pa.large_string())
+            for chunk in column.chunks:
+                yield from in_batches(chunk)
 
 
-def warn_of_branch(uri: str, revision: str) -> None:
+def _warn_of_branch(uri: str, revision: str) -> None:
     if not is_commit(revision):
         logger.warning(
             "%s: the revision %r is a branch or a tag, which may change. `make pin` writes the commit into the recipe",
@@ -92,12 +122,87 @@ def _load_builder(source: Source) -> Any:
     name = source.uri.removeprefix(DATASETS)
     if not name:
         raise RecipeError(f"{source.uri}: the data set has no name. Write {DATASETS}OWNER/NAME or {DATASETS}FOLDER.")
-    if source.revision is not None and Path(name).exists():
-        raise RecipeError(f"{source.uri}: `revision` applies to repositories of the hub, and this is a folder.")
+    if source.revision is not None:
+        if Path(name).exists():
+            raise RecipeError(f"{source.uri}: `revision` applies to repositories of the hub, and this is a folder.")
+        _warn_of_branch(source.uri, source.revision)
+    # The home folder, which has the default cache, may be read-only.
+    with _explain_errors(source.uri), tempfile.TemporaryDirectory(prefix="millrace-") as unused:
+        return datasets.load_dataset_builder(name, source.subset, revision=source.revision, cache_dir=unused)
+
+
+def _describe_builder(builder: Any, split: str, file: InputFile) -> str:
+    """Return `InputFile.builder` for the files of a split, of which the first ones are read until one has a row.
+
+    Raises `RecipeError` where rows have no column of text, or are made in a way that is not supported.
+    """
+    with _explain_errors(file.uri):
+        first = next((table for table in _read_tables(builder, split) if len(table)), None)
+    features = builder.info.features
+    if first is not None:
+        _require_text(file, first, features.arrow_schema if features is not None else first.schema)
+        is_known = features is not None and file.column in features
+        if is_known and pa.types.is_null(features.arrow_schema.field(file.column).type):
+            features[file.column] = type(features).from_arrow_schema(_TEXT)["text"]
+    options = _options_of(builder)
+    description = {
+        "module": type(builder).__module__,
+        "options": options,
+        "features": features and features.to_dict(),
+    }
     try:
-        with tempfile.TemporaryDirectory(prefix="millrace-") as unused:  # the home folder may be read-only
-            return datasets.load_dataset_builder(name, source.subset, revision=source.revision, cache_dir=unused)
+        return json.dumps(description, sort_keys=True)
+    except TypeError as error:
+        raise RecipeError(
+            f"{file.uri}: the data set's card has options that are not supported ({error}): {options}."
+        ) from error
+
+
+def _options_of(builder: Any) -> dict[str, Any]:
+    """Return the options of a builder that are not the defaults, apart from those that name its files."""
+    names = {field.name for field in dataclasses.fields(builder.config)} - _OPTIONS_OF_FILES
+    config, default = builder.config, type(builder.config)()
+    return {name: getattr(config, name) for name in sorted(names) if getattr(config, name) != getattr(default, name)}
+
+
+def _require_text(file: InputFile, first: pa.Table, schema: pa.Schema) -> None:
+    """Raise `RecipeError` where the column is missing or holds no text. One of nulls alone may hold text further on."""
+    if file.column not in first.column_names:
+        find_column(file, first.schema)
+    elif file.column not in schema.names or first.column(file.column).null_count < len(first):
+        find_column(file, schema)
+
+
+def _make_builder(file: InputFile) -> Any:
+    import datasets  # noqa: PLC0415 - the import takes two seconds
+    from datasets.data_files import DataFilesDict, DataFilesList  # noqa: PLC0415
+    from datasets.load import import_main_class  # noqa: PLC0415
+
+    description = json.loads(file.builder)
+    features = description["features"] and datasets.Features.from_dict(description["features"])
+    with tempfile.TemporaryDirectory(prefix="millrace-") as unused:
+        return import_main_class(description["module"])(
+            cache_dir=unused,
+            data_files=DataFilesDict({"train": DataFilesList([file.uri], [()])}),
+            info=datasets.DatasetInfo(features=features),
+            **description["options"],
+        )
+
+
+def _read_tables(builder: Any, split: str) -> Iterator[pa.Table]:
+    from datasets.download import StreamingDownloadManager  # noqa: PLC0415
+
+    for generator in builder._split_generators(StreamingDownloadManager()):
+        if str(generator.name) == split:
+            for _, table in builder._generate_tables(**generator.gen_kwargs):
+                yield table
+
+
+@contextmanager
+def _explain_errors(uri: str) -> Iterator[None]:
+    try:
+        yield
     except MillraceError:
         raise
-    except Exception as error:  # errors of the network, the account and the data set's files have no common class
-        raise ArtifactError(f"{source.uri}: {str(error).strip() or type(error).__name__}") from error
+    except Exception as error:  # what `datasets`, pandas, Arrow and file systems raise has no common class
+        raise ArtifactError(f"{uri}: `datasets`: {str(error).strip() or type(error).__name__}") from error

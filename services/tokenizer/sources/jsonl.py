@@ -16,28 +16,38 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
-from services.common.input.text_encoding import guess_encoding
-from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.sources.document_limit import explain_too_long, is_too_long, read_line, skip_line
-from services.tokenizer.sources.file_range import FileRange, InputFile, whole
-from services.tokenizer.sources.file_system import is_compressed, open_file
-from services.tokenizer.sources.json_values import BadValue, holds_lines, place_of_value, read_values
-from services.tokenizer.sources.text_stream import TranscodedStream, open_text
+from services.common.artifacts.corpus import BadRowReason
+from services.common.errors import ArtifactError
+from services.common.input.text_encoding import encoding_of_mark
+from services.tokenizer.sources.bad_rows import BadRows, explain_too_long
+from services.tokenizer.sources.file_system import is_compressed, open_file, open_text
+from services.tokenizer.sources.input_files import FileRange, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 _EXPECTED = "A jsonl file holds a JSON object on each line, or is one array."
-_SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
+_ESCAPED_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _ROWS_WITH_THE_KEY = 1_000
-_WITHOUT_LIMIT = sys.maxsize // 2
+_BLOCK = 2**20
+_LITERAL_CHARACTERS = len("-Infinity")
+_NO_LIMIT = sys.maxsize // 2
 
 
-def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
+class BadValue(Exception):
+    """A JSON value, or what a line holds instead, that is no document. Its text is the sentence for an error."""
+
+    def __init__(self, reason: BadRowReason, explanation: str) -> None:
+        super().__init__(explanation)
+        self.reason: BadRowReason = reason
+
+
+def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
     """Cut a file into byte ranges of about `split_bytes`. A file range holds the lines that begin in it.
 
     Only lines of UTF-8 can be found from any byte, so a compressed file, an array and UTF-16 are one file range.
     """
     if is_compressed(file.uri) or file.bytes <= split_bytes or not _can_be_cut(file.uri):
-        return [whole(file)]
+        return [whole_file(file)]
     count = -(-file.bytes // split_bytes)
     borders = [index * file.bytes // count for index in range(count + 1)]
     return [FileRange(file, begin, end, end - begin) for begin, end in pairwise(borders)]
@@ -47,27 +57,27 @@ def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> I
     """Read the documents, whose bytes may be invalid UTF-8. A blank line is none.
 
     A row or key that is null, or a key that a row does not have, is an empty document: writers such as Spark leave out
-    a null. A bad row is a line that is no JSON, a row that is no object or has no text, and more than
-    `max_document_bytes` of either.
+    a null. A bad row is a line that is no JSON, a row that is no object or has no text, and a line of more than
+    `max_document_bytes`.
     """
-    return in_batches(_read_documents(file_range, max_document_bytes, bad_rows))
+    return in_batches(_read_texts(file_range, max_document_bytes, bad_rows))
 
 
 def locate(file_range: FileRange, number: int) -> str:
     """Return a document's place for an error: the file and the line, or the element, from 1."""
     uri = file_range.file.uri
     with _open(file_range) as file:
-        if not file_range.begin and not holds_lines(file):
-            return place_of_value(uri, number)
+        if not file_range.begin and not _holds_lines(file):
+            return _locate_element(uri, number)
         # These lines were read before, within the limit.
-        position, _ = next(islice(_read_filled_lines(file, file_range, _WITHOUT_LIMIT), number, None))
-    return _place(uri, position)
+        position, _ = next(islice(_read_filled_lines(file, file_range, _NO_LIMIT), number, None))
+    return _locate_line(uri, position)
 
 
 def explain_missing_key(file: InputFile, max_document_bytes: int) -> str | None:
     """Return the sentence for a file whose first rows do not have the key; None where one has it, or there is none."""
     keys: dict[str, None] = {}
-    for _, row in islice(_read_rows(whole(file), max_document_bytes), _ROWS_WITH_THE_KEY):
+    for _, row in islice(_read_rows(whole_file(file), max_document_bytes), _ROWS_WITH_THE_KEY):
         if isinstance(row, dict):  # others are bad rows, or null, where the documents are read
             if _has_key(row, file.column):
                 return None
@@ -81,46 +91,50 @@ def explain_missing_key(file: InputFile, max_document_bytes: int) -> str | None:
 
 
 def _can_be_cut(uri: str) -> bool:
-    with open_text(uri) as file:
-        is_utf8 = not isinstance(file.raw, TranscodedStream)
-        return is_utf8 and holds_lines(file)
+    with open_file(uri) as file:
+        return encoding_of_mark(file.peek(4)[:4]) in (None, "utf-8-sig") and _holds_lines(file)
 
 
-def _read_documents(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[bytes]:
+def _holds_lines(file: io.BufferedReader[Any]) -> bool:
+    """Return whether a file has a JSON object on each line, by its start, which is not consumed."""
+    start = file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+    first_line = start.partition(b"\n")[0]
+    return not first_line.startswith(b"[") and first_line.rstrip() != b"{"
+
+
+def _read_texts(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[bytes]:
     uri, column = file_range.file.uri, file_range.file.column
     for locate_row, row in _read_rows(file_range, max_document_bytes):
         try:
             text = _text_of(row, column)
         except BadValue as error:
-            bad_rows.add(error.reason, uri, partial(_explain, locate_row, error))
+            bad_rows.add(error.reason, uri, locate_row, str(error))
         else:
             yield _to_bytes(text)
-
-
-def _explain(locate_row: Callable[[], str], error: BadValue) -> str:
-    return f"{locate_row()}: {error}"
 
 
 def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[Callable[[], str], object]]:
     """Yield the rows, each with a function that returns its place. A row that cannot be parsed is a `BadValue`."""
     uri = file_range.file.uri
     with _open(file_range) as file:
-        if not file_range.begin and not holds_lines(file):
-            for number, value in enumerate(read_values(file, uri, max_document_bytes)):
-                yield partial(place_of_value, uri, number), value
+        if not file_range.begin and not _holds_lines(file):
+            for number, value in enumerate(_read_values(file, uri)):
+                yield partial(_locate_element, uri, number), value
             return
         for position, line in _read_filled_lines(file, file_range, max_document_bytes):
             if line is None:
-                what = f"the line (at byte {position:,})"
-                row: object = BadValue("too long", explain_too_long(what, None, max_document_bytes))
+                row: object = BadValue("too long", explain_too_long(None, max_document_bytes))
             else:
                 row = _parse(line)
-            yield partial(_place, uri, position), row
+            yield partial(_locate_line, uri, position), row
 
 
 def _open(file_range: FileRange) -> AbstractContextManager[io.BufferedReader[Any]]:
     # A file range that begins elsewhere is of lines in UTF-8.
     return (open_file if file_range.begin else open_text)(file_range.file.uri)
+
+
+# Rows
 
 
 def _has_key(row: dict[str, object], column: str) -> bool:
@@ -135,11 +149,9 @@ def _text_of(row: object, column: str) -> str:
     """Return the text in a row. Raises `BadValue` for a row without text."""
     if isinstance(row, BadValue):
         raise row
-    if row is None:
-        return ""
     if isinstance(row, str) and column == "text":  # an array of strings has the column that `datasets` gives it
         return row
-    if not isinstance(row, dict):
+    if row is not None and not isinstance(row, dict):
         raise BadValue("not an object", f"the row is a JSON {type(row).__name__}, expected an object with {column!r}.")
     return _find_text(row, column)
 
@@ -158,20 +170,24 @@ def _find_text(row: object, column: str) -> str:
     return value or ""
 
 
+def _to_bytes(text: str) -> bytes:
+    """Encode a JSON string. An escaped half of a surrogate pair becomes the byte 0xFF, which is never in UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return _ESCAPED_SURROGATE.sub("\udcff", text).encode("utf-8", "surrogateescape")
+
+
+# Lines
+
+
 def _read_filled_lines(
     file: BinaryIO, file_range: FileRange, max_document_bytes: int
 ) -> Iterator[tuple[int, bytes | None]]:
     """Yield the lines that are not blank, with their positions in the file, without the marks of joined files.
 
-    None is in the place of a line above the limit.
+    None is in the place of a line above the limit, which is not read into memory.
     """
-    for position, line in _read_lines(file, file_range, max_document_bytes):
-        unmarked = line and line.removeprefix(codecs.BOM_UTF8)
-        if unmarked is None or (unmarked and not unmarked.isspace()):
-            yield position, unmarked
-
-
-def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     # The last file range ends with the file, not at `file.bytes`: a compressed file has more text than bytes, and a web
     # server may not tell a file's size.
     end = float("inf") if file_range.end == file_range.file.bytes else file_range.end
@@ -179,16 +195,27 @@ def _read_lines(file: BinaryIO, file_range: FileRange, max_document_bytes: int) 
     if file_range.begin:
         position = file_range.begin - 1
         file.seek(position)
-        # A line that begins in an earlier file range is that range's, however long it is.
-        position += skip_line(file, end - position)
-    while position < end and (line := read_line(file, max_document_bytes)):
+        position += _skip_line(file, end - position)  # it belongs to the range in which it begins
+    while position < end and (line := file.readline(max_document_bytes + len(b"\r\n") + 1)):
         begin, position = position, position + len(line)
-        if not is_too_long(line, max_document_bytes):
-            yield begin, line
+        if len(line.rstrip(b"\r\n")) > max_document_bytes:
+            yield begin, None
+            if not line.endswith(b"\n"):
+                position += _skip_line(file, end - position)
             continue
-        yield begin, None
-        if not line.endswith(b"\n"):
-            position += skip_line(file, end - position)
+        unmarked = line.removeprefix(codecs.BOM_UTF8)
+        if unmarked and not unmarked.isspace():
+            yield begin, unmarked
+
+
+def _skip_line(file: BinaryIO, max_bytes: float) -> int:
+    """Skip to the next line, or no fewer than `max_bytes` where none begins before, and return the bytes in between."""
+    skipped = 0
+    while skipped < max_bytes and (block := file.readline(_BLOCK)):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _parse(line: bytes) -> object:
@@ -197,50 +224,73 @@ def _parse(line: bytes) -> object:
         # Bytes that are not UTF-8 become lone surrogates here. `corpus.invalid_utf8` decides about them later.
         record = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
-        # Errors other than JSONDecodeError are for numbers of 5,000 digits and for 1,000 nested brackets.
-        reason = str(error)
+        reason = str(error)  # of numbers of 5,000 digits and 1,000 nested brackets
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        return BadValue("not JSON", f"the line is not JSON: {reason}.{_guess(line)} {_EXPECTED}")
+        return BadValue("not JSON", f"the line is not JSON: {reason}. {_EXPECTED}")
     if record is not None and not isinstance(record, dict):
         return BadValue("not an object", f"the line is a JSON {type(record).__name__}, expected an object. {_EXPECTED}")
     return record
 
 
-def _guess(line: bytes) -> str:
-    """Return a sentence about the encoding of a line that is no JSON, where it is not UTF-8."""
-    try:
-        is_text = "\0" not in line.decode()
-    except UnicodeDecodeError:
-        is_text = False
-    return "" if is_text else f" The file looks like {guess_encoding(line)}, and not like UTF-8."
-
-
-def _to_bytes(text: str) -> bytes:
-    """Encode a JSON string. Its lone surrogates become bytes that are not UTF-8."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        # UTF-8 has no bytes for an escape such as "\ud800". The byte 0xFF replaces it, which is never in UTF-8.
-        escaped = _SURROGATE_ESCAPED_IN_JSON.sub(lambda match: _as_escaped_byte(match[0]), text)
-        content = escaped.encode("utf-8", "surrogateescape")
-        try:
-            content.decode()
-        except UnicodeDecodeError:
-            return content
-        # The escapes "\udcc3\udca9" gave two bytes that are a character in UTF-8. They become two bytes 0xFF.
-        return _SURROGATE_ESCAPED_IN_JSON.sub("\udcff", text).encode("utf-8", "surrogateescape")
-
-
-def _as_escaped_byte(surrogate: str) -> str:
-    return surrogate if "\udc80" <= surrogate <= "\udcff" else "\udcff"
-
-
-def _place(uri: str, position: int) -> str:
+def _locate_line(uri: str, position: int) -> str:
     """Return a line's place for an error: the file and the line's number, which is counted here."""
     with open_text(uri) as file:
         number, remaining = 1, position
-        while remaining > 0 and (block := file.read(min(remaining, 2**20))):
+        while remaining > 0 and (block := file.read(min(remaining, _BLOCK))):
             number += block.count(b"\n")
             remaining -= len(block)
     return f"{uri}:{number}"
+
+
+# Values that are longer than a line
+
+
+def _read_values(file: BinaryIO, uri: str) -> Iterator[object]:
+    """Yield the elements of the array that a file holds, or the objects that follow one another in it.
+
+    Bytes that are not UTF-8 become lone surrogates. Raises `ArtifactError` for what is no JSON, behind which no value
+    can be found, and for an array without an end.
+    """
+    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+    decoder = json.JSONDecoder()
+    buffer = text.read(_BLOCK).removeprefix("\ufeff").lstrip()
+    is_array = buffer.startswith("[")
+    number, position = 0, int(is_array)
+    while True:
+        position = _BETWEEN_VALUES.match(buffer, position).end()  # type: ignore[union-attr]
+        if position == len(buffer):
+            buffer, position = text.read(_BLOCK), 0
+            if not buffer:
+                break
+        elif is_array and buffer[position] == "]":
+            if (buffer[position + 1 :] + text.read(_BLOCK)).strip():
+                raise ArtifactError(f"{uri}: text follows the end of the JSON array. Write one array, or JSON lines.")
+            return
+        else:
+            try:
+                value, position = decoder.raw_decode(buffer, position)
+            except (ValueError, RecursionError) as error:
+                more = text.read(max(_BLOCK, len(buffer))) if _may_go_on(error, buffer) else ""
+                if not more:
+                    raise ArtifactError(
+                        f"{_locate_element(uri, number)} is not JSON: {error}. The file is damaged, or cut off."
+                    ) from error
+                buffer, position = buffer[position:] + more, 0
+            else:
+                yield value
+                number += 1
+    if is_array:
+        raise ArtifactError(f"{uri}: the JSON array has no end after {number:,} elements: the file is cut off.")
+
+
+def _locate_element(uri: str, number: int) -> str:
+    """Return a value's place for an error. `number` counts from 0."""
+    return f"{uri}: element {number + 1:,}"
+
+
+def _may_go_on(error: Exception, buffer: str) -> bool:
+    """Return whether more text could make the value whole: the parser has reached the end of the text that it has."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.pos >= len(buffer) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
+    )

@@ -15,9 +15,8 @@ from textwrap import indent
 
 from services.common.errors import ArtifactError, DeviceError
 from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.sources.file_range import FileRange, Format, InputFile, whole
-from services.tokenizer.sources.file_system import open_file
-from services.tokenizer.sources.file_version import version_of_status
+from services.tokenizer.sources.file_system import open_file, version_of_status
+from services.tokenizer.sources.input_files import FileRange, Format, InputFile
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 URI = "pydoc://"
@@ -51,11 +50,6 @@ def list_modules(library: Path | None = None) -> list[InputFile]:
         _input_file(library, TOPICS, "python_topics"),
         *(_input_file(library, name, "python_module") for name in names),
     ]
-
-
-def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """Return the whole file."""
-    return [whole(file)]
 
 
 def read_topics(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:

@@ -10,18 +10,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.recipe.schema import Source
-from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.sources.bad_rows import BadRows
+from services.tokenizer.sources.documents import InvalidUtf8, cut_file, list_inputs, read_documents, require_column
 from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, make_documents
 
 DOCUMENTS = ["first\r\nline", "", " ", "nul\0", "emoji 👍🏽", "e\u0301", '" and \\ and \u2028 and \x85 breaks', "last"]
 DOCUMENTS += [document.decode() for document in make_documents(140, mean_bytes=60)]
 
 
-def read_all(source: Source, split_bytes: int = 10**9) -> list[str]:
-    pieces = [piece for file in list_inputs(source) for piece in cut_file(file, split_bytes, MAX_DOCUMENT_BYTES)]
+def read_all(
+    source: Source,
+    split_bytes: int = 10**9,
+    *,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    invalid_utf8: InvalidUtf8 = "reject",
+    bad_rows: BadRows | None = None,
+) -> list[str]:
+    """Return the documents of a source as the tasks of the stage read them."""
+    files = list_inputs(source)
+    require_column(files, max_document_bytes)
+    pieces = [piece for file in files for piece in cut_file(file, split_bytes)]
     return [
         document.decode()
-        for batch in read_documents(pieces, "reject", MAX_DOCUMENT_BYTES)
+        for batch in read_documents(pieces, invalid_utf8, max_document_bytes, bad_rows)
         for document in batch.documents()
     ]
 

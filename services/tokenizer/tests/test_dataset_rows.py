@@ -112,7 +112,7 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 
 def read(folder: Path, **keys: str) -> list[str]:
     listing = list_inputs(Source(uri=f"datasets://{folder}", **keys))  # type: ignore[arg-type]
-    ranges = [each for file in listing for each in cut_file(file, 2**20, MAX_DOCUMENT_BYTES)]
+    ranges = [each for file in listing for each in cut_file(file, 2**20)]
     batches = read_documents(ranges, "reject", MAX_DOCUMENT_BYTES)
     return [document.decode() for batch in batches for document in batch.documents()]
 

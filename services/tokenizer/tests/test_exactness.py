@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest) -> bytes:
 def python_documentation() -> Sequence[bytes]:
     from services.common.recipe.schema import Source  # noqa: PLC0415
 
-    pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20, MAX_DOCUMENT_BYTES)]
+    pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20)]
     return tuple(
         document for batch in read_documents(pieces, "replace", MAX_DOCUMENT_BYTES) for document in batch.documents()
     )

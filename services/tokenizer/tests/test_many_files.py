@@ -18,7 +18,7 @@ from services.tokenizer.cut_task import CutTask, cut_block
 from services.tokenizer.partition_plan import plan_partitions
 from services.tokenizer.plan_folder import PlanFolder
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.file_listing import BLOCK_FILES
+from services.tokenizer.sources.input_files import BLOCK_FILES
 from services.tokenizer.task_sequence import TaskSequence, map_largest_first
 from services.tokenizer.tests import virtual_time
 from services.tokenizer.tests.builders import write_recipe

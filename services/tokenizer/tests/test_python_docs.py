@@ -19,7 +19,7 @@ def read_library(library: Path) -> dict[str, str]:
     return {
         file.name: document.decode()
         for file in python_docs.list_modules(library)
-        for batch in read_documents(cut_file(file, 2**20, MAX_DOCUMENT_BYTES), "reject", MAX_DOCUMENT_BYTES)
+        for batch in read_documents(cut_file(file, 2**20), "reject", MAX_DOCUMENT_BYTES)
         for document in batch.documents()
     }
 
@@ -38,7 +38,7 @@ def test_this_python_has_more_than_a_megabyte_of_documentation() -> None:
     documents = [
         document.decode()
         for file in files
-        for piece in cut_file(file, 2**20, MAX_DOCUMENT_BYTES)
+        for piece in cut_file(file, 2**20)
         for batch in read_documents([piece], "reject", MAX_DOCUMENT_BYTES)
         for document in batch.documents()
     ]
@@ -94,7 +94,7 @@ else:
 
 def test_topics_are_documents_of_their_own(tmp_path: Path) -> None:
     files = python_docs.list_modules(write_library(tmp_path / "lib"))
-    [batch] = read_documents(cut_file(files[0], 1, MAX_DOCUMENT_BYTES), "reject", MAX_DOCUMENT_BYTES)
+    [batch] = read_documents(cut_file(files[0], 1), "reject", MAX_DOCUMENT_BYTES)
     assert batch.documents() == [b"The if statement", b"nothing"]
 
 

@@ -217,7 +217,7 @@ def test_bytes_that_are_not_utf8_in_json_are_repaired_one_by_one(tmp_path: Path)
         b'{"text": "%s"}\n' % (b"x" * 100)
     )
     files = list_inputs(Source(uri=str(tmp_path)))
-    [batch] = read_documents(cut_file(files[0], 10**6, MAX_DOCUMENT_BYTES), "replace", MAX_DOCUMENT_BYTES)
+    [batch] = read_documents(cut_file(files[0], 10**6), "replace", MAX_DOCUMENT_BYTES)
 
     expected = ["caf\ufffd", "lone \ufffd surrogate", "pair 😀", "x" * 100]
     assert [document.decode() for document in batch.documents()] == expected

@@ -20,7 +20,7 @@ from services.common.recipe.file import load_recipe
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs, list_corpus_inputs
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.file_range import FileRange
+from services.tokenizer.sources.input_files import FileRange
 from services.tokenizer.split_assignment import are_for_validation
 from services.tokenizer.tests.builders import (
     REPOSITORY,

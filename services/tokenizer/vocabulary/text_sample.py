@@ -22,8 +22,7 @@ from services.common.recipe.schema import Corpus
 from services.tokenizer.document_digest import SeenDocuments
 from services.tokenizer.sources.bad_rows import BadRows, add_up, require_few_bad_rows
 from services.tokenizer.sources.documents import cut_file, read_documents
-from services.tokenizer.sources.file_listing import FileListing
-from services.tokenizer.sources.file_range import FileRange, InputFile
+from services.tokenizer.sources.input_files import FileListing, FileRange, InputFile
 from services.tokenizer.split_assignment import are_for_validation, sampling_keys
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.training import take_first
@@ -128,11 +127,11 @@ def _choose_file_ranges(
     own, so that `corpus.split_bytes` changes nothing. Memory is 16 bytes for a file, and more for chosen files.
     """
     if share == 1:
-        return (each for file in listing for each in cut_file(file, max(1, file.bytes), max_document_bytes)), 1.0
+        return (each for file in listing for each in cut_file(file, max(1, file.bytes))), 1.0
     all_bytes = int(listing.sizes.sum())
     opened = _take(_in_order_of_keys(listing), lambda file: file.bytes, _SPREAD * share * all_bytes)
     opened_bytes = sum(file.bytes for file in opened)
-    file_ranges = [each for file in opened for each in cut_file(file, range_bytes, max_document_bytes)]
+    file_ranges = [each for file in opened for each in cut_file(file, range_bytes)]
     cut_bytes = sum(each.bytes for each in file_ranges)
     wanted_bytes = share * all_bytes / opened_bytes * cut_bytes
     chosen = _take(sorted(file_ranges, key=_range_key), lambda each: each.bytes, wanted_bytes)

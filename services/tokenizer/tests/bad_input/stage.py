@@ -50,9 +50,10 @@ def write_parquet(path: Path, **settings: Any) -> pq.FileMetaData:
     return pq.read_metadata(path)
 
 
-def write_arrow(path: Path, table: pa.Table, writer: Callable[..., Any], rows: int = 20) -> None:
+def write_table(path: Path, table: pa.Table, writer: Callable[..., Any], rows: int = 20) -> None:
+    """Write record batches or row groups of so many rows with `pa.ipc.new_file`, `new_stream` or `pq.ParquetWriter`."""
     with writer(str(path), table.schema) as file:
-        file.write_table(table, max_chunksize=rows)
+        file.write_table(table, rows)
 
 
 def overwrite(path: Path, position: int, content: bytes) -> None:

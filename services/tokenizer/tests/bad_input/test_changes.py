@@ -18,7 +18,7 @@ from services.common.recipe.schema import Source
 from services.tokenizer import build
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet, write_table
 from services.tokenizer.tests.builders import (
     MAX_DOCUMENT_BYTES,
     PIECES,
@@ -61,8 +61,9 @@ def write_in_place(path: Path) -> None:
     overwrite(path, 30, b"X")
 
 
-@pytest.mark.parametrize("change", [append, replace_by_another_of_the_same_size, write_in_place])
-@pytest.mark.parametrize("split_bytes", [2_000, 10**6])
+@pytest.mark.parametrize(
+    ("change", "split_bytes"), [(append, 2_000), (replace_by_another_of_the_same_size, 2_000), (write_in_place, 10**6)]
+)
 def test_an_input_that_changes_between_plan_and_encode_is_named(
     stage: Stage, tmp_path: Path, change: Callable[[Path], None], split_bytes: int
 ) -> None:
@@ -88,23 +89,16 @@ def test_an_input_that_loses_its_end_while_it_is_read_is_called_changed_and_not_
 def test_an_input_that_changes_before_it_is_cut_gives_no_plan(tmp_path: Path, writer: Callable[..., Any]) -> None:
     """A plan is kept. It would have lost documents without a word once the listed version was put back."""
     path = tmp_path / ("a.parquet" if writer is pq.ParquetWriter else "a.arrow")
-    write_table(path, writer, TEXTS)
+    write_table(path, pa.table({"text": TEXTS}), writer)
     [file] = list_inputs(Source(uri=str(path)))
     shutil.copy2(path, tmp_path / "listed")
-    write_table(path, writer, TEXTS[:20])
+    write_table(path, pa.table({"text": TEXTS[:20]}), writer)
 
     with pytest.raises(ArtifactError, match="changed"):
-        cut_file(file, 10**9, MAX_DOCUMENT_BYTES)
+        cut_file(file, 10**9)
 
     shutil.copy2(tmp_path / "listed", path)
-    assert len(cut_file(file, 10**9, MAX_DOCUMENT_BYTES)) == -(-len(TEXTS) // 20)
-
-
-def write_table(path: Path, writer: Callable[..., Any], texts: list[str]) -> None:
-    """Write a table of 20 texts in each row group or record batch."""
-    table = pa.table({"text": texts})
-    with writer(str(path), table.schema) as file:
-        file.write_table(table, 20)
+    assert len(cut_file(file, 10**9)) == -(-len(TEXTS) // 20)
 
 
 def test_an_input_that_is_removed_before_it_is_read_is_named(stage: Stage, tmp_path: Path) -> None:
@@ -117,7 +111,7 @@ def test_an_input_that_is_removed_before_it_is_read_is_named(stage: Stage, tmp_p
 def test_an_input_that_is_written_while_it_is_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl([make_text(1_000_000, seed=seed).decode() for seed in range(6)]))
     [file] = list_inputs(Source(uri=str(tmp_path / "a.jsonl")))
-    batches = read_documents(cut_file(file, 10**9, MAX_DOCUMENT_BYTES), "replace", MAX_DOCUMENT_BYTES)
+    batches = read_documents(cut_file(file, 10**9), "replace", MAX_DOCUMENT_BYTES)
     assert len(next(batches)) >= 4
     append(tmp_path / "a.jsonl")
     with pytest.raises(ArtifactError, match=r"a\.jsonl: .*changed"):

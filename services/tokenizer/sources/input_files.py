@@ -1,18 +1,23 @@
-"""A list of input files in columns: a million files take about 200 MB, where as many Python objects take 1 GB."""
+"""Input files, the file ranges that encode tasks read, and the listing of a source.
+
+A listing keeps its files in columns: a million of them take about 200 MB, where as many Python objects take 1 GB.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import overload
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from services.tokenizer.arrow_arrays import array_of_numbers, array_of_text, numbers_of
-from services.tokenizer.sources.file_range import InputFile
+
+Format = Literal["text", "jsonl", "parquet", "arrow", "rows", "wikicorpus", "python_module", "python_topics"]
 
 BLOCK_FILES = 256
 """Files in a block of a listing. A task that reads footers takes one block."""
@@ -29,7 +34,55 @@ SCHEMA = pa.schema(
 )
 
 
-class FileListing(Sequence[InputFile]):
+@dataclass(frozen=True)
+class InputFile:
+    """A file of a source, as it was when the corpus was planned."""
+
+    uri: str
+    name: str
+    """Path relative to the source's folder."""
+    format: Format
+    column: str
+    """The JSON key, or the Parquet or Arrow column, that holds the document."""
+    bytes: int
+    version: str
+    """Size and modification time of a local file, and also the ETag of a remote one: what is known without reading."""
+    builder: str = ""
+    """For the format "rows", the builder of `datasets` that reads the file, as `hub` describes it."""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """A part of a file: the documents that begin in [begin, end).
+
+    `begin` and `end` count row groups in Parquet, record batches in Arrow, and bytes in other formats.
+    """
+
+    file: InputFile
+    begin: int
+    end: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class InputPartition:
+    """The file ranges of a source that one encode task reads, in the order of the corpus."""
+
+    index: int
+    source: int
+    """Index of the source in `corpus.sources`."""
+    pass_number: int
+    """Number of earlier partitions with the same file ranges. It is 0 unless the source's weight is above 1."""
+    first_pass_index: int
+    """Index of the partition of the first pass that has the same file ranges, and so the same documents."""
+    file_ranges: tuple[FileRange, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file_range.bytes for file_range in self.file_ranges)
+
+
+class FileListing:
     """The files of a source in the order of the corpus. An `InputFile` is made when a caller asks for one."""
 
     def __init__(self, blocks: Sequence[pa.RecordBatch]) -> None:
@@ -53,18 +106,9 @@ class FileListing(Sequence[InputFile]):
         return cls(blocks)
 
     def __len__(self) -> int:
-        return sum(block.num_rows for block in self.blocks[-1:]) + BLOCK_FILES * max(0, len(self.blocks) - 1)
+        return sum(block.num_rows for block in self.blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> InputFile: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[InputFile]: ...
-
-    def __getitem__(self, index: int | slice) -> InputFile | list[InputFile]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def __getitem__(self, number: int) -> InputFile:
         return next(read_files(self.blocks[number // BLOCK_FILES].slice(number % BLOCK_FILES, 1)))
 
     def __iter__(self) -> Iterator[InputFile]:
@@ -86,6 +130,11 @@ class FileListing(Sequence[InputFile]):
                 f"{file.name}\0{file.format}\0{file.version}\0{file.builder}\0".encode("utf-8", "surrogateescape")
             )
         return hasher.hexdigest()
+
+
+def whole_file(file: InputFile) -> FileRange:
+    """Return the file range that is the whole file, in bytes."""
+    return FileRange(file, begin=0, end=file.bytes, bytes=file.bytes)
 
 
 def read_files(block: pa.RecordBatch) -> Iterator[InputFile]:

@@ -1,0 +1,234 @@
+"""Reads a column of text from Parquet, and from Arrow IPC files and streams: a row is a document, a null an empty one.
+
+Parquet is cut by row groups and an Arrow file by record batches. A stream, which `datasets` saves, is read as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from services.common.errors import ArtifactError, RecipeError
+from services.tokenizer.sources.bad_rows import BadRows
+from services.tokenizer.sources.file_system import open_seekable_file, require_unchanged
+from services.tokenizer.sources.input_files import FileRange, InputFile, whole_file
+from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
+
+_LARGE_ROW_BYTES = 2**18
+_BUFFER_BYTES = 2**20
+_FILE_FORMAT = b"ARROW1"
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END_OF_STREAM = _CONTINUATION + bytes(4)
+
+
+def cut_parquet(file: InputFile, split_bytes: int) -> list[FileRange]:
+    """Return a file range for each row group. A file without rows has none, whatever its columns are.
+
+    Raises `RecipeError` when the column is missing or holds no text, and `ArtifactError` for a file that has changed:
+    the row groups are kept for repeated commands, which may find the listed version again.
+    """
+    with require_unchanged(file), _open_parquet(file.uri) as parquet:
+        if not parquet.metadata.num_rows:
+            return []
+        path = ".".join(find_column(file, parquet.schema_arrow))
+        columns = [parquet.schema.column(index).path for index in range(len(parquet.schema))]
+        sizes = [
+            parquet.metadata.row_group(group).column(columns.index(path)).total_uncompressed_size
+            for group in range(parquet.num_row_groups)
+        ]
+    return [FileRange(file, index, index + 1, size) for index, size in enumerate(sizes)]
+
+
+def read_parquet(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
+    """Read the column's values as documents. A page is decoded as a whole."""
+    groups = range(file_range.begin, file_range.end)
+    with _open_parquet(file_range.file.uri) as parquet:
+        path = find_column(file_range.file, parquet.schema_arrow)
+        rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
+        # One row at a time where rows are large, because some may be much larger.
+        mean_bytes = max(1, file_range.bytes / max(rows, 1))
+        batches = parquet.iter_batches(
+            batch_size=1 if mean_bytes > _LARGE_ROW_BYTES else int(BATCH_BYTES / mean_bytes),
+            row_groups=list(groups),
+            columns=[".".join(path)],
+            use_threads=False,
+        )
+        for batch in batches:
+            yield from read_column(batch, path)
+
+
+def locate_in_parquet(file_range: FileRange, number: int) -> str:
+    """Return a document's place for an error: the file and the row, from 1."""
+    with _open_parquet(file_range.file.uri) as parquet:
+        rows = sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.begin))
+    return locate_row(file_range, rows + number)
+
+
+def cut_arrow(file: InputFile, split_bytes: int) -> list[FileRange]:
+    """Return a file range for each record batch of a file, or the whole stream.
+
+    Raises as `cut_parquet` does.
+    """
+    with require_unchanged(file), _open_arrow(file.uri) as reader:
+        try:
+            find_column(file, reader.schema)
+        except RecipeError:
+            if any(batch.num_rows for batch in _read_batches(reader)):
+                raise
+            return []
+        if isinstance(reader, pa.RecordBatchStreamReader):
+            return [whole_file(file)]
+        count = reader.num_record_batches
+    return [FileRange(file, index, index + 1, file.bytes // count) for index in range(count)]
+
+
+def read_arrow(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
+    """Read the column's values as documents. A record batch is decoded as a whole."""
+    with _open_arrow(file_range.file.uri) as reader:
+        path = find_column(file_range.file, reader.schema)
+        for batch in _read_batches(reader, file_range.begin, file_range.end):
+            yield from read_column(batch, path)
+
+
+def locate_in_arrow(file_range: FileRange, number: int) -> str:
+    """Return a document's place for an error: the file and the row, from 1."""
+    rows = 0
+    if file_range.begin:
+        with _open_arrow(file_range.file.uri) as reader:
+            rows = sum(batch.num_rows for batch in _read_batches(reader, 0, file_range.begin))
+    return locate_row(file_range, rows + number)
+
+
+def locate_row(file_range: FileRange, row: int) -> str:
+    """Return a row's place for an error. `row` counts the rows of the file from 0."""
+    return f"{file_range.file.uri}: row {row + 1:,}, column {file_range.file.column!r}"
+
+
+def find_column(file: InputFile, schema: pa.Schema) -> tuple[str, ...]:
+    """Return the names that lead to the file's column: one, or several where `a.b` is the field b of the struct a.
+
+    A path ends where all values are null. Raises `RecipeError` when the column is missing, exists twice, or holds no
+    text.
+    """
+    if schema.names.count(file.column) > 1:
+        raise RecipeError(
+            f"{file.uri}: the file has {schema.names.count(file.column)} columns {file.column!r}, expected one."
+        )
+    path, found = _follow(file.column, schema)
+    if found is None:
+        raise RecipeError(
+            f"{file.uri}: the file has no column {file.column!r}; its columns are "
+            f"{', '.join(_paths(schema)) or 'none'}. Set `column` of this source to the column that holds the text."
+        )
+    if not is_text(found):
+        inner = [f"{file.column}.{name}" for name in _paths(found)] if pa.types.is_struct(found) else []
+        advice = f" Set `column` of this source to one of {', '.join(inner)}." if inner else ""
+        raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text.{advice}")
+    return path
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a type is text, bytes or null, or a dictionary of them."""
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    text = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
+    return value in (*text, pa.null())
+
+
+def read_column(batch: pa.RecordBatch, path: tuple[str, ...]) -> Iterator[TextBatch]:
+    """Yield the values of a column as `in_batches` does; `find_column` has found the path to it."""
+    column = batch.column(path[0])
+    for name in path[1:]:
+        column = pc.struct_field(column, name)
+    yield from in_batches(column)
+
+
+def in_batches(column: pa.Array) -> Iterator[TextBatch]:
+    """Yield the values in order as bytes, which may be invalid UTF-8. A null is an empty document.
+
+    Raises `pa.ArrowInvalid` for a column whose offsets point outside of its data.
+    """
+    values = column.cast(pa.large_binary())
+    values.validate(full=True)
+    if values.null_count:
+        values = values.fill_null(b"")
+    if not len(values):
+        return
+    _, offset_buffer, data = values.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[values.offset : values.offset + len(values) + 1]
+    text: Any = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    begin = 0
+    while begin < len(values):
+        # The batch ends with the document that fills it.
+        end = int(np.searchsorted(offsets, offsets[begin] + BATCH_BYTES, side="left"))
+        end = min(max(end, begin + 1), len(values))
+        yield TextBatch(text, offsets[begin:end], offsets[begin + 1 : end + 1])
+        begin = end
+
+
+def _follow(column: str, fields: pa.Schema | pa.StructType) -> tuple[tuple[str, ...], pa.DataType | None]:
+    """Return the path to a column, and its type; None as the type where there is no such column."""
+    if column in fields.names:
+        return (column,), fields.field(column).type
+    first, _, rest = column.partition(".")
+    outer = fields.field(first).type if rest and first in fields.names else None
+    if outer is None or pa.types.is_null(outer):
+        return (first,), outer
+    path, found = _follow(rest, outer) if pa.types.is_struct(outer) else ((), None)
+    return (first, *path), found
+
+
+def _paths(fields: pa.Schema | pa.StructType) -> Iterator[str]:
+    """Yield the names of columns, those within structs as `a.b`."""
+    for field in fields:
+        if pa.types.is_struct(field.type):
+            yield from (f"{field.name}.{inner}" for inner in _paths(field.type))
+        else:
+            yield field.name
+
+
+@contextmanager
+def _open_parquet(uri: str) -> Iterator[pq.ParquetFile]:
+    with (
+        open_seekable_file(uri) as file,
+        # With a buffer size, compressed pages are read one by one instead of a whole row group at once.
+        pq.ParquetFile(file, page_checksum_verification=True, buffer_size=_BUFFER_BYTES) as parquet,
+    ):
+        yield parquet
+
+
+@contextmanager
+def _open_arrow(uri: str) -> Iterator[pa.RecordBatchFileReader | pa.RecordBatchStreamReader]:
+    with open_seekable_file(uri) as file:
+        start = file.read(len(_FILE_FORMAT))
+        if start == _FILE_FORMAT:
+            yield pa.ipc.open_file(file)
+            return
+        if start.startswith(_CONTINUATION):  # a stream of Arrow 0.15 or later, which has a mark at its end
+            _require_end_of_stream(file, uri)
+        file.seek(0)
+        yield pa.ipc.open_stream(file)
+
+
+def _require_end_of_stream(file: BinaryIO, uri: str) -> None:
+    """Raise `ArtifactError` for the stream of a killed writer. Arrow reads it without an error."""
+    file.seek(-len(_END_OF_STREAM), os.SEEK_END)
+    if file.read() != _END_OF_STREAM:
+        raise ArtifactError(f"{uri}: the Arrow stream has no end: it is cut off, or still being written.")
+
+
+def _read_batches(
+    reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader, begin: int = 0, end: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield record batches of a file, or all of a stream."""
+    if isinstance(reader, pa.RecordBatchStreamReader):
+        yield from reader
+        return
+    for index in range(begin, reader.num_record_batches if end is None else end):
+        yield reader.get_batch(index)
