@@ -63,8 +63,10 @@ WORKDIR /app
 COPY --from=code /app/services/common /app/services/common
 COPY --from=code /app/infra /app/infra
 COPY --from=code /app/services/tokenizer /app/services/tokenizer
-RUN python -m services.tokenizer.encoding.shipped_kernels /opt/kernels
-ENV MILLRACE_COMPILED_KERNELS=/opt/kernels
+# Kernels for every x86-64 processor since 2015, as a node may have another one than this machine.
+ENV NUMBA_CPU_NAME=x86-64-v3 \
+    NUMBA_CPU_FEATURES=
+RUN python -c "from services.tokenizer.encoding.chunk_encoder import load_kernels as load; load('uint16'); load('uint32')"
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "services.tokenizer"]
 CMD []

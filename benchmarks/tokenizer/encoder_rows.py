@@ -60,7 +60,7 @@ def _kernel(bench: BenchmarkFolder, passes: int) -> RowMeasurement:
     from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels  # noqa: PLC0415
     from services.tokenizer.text_batch import in_batches  # noqa: PLC0415
 
-    load_kernels(np.dtype(np.uint16))
+    load_kernels("uint16")
     encoder = ChunkEncoder.from_model(bench.model.read_bytes())
     batches = list(in_batches(bench.documents()))
     for _ in range(passes):

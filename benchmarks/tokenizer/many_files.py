@@ -33,10 +33,9 @@ from services.common.testing.recipes import write_recipe
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition
 from services.tokenizer.encoded_partitions import SUMMED, EncodedPartitions
-from services.tokenizer.partition_plan import plan_partitions
-from services.tokenizer.plan_folder import PlanFolder
+from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.task_sequence import TaskSequence, map_largest_first
+from services.tokenizer.tasks import TaskSequence, map_largest_first
 
 LINE = b'{"text": "a document of a million"}\n'
 TEXT_BYTES = 50 * 10**12
@@ -153,6 +152,8 @@ def _make_result(index: int) -> EncodedPartition:
         encoder="",
         text_xxh3=f"{index:032x}",
         bad_files=(),
+        files_repaired=(),
+        files_without_text=(),
         max_document_bytes=2**40,
         parts=dict.fromkeys(SPLITS, part),
         **counts,

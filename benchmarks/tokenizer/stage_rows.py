@@ -8,8 +8,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from benchmarks.tokenizer.benchmark_folder import SEQUENCE_LENGTH, BenchmarkFolder
 from benchmarks.tokenizer.row_measurement import RowMeasurement, Watch, bytes_below
 
@@ -139,7 +137,7 @@ def _stage(bench: BenchmarkFolder, num_workers: int, *overrides: str) -> RowMeas
     with importing():  # as the program does
         from services.tokenizer.command import main  # noqa: PLC0415
 
-    load_kernels(np.dtype(np.uint16))
+    load_kernels("uint16")
     recipe = bench.write_recipe(num_workers)
     watch = Watch()
     exit_code = main(["--recipe", str(recipe), "--root", str(bench.output), "--launch", "inline", *overrides])
@@ -185,8 +183,8 @@ def _encode_tasks(bench: BenchmarkFolder, num_processes: int) -> RowMeasurement:
 
 def _prepare_encoding_partitions(tasks: Any, num_taken: Any) -> Callable[[], None]:
     from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
+    from services.tokenizer.encoding.encoder import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.encoding.encoder_choice import load_encoder  # noqa: PLC0415
-    from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
 
     encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder, tasks[0].sampled_bytes)
@@ -214,7 +212,7 @@ def _prepare_encoding_text(bench: BenchmarkFolder, is_warm: bool) -> Callable[[]
     from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels  # noqa: PLC0415
     from services.tokenizer.text_batch import in_batches  # noqa: PLC0415
 
-    load_kernels(np.dtype(np.uint16))
+    load_kernels("uint16")
     batches = list(in_batches(bench.documents()))
     encoder = ChunkEncoder.from_model(bench.model.read_bytes())
 

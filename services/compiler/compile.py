@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from services.common.artifacts.manifest import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.launch.launcher import choose_launcher
-from services.common.process.private_folder import new_name, private_folder
 from services.common.process.progress import show_progress
 from services.common.program.backends.choice import choose_backend
 from services.common.recipe.schema import Recipe, fingerprint
@@ -135,12 +135,13 @@ def _child(folder: Path, cache: Path, recipe: Recipe, rank: int, is_for_plan: bo
     """Run the tracing process; it ends at any end of this one, with what it has started, such as g++."""
     options = [str(folder), str(rank), *([FOR_PLAN] if is_for_plan else [])]
     command = [sys.executable, "-m", "services.compiler.trace", *options]
-    with (folder / "log.txt").open("ab") as log, private_folder(new_name("compiler")) as plain:
-        # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
-        (plain / "cache").symlink_to(cache)
+    with (folder / "log.txt").open("ab") as log, tempfile.TemporaryDirectory(prefix="millrace-") as plain:
+        # Inductor splits its compiler's command line at spaces, and a root may have some.
+        plain_cache = Path(plain, "cache")
+        plain_cache.symlink_to(cache)
         backend = choose_backend(recipe.parallel.device)
-        variables = backend.cache_environment(plain / "cache", recipe) | backend.trace_environment(recipe)
-        environment = {**os.environ, **variables, "TMPDIR": str(plain)}
+        variables = backend.cache_environment(plain_cache, recipe) | backend.trace_environment(recipe)
+        environment = {**os.environ, **variables, "TMPDIR": plain}
         with running_in_group(command, environment, stdout=subprocess.PIPE, stderr=log) as child:
             yield child
 

@@ -15,7 +15,6 @@ from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact, published_ids
 from services.common.errors import ArtifactError
 from services.common.hardware.instance_types import GIB, read_dollars_per_hour, read_pod_room
-from services.common.input.files import read_file
 from services.common.launch.launcher import TaskDemand
 from services.common.recipe.schema import Recipe
 from services.compiler.neuron_cache import MODULES_FILE
@@ -83,7 +82,7 @@ def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule,
         return ()
     path = listed_file(cache.path, cache.manifest, MODULES_FILE)
     try:
-        return _RECORDS.validate_json(read_file(path))
+        return _RECORDS.validate_json(path.read_bytes())
     except ValidationError as error:
         raise ArtifactError(
             f"{path}: expected a list of graph records of this version of the compiler: {error}"

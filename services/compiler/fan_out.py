@@ -32,11 +32,7 @@ class _Failure:
 
 
 def make_tasks(modules: Sequence[Module], compiled: Path, target: str, settings: Compile) -> list[CompileTask]:
-    """Make one task per graph. Raises `DeviceError` where the graphs were traced without the recipe's flags, or for
-    another target.
-    """
-    for module in modules:
-        _require_flags(module, target, settings.flags)
+    """Make one task per graph."""
     return [
         CompileTask(
             module=module,
@@ -129,21 +125,6 @@ class _FanOut:
     def _describe(self) -> str:
         failed = f", {len(self._failures)} failed" if self._failures else ""
         return f"{len(self._records)} of {len(self._tasks)} graphs done, {self._running} running{failed}"
-
-
-def _require_flags(module: Module, target: str, flags: Sequence[str]) -> None:
-    lacking = [flag for flag in flags if flag not in module.flags]
-    if lacking:
-        raise DeviceError(
-            f"{module.folder}: the recipe's compile.flags has {' '.join(lacking)}, but the graph was traced with "
-            f"{' '.join(module.flags) or 'no flags'}. Trace with the recipe's flags in NEURON_CC_FLAGS."
-        )
-    targets = {flag.partition("=")[2] for flag in module.flags if flag.startswith("--target=")}
-    if targets - {target}:
-        raise DeviceError(
-            f"{module.folder}: the graph was traced for --target={', '.join(targets)}, but the recipe's nodes are "
-            f"{target} (cluster.trainer_instance_type)."
-        )
 
 
 def _demand_of(task: CompileTask) -> TaskDemand:

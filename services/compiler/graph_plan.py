@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,6 @@ from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import SCRATCH_SUFFIX, Artifact, open_artifact
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.command_line import RecipeParser
-from services.common.process.private_folder import new_name, private_folder
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Compile, Recipe, fingerprint
 from services.compiler import neuron_cache
@@ -58,9 +58,9 @@ def plan(argv: list[str]) -> int:
     if (address.path / MANIFEST).exists():
         print(describe_published(open_artifact(address.path, CompileCacheManifest)))
         return 0
-    with private_folder(new_name("plan")) as folder:
-        trace_in_child(recipe, folder / "trace", "tracing", is_for_plan=True)
-        modules = neuron_cache.traced_modules(folder / "trace" / "cache")
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        trace_in_child(recipe, Path(folder), "tracing", is_for_plan=True)
+        modules = neuron_cache.traced_modules(Path(folder, "cache"))
         compiled = address.beside(SCRATCH_SUFFIX) / neuron_cache.COMPILED
         tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
         rate = find_rate(arguments.root, modules[0].compiler, recipe.compile.task_cpus)

@@ -11,7 +11,6 @@ from services.common.artifacts.corpus import MAX_BAD_FILES, SPLITS, CorpusPayloa
 from services.common.artifacts.manifest import FileEntry, PhaseTimer, sync_folder
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
-from services.common.input.files import read_file
 from services.common.input.problem_list import list_names
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
@@ -20,17 +19,14 @@ from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.duplicates import DuplicateLists, find_duplicates
 from services.tokenizer.encode_task import EncodeTask, encode_partition
 from services.tokenizer.encoded_partitions import SUMMED, EncodedPartitions
-from services.tokenizer.encoding.encoder import token_dtype
+from services.tokenizer.encoding.encoder import sampled_bytes_of_worker, token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
-from services.tokenizer.encoding.self_check import sampled_bytes_of_worker
-from services.tokenizer.hashed_file import write_hashed_file
 from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
-from services.tokenizer.pack import ShardLayout, pack_splits
-from services.tokenizer.partition_plan import plan_partitions
-from services.tokenizer.plan_folder import Partitions
+from services.tokenizer.pack import ShardLayout, pack_splits, write_hashed_file
+from services.tokenizer.partition_plan import Partitions, plan_partitions
 from services.tokenizer.scratch import find_partition_folders, open_partition_folder, plan_folder_of, record_owner
 from services.tokenizer.sources.bad_rows import count_by_reason, require_few_bad_rows
-from services.tokenizer.task_sequence import TaskSequence, map_largest_first
+from services.tokenizer.tasks import TaskSequence, map_largest_first
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -59,7 +55,7 @@ def build_corpus(
             partitions,
             launcher,
             recipe.tokenizer.num_workers,
-            lambda: explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder),
+            lambda: explain_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder),
         )
     bad_files = encoded.bad_files
     bad_rows = count_by_reason(bad_files)
@@ -127,12 +123,7 @@ def make_tasks(
             vocabulary=vocabulary,
             encoder=recipe.tokenizer.encoder,
             sampled_bytes=sampled_bytes_of_worker(recipe.tokenizer.num_workers),
-            weight=recipe.corpus.sources[partitions["source"][index]].weight,
-            validation_fraction=recipe.corpus.validation_fraction,
-            min_document_bytes=recipe.corpus.min_document_bytes,
-            max_document_bytes=recipe.corpus.max_document_bytes,
-            invalid_utf8=recipe.corpus.invalid_utf8,
-            bad_rows=recipe.corpus.bad_rows,
+            corpus=recipe.corpus,
             duplicates=duplicates.of_partition(int(partitions["first_pass_index"][index])) if duplicates else None,
             others=others,
         )
@@ -206,6 +197,6 @@ def _copy_vocabulary(path: Path, folder: Path, vocabulary: Vocabulary) -> FileEn
     target = folder / vocabulary.path
     target.parent.mkdir()
     with write_hashed_file(target) as file:
-        file.write(read_file(path))
+        file.write(path.read_bytes())
     sync_folder(target.parent)
     return file.entry(vocabulary.path)

@@ -1,20 +1,16 @@
 """Finds exact duplicates: documents whose normalised bytes an earlier document of the corpus has, too.
 
-The order of the corpus decides which of several equal documents is kept: the first one, in the first source of the
-recipe that has the document. Three phases of tasks find the others:
+Three phases of tasks find all but the first document of each digest, in the order of the corpus:
 
 1. digest: a task reads a group of neighbouring partitions, and writes the digests of their documents, sorted, and once
    each: which documents repeat another one of the group is known by then.
 2. find: a task takes one bucket, which is a range of digests, from the files of all groups, sorts it, and writes the
    positions of all documents but the first of each digest.
-3. list: a task takes the duplicates of one group from the files of all buckets.
+3. list: a task takes the duplicates of one group from the files of all buckets, for the encode tasks of its partitions.
 
-An encode task reads the duplicates of its partition from the list of its group. The phases read the text once, and they
-write and read 24 bytes for each document. They open `groups * (2 * buckets + 1)` files for reading, of at most
-MAX_GROUPS groups: a corpus of 20 billion documents has 2,400 buckets, and costs 20 million opens by all tasks together.
-A task of the first phase holds about 130 bytes for each document of its group. A task of the second holds 60 bytes for
-each of DIGESTS_PER_BUCKET digests, whatever the size of the corpus, and however often one document is in it: a bucket
-has a digest at most once for each group.
+The text is read once, and 24 bytes are written and read for each document. The phases open `groups * (2 * buckets + 1)`
+files. A task of the first phase holds 130 bytes for each document of its group, and one of the second 60 bytes for each
+of DIGESTS_PER_BUCKET digests.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +26,16 @@ import xxhash
 from services.common.artifacts.manifest import ManifestModel
 from services.common.launch.launcher import Launcher
 from services.common.recipe.schema import Corpus
-from services.tokenizer.atomic_file import write_file
-from services.tokenizer.document_digest import digest_documents
-from services.tokenizer.mapped_array import map_array
-from services.tokenizer.plan_folder import PlanFolder
-from services.tokenizer.scratch_tree import path_in_tree
-from services.tokenizer.sources.bad_rows import BadRowPolicy, BadRows
+from services.tokenizer.document_hashes import digest_documents
+from services.tokenizer.partition_plan import PlanFolder
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.task_marker import read_marker, write_marker
-from services.tokenizer.task_sequence import run_largest_first
+from services.tokenizer.tasks import map_array, path_in_tree, read_marker, run_largest_first, write_file, write_marker
 
 DIGESTS_PER_BUCKET = 2**23
 """Digests of a bucket, give or take a per mille, because digests are spread evenly. A task sorts them in 0.5 GB."""
 MAX_GROUPS = 4_096
-"""Most groups of partitions. Every bucket is read from the files of all groups, and with a file for each of 745,000
-partitions (50 TB of text) the tasks would open 180 times as many files."""
+"""Most groups of partitions, because every bucket is read from the files of all groups."""
 _NUMBER_BITS = 36
 
 Positions = npt.NDArray[np.uint64]
@@ -89,10 +79,7 @@ class DigestTask:
     """Folder of the plan."""
     partitions: range
     """Indices of the group's partitions."""
-    min_document_bytes: int
-    max_document_bytes: int
-    invalid_utf8: Literal["replace", "reject"]
-    bad_rows: BadRowPolicy
+    corpus: Corpus
 
 
 @dataclass(frozen=True)
@@ -141,28 +128,15 @@ def find_duplicates(
 ) -> DuplicateLists:
     """Write the lists of duplicates into the partition folder, and return where the list of each partition is.
 
-    Only partitions of the first pass over each source are read, which come first in a plan. The same documents are
-    found for partitions, groups and buckets of any size, for any number of workers, and after a crash. A task whose
-    file is complete is not run again.
+    Only partitions of the first pass over each source are read. The same documents are found for partitions, groups and
+    buckets of any size. A task whose file is complete is not run again.
     """
     partitions = plan.read_partitions()
     bytes_of_partitions = partitions["bytes"][partitions["pass_number"] == 0]
     count = len(bytes_of_partitions)
     per_group = max(1, -(-count // max_groups))
     groups = [range(begin, min(begin + per_group, count)) for begin in range(0, count, per_group)]
-    digest_tasks = [
-        DigestTask(
-            folder=folder,
-            group=number,
-            plan=plan.path,
-            partitions=group,
-            min_document_bytes=corpus.min_document_bytes,
-            max_document_bytes=corpus.max_document_bytes,
-            invalid_utf8=corpus.invalid_utf8,
-            bad_rows=corpus.bad_rows,
-        )
-        for number, group in enumerate(groups)
-    ]
+    digest_tasks = [DigestTask(folder, number, plan.path, group, corpus) for number, group in enumerate(groups)]
     sizes = np.array([bytes_of_partitions[group.start : group.stop].sum() for group in groups], np.int64)
     digests = run_largest_first(
         launcher, digest_group, digest_tasks, sizes, num_workers, title="digest documents", unit="bytes"
@@ -211,14 +185,15 @@ def list_group(task: ListTask) -> WrittenFile:
 
 
 def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
+    corpus = task.corpus
     digests: list[bytes] = []
     positions: list[Positions] = [np.empty(0, np.uint64)]
     plan = PlanFolder(task.plan)
     for partition in map(plan.read_partition, task.partitions):
         read = 0
-        bad_rows = BadRows(task.bad_rows)  # the encode tasks count them
-        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes, bad_rows):
-            is_wanted = batch.sizes >= max(1, task.min_document_bytes)
+        bad_rows = BadRows(corpus.bad_rows)  # the encode tasks count them
+        for batch in read_documents(partition.file_ranges, corpus.invalid_utf8, corpus.max_document_bytes, bad_rows):
+            is_wanted = batch.sizes >= max(1, corpus.min_document_bytes)
             digests.append(digest_documents(batch.select(is_wanted)))
             positions.append(_position(partition.index) + (read + np.flatnonzero(is_wanted)).astype(np.uint64))
             read += len(batch)
@@ -286,7 +261,7 @@ def _write_once(path: Path, inputs: str, make: Callable[[], tuple[int, npt.NDArr
     `make` returns the number of documents and the array.
     """
     marker_path = path.with_name(f"{path.name}.json")
-    done = read_marker(marker_path, path.parent, WrittenFile, lambda result: {path: result.xxh3})
+    done = read_marker(marker_path, WrittenFile, lambda result: {path: result.xxh3})
     if done and done.inputs == inputs:
         return done
     documents, values = make()

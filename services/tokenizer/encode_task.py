@@ -1,11 +1,8 @@
 """The task of a worker: it encodes the documents of one partition to files in the scratch folder.
 
-For train and for validation a task writes a file of tokens and a file of the positions where documents begin. Last it
-writes a marker with counts and checksums. When a command is repeated, a task whose marker fits its files is not run
-again.
-
-A partition has a key: the hash of the versions of its files and of all settings that decide its bytes. So the partition
-of a corpus with other inputs, whose command was stopped, is used again where its own files are the same.
+For train and for validation a task writes a file of tokens and a file of the positions where documents begin, and last
+a marker. A partition has a key: the hash of the versions of its files and of all settings that decide its bytes. So the
+partition of a corpus with other inputs, whose command was stopped, is used again where its own files are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +21,17 @@ import xxhash
 
 from services.common.artifacts.corpus import SPLITS, BadFile, Split, Vocabulary
 from services.common.artifacts.manifest import ManifestModel
-from services.common.input.files import read_file
-from services.common.recipe.schema import fingerprint
-from services.tokenizer.atomic_file import write_file
+from services.common.recipe.schema import Corpus, fingerprint
 from services.tokenizer.corpus_inputs import CONTENT_VERSION
+from services.tokenizer.document_hashes import are_for_training, are_for_validation
 from services.tokenizer.duplicates import DuplicateList
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder, reference_name
-from services.tokenizer.plan_folder import PlanFolder
-from services.tokenizer.scratch_tree import key_path, path_in_tree, starts_path, tokens_path
-from services.tokenizer.sources.bad_rows import BadRowPolicy, BadRows
+from services.tokenizer.partition_plan import PlanFolder
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import InputPartition
-from services.tokenizer.split_assignment import are_for_training, are_for_validation
-from services.tokenizer.task_marker import read_marker, write_marker
+from services.tokenizer.tasks import path_in_tree, read_marker, write_file, write_marker
 from services.tokenizer.text_batch import TextBatch
 
 
@@ -55,13 +49,7 @@ class EncodeTask:
     encoder: EncoderChoice
     sampled_bytes: int
     """Bytes of text that a worker also encodes with the reference library, in its first tasks."""
-    weight: float
-    """The weight of the partition's source."""
-    validation_fraction: float
-    min_document_bytes: int
-    max_document_bytes: int
-    invalid_utf8: Literal["replace", "reject"]
-    bad_rows: BadRowPolicy
+    corpus: Corpus
     duplicates: DuplicateList | None
     """The exact duplicates in the partition, which are dropped; None to keep them."""
     others: tuple[Path, ...] = ()
@@ -126,6 +114,21 @@ class EncodedPartition(ManifestModel):
         return sum(part.tokens for part in self.parts.values())
 
 
+def tokens_path(scratch: Path, partition: int, split: Split) -> Path:
+    """Return the path of the tokens that a partition has in a split."""
+    return path_in_tree(scratch, partition, f".{split}.tokens")
+
+
+def starts_path(scratch: Path, partition: int, split: Split) -> Path:
+    """Return the path of the positions in the tokens of a partition at which documents begin."""
+    return path_in_tree(scratch, partition, f".{split}.starts")
+
+
+def _key_path(scratch: Path, key: str) -> Path:
+    """Return the path of the file that has the number of the partition with this key."""
+    return scratch / f"key-{key[:2]}" / key
+
+
 def encode_partition(task: EncodeTask) -> tuple[EncodedPartition, bool]:
     """Return the encoded partition, and whether this call has encoded it: it is not, where its files are complete.
 
@@ -143,16 +146,17 @@ def _key_of(task: EncodeTask, partition: InputPartition, duplicates: npt.NDArray
 
     What is a bad row, and what becomes of it, is no part of the key, because most partitions have none: `_is_usable`.
     """
+    corpus = task.corpus
     settings = [
         CONTENT_VERSION,
         task.vocabulary.model_dump(mode="json"),
         reference_name(task.vocabulary),
         task.encoder,
         partition.pass_number,
-        min(1.0, task.weight - partition.pass_number),
-        task.validation_fraction,
-        task.min_document_bytes,
-        task.invalid_utf8,
+        min(1.0, corpus.sources[partition.source].weight - partition.pass_number),
+        corpus.validation_fraction,
+        corpus.min_document_bytes,
+        corpus.invalid_utf8,
         xxhash.xxh3_128_hexdigest(duplicates.data),
     ]
     files = [
@@ -174,8 +178,8 @@ def _is_usable(done: EncodedPartition, task: EncodeTask, key: str) -> bool:
     if done.key != key:
         return False
     if done.bad_files:
-        return task.bad_rows == "skip" and task.max_document_bytes == done.max_document_bytes
-    return task.max_document_bytes >= done.max_document_bytes
+        return task.corpus.bad_rows == "skip" and task.corpus.max_document_bytes == done.max_document_bytes
+    return task.corpus.max_document_bytes >= done.max_document_bytes
 
 
 def _adopt(task: EncodeTask, key: str) -> EncodedPartition | None:
@@ -185,8 +189,8 @@ def _adopt(task: EncodeTask, key: str) -> EncodedPartition | None:
     """
     for folder in task.others:
         with suppress(FileNotFoundError, ValueError):
-            index = int(read_file(key_path(folder, key), folder))
-            marker = EncodedPartition.model_validate_json(read_file(path_in_tree(folder, index, ".json"), folder))
+            index = int(_key_path(folder, key).read_bytes())
+            marker = EncodedPartition.model_validate_json(path_in_tree(folder, index, ".json").read_bytes())
             if not _is_usable(marker, task, key):
                 continue
             task.marker_path.parent.mkdir(exist_ok=True)
@@ -212,7 +216,7 @@ def _link(source: Path, target: Path) -> None:
 def _write_markers(task: EncodeTask, encoded: EncodedPartition) -> None:
     """Write the marker of a partition whose files are written, and then where it is found by its key."""
     write_marker(task.marker_path, encoded)
-    path = key_path(task.scratch, encoded.key)
+    path = _key_path(task.scratch, encoded.key)
     path.parent.mkdir(exist_ok=True)
     with write_file(path) as file:
         file.write(str(task.index).encode())
@@ -229,22 +233,23 @@ def read_whole_partition(scratch: Path, index: int, splits: Collection[Split] = 
         tokens = {tokens_path(scratch, index, split): done.parts[split].tokens_xxh3 for split in splits}
         return tokens | {starts_path(scratch, index, split): done.parts[split].starts_xxh3 for split in splits}
 
-    done = read_marker(path_in_tree(scratch, index, ".json"), scratch, EncodedPartition, checksums)
+    done = read_marker(path_in_tree(scratch, index, ".json"), EncodedPartition, checksums)
     return done if done and done.index == index else None
 
 
 def _encode(
     task: EncodeTask, partition: InputPartition, duplicates: npt.NDArray[np.int64], key: str
 ) -> EncodedPartition:
+    corpus, weight = task.corpus, task.corpus.sources[partition.source].weight
     encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder, task.sampled_bytes)
     task.marker_path.parent.mkdir(exist_ok=True)
-    text_hash, bad_rows = _TextHash(), BadRows(task.bad_rows)
+    text_hash, bad_rows = _TextHash(), BadRows(corpus.bad_rows)
     read = empty = too_short = duplicate = not_sampled = invalid = 0
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
-        for batch in read_documents(partition.file_ranges, task.invalid_utf8, task.max_document_bytes, bad_rows):
+        for batch in read_documents(partition.file_ranges, corpus.invalid_utf8, corpus.max_document_bytes, bad_rows):
             text_hash.update(batch)
-            is_too_short = batch.sizes < task.min_document_bytes
+            is_too_short = batch.sizes < corpus.min_document_bytes
             is_duplicate = np.zeros(len(batch), np.bool_)
             is_duplicate[duplicates[slice(*np.searchsorted(duplicates, [read, read + len(batch)]))] - read] = True
             read += len(batch)
@@ -252,8 +257,8 @@ def _encode(
             too_short += int(is_too_short.sum())
             duplicate += int(is_duplicate.sum())
             left = batch.select(~(is_too_short | is_duplicate))
-            is_for_validation = are_for_validation(left, task.validation_fraction)
-            is_wanted = are_for_training(left, task.weight, partition.pass_number)
+            is_for_validation = are_for_validation(left, corpus.validation_fraction)
+            is_wanted = are_for_training(left, weight, partition.pass_number)
             # All of them, once and whatever the weight: losses of two mixtures are compared on the same documents.
             is_wanted[is_for_validation] = partition.pass_number == 0
             wanted, is_for_validation = left.select(is_wanted), is_for_validation[is_wanted]
@@ -278,7 +283,7 @@ def _encode(
         bad_files=bad_rows.files(),
         files_repaired=tuple(bad_rows.repaired),
         files_without_text=tuple(bad_rows.without_text),
-        max_document_bytes=task.max_document_bytes,
+        max_document_bytes=corpus.max_document_bytes,
         parts={split: writer.describe() for split, writer in writers.items()},
     )
     _write_markers(task, encoded)

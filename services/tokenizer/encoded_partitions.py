@@ -13,7 +13,7 @@ import xxhash
 from services.common.artifacts.corpus import SPLITS, BadFile, SourceSplitCounts, Split
 from services.tokenizer.encode_task import EncodedPartition
 from services.tokenizer.encoding.encoder import BOS_AND_EOS
-from services.tokenizer.plan_folder import Partitions
+from services.tokenizer.partition_plan import Partitions
 from services.tokenizer.sources.bad_rows import add_up
 
 SUMMED = (

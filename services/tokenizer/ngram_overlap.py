@@ -1,44 +1,50 @@
 """Counts the n-grams of the validation split that are in the training split, too.
 
 A loss on text that a model has trained on is no loss on new text. Equal documents are in one split, but a license or a
-quotation can be in documents of both. So tasks on the workers look up the n-grams of each partition's training
-documents in the set of the validation split's n-grams, and the counts go into the manifest.
+quotation can be in documents of both. So tasks look up the n-grams of each partition's training documents in the set of
+the validation split's n-grams, whose size is bounded, and the counts go into the manifest. Every token is read once.
 
-Every token of both splits is read once, by tasks. A task over training documents writes the indices of the n-grams that
-it found, at most four bytes for a token, and a marker: when a command is repeated, a task whose marker fits its file is
-not run again. Each of these tasks loads the set, whose size is bounded. A task over validation documents reads the
-partitions of a folder of scratch, and returns the hashes that are candidates for the set.
+An n-gram is NGRAM_TOKENS tokens in a row of one document, without BOS and EOS. Its hash is a polynomial modulo 2**64
+whose coefficients are its tokens, mixed. The hashes of all n-grams of a block come from one prefix sum: its term i is a
+mixed token times the i-th power of an odd number, and the sum of a window, times a power of the number's inverse, is
+the polynomial. Two n-grams have the same hash with a probability of about 2**-64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import xxhash
+import numpy.typing as npt
 
 from services.common.artifacts.corpus import Split
-from services.common.artifacts.manifest import ManifestModel
-from services.common.input.files import read_file
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
-from services.tokenizer.atomic_file import write_file
-from services.tokenizer.encode_task import EncodedPartition, EncodeTask
+from services.tokenizer.encode_task import EncodeTask
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import token_dtype
-from services.tokenizer.mapped_array import map_array
-from services.tokenizer.ngram_set import LARGEST_HASH, Hashes, NgramHasher, NgramSet
-from services.tokenizer.scratch_tree import NUMBERS_PER_FOLDER
-from services.tokenizer.task_marker import read_marker, write_marker
-from services.tokenizer.task_sequence import TaskSequence, map_largest_first
+from services.tokenizer.tasks import NUMBERS_PER_FOLDER, TaskSequence, map_array, map_largest_first, write_file
 
+NGRAM_TOKENS = 13
+"""GPT-3 compares training text with benchmarks by n-grams of at most 13 words (arXiv 2005.14165, appendix C)."""
 MAX_NGRAMS = 2**18
 """Most n-grams of the validation split that are looked up, which bounds their set to 14 MiB. A larger split is sampled
 by the n-grams' hashes, and so is the training split, so that most of its n-grams are hashed and not looked up. With so
 many n-grams that occur once, a share of 13 % has a standard error of 0.07 %; frequent n-grams make it larger."""
+_LARGEST_HASH = 2**64 - 1
+_BASE = 0x9E3779B97F4A7C15
+_MULTIPLIER = np.uint64(0xC2B2AE3D27D4EB4F)
+_HALF_WORD = np.uint64(32)
+_FILTER_ITEMS = 16
+"""Items of the filter for each hash of a set; one in so many hashes that are not in the set passes it."""
 _BLOCK_TOKENS = 2**15
+
+Hashes = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -67,26 +73,8 @@ class OverlapTask:
     """The task that encoded the partition."""
     set_path: Path
     """File of the hashes of the validation split's n-grams, in rising order."""
-    set_xxh3: str
     limit: int
     """Largest hash that an n-gram of the set may have."""
-
-    @property
-    def found_path(self) -> Path:
-        """File of the indices of the n-grams that were found."""
-        return self.encoded.marker_path.with_suffix(".ngrams")
-
-    @property
-    def marker_path(self) -> Path:
-        return self.encoded.marker_path.with_suffix(".ngrams.json")
-
-
-class FoundNgrams(ManifestModel):
-    """The result of a task. Its JSON is the task's marker."""
-
-    tokens_xxh3: str
-    set_xxh3: str
-    found_xxh3: str
 
 
 def count_overlap(
@@ -101,20 +89,19 @@ def count_overlap(
     num_tokens = encoded.totals("validation").document_tokens
     if num_tokens == 0:
         return [NgramOverlap()] * num_sources
-    limit = LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
+    limit = _LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
     own = _hash_sources(tasks, encoded, launcher, num_workers, limit)
     held_out = NgramSet(np.unique(np.concatenate(own)))
     set_path = tasks[0].scratch / "validation.ngrams"
     with write_file(set_path) as file:
         file.write(held_out.hashes.data)
-    set_xxh3 = xxhash.xxh3_128_hexdigest(held_out.hashes.data)
-    overlap_tasks = TaskSequence(len(tasks), lambda index: OverlapTask(tasks[index], set_path, set_xxh3, limit))
+    overlap_tasks = TaskSequence(len(tasks), lambda index: OverlapTask(tasks[index], set_path, limit))
     is_in_train = np.zeros(len(held_out.hashes), np.bool_)
     sizes = encoded.tokens("train")
     with show_progress("overlap", int(sizes.sum()), "tokens") as progress:
         done_tokens = 0
-        for index, _ in map_largest_first(launcher, find_ngrams, overlap_tasks, sizes, num_workers):
-            is_in_train[np.fromfile(overlap_tasks[index].found_path, np.uint32)] = True
+        for index, found in map_largest_first(launcher, find_ngrams, overlap_tasks, sizes, num_workers):
+            is_in_train[found] = True
             done_tokens += int(sizes[index])
             progress.advance_to(done_tokens)
     counts = []
@@ -145,41 +132,13 @@ def hash_validation(task: ValidationTask) -> list[Hashes]:
     return [np.concatenate([empty, *_hash_blocks(each, "validation", task.limit)]) for each in task.encoded]
 
 
-def find_ngrams(task: OverlapTask) -> FoundNgrams:
-    """Run the task, unless its file is complete. Two processes that run the same task write the same bytes."""
-    return _read_marker(task) or _find_ngrams(task)
-
-
-def _read_marker(task: OverlapTask) -> FoundNgrams | None:
-    """Return the result of a task that was run before, or None when its file is incomplete or of other input."""
-    done = read_marker(
-        task.marker_path, task.encoded.scratch, FoundNgrams, lambda result: {task.found_path: result.found_xxh3}
-    )
-    is_own = done and (done.tokens_xxh3, done.set_xxh3) == (_tokens_xxh3(task.encoded), task.set_xxh3)
-    return done if is_own else None
-
-
-def _tokens_xxh3(task: EncodeTask) -> str:
-    """Return the checksum of the partition's training tokens, which its encode task has left in its marker."""
-    marker = EncodedPartition.model_validate_json(read_file(task.marker_path, task.scratch))
-    return marker.parts["train"].tokens_xxh3
-
-
-def _find_ngrams(task: OverlapTask) -> FoundNgrams:
+def find_ngrams(task: OverlapTask) -> Indices:
+    """Return the indices in the set of the n-grams of the partition's training documents, rising."""
     held_out = NgramSet(map_array(task.set_path, np.uint64))
     is_found = np.zeros(len(held_out.hashes), np.bool_)
     for hashes in _hash_blocks(task.encoded, "train", task.limit):
         is_found[held_out.find(hashes)] = True
-    indices = np.flatnonzero(is_found).astype(np.uint32)
-    with write_file(task.found_path) as file:
-        file.write(indices.data)
-    found = FoundNgrams(
-        tokens_xxh3=_tokens_xxh3(task.encoded),
-        set_xxh3=task.set_xxh3,
-        found_xxh3=xxhash.xxh3_128_hexdigest(indices.data),
-    )
-    write_marker(task.marker_path, found)
-    return found
+    return np.flatnonzero(is_found)
 
 
 def _hash_blocks(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]:
@@ -189,3 +148,70 @@ def _hash_blocks(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]
     hasher = NgramHasher(vocab_size, _BLOCK_TOKENS)
     for begin in range(0, len(tokens), _BLOCK_TOKENS):
         yield hasher.hash_block(tokens, starts, begin, min(begin + _BLOCK_TOKENS, len(tokens)), limit)
+
+
+class NgramHasher:
+    """Hashes the n-grams of token ids below `vocab_size`, in blocks of up to `block_tokens`."""
+
+    def __init__(self, vocab_size: int, block_tokens: int) -> None:
+        self._mixed_tokens = _mix(np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_BASE))
+        self._powers = _powers(_BASE, block_tokens + NGRAM_TOKENS)
+        self._inverse_powers = _powers(pow(_BASE, -1, 2**64), block_tokens + NGRAM_TOKENS)
+
+    def hash_block(
+        self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64], begin: int, end: int, limit: int
+    ) -> Hashes:
+        """Return the hashes up to `limit` of the n-grams that end in [begin, end).
+
+        Documents begin at `starts` with BOS, and each ends with EOS before the next one.
+        """
+        first = max(0, begin - NGRAM_TOKENS + 1)
+        count = end - first
+        if count < NGRAM_TOKENS:
+            return np.empty(0, np.uint64)
+        sums = np.zeros(count + 1, np.uint64)
+        np.cumsum(self._mixed_tokens[tokens[first:end]] * self._powers[:count], out=sums[1:])
+        hashes = _mix((sums[NGRAM_TOKENS:] - sums[:-NGRAM_TOKENS]) * self._inverse_powers[: count - NGRAM_TOKENS + 1])
+        is_wanted = hashes <= np.uint64(limit)
+        borders = starts[slice(*np.searchsorted(starts, [first, end + 1]))]
+        if end == len(tokens):
+            borders = np.append(borders, end)
+        # An n-gram that begins at most NGRAM_TOKENS before a border holds the EOS before it or the BOS behind it.
+        crossing = (borders[:, None] - first + np.arange(-NGRAM_TOKENS, 1)).ravel()
+        is_wanted[crossing[(crossing >= 0) & (crossing < len(hashes))]] = False
+        return hashes[is_wanted]
+
+
+class NgramSet:
+    """A set of hashes. The index of a hash among the sorted ones stands for its n-gram."""
+
+    def __init__(self, hashes: Hashes) -> None:
+        """Take different hashes in rising order."""
+        self.hashes = hashes
+        # Most hashes that are not in the set have low bits that no hash of the set has.
+        self._is_possible = np.zeros(1 << (_FILTER_ITEMS * len(hashes)).bit_length(), np.bool_)
+        self._low_bits = np.uint64(len(self._is_possible) - 1)
+        self._is_possible[self._low(hashes)] = True
+
+    def find(self, hashes: Hashes) -> Indices:
+        """Return the indices of the hashes that are in the set."""
+        possible = hashes[self._is_possible[self._low(hashes)]]
+        indices = np.searchsorted(self.hashes, possible)
+        indices[indices == len(self.hashes)] = 0
+        return indices[self.hashes[indices] == possible]
+
+    def _low(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        # A signed index: numpy converts an unsigned one first, which takes as long as the rest of `find`.
+        return (hashes & self._low_bits).view(np.int64)
+
+
+def _mix(values: Hashes) -> Hashes:
+    return np.asarray((values ^ (values >> _HALF_WORD)) * _MULTIPLIER)
+
+
+@cache
+def _powers(base: int, count: int) -> Hashes:
+    """Return base**0 to base**(count - 1) modulo 2**64."""
+    factors = np.full(count, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors)

@@ -1,20 +1,23 @@
 """Packs the tokens of all partitions into shards: a task for each file, which copies tokens and needs no other task.
 
-Each token is read once and written once, on whichever node runs the task. A task hashes the bytes that it writes and
-returns the manifest's entry of its file, so that nobody reads a shard to publish it. The bytes are the same for any
-number of workers. A task holds one shard in memory.
+A task hashes the bytes that it writes and returns the manifest's entry of its file, so that nobody reads a shard to
+publish it. The bytes are the same for any number of workers. A task holds one shard in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from services.common.artifacts.corpus import SPLITS, Split, SplitCounts, arrow_schema, shard_path, tail_path
 from services.common.artifacts.corpus_rows import check_rows, digest_checks
@@ -22,12 +25,10 @@ from services.common.artifacts.manifest import FileEntry, sync_folder
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
 from services.tokenizer.arrow_arrays import array_of_numbers, numbers_of
-from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
+from services.tokenizer.encode_task import read_whole_partition, starts_path, tokens_path
 from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
-from services.tokenizer.hashed_file import write_hashed_file
-from services.tokenizer.task_sequence import run_largest_first
-from services.tokenizer.token_runs import TokenRuns
+from services.tokenizer.tasks import TEMPORARY_SUFFIX, map_array, run_largest_first, write_file
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,10 @@ def pack_splits(
     tasks: list[PackTask] = []
     for split in SPLITS:
         (folder / split / "tail").mkdir(parents=True)
-        TokenRuns(encoded_folder, split, layout.token_dtype).write_begins(encoded.tokens(split))
+        TokenRuns(encoded_folder, split, layout.token_dtype).write_offsets(encoded.tokens(split))
         tasks += _plan_files(folder, encoded_folder, split, encoded.totals(split).tokens, layout)
-    packed = _pack(tasks, layout, launcher, num_workers)
+    sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
+    packed = run_largest_first(launcher, pack_file, tasks, sizes, num_workers, title="pack", unit="bytes")
     for split in SPLITS:
         for path in (folder / split).glob(f"**/*{TEMPORARY_SUFFIX}"):  # of a task that was lost with its node
             path.unlink(missing_ok=True)
@@ -109,12 +111,6 @@ def _plan_files(
         for shard, begin in enumerate(range(0, tokens_of_rows, tokens_per_shard))
     ]
     return [*tasks, PackTask(folder, encoded_folder, split, layout, None, tokens_of_rows, num_tokens)]
-
-
-def _pack(tasks: Sequence[PackTask], layout: ShardLayout, launcher: Launcher, num_workers: int) -> list[PackedFile]:
-    """Run the tasks, and return their results in the order of the tasks."""
-    sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
-    return run_largest_first(launcher, pack_file, tasks, sizes, num_workers, title="pack", unit="bytes")
 
 
 def _count(
@@ -197,3 +193,103 @@ def _starts_and_checks(
         array_of_numbers(offsets), array_of_numbers(stored_starts), type=schema.field("doc_starts").type
     )
     return lists, array_of_numbers(check_rows(split, first_row, ids_RL, offsets, stored_starts))
+
+
+@dataclass(frozen=True)
+class TokenRuns:
+    """The tokens of a split as one stream, which the encode tasks have left in files of `folder`.
+
+    A file has the positions at which partitions begin in the stream, 8 bytes for each.
+    """
+
+    folder: Path
+    split: Split
+    token_dtype: str
+
+    @property
+    def _offsets_path(self) -> Path:
+        return self.folder / f"{self.split}.offsets"
+
+    def write_offsets(self, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Write where every partition begins. Partition i has `num_tokens[i]` tokens."""
+        begins = np.zeros(len(num_tokens) + 1, np.int64)
+        np.cumsum(num_tokens, out=begins[1:])
+        with write_file(self._offsets_path) as file:
+            file.write(begins.tobytes())
+
+    def read(self, begin: int, end: int) -> tuple[TokenIds, Offsets]:
+        """Return tokens [begin, end) of the split, and the positions among them at which documents begin.
+
+        The files of a partition are compared with their checksums by the read that has the partition's first token:
+        they are not synced, and a lost node may have left zeros in them. Raises `ArtifactError`.
+        """
+        tokens: TokenIds = np.empty(end - begin, self.token_dtype)
+        starts: list[Offsets] = [np.empty(0, np.int64)]
+        for index, first, last in self._runs(begin, end):
+            low, high = max(begin, first) - first, min(end, last) - first
+            path = tokens_path(self.folder, index, self.split)
+            is_to_check = begin <= first < end
+            own = map_array(path, self.token_dtype) if path.exists() else np.empty(0, self.token_dtype)
+            if len(own) != last - first or (is_to_check and not read_whole_partition(self.folder, index, [self.split])):
+                raise ArtifactError(
+                    f"{path}: is not as its task wrote it ({len(own):,} of {last - first:,} tokens, or other bytes). "
+                    f"Run the same command again, which encodes the partition anew."
+                )
+            at = first - begin
+            tokens[at + low : at + high] = own[low:high]
+            own_starts = map_array(starts_path(self.folder, index, self.split), np.int64)
+            from_document, to_document = np.searchsorted(own_starts, [low, high])
+            starts.append(own_starts[from_document:to_document] + at)
+        return tokens, np.concatenate(starts)
+
+    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the number, the begin and the end of every partition with tokens in [begin, end)."""
+        begins = map_array(self._offsets_path, np.int64)
+        index = int(np.searchsorted(begins, begin, side="right")) - 1
+        while index < len(begins) - 1 and begins[index] < end:
+            if begins[index] < begins[index + 1]:
+                yield index, int(begins[index]), int(begins[index + 1])
+            index += 1
+
+
+class HashedFile:
+    """A file that is open for writing. `entry` describes it once everything is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._fast, self._strong, self._bytes = xxhash.xxh3_128(), hashlib.sha256(), 0
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, content: bytes) -> int:
+        self._fast.update(content)
+        self._strong.update(content)
+        self._bytes += len(content)
+        return self._file.write(content)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Do nothing, because `write_hashed_file` closes the file. pyarrow calls this method."""
+
+    def entry(self, path: str) -> FileEntry:
+        """Return the manifest's entry for the file, whose path in the artifact is `path`."""
+        return FileEntry(path=path, bytes=self._bytes, xxh3_128=self._fast.hexdigest(), sha256=self._strong.hexdigest())
+
+
+@contextmanager
+def write_hashed_file(path: Path) -> Iterator[HashedFile]:
+    """Yield a temporary file, and rename it to `path` when the block ends and its bytes are on the disk.
+
+    The name is durable once the folder is synced.
+    """
+    with write_file(path) as file:
+        yield HashedFile(file)
+        file.flush()
+        os.fsync(file.fileno())

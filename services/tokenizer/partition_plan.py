@@ -1,20 +1,27 @@
-"""Plans the partitions of a corpus: tasks cut the input files, and the command groups the file ranges.
+"""The plan of a corpus: which file ranges each encode task reads, in a few flat files that a task maps.
+
+    files         the input files, in blocks of BLOCK_FILES: an Arrow file
+    ranges        the file ranges of all blocks, 32 bytes each
+    partitions    the partitions, 40 bytes each: a source, a pass, and a run of file ranges
+    plan.json     checksums of the files above; it is written last
+
+Tasks on all nodes cut the input files: they read a footer or a first line of those that are not cut by size alone. The
+command groups the file ranges, in a microsecond for each.
 
 The name and the size of a file decide whether it begins a new partition. So a file that is mended, added or removed
 changes its own partitions and seldom a neighbour's, and the others are not encoded again. In a source of fewer than 128
 files each file has partitions of its own.
-
-Time: one open of every file, by tasks on all nodes, and about a microsecond of the command for a file range. Memory of
-the command: 40 bytes for a partition; file ranges are read and written one block after another.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from array import array
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,60 +29,102 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from services.common.errors import ArtifactError
+from services.common.artifacts.files import xxh3_of
+from services.common.artifacts.manifest import write_durably
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
-from services.common.recipe.schema import Recipe
-from services.tokenizer.arrow_arrays import numbers_of
-from services.tokenizer.atomic_file import write_file
-from services.tokenizer.cut_task import CutTask, cut_block
-from services.tokenizer.plan_folder import PARTITION, Partitions, PlanFolder, Ranges
-from services.tokenizer.sources.documents import FORMATS
-from services.tokenizer.sources.input_files import BLOCK_FILES, FileListing
-from services.tokenizer.task_sequence import TaskSequence
+from services.common.recipe.schema import Corpus, Recipe
+from services.tokenizer.sources.documents import FORMATS, cut_file, require_column
+from services.tokenizer.sources.input_files import (
+    BLOCK_FILES,
+    SCHEMA,
+    FileListing,
+    FileRange,
+    InputFile,
+    InputPartition,
+    read_files,
+)
+from services.tokenizer.tasks import TaskSequence, map_array, write_file
 
+RANGE = np.dtype([("file", "<i8"), ("begin", "<i8"), ("end", "<i8"), ("bytes", "<i8")])
+"""A file range. `file` is BLOCK_FILES times the number of the file's block, plus the file's row in the block."""
+PARTITION = np.dtype(
+    [
+        ("source", "<i4"),
+        ("pass_number", "<i4"),
+        ("first_pass_index", "<i8"),
+        ("first", "<i8"),
+        ("end", "<i8"),
+        ("bytes", "<i8"),
+    ]
+)
+"""A partition: the file ranges [first, end) of a source."""
+_FILES, _RANGES, _PARTITIONS, _CHECKSUMS = "files", "ranges", "partitions", "plan.json"
 _LOCAL_FILES_PER_WORKER, _REMOTE_FILES_PER_WORKER = 4_096, 256
 """Files for which a worker is started: one opens so many in about the time that another one takes to start."""
-_LEAST_PARTITIONS = 64
+_MIN_PARTITIONS = 64
 """Partitions that a source of as many files has at least, more or less. Each takes 5 ms beside the work on its text."""
+
+Ranges = npt.NDArray[Any]
+Partitions = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CutTask:
+    """The input of `cut_block`, which is sent to a worker process."""
+
+    plan: Path
+    block: int
+    corpus: Corpus
+    requires_column: bool
+    """Whether one of the files must have the source's column. The last files of many may be parts of nulls alone."""
 
 
 def plan_partitions(folder: Path, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> PlanFolder:
     """Cut the files into partitions of about `corpus.split_bytes`, and return the folder of the plan.
 
-    A plan that an earlier command has finished there is used again, and so are the results of tasks. Raises
-    `RecipeError` when the recipe does not fit a file, and `ArtifactError` when a file is damaged.
+    A plan that an earlier command has finished there is used again. Raises `RecipeError` when the recipe does not fit a
+    file, and `ArtifactError` when a file is damaged.
     """
     plan = PlanFolder(folder)
     if plan.is_finished():
         return plan
-    (folder / "cuts").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     plan.write_files(listings)
-    _cut(plan, recipe, listings, launcher)
-    with write_file(plan.partitions_path) as file:
-        file.write(_group(plan, recipe, listings).tobytes())
-    plan.finish()
+    ranges = _cut(plan, recipe, listings, launcher)
+    plan.finish(np.concatenate(ranges), _group(ranges, recipe, listings))
     return plan
 
 
-def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> None:
+def cut_block(task: CutTask) -> Ranges:
+    """Return the file ranges of a block of files."""
+    files = PlanFolder(task.plan).read_block(task.block)
+    if task.requires_column:
+        require_column(files, task.corpus.max_document_bytes)
+    cut = [
+        (BLOCK_FILES * task.block + row, file_range.begin, file_range.end, file_range.bytes)
+        for row, file in enumerate(files)
+        for file_range in cut_file(file, task.corpus.split_bytes)
+    ]
+    return np.array(cut, RANGE)
+
+
+def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> list[Ranges]:
+    """Return the file ranges of every block."""
     sizes = [block.num_rows for listing in listings for block in listing.blocks]
     is_first = [number == 0 for listing in listings for number, _ in enumerate(listing.blocks)]
     tasks = TaskSequence(
         len(sizes),
-        lambda block: CutTask(
-            plan.path,
-            block,
-            recipe.corpus.split_bytes,
-            recipe.corpus.max_document_bytes,
-            requires_column=is_first[block] or sizes[block] == BLOCK_FILES,
-        ),
+        lambda block: CutTask(plan.path, block, recipe.corpus, is_first[block] or sizes[block] == BLOCK_FILES),
     )
+    ranges: dict[int, Ranges] = {}
     done = 0
     with show_progress("plan", sum(sizes), "files") as progress:
-        for block, _ in launcher.map_tasks(cut_block, tasks, _num_workers(recipe, listings)):
+        for block, cut in launcher.map_tasks(cut_block, tasks, _num_workers(recipe, listings)):
+            ranges[block] = cut
             done += sizes[block]
             progress.advance_to(done)
+    return [ranges[block] for block in range(len(sizes))]
 
 
 def _num_workers(recipe: Recipe, listings: Sequence[FileListing]) -> int:
@@ -90,89 +139,137 @@ def _num_workers(recipe: Recipe, listings: Sequence[FileListing]) -> int:
     return max(1, min(recipe.tokenizer.num_workers, math.ceil(work)))
 
 
-def _group(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing]) -> Partitions:
-    """Write the file ranges of all blocks, and return the partitions in the order of the corpus.
+def _group(blocks: Sequence[Ranges], recipe: Recipe, listings: Sequence[FileListing]) -> Partitions:
+    """Return the partitions of the blocks' file ranges in the order of the corpus.
 
     A source with a weight above 1 is read again only after all sources were read once. So the copies of a document are
     far apart, and no training sequence holds two of them.
     """
-    split_bytes = recipe.corpus.split_bytes
-    groups = [_Grouping(split_bytes) for _ in listings]
-    block = first_range = 0
-    with write_file(plan.ranges_path) as file:
-        for grouping, listing in zip(groups, listings, strict=True):
-            grouping.begin(first_range)
-            for files in listing.blocks:
-                ranges = plan.read_cut(block)
-                if ranges is None:
-                    raise ArtifactError(
-                        f"{plan.cut_path(block)}: the result of a task was lost before it was used. Run the same "
-                        f"command again."
-                    )
-                file.write(ranges.tobytes())
-                grouping.add(ranges, _begin_partitions(files, len(listing), split_bytes))
-                first_range += len(ranges)
-                block += 1
+    sources: list[Partitions] = []
+    num_blocks = num_ranges = num_partitions = 0
+    for number, listing in enumerate(listings):
+        ranges = np.concatenate(blocks[num_blocks : num_blocks + len(listing.blocks)])
+        is_first_of_file = np.diff(ranges["file"], prepend=-1) != 0
+        begins_partition = _begin_partitions(listing, recipe.corpus.split_bytes)
+        begins = is_first_of_file & begins_partition[ranges["file"] - BLOCK_FILES * num_blocks]
+        firsts = _split(ranges["bytes"], begins, recipe.corpus.split_bytes)
+        ends = np.append(firsts[1:], len(ranges))[: len(firsts)]
+        bytes_before = np.append(0, np.cumsum(ranges["bytes"]))
+        partitions = np.zeros(len(firsts), PARTITION)
+        partitions["source"] = number
+        partitions["first_pass_index"] = num_partitions + np.arange(len(firsts))
+        partitions["first"], partitions["end"] = num_ranges + firsts, num_ranges + ends
+        partitions["bytes"] = bytes_before[ends] - bytes_before[firsts]
+        sources.append(partitions)
+        num_blocks += len(listing.blocks)
+        num_ranges += len(ranges)
+        num_partitions += len(firsts)
     passes = [math.ceil(source.weight) for source in recipe.corpus.sources]
-    begins = list(accumulate(map(len, groups), initial=0))
-    ordered = [
-        grouping.partitions(number, pass_number, begins[number])
-        for pass_number in range(max(passes))
-        for number, grouping in enumerate(groups)
-        if pass_number < passes[number]
-    ]
+    ordered: list[Partitions] = []
+    for pass_number in range(max(passes)):
+        for partitions, num_passes in zip(sources, passes, strict=True):
+            if pass_number < num_passes:
+                ordered.append(partitions.copy())
+                ordered[-1]["pass_number"] = pass_number
     return np.concatenate(ordered)
 
 
-def _begin_partitions(block: pa.RecordBatch, num_files: int, split_bytes: int) -> npt.NDArray[np.bool_]:
-    """Mark the files of a block that begin a new partition, in a source of so many files.
+def _split(sizes: npt.NDArray[np.int64], begins: npt.NDArray[np.bool_], split_bytes: int) -> npt.NDArray[np.int64]:
+    """Split file ranges of these sizes into groups of at most `split_bytes`, and return where each group begins.
+
+    A larger range is alone in its group. `begins` marks ranges that begin a group in any case.
+    """
+    firsts: list[int] = []
+    room = 0
+    for number, (size, is_first) in enumerate(zip(sizes.tolist(), begins.tolist(), strict=True)):
+        if not firsts or is_first or size > room:
+            firsts.append(number)
+            room = split_bytes
+        room -= size
+    return np.array(firsts, np.int64)
+
+
+def _begin_partitions(listing: FileListing, split_bytes: int) -> npt.NDArray[np.bool_]:
+    """Mark the files of a source that begin a new partition.
 
     A file of `split_bytes` is always marked, and of small files every n-th, by the hash of its name, so that there are
     not too many partitions; n changes where the number of files doubles.
     """
-    files_per_partition = 2 ** max(0, (num_files // _LEAST_PARTITIONS).bit_length() - 1)
-    shares = np.maximum(numbers_of(block.column("bytes")) / split_bytes, 1 / files_per_partition)
-    hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, block.column("name").to_pylist()), np.uint64, block.num_rows)
-    is_first: npt.NDArray[np.bool_] = hashes / 2.0**64 < shares
-    return is_first
+    files_per_partition = 2 ** max(0, (len(listing) // _MIN_PARTITIONS).bit_length() - 1)
+    names = (name for block in listing.blocks for name in block.column("name").to_pylist())
+    hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, names), np.uint64, len(listing))
+    return hashes / 2.0**64 < np.maximum(listing.sizes / split_bytes, 1 / files_per_partition)
 
 
-class _Grouping:
-    """Groups consecutive file ranges into groups of at most `split_bytes`. A larger range is alone in its group."""
+@dataclass(frozen=True)
+class PlanFolder:
+    """Reads and writes the files of a plan. A task reads its own part alone."""
 
-    def __init__(self, split_bytes: int) -> None:
-        self._split_bytes = split_bytes
-        self._room = 0
-        self._next = 0
-        self._file = -1
-        self._firsts, self._sizes = array("q"), array("q")
+    path: Path
 
-    def begin(self, first_range: int) -> None:
-        """Begin a source, whose first file range has this number among the ranges of all sources."""
-        self._next = first_range
+    def write_files(self, listings: Iterable[FileListing]) -> None:
+        """Write the files of all sources, block after block."""
+        with write_file(self.path / _FILES) as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            for listing in listings:
+                for block in listing.blocks:
+                    writer.write_batch(block)
 
-    def add(self, ranges: Ranges, begins_partition: npt.NDArray[np.bool_]) -> None:
-        """Add the next file ranges of the source, those of one block, whose files `begins_partition` marks."""
-        for file, size in zip(ranges["file"].tolist(), ranges["bytes"].tolist(), strict=True):
-            begins = file != self._file and begins_partition[file % BLOCK_FILES]
-            self._file = file
-            if not self._firsts or begins or size > self._room:
-                self._firsts.append(self._next)
-                self._sizes.append(0)
-                self._room = self._split_bytes
-            self._room -= size
-            self._sizes[-1] += size
-            self._next += 1
+    def finish(self, ranges: Ranges, partitions: Partitions) -> None:
+        """Write the rest of the plan, and last the checksums of all files."""
+        for name, values in ((_RANGES, ranges), (_PARTITIONS, partitions)):
+            with write_file(self.path / name) as file:
+                file.write(values.tobytes())
+        write_durably(self.path / _CHECKSUMS, json.dumps(self._checksums(), indent=1).encode())
 
-    def __len__(self) -> int:
-        return len(self._firsts)
+    def is_finished(self) -> bool:
+        """Return whether the plan is complete and undamaged. All of its files are read."""
+        try:
+            return bool(json.loads((self.path / _CHECKSUMS).read_bytes()) == self._checksums())
+        except (FileNotFoundError, ValueError):
+            return False
 
-    def partitions(self, source: int, pass_number: int, first_index: int) -> Partitions:
-        """Return the groups as partitions of one pass. `first_index` is that of the source in the first pass."""
-        partitions = np.empty(len(self), PARTITION)
-        partitions["first_pass_index"] = np.arange(first_index, first_index + len(self))
-        partitions["source"], partitions["pass_number"] = source, pass_number
-        partitions["first"] = self._firsts
-        partitions["end"] = [*self._firsts[1:], self._next]
-        partitions["bytes"] = self._sizes
-        return partitions
+    def _checksums(self) -> dict[str, str]:
+        return {name: xxh3_of(self.path / name) for name in (_FILES, _RANGES, _PARTITIONS)}
+
+    def read_block(self, number: int) -> list[InputFile]:
+        """Return the input files of a block."""
+        return list(read_files(self._blocks.get_batch(number)))
+
+    def read_partitions(self) -> Partitions:
+        """Return all partitions in the order of the corpus: 40 bytes of memory for each."""
+        return np.fromfile(self.path / _PARTITIONS, PARTITION)
+
+    def read_partition(self, index: int) -> InputPartition:
+        """Return a partition. Adjacent ranges of a file are joined, so that the file is opened once for all of them."""
+        partition = map_array(self.path / _PARTITIONS, PARTITION)[index]
+        ranges = map_array(self.path / _RANGES, RANGE)[partition["first"] : partition["end"]]
+        return InputPartition(
+            index=index,
+            source=int(partition["source"]),
+            pass_number=int(partition["pass_number"]),
+            first_pass_index=int(partition["first_pass_index"]),
+            file_ranges=tuple(_join_neighbours(self._read_ranges(ranges))),
+        )
+
+    def _read_ranges(self, ranges: Ranges) -> Iterator[FileRange]:
+        number = -1
+        for file, begin, end, size in ranges.tolist():
+            if file // BLOCK_FILES != number:
+                number, block = file // BLOCK_FILES, self._blocks.get_batch(file // BLOCK_FILES)
+            [input_file] = read_files(block.slice(file % BLOCK_FILES, 1))
+            yield FileRange(input_file, begin, end, size)
+
+    @cached_property
+    def _blocks(self) -> pa.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(str(self.path / _FILES)))
+
+
+def _join_neighbours(file_ranges: Iterable[FileRange]) -> list[FileRange]:
+    joined: list[FileRange] = []
+    for file_range in file_ranges:
+        if joined and (joined[-1].file, joined[-1].end) == (file_range.file, file_range.begin):
+            first = joined.pop()
+            joined.append(FileRange(file_range.file, first.begin, file_range.end, first.bytes + file_range.bytes))
+        else:
+            joined.append(file_range)
+    return joined

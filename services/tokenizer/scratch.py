@@ -18,11 +18,10 @@ from services.common.artifacts.store import (
     discard_unfinished,
     is_id,
 )
-from services.common.input.files import read_file
 from services.common.recipe.schema import Recipe, fingerprint, identity
-from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.encoding.encoder_choice import EncoderChoice
+from services.tokenizer.tasks import TEMPORARY_SUFFIX
 
 VOCABULARY = "vocabulary"
 """Name of the vocabulary's file in scratch. In the corpus its name is `Vocabulary.path`."""
@@ -44,9 +43,8 @@ def plan_folder_of(workspace: Workspace, recipe: Recipe, inputs: CorpusInputs) -
 def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabulary, encoder: EncoderChoice) -> Path:
     """Return the folder for the encoded partitions, and discard what no task of this command can use.
 
-    The folder's name follows from the plan, the vocabulary and the encoder, so that two commands which share a folder
-    write the same bytes to each of its files. Folders of other names are discarded, and so are temporary files of
-    killed writers.
+    Its name follows from the plan, the vocabulary and the encoder. Folders of other names are discarded, and so are
+    temporary files of killed writers.
     """
     folder = workspace.scratch / fingerprint([plan.name, vocabulary.sha256, encoder])[:16]
     kept = {folder, plan, *(workspace.scratch / name for name in (VOCABULARY, VOCABULARY_MARKER, _OWNER))}
@@ -90,7 +88,7 @@ def discard_outdated(address: Address, recipe: Recipe) -> None:
     for scratch in sorted(address.collection.glob(f"*{SCRATCH_SUFFIX}")):
         other = scratch.name.removesuffix(SCRATCH_SUFFIX)
         with suppress(FileNotFoundError, LockTaken):
-            if other == address.id or read_file(scratch / _OWNER, scratch) != _owner_of(recipe).encode():
+            if other == address.id or (scratch / _OWNER).read_bytes() != _owner_of(recipe).encode():
                 continue
             with hold_lock(address.collection / f"{other}{LOCK_SUFFIX}", waits=False):
                 discard_unfinished(address.collection, re.escape(other))

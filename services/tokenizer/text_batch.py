@@ -44,7 +44,7 @@ class TextBatch:
         """Return a batch of the marked documents. The text is not copied."""
         return TextBatch(self.text, self.begins[is_wanted], self.ends[is_wanted], self.num_repaired)
 
-    def begins_of_documents(self, max_bytes: int) -> TextBatch:
+    def prefixes(self, max_bytes: int) -> TextBatch:
         """Cut every document to at most `max_bytes`, between two characters. The text is not copied."""
         ends = np.minimum(self.ends, self.begins + max_bytes)
         for index in np.flatnonzero(ends < self.ends).tolist():

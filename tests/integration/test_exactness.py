@@ -9,8 +9,8 @@ from services.common.testing.seeds import draw_seed
 from services.common.vocabularies.fuzz import fuzz_documents
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
+from services.tokenizer.encoding.encoder import find_difference
 from services.tokenizer.encoding.reference import SentencePieceEncoder
-from services.tokenizer.encoding.self_check import find_difference
 from services.tokenizer.text_batch import TextBatch, in_batches
 from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 

@@ -19,7 +19,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
 from services.common.recipe.schema import Tokenizer
 from services.common.testing import fork_server
-from services.tokenizer.split_assignment import are_for_validation
+from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.tests.builders import make_documents, published, read_stream, run, write_documents, write_recipe
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.description import describe_vocabulary

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.tokenizer.encoding.chunk_tables import FILTER_SHIFT, NO_MERGE, SLOT_MULTIPLIER, SLOT_SHIFT
-from services.tokenizer.encoding.kernel_options import inlined, inner
+from services.tokenizer.encoding.kernel_compiler import inlined, inner
 
 _MERGED_AWAY = np.int32(-2)  # -1 is NO_SYMBOL
 _RANK_SHIFT = 32

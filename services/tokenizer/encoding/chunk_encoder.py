@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.vocabularies.sentencepiece_model import load_model, read_settings
-from services.tokenizer.encoding.chunk_tables import ChunkTables, build_tables
-from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
-from services.tokenizer.encoding.kernel_memory import (
+from services.tokenizer.encoding.chunk_kernel import encode_documents, rehash
+from services.tokenizer.encoding.chunk_tables import (
     BLOCK_BYTES,
     CACHED_BYTES,
     ENTRY_WORDS,
@@ -19,26 +17,20 @@ from services.tokenizer.encoding.kernel_memory import (
     PADDING_BYTES,
     USED_ENTRIES,
     ChunkCache,
+    ChunkTables,
     LongChunk,
     Scratch,
+    build_tables,
 )
-from services.tokenizer.encoding.kernel_store import load_kernel
-from services.tokenizer.encoding.machine_code import Kernel
+from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
 from services.tokenizer.text_batch import TextBatch
 
 _FIRST_ENTRIES = 2**17
-_MOST_ENTRIES = 2**22  # 128 MiB
+_MAX_ENTRIES = 2**22  # 128 MiB
 _LONG_CHUNKS_BYTES = 32 * 2**20
 _LONG_IDS = 8 * 2**20
 _FIRST_LONG_CHUNK_BYTES = 2**16
 _LINE_WORDS = 8
-
-
-class Kernels(NamedTuple):
-    """The kernels that are linked into this process, by their names in `chunk_kernel`."""
-
-    encode_documents: Kernel
-    rehash: Kernel
 
 
 class ChunkEncoder:
@@ -50,7 +42,6 @@ class ChunkEncoder:
         self._tables = tables
         self._bos_id, self._eos_id, self._adds_prefix = bos_id, eos_id, adds_prefix
         self._dtype = dtype
-        self._kernels = load_kernels(dtype)
         self._cache = _empty_cache(_FIRST_ENTRIES, dtype)
         self._ids: npt.NDArray[Any] = np.empty(0, dtype)
         self._scratch = _scratch(0)
@@ -76,8 +67,10 @@ class ChunkEncoder:
         return self._ids[:count].copy(), offsets
 
     def _encode(self, batch: TextBatch, offsets: Offsets) -> int:
-        return self._kernels.encode_documents(
-            *map(np.ascontiguousarray, (batch.text, batch.begins, batch.ends)),
+        return encode_documents(
+            _read_only(batch.text),
+            _read_only(batch.begins),
+            _read_only(batch.ends),
             self._bos_id,
             self._eos_id,
             self._tables,
@@ -95,18 +88,18 @@ class ChunkEncoder:
         longest = int(batch.sizes.max(initial=0))
         if len(self._scratch.text) < longest + 1 + PADDING_BYTES:
             self._scratch = _scratch(longest)._replace(long=self._scratch.long)
-        self._cache = _with_room(self._cache, self._kernels)
+        self._cache = _with_room(self._cache)
 
 
-def _with_room(cache: ChunkCache, kernels: Kernels) -> ChunkCache:
+def _with_room(cache: ChunkCache) -> ChunkCache:
     """Return a table with room for a batch: doubled when it fills up, emptied when it cannot grow."""
     num_entries = len(cache.entries) // ENTRY_WORDS
     used = (cache.used / [num_entries, len(cache.long_chunks), len(cache.long_ids)]).tolist()
     used_entries = used.pop(USED_ENTRIES)
-    if used_entries > 0.6 and num_entries < _MOST_ENTRIES:
+    if used_entries > 0.6 and num_entries < _MAX_ENTRIES:
         # Four times the size is slower: the operating system has to clear the pages, and 184 MB took a fifth longer.
         entries = _empty_entries(2 * num_entries)
-        kernels.rehash(cache.entries, entries)
+        rehash(cache.entries, entries)
         return cache._replace(entries=entries)
     if used_entries > 0.74 or max(used) > 7 / 8:
         cache.entries[:] = 0
@@ -114,27 +107,19 @@ def _with_room(cache: ChunkCache, kernels: Kernels) -> ChunkCache:
     return cache
 
 
-@cache
-def load_kernels(dtype: np.dtype[Any]) -> Kernels:
-    """Link the kernels for ids of a type into this process. Those that no file on this machine has are compiled."""
-    return Kernels(**{name: load_kernel(name, example) for name, example in examples_of_arguments(dtype).items()})
+def load_kernels(dtype: npt.DTypeLike) -> None:
+    """Load the kernels for ids of a type into this process. Those that no file has are compiled, which takes 6 s."""
+    columns: list[Any] = [np.zeros(0, column) for column in ("u1", "i8", "i8", "u8", "i8", "i4", "i4")]
+    encoder = ChunkEncoder(ChunkTables(*columns), bos_id=0, eos_id=0, adds_prefix=False, dtype=np.dtype(dtype))
+    encoder.encode(TextBatch.of([]))
+    rehash(_empty_entries(1), _empty_entries(1))
 
 
-def examples_of_arguments(dtype: np.dtype[Any]) -> dict[str, tuple[Any, ...]]:
-    """Return arguments of every kernel, with the types that they have for ids of a type."""
-    tables = ChunkTables(
-        is_soft=np.zeros(0, np.uint8),
-        pairs_of_characters=np.zeros(0, np.int64),
-        merges=np.zeros(0, np.int64),
-        merge_filter=np.zeros(0, np.uint64),
-        merges_of_ascii=np.zeros(0, np.int64),
-        id_of_code_point=np.zeros(0, np.int32),
-        id_of_byte=np.zeros(0, np.int32),
-    )
-    positions, words = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-    documents = (np.zeros(0, np.uint8), positions, positions)
-    memory = (_empty_cache(0, dtype), _scratch(0), np.zeros(0, dtype), positions)
-    return {"encode_documents": (*documents, 0, 0, tables, 0, *memory), "rehash": (words, words)}
+def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view that numba takes for one type: it compiles a kernel for writable arrays, and again for others."""
+    view = np.ascontiguousarray(values).view()
+    view.flags.writeable = False
+    return view
 
 
 def _empty_cache(num_entries: int, dtype: np.dtype[Any]) -> ChunkCache:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.tokenizer.encoding.bpe_kernel import are_in_a_piece, code_point_at, merge_chunk, merge_long_chunk
-from services.tokenizer.encoding.kernel_memory import (
+from services.tokenizer.encoding.chunk_tables import (
     BLOCK_BYTES,
     CACHED_BYTES,
     ENTRY_WORDS,
@@ -39,8 +39,7 @@ from services.tokenizer.encoding.kernel_memory import (
     USED_ENTRIES,
     USED_IDS,
 )
-from services.tokenizer.encoding.kernel_options import inlined, inner
-from services.tokenizer.encoding.unaligned import load_word, prefetch, store_word
+from services.tokenizer.encoding.kernel_compiler import inlined, inner, kernel, load_word, prefetch, store_word
 
 SHORT_BYTES = 16
 """Bytes of the longest chunk that is its own key in the table."""
@@ -59,7 +58,7 @@ _FIRST_WORD = np.array([(1 << 8 * min(size, 8)) - 1 for size in range(SHORT_BYTE
 _SECOND_WORD = np.array([(1 << 8 * max(size - 8, 0)) - 1 for size in range(SHORT_BYTES + 1)], np.uint64)
 
 
-@inner
+@kernel
 def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, cache, scratch, ids, offsets):
     """Write ids and offsets as `Encoder.encode` returns them, and return the number of ids.
 
@@ -83,7 +82,7 @@ def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, ca
     return count
 
 
-@inner
+@kernel
 def rehash(old, new):
     """Copy all entries of the table `old` into the empty table `new`, and return their number."""
     count = 0

@@ -1,12 +1,14 @@
-"""The interface of all encoders, and functions that encoders share."""
+"""The interface of all encoders, and the comparison of an encoder with its reference before its ids are used."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from services.common.errors import DeviceError
 from services.tokenizer.text_batch import TextBatch
 
 TokenIds = npt.NDArray[np.integer[Any]]
@@ -15,6 +17,19 @@ TokenDtype = Literal["uint16", "uint32"]
 
 BOS_AND_EOS = 2
 """Number of tokens that are stored around a document: one BOS before it and one EOS behind it."""
+
+
+FUZZ_DOCUMENTS = 400
+"""Random documents of fuzz, besides those of the vocabulary's added tokens."""
+SAMPLED_DOCUMENTS = 2_000
+SAMPLED_BYTES = 2**19
+"""Bytes of the corpus's text that all workers together compare. SentencePiece takes 0.1 s for them."""
+MIN_SAMPLED_BYTES = 2**18
+"""Bytes of the corpus's text that a worker compares at least: each may run on a machine of its own."""
+SAMPLED_BYTES_OF_A_DOCUMENT = 2**16
+"""Bytes of one document that are compared. SentencePiece takes 40 times a document's size in memory."""
+
+_SHOWN_IDS = 60
 
 
 class Encoder(Protocol):
@@ -49,3 +64,93 @@ def join_documents(
         joined[begin + 1 : end - 1] = encoded[index]
         joined[end - 1] = eos_id
     return joined, offsets
+
+
+class CheckedEncoder:
+    """An encoder that is compared with its reference: on fuzz in the constructor, and on the first documents that
+    `encode` gets. One difference raises `DeviceError`.
+    """
+
+    def __init__(self, encoder: Encoder, reference: Encoder, fuzz: Sequence[bytes], sampled_bytes: int) -> None:
+        self._encoder, self._reference = encoder, reference
+        self.name = encoder.name
+        self._documents_checked = 0
+        self._documents_left, self._bytes_left = SAMPLED_DOCUMENTS, sampled_bytes
+        self._check(TextBatch.of(fuzz))
+
+    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
+        """See `Encoder.encode`."""
+        if self._documents_left > 0 and self._bytes_left > 0:
+            sample = batch.prefixes(SAMPLED_BYTES_OF_A_DOCUMENT)
+            is_sampled = np.cumsum(sample.sizes) <= self._bytes_left
+            is_sampled[self._documents_left :] = False
+            sample = sample.select(is_sampled)
+            self._check(sample)
+            self._documents_left -= len(sample)
+            self._bytes_left -= sample.text_bytes
+        return self._encoder.encode(batch)
+
+    def take_documents_checked(self) -> int:
+        """Return how many documents were compared since the last call of this method."""
+        checked, self._documents_checked = self._documents_checked, 0
+        return checked
+
+    def _check(self, batch: TextBatch) -> None:
+        if self._encoder is self._reference:
+            return
+        different = find_difference(self._encoder, self._reference, batch)
+        if different is not None:
+            raise DeviceError(_explain(self._encoder, self._reference, different))
+        self._documents_checked += len(batch)
+
+
+def sampled_bytes_of_worker(num_workers: int) -> int:
+    """Return the bytes of the corpus's text that each of `num_workers` workers compares."""
+    return max(MIN_SAMPLED_BYTES, SAMPLED_BYTES // num_workers)
+
+
+def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> bytes | None:
+    """Return the first document of the batch that the two encode differently, or None."""
+    ids, offsets = encoder.encode(batch)
+    expected_ids, expected_offsets = reference.encode(batch)
+    if np.array_equal(offsets, expected_offsets) and np.array_equal(ids, expected_ids):
+        return None
+    for index, document in enumerate(batch.views()):
+        found = ids[offsets[index] : offsets[index + 1]]
+        if not np.array_equal(found, expected_ids[expected_offsets[index] : expected_offsets[index + 1]]):
+            return bytes(document)
+    return None
+
+
+def _explain(encoder: Encoder, reference: Encoder, document: bytes) -> str:
+    document = _shrink(encoder, reference, document)
+    batch = TextBatch.of([document])
+    (found, _), (expected, _) = encoder.encode(batch), reference.encode(batch)
+    return (
+        f"{encoder.name} gives other ids than {reference.name} for a document. Nothing was published.\n"
+        f"  document  {document.decode()!r}\n"
+        f"  found     {_show(found)}\n"
+        f"  expected  {_show(expected)}\n"
+        f'Set tokenizer.encoder = "reference" to encode with {reference.name}, and report this document.'
+    )
+
+
+def _shrink(encoder: Encoder, reference: Encoder, document: bytes) -> bytes:
+    """Return a smaller document that the two still encode differently: cut it from either end as long as they do."""
+    text = document.decode()
+    step = len(text) // 2
+    while step:
+        shorter = [text[:-step], text[step:]]
+        batch = TextBatch.of([each.encode() for each in shorter])
+        different = find_difference(encoder, reference, batch)
+        if different is None:
+            step //= 2
+        else:
+            text = different.decode()
+            step = min(step, len(text) // 2)
+    return text.encode()
+
+
+def _show(ids: TokenIds) -> str:
+    shown = ids[:_SHOWN_IDS].tolist()
+    return f"{shown}" if len(ids) <= _SHOWN_IDS else f"{str(shown)[:-1]}, ... {len(ids):,} in all]"

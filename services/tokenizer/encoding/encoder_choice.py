@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from services.common.artifacts.corpus import Vocabulary
-from services.common.input.files import read_file
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
-from services.tokenizer.encoding.encoder import Encoder
-from services.tokenizer.encoding.self_check import FUZZ_DOCUMENTS, CheckedEncoder
+from services.tokenizer.encoding.encoder import FUZZ_DOCUMENTS, CheckedEncoder, Encoder
 
 EncoderChoice = Literal["auto", "reference"]
 
@@ -23,7 +21,7 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice, samp
 
     Raises `DeviceError`, with the document and both lists of ids, when the two encode a document differently.
     """
-    content = read_file(path)
+    content = path.read_bytes()
     reference = _reference(content, vocabulary)
     fast = _try_fast(content, vocabulary) if choice == "auto" else None
     encoder = reference if fast is None or isinstance(fast, str) else fast

@@ -10,8 +10,7 @@ from services.common.recipe.schema import Recipe
 from services.tokenizer.build import make_tasks
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.encode_task import EncodeTask
-from services.tokenizer.partition_plan import plan_partitions
-from services.tokenizer.plan_folder import PlanFolder
+from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.input_files import InputPartition
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +17,12 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import Workspace, find_artifact
+from services.common.artifacts.store import find_artifact
 from services.common.errors import TryAgain
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Recipe
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
-from services.tokenizer.build import make_tasks
-from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.encode_task import EncodeTask, encode_partition
-from services.tokenizer.scratch import open_partition_folder, plan_folder_of
+from services.tokenizer.encode_task import encode_partition
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -37,8 +33,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.tests.plans import tasks_in, write_plan
-from services.tokenizer.vocabulary.provision import provide_vocabulary
+from services.tokenizer.tests.plans import tasks_in
 
 ALONE = "--tokenizer.num_workers=1"
 
@@ -132,18 +127,21 @@ def stop(*arguments: object) -> None:
     raise TryAgain("stopped after all partitions were encoded")
 
 
-def test_a_finished_partition_is_not_encoded_again_and_a_damaged_one_is(
+def test_what_is_finished_is_not_made_again_and_what_is_damaged_is(
     tmp_path: Path, recipe: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "fsx"
-    kill_when(lambda: len(find_files(root, "00000[0-9].json")) >= 4, start(recipe, root))
+    with monkeypatch.context() as patch:
+        patch.setattr("services.tokenizer.build.pack_splits", stop)
+        assert run(recipe, root, ALONE) == 75
     done = sorted(root.rglob("00000[0-9].json"))
-    assert len(done) >= 4
     before = {path.name: path.stat().st_ino for path in done}
     damaged = done[0].with_suffix(".train.tokens")
     content = bytearray(damaged.read_bytes())
     content[100] ^= 1
     damaged.write_bytes(content)
+    [vocabulary] = root.rglob("*.scratch/vocabulary")
+    vocabulary.write_bytes(vocabulary.read_bytes()[:-1])
     torn = damaged.with_name(".000011.train.tokens.0123.tmp")
     torn.write_bytes(b"left by a killed writer")
 
@@ -154,26 +152,6 @@ def test_a_finished_partition_is_not_encoded_again_and_a_damaged_one_is(
     after = {path.name: path.stat().st_ino for path in root.rglob("00000[0-9].json") if path.name in before}
     assert not torn.exists()
     assert [name for name in before if before[name] != after[name]] == [done[0].name]
-    assert run(recipe, root, ALONE) == 0
-    assert published(root).manifest.content_digest == undisturbed
-
-
-def test_a_damaged_vocabulary_and_two_swapped_partitions_are_made_again(
-    tmp_path: Path, recipe: Path, undisturbed: str
-) -> None:
-    root = tmp_path / "fsx"
-    kill_when(lambda: len(find_files(root, "00000[0-9].json")) >= 4, start(recipe, root))
-    first, second = sorted(root.rglob("00000[0-9].json"))[:2]
-    for ending in ("json", "train.tokens", "train.starts", "validation.tokens", "validation.starts"):
-        path, other = (marker.with_name(f"{marker.stem}.{ending}") for marker in (first, second))
-        path.rename(path.with_name("aside"))
-        other.rename(path)
-        path.with_name("aside").rename(other)
-    [vocabulary] = root.rglob("*.scratch/vocabulary")
-    content = bytearray(vocabulary.read_bytes())
-    content[len(content) // 2] ^= 1
-    vocabulary.write_bytes(content)
-
     assert run(recipe, root, ALONE) == 0
     assert published(root).manifest.content_digest == undisturbed
 
@@ -189,40 +167,14 @@ def test_partitions_of_another_encoder_are_encoded_again(tmp_path: Path, recipe:
     assert by_reference.parts == encode_partition(task)[0].parts
 
 
-@pytest.mark.parametrize("changed", ["plan", "encoder"])
-def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
-    tmp_path: Path, recipe: Path, changed: str
+def test_work_for_another_plan_is_discarded(
+    tmp_path: Path, recipe: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partitions of other sizes or of another encoder have files of the same names."""
-    override = {"corpus.split_bytes": "250000"} if changed == "plan" else {"tokenizer.encoder": "reference"}
-    workspace = Workspace(tmp_path / "files", tmp_path / "scratch", tmp_path / "scratch" / "own")
-    workspace.scratch.mkdir()
-    old, new = (begin_tasks(load_recipe(recipe, options), workspace) for options in ({}, override))
-
-    done, _ = encode_partition(new[0])
-    before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
-    with pytest.raises(FileNotFoundError):  # the folder was discarded
-        encode_partition(old[0])
-    if changed == "encoder":  # the plan is the same, and the old writer makes its own folder again
-        old[0].scratch.mkdir()
-        encode_partition(old[0])
-
-    assert encode_partition(new[0]) == (done, False)
-    assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
-
-
-def begin_tasks(recipe: Recipe, workspace: Workspace) -> Sequence[EncodeTask]:
-    inputs = list_corpus_inputs(recipe)
-    plan = write_plan(plan_folder_of(workspace, recipe, inputs), recipe)
-    path, vocabulary = provide_vocabulary(recipe, inputs, workspace.scratch)
-    folder = open_partition_folder(workspace, plan.path, vocabulary, recipe.tokenizer.encoder)
-    return make_tasks(recipe, plan.path, plan.read_partitions(), path, vocabulary, folder)
-
-
-def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path, undisturbed: str) -> None:
     """A partition has other documents when `split_bytes` changes, but its files have the same names."""
     root = tmp_path / "fsx"
-    kill_when(lambda: find_files(root, "000003.json"), start(recipe, root))
+    with monkeypatch.context() as patch:
+        patch.setattr("services.tokenizer.build.pack_splits", stop)
+        assert run(recipe, root, ALONE) == 75
     assert run(recipe, root, "--corpus.split_bytes=250000", ALONE) == 0
     assert published(root).manifest.content_digest == undisturbed
 

@@ -18,7 +18,7 @@ from services.common.artifacts.corpus import CorpusManifest, CorpusPayload
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer import duplicates
-from services.tokenizer.document_digest import normalise
+from services.tokenizer.document_hashes import normalise
 from services.tokenizer.duplicates import DigestTask
 from services.tokenizer.tests.builders import (
     PIECES,

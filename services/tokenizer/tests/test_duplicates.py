@@ -16,10 +16,10 @@ from services.common.launch import inline
 from services.common.recipe.file import load_recipe
 from services.common.testing.seeds import draw_seed
 from services.tokenizer import duplicates
-from services.tokenizer.document_digest import normalise
+from services.tokenizer.document_hashes import normalise
 from services.tokenizer.duplicates import FindTask, find_duplicates
-from services.tokenizer.mapped_array import map_array
 from services.tokenizer.sources.documents import read_documents
+from services.tokenizer.tasks import map_array
 from services.tokenizer.tests.builders import write_documents, write_recipe
 from services.tokenizer.tests.plans import write_plan
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer.tests.builders import (
+    PIECES,
     is_anything_published,
     make_documents,
     make_text,
@@ -16,7 +17,6 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary.training import train_vocabulary
 
 GOOD_LINE = b'{"text": "good"}\n'
 
@@ -62,16 +62,13 @@ def file(name: str, content: bytes) -> Callable[[Path], Path]:
 )
 def test_wrong_inputs(
     tmp_path: Path,
+    model: Path,
     capsys: pytest.CaptureFixture[str],
     write: Callable[[Path], Path | str],
     exit_code: int,
     expected: list[str],
 ) -> None:
-    given = train_vocabulary(make_documents(60), 300)
-    (tmp_path / "given.model").write_bytes(given)
-    recipe = write_recipe(
-        tmp_path, write(tmp_path), tokenizer__model=str(tmp_path / "given.model"), model__vocab_size=300
-    )
+    recipe = write_recipe(tmp_path, write(tmp_path), tokenizer__model=str(model), model__vocab_size=PIECES)
 
     assert run(recipe, tmp_path / "fsx") == exit_code
 
@@ -88,11 +85,12 @@ def test_wrong_inputs(
         ({"tokenizer__train__vocab_size": 9_000, "model__vocab_size": 9_000}, 2, ["9,000", "model.vocab_size"]),
         ({"tokenizer__model": "missing.model"}, 3, ["missing.model"]),
         ({"tokenizer__model": __file__}, 3, ["test_errors.py", "tokenizer.model"]),
-        ({"tokenizer__model": "given.model", "model__vocab_size": 500}, 2, ["400", "500"]),
+        ({"tokenizer__model": "given.model", "model__vocab_size": 500}, 2, [f"{PIECES}", "500"]),
     ],
 )
 def test_wrong_vocabularies(
     tmp_path: Path,
+    model: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     overrides: dict[str, Any],
@@ -100,7 +98,7 @@ def test_wrong_vocabularies(
     expected: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "given.model").write_bytes(train_vocabulary(make_documents(60), 400))
+    (tmp_path / "given.model").write_bytes(model.read_bytes())
     recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", make_documents(30)), **overrides)
 
     assert run(recipe, tmp_path / "fsx") == exit_code

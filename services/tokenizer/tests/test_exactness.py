@@ -26,10 +26,15 @@ from services.tokenizer.encoding import chunk_encoder
 from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
 from services.tokenizer.encoding.chunk_kernel import FIRST_KEY, IDS, SECOND_KEY, SHORT_BYTES, SIZES
-from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
-from services.tokenizer.encoding.kernel_memory import BLOCK_BYTES, CACHED_BYTES, ENTRY_WORDS
+from services.tokenizer.encoding.chunk_tables import (
+    BLOCK_BYTES,
+    CACHED_BYTES,
+    ENTRY_WORDS,
+    SPACE_PIECE,
+    obstacle_to_chunks,
+)
+from services.tokenizer.encoding.encoder import SAMPLED_BYTES, CheckedEncoder, find_difference
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
-from services.tokenizer.encoding.self_check import SAMPLED_BYTES, CheckedEncoder, find_difference
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (
@@ -106,7 +111,7 @@ def test_text_around_the_end_of_a_block_has_sentencepieces_ids(model: bytes) -> 
 def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of seen chunks is enlarged, full and emptied meanwhile, and the arrays beside it are full."""
     monkeypatch.setattr(chunk_encoder, "_FIRST_ENTRIES", 128)
-    monkeypatch.setattr(chunk_encoder, "_MOST_ENTRIES", 1_024)
+    monkeypatch.setattr(chunk_encoder, "_MAX_ENTRIES", 1_024)
     monkeypatch.setattr(chunk_encoder, "_LONG_IDS", 500)
     monkeypatch.setattr(chunk_encoder, "_LONG_CHUNKS_BYTES", 500)
     encoder, reference = ChunkEncoder.from_model(model), SentencePieceEncoder(model)

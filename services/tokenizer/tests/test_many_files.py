@@ -8,18 +8,15 @@ from typing import cast
 
 import pytest
 
-from services.common.errors import RecipeError
 from services.common.launch import inline
 from services.common.launch.launcher import Launcher
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.cut_task import CutTask, cut_block
-from services.tokenizer.partition_plan import plan_partitions
-from services.tokenizer.plan_folder import PlanFolder
+from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import BLOCK_FILES
-from services.tokenizer.task_sequence import TaskSequence, map_largest_first
+from services.tokenizer.tasks import TaskSequence, map_largest_first
 from services.tokenizer.tests import virtual_time
 from services.tokenizer.tests.builders import write_recipe
 from services.tokenizer.tests.virtual_time import CountingFileSystem, VirtualLauncher
@@ -94,34 +91,7 @@ def test_16_workers_share_the_requests_for_100_000_files(tmp_path: Path, store: 
     assert requests > 14 * in_a_row
 
 
-def test_a_repeated_command_opens_no_file_again_that_was_cut(tmp_path: Path, store: CountingFileSystem) -> None:
-    """The first command ends at files without the key, and nothing of its finished tasks is lost."""
-    fill(store, 3 * BLOCK_FILES)
-    last = [f"/texts/{number:06d}.jsonl" for number in range(2 * BLOCK_FILES, 3 * BLOCK_FILES)]
-    for path in last:
-        store.pipe(path, LINE.replace(b"text", b"body"))
-    recipe = recipe_over_store(tmp_path, files_per_partition=100)
-    listings = list_corpus_inputs(recipe).listings
-    with pytest.raises(RecipeError, match=last[0]):
-        plan_partitions(tmp_path / "plan", recipe, listings, inline_with_one_worker())
-    for path in last:
-        store.pipe(path, LINE)
-    before = store.requests["open"]
-
-    plan = plan_partitions(tmp_path / "plan", recipe, listings, inline_with_one_worker())
-
-    assert store.requests["open"] - before == 1
-    assert plan.read_partitions()["bytes"].sum() == listings[0].sizes.sum()
-    plan_partitions(tmp_path / "plan", recipe, listings, inline_with_one_worker())
-    assert store.requests["open"] - before == 1
-
-
-def inline_with_one_worker() -> Launcher:
-    """Return a launcher whose tasks run in this process, which has the store."""
-    return cast("Launcher", VirtualLauncher())
-
-
-@pytest.mark.parametrize("damaged", ["files", "ranges", "partitions", "plan.json", "cuts/000/000000.ranges"])
+@pytest.mark.parametrize("damaged", ["files", "ranges", "partitions", "plan.json"])
 def test_a_damaged_plan_is_made_anew(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(5):
@@ -133,7 +103,6 @@ def test_a_damaged_plan_is_made_anew(tmp_path: Path, damaged: str) -> None:
     content = bytearray((plan.path / damaged).read_bytes())
     content[len(content) // 2] ^= 1
     (plan.path / damaged).write_bytes(content)
-    cut_block(CutTask(plan.path, 0, recipe.corpus.split_bytes, recipe.corpus.max_document_bytes, requires_column=True))
 
     again = plan_partitions(tmp_path / "plan", recipe, listings, inline)
 

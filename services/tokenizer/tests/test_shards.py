@@ -34,10 +34,16 @@ def make_corpus(folder: Path, **overrides: Any) -> Path:
     return write_recipe(folder, text, corpus__validation_fraction=0.2, corpus__split_bytes=2_000, **overrides)
 
 
-def test_shards_follow_the_schema_and_open_with_pyarrow_alone(tmp_path: Path) -> None:
-    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
-    corpus = published(tmp_path / "fsx")
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]:
+    """A corpus of 200 documents in about 200 shards of 8 rows of 16 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = write_documents(folder / "text", [*make_documents(200, mean_bytes=200), b"a", b"b", b"c"])
+    assert run(write_recipe(folder, text, corpus__validation_fraction=0.2), folder / "fsx") == 0
+    return published(folder / "fsx")
 
+
+def test_shards_follow_the_schema_and_open_with_pyarrow_alone(corpus: Artifact[CorpusManifest]) -> None:
     for split, counts in corpus.manifest.corpus.splits.items():
         assert len(counts.check_digests) > 3
         *shards, _ = corpus.manifest.corpus.row_files(split)
@@ -54,13 +60,14 @@ def test_shards_follow_the_schema_and_open_with_pyarrow_alone(tmp_path: Path) ->
     assert sorted(path.name for path in corpus.path.iterdir()) == ["manifest.json", "tokenizer", "train", "validation"]
 
 
-def test_shards_open_with_datasets_without_our_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_open_with_datasets_without_our_code(
+    tmp_path: Path, corpus: Artifact[CorpusManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     datasets = pytest.importorskip("datasets")  # in no image, so Pants leaves this test out
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # its thread would outlive the test, and prevent forks
 
-    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
-    folder = published(tmp_path / "fsx").path
+    folder = corpus.path
     loaded = datasets.load_dataset(
         "arrow", data_files=str(folder / "train" / "*.arrow"), split="train", cache_dir=str(tmp_path / "cache")
     )
@@ -71,10 +78,9 @@ def test_shards_open_with_datasets_without_our_code(tmp_path: Path, monkeypatch:
     assert loaded["input_ids"][:] == stream.tokens[: rows * 16].reshape(rows, 16).tolist()
 
 
-def test_doc_starts_are_where_documents_begin(tmp_path: Path) -> None:
-    """This text has no BOS in its documents, so every BOS is the begin of a document."""
-    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
-    stream = read_stream(published(tmp_path / "fsx").path, "train")
+def test_doc_starts_are_where_documents_begin(corpus: Artifact[CorpusManifest]) -> None:
+    """This text has no BOS in its documents, so every BOS is the start of a document."""
+    stream = read_stream(corpus.path, "train")
     assert stream.starts == np.flatnonzero(stream.tokens == 1).tolist()
 
 
@@ -190,15 +196,6 @@ def make_digit_model(folder: Path) -> str:
     path = folder / "digits.model"
     path.write_bytes(train_vocabulary([make_text(20_000)], 300))
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]:
-    """A corpus of 200 documents in about 200 shards of 8 rows of 16 tokens."""
-    folder = tmp_path_factory.mktemp("corpus")
-    text = write_documents(folder / "text", [*make_documents(200, mean_bytes=200), b"a", b"b", b"c"])
-    assert run(write_recipe(folder, text, corpus__validation_fraction=0.2), folder / "fsx") == 0
-    return published(folder / "fsx")
 
 
 def test_documents_in_samples_are_where_the_tokenizer_began_them(corpus: Artifact[CorpusManifest]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -12,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sentencepiece
 
 from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs, list_corpus_inputs
+from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import FileRange
-from services.tokenizer.split_assignment import are_for_validation
 from services.tokenizer.tests.builders import (
     REPOSITORY,
     VOCAB_SIZE,
@@ -33,6 +34,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary.description import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
@@ -67,20 +69,6 @@ def test_no_line_is_left_out(line: bytes) -> None:
     assert "xylophone" in "".join(pieces_of(train_vocabulary(documents, VOCAB_SIZE))).replace("▁", "")
 
 
-def test_validation_text_is_not_in_the_vocabulary(tmp_path: Path) -> None:
-    candidates = [f"{'qwertz ' * 200}{index}".encode() for index in range(100)]
-    held_out = candidates[int(np.argmax(are_for_validation(TextBatch.of(candidates), 0.2)))]
-    text = write_documents(tmp_path / "text", [held_out, *make_documents(200)])
-    knows_word = {}
-    for fraction in (0.0, 0.2):
-        recipe = write_recipe(tmp_path, text, corpus__validation_fraction=fraction)
-        assert run(recipe, tmp_path / f"fsx-{fraction}") == 0
-        model = published(tmp_path / f"fsx-{fraction}").path / "tokenizer" / "tokenizer.model"
-        knows_word[fraction] = "▁qwertz" in pieces_of(model.read_bytes())
-
-    assert knows_word == {0.0: True, 0.2: False}
-
-
 def write_lines(path: Path, documents: Sequence[str]) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
@@ -106,40 +94,37 @@ def read_paragraphs(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").split("\n\n")
 
 
-def test_the_order_of_the_sources_changes_neither_vocabulary_nor_bytes_per_token(
-    tmp_path: Path, prose_and_programs: tuple[Path, Path]
-) -> None:
-    """Nor do file names, and the sizes of partitions. Each source is larger than the text that is trained on."""
-    prose, programs = prose_and_programs
-    renamed = Path(shutil.copy(programs, tmp_path / "a.jsonl"))
-    made = []
-    for number, (order, split_bytes) in enumerate(
-        [([prose, programs], 10**8), ([programs, prose], 10**8), ([renamed, prose], 50_000)]
-    ):
-        recipe = write_recipe(
-            tmp_path,
-            sources=sources(*((path, 1.0) for path in order)),
-            corpus__split_bytes=split_bytes,
-            corpus__validation_fraction=0.05,
-            tokenizer__train__max_bytes=100_000,
-            tokenizer__train__vocab_size=1_000,
-            model__vocab_size=1_000,
-        )
-        assert run(recipe, tmp_path / f"fsx-{number}") == 0
-        made.append(published(tmp_path / f"fsx-{number}").manifest.corpus)
-
-    assert all(source.splits["train"].text_bytes > 100_000 for source in made[0].sources)
-    assert len({payload.vocabulary.sha256 for payload in made}) == 1
-    assert len({tuple(sorted(source.splits["train"].tokens for source in payload.sources)) for payload in made}) == 1
-    assert len({payload.text_bytes / sum(counts.tokens for counts in payload.kept) for payload in made}) == 1
-
-
 def plan_sample(
     folder: Path, max_bytes: int, *weighted: tuple[Path, float], **settings: Any
 ) -> tuple[list[bytes], CorpusInputs]:
     recipe = load_recipe(write_recipe(folder, sources=sources(*weighted), **settings))
     inputs = list_corpus_inputs(recipe)
     return sample_text(recipe.corpus, inputs.listings, max_bytes), inputs
+
+
+def test_the_order_of_the_sources_file_names_and_partitions_do_not_change_the_sample(
+    tmp_path: Path, prose_and_programs: tuple[Path, Path]
+) -> None:
+    """Each source is larger than the text that is trained on."""
+    prose, programs = prose_and_programs
+    renamed = Path(shutil.copy(programs, tmp_path / "a.jsonl"))
+    cases = [([prose, programs], 10**8), ([programs, prose], 10**8), ([renamed, prose], 50_000)]
+    samples = [
+        plan_sample(tmp_path, 100_000, *((path, 1.0) for path in order), corpus__split_bytes=split_bytes)[0]
+        for order, split_bytes in cases
+    ]
+    assert samples[0] == samples[1] == samples[2]
+
+
+def test_validation_text_is_not_in_the_sample(tmp_path: Path) -> None:
+    documents = make_documents(200)
+    held_out = are_for_validation(TextBatch.of(documents), 0.2)
+    path = write_lines(tmp_path / "a.jsonl", [document.decode() for document in documents])
+    sample, _ = plan_sample(tmp_path, 10**6, (path, 1.0), corpus__validation_fraction=0.2)
+    assert sorted(sample) == sorted(
+        document for document, is_held in zip(documents, held_out, strict=True) if not is_held
+    )
+    assert held_out.any()
 
 
 def count_bytes(documents: Sequence[bytes], kind: bytes) -> int:
@@ -190,12 +175,6 @@ def test_bytes_that_are_read_are_bounded_by_those_of_the_sample(
         assert small in {Path(file_range.file.uri) for file_range in read}
 
 
-def test_max_bytes_bounds_the_text_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = write_documents(tmp_path / "text", make_documents(100))
-    assert run(write_recipe(tmp_path, text, tokenizer__train__max_bytes=23_456), tmp_path / "fsx") == 0
-    assert "on 23,456 bytes" in capsys.readouterr().err
-
-
 def test_a_given_model_goes_into_the_corpus_and_counts_as_an_input(tmp_path: Path) -> None:
     text = write_documents(tmp_path / "text", make_documents(60))
     model = tmp_path / "given.model"
@@ -214,16 +193,14 @@ def test_a_given_model_goes_into_the_corpus_and_counts_as_an_input(tmp_path: Pat
     assert len(ids) == 2
 
 
-def test_a_model_without_byte_pieces_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "lines.txt").write_bytes(make_text(20_000))
-    prefix = tmp_path / "plain"
+def test_a_model_without_byte_pieces_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model = io.BytesIO()
+    text = iter(make_text(20_000).decode().splitlines())
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "lines.txt"), model_prefix=str(prefix), model_type="bpe", vocab_size=100, minloglevel=2
+        sentence_iterator=text, model_writer=model, model_type="bpe", vocab_size=100, minloglevel=2
     )
-    text = write_documents(tmp_path / "text", make_documents(60))
-    recipe = write_recipe(tmp_path, text, tokenizer__model=f"{prefix}.model", model__vocab_size=100)
-    assert run(recipe, tmp_path / "fsx") == 0
-    assert "no byte pieces" in capsys.readouterr().err
+    describe_vocabulary(model.getvalue(), Tokenizer(model="given"))
+    assert "no byte pieces" in caplog.text
 
 
 INTERRUPTED_WHILE_READING = """

@@ -11,12 +11,11 @@ from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import ManifestModel, write_durably
 from services.common.artifacts.upstream import advise_vocab_size
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input.files import read_file
 from services.common.recipe.schema import Recipe, VocabularyTraining
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.scratch import VOCABULARY, VOCABULARY_MARKER
 from services.tokenizer.sources.file_system import read_vocabulary
-from services.tokenizer.task_marker import read_marker, write_marker
+from services.tokenizer.tasks import read_marker, write_marker
 from services.tokenizer.vocabulary.description import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
@@ -37,9 +36,9 @@ def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> t
     `model.vocab_size`.
     """
     path, marker_path = scratch / VOCABULARY, scratch / VOCABULARY_MARKER
-    marker = read_marker(marker_path, scratch, _VocabularyMarker, lambda marker: {path: marker.xxh3})
+    marker = read_marker(marker_path, _VocabularyMarker, lambda marker: {path: marker.xxh3})
     if marker:
-        content = read_file(path, scratch)
+        content = path.read_bytes()
     elif recipe.tokenizer.train:
         content = _train_on_corpus(recipe, recipe.tokenizer.train, inputs)
     else:

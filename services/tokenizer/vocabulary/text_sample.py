@@ -19,11 +19,10 @@ import numpy.typing as npt
 import xxhash
 
 from services.common.recipe.schema import Corpus
-from services.tokenizer.document_digest import SeenDocuments
+from services.tokenizer.document_hashes import SeenDocuments, are_for_validation, sampling_keys
 from services.tokenizer.sources.bad_rows import BadRows, add_up, require_few_bad_rows
 from services.tokenizer.sources.documents import cut_file, read_documents
 from services.tokenizer.sources.input_files import FileListing, FileRange, InputFile
-from services.tokenizer.split_assignment import are_for_validation, sampling_keys
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.training import take_first
 
@@ -33,7 +32,7 @@ READ_FACTOR = 8
 """Input bytes that are read for each byte of the sample. An eighth of the input must be text of the training split for
 the sample to be full; of modules that are read for their docstrings, a quarter is."""
 _RANGES_PER_SAMPLE = 256
-_LEAST_RANGE_BYTES = 4_096
+_MIN_RANGE_BYTES = 4_096
 _SPREAD = 32
 """Bytes of the files that are opened, for each byte that is read. A large source has large files, and a file often has
 one period or one subject, so that text of few files would be no sample."""
@@ -45,15 +44,11 @@ def sample_text(corpus: Corpus, listings: Sequence[FileListing], max_bytes: int)
     """Return documents of the training split with `max_bytes` of text, or all of them when there are fewer.
 
     `listings` are the files of each source of `corpus`. Each source has the share of the text that it has of the
-    training split. The last document is cut between two characters.
-
-    Sources of more than `READ_FACTOR * max_bytes` in total are read in part: so many bytes of their files, and at most
-    one file range more for each source. Memory is bounded by `max_bytes`, and about 150 bytes for each document. With
-    `corpus.duplicates = "drop"` the first document that is read of several equal ones stands for all of them, and about
-    100 bytes more are kept for each document that is read.
+    training split. Sources of more than `READ_FACTOR * max_bytes` in total are read in part. With `corpus.duplicates =
+    "drop"` the first document that is read of several equal ones stands for all of them.
     """
     shares = _shares_to_read(corpus, listings, READ_FACTOR * max_bytes)
-    range_bytes = max(_LEAST_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
+    range_bytes = max(_MIN_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
     smallest = _SmallestKeys(max_bytes)
     bad_rows = BadRows(corpus.bad_rows)
     seen = SeenDocuments() if corpus.duplicates == "drop" else None
