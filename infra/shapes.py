@@ -4,9 +4,9 @@
 `services/common/hardware/instance_types.py`, and everything else through this module. Its facts are those of EC2's
 DescribeInstanceTypes and DescribeInstanceTypeOfferings; a test compares them. The memory of a Trainium2, the peaks of
 Trainium and all of the Neuron devices of trn2u, of which EC2 says nothing, come from AWS Neuron's documentation (Amazon
-EC2 Trn2 Architecture), the peaks of GPUs from `services/common/hardware/gpu_peaks.py`; `pod` and the choice of prices
+EC2 Trn2 Architecture), the peaks of GPUs from `services/common/hardware/gpus.py`; `pod` and the choice of prices
 are our own. Instance types with GPUs serve only the trainer's plan: no stack makes such nodes.
-`services/common/hardware/lustre.py` describes `file_system` in the same file.
+`services/common/hardware/instance_types.py` describes `file_system` in the same file.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, meas
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
 from benchmarks.trainer.workbench import Workbench
-from services.common.hardware.gpu_peaks import find_peak
+from services.common.hardware.gpus import find_peak
 from services.common.recipe.derived import causal_flops_per_token, palm_flops_per_token, tokens_per_step
 
 REPOSITORY = Path(__file__).parents[2]

@@ -21,18 +21,20 @@ from pathlib import Path
 
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
-from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, SECONDS_PER_HOUR, mtbf_seconds
-from services.trainer.inspection.failure_cost import (
+from services.trainer.inspection.goodput import (
     FAILURE_SHARES,
     LAUNCHER,
+    MEASURED_TIMES,
+    NODE_MTBF_HOURS,
+    SECONDS_PER_HOUR,
     Failure,
     FailureCost,
     RunTimes,
     failure_costs,
     goodput,
+    mtbf_seconds,
 )
 from services.trainer.inspection.run_plan import Assumptions, run_times
-from services.trainer.inspection.start_times import MEASURED_TIMES
 from services.trainer.restarts import RestartBudget
 
 NODES = (16, 64, 256, 1_024)

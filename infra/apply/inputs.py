@@ -20,7 +20,7 @@ from infra.aws_releases import read_standard_support_end
 from infra.cost.estimate import ControlPlane, Sizes
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
-from services.common.hardware.lustre import LustreSize, default_lustre_size
+from services.common.hardware.instance_types import LustreSize, default_lustre_size
 from services.common.input.files import read_file
 
 REPOSITORIES = "millrace"  # as in infra/stacks/common.tf; a contract test compares them

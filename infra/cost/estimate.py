@@ -8,8 +8,7 @@ from datetime import date
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
-from services.common.hardware.instance_types import GIB
-from services.common.hardware.lustre import LustreSize
+from services.common.hardware.instance_types import GIB, LustreSize
 from services.common.process.termination_notice import (
     CHECKPOINTS_PER_NOTICE,
     TRAINER_NOTICE_SECONDS,

@@ -17,7 +17,7 @@ from infra.apply.terraform import type_of
 from infra.shapes import find_shape
 from infra.teardown.neighbours import find_in_account
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
-from services.common.hardware.lustre import default_lustre_size
+from services.common.hardware.instance_types import default_lustre_size
 
 VARIABLES = {
     "region": REGION,

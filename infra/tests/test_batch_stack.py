@@ -13,7 +13,7 @@ from infra.apply.terraform import STACK
 from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
-from services.common.hardware.lustre import default_lustre_size
+from services.common.hardware.instance_types import default_lustre_size
 from services.common.recipe.schema import STAGES
 
 ZONE = "usw2-az4"

@@ -19,7 +19,7 @@ from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
 from infra.cost.prices import fsx_gb_month, read_prices
 from infra.tests.conftest import RunInfra
 from services.common.errors import RecipeError
-from services.common.hardware.lustre import LustreSize, default_lustre_size
+from services.common.hardware.instance_types import LustreSize, default_lustre_size
 from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import checkpoint_bytes
 

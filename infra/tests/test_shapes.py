@@ -12,7 +12,7 @@ import pytest
 
 from infra.shapes import find_shape, read_shapes
 from services.common.errors import RecipeError
-from services.common.hardware.gpu_peaks import sum_peaks
+from services.common.hardware.gpus import sum_peaks
 from services.common.hardware.instance_types import TERA
 
 CAPTURE = Path(moto.ec2.__file__).parent / "resources"

@@ -66,9 +66,8 @@ from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.inspection.checkpoint_content import inspect
 from services.trainer.inspection.doctor import doctor, doctor_parser
 from services.trainer.inspection.fit import require_fit
-from services.trainer.inspection.run_plan import describe_plan, describe_trace, read_assumptions
+from services.trainer.inspection.run_plan import describe_plan, read_assumptions
 from services.trainer.inspection.sample import TextGenerator, require_drawable
-from services.trainer.inspection.step_trace import trace_step
 from services.trainer.job import (
     Job,
     completed_step,
@@ -189,16 +188,11 @@ def _begin_run(job: Job, recipe_path: Path) -> Job:
 
 
 def plan(arguments: Namespace, recipe: Recipe) -> int:
-    """Print the run's needs, and trace one step of the whole topology on tensors without memory.
-
-    Raises `RecipeError` if a worker needs more memory than its device has.
-    """
+    """Print the run's needs. Raises `RecipeError` if a worker needs more memory than its device has."""
     assumptions = read_assumptions(arguments)
     corpus = find_published_corpus(arguments, recipe)
     print(describe_plan(recipe, corpus.payload if corpus else None, assumptions), flush=True)
     require_fit(recipe)
-    if arguments.dry_run:
-        print("\n" + describe_trace(recipe, trace_step(recipe)))
     return 0
 
 

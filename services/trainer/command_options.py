@@ -44,12 +44,6 @@ def train_parser(other_commands: Iterable[str]) -> RecipeParser:
 
 def plan_parser() -> RecipeParser:
     parser = _parser("plan", "Estimate memory, time, cost and checkpoints of a run before it starts.")
-    parser.add_argument(
-        "--no-dry-run",
-        dest="dry_run",
-        action="store_false",
-        help="skip the step on tensors without memory, which takes half a minute for a large model",
-    )
     add_assumptions(parser)
     return parser
 

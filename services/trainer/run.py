@@ -23,7 +23,6 @@ from services.common.input.files import parse_json, read_file, unreadable
 from services.common.input.problem_list import list_names
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, stage_nodes
-from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.checkpoints.lookup import (
     Verify,
     list_runs_command,
@@ -34,6 +33,7 @@ from services.trainer.checkpoints.lookup import (
 )
 from services.trainer.corpus import describe_corpus
 from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
+from services.trainer.inspection.goodput import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.job import RUN_FILE, Job, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
 from services.trainer.metrics.events import count_events, read_events

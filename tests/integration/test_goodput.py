@@ -9,10 +9,8 @@ import pytest
 
 from benchmarks.trainer.failure_simulation import SimulatedRun, simulate
 from services.common.recipe.file import load_recipe
-from services.trainer.checkpoints.interval import NODE_MTBF_HOURS
-from services.trainer.inspection.failure_cost import goodput
+from services.trainer.inspection.goodput import MEASURED_ON, MEASURED_TIMES, NODE_MTBF_HOURS, goodput
 from services.trainer.inspection.run_plan import Assumptions, run_times
-from services.trainer.inspection.start_times import MEASURED_ON, MEASURED_TIMES
 
 PROJECT = Path(__file__).resolve().parents[2]
 RECIPE = PROJECT / "recipes" / "llama2-7b-trn1.toml"

@@ -56,9 +56,8 @@ def explain_hardware_fault(error: BaseException) -> HardwareFault | None:
             device = f"NeuronCore {cores}" if cores else "a Neuron device"
             first_line = str(each).strip().partition("\n")[0]
             return HardwareFault(
-                f"{device} of host {socket.gethostname()} failed with {status}, a fault of the hardware and not of the "
-                f"program: {first_line[:200]}. `neuron-ls` and the node's conditions (kubectl describe node) show "
-                f"more; have the node replaced if it fails again. The same command continues from what was committed."
+                f"{device} of host {socket.gethostname()} failed with {status}: {first_line[:200]}. `neuron-ls` and "
+                f"kubectl describe node show more; replace the node if it fails again. The same command continues."
             )
     return None
 

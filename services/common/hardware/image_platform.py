@@ -80,25 +80,8 @@ CUDA_LIBRARIES = ("triton",)
 WITH_PROGRAM = ("compiler", "trainer")
 
 
-@dataclass(frozen=True)
-class VariantDevice:
-    """Describes the device on which the images of a variant compute."""
-
-    device: str
-    """The only `parallel.device` of recipes that the images run."""
-    path: str
-    """Words that say on which processors the program runs, and through which library."""
-    node: str
-    """Words for the nodes that have the device."""
-
-
-DEVICES_OF_VARIANTS = {
-    "cpu": VariantDevice("cpu", "on CPUs", "a node without accelerators"),
-    "cuda": VariantDevice("cuda", "on NVIDIA GPUs", "a node with NVIDIA GPUs"),
-    "neuron": VariantDevice("xla", "on NeuronCores through torch_xla", "a trn1 node"),
-    "trn2": VariantDevice("neuron", "on NeuronCores through TorchNeuron", "a trn2 or trn3 node"),
-}
-"""Devices of images by the variant of the images."""
+DEVICES_OF_VARIANTS = {"cpu": "cpu", "cuda": "cuda", "neuron": "xla", "trn2": "neuron"}
+"""The only `parallel.device` of recipes that images of a variant run."""
 
 DISTRIBUTIONS = (
     *("ray", "torch", "numpy", "cuda-toolkit", "triton"),
@@ -154,27 +137,19 @@ def require_backend(device: str) -> BackendEntry:
     Outside of an image, every device that torch finds may be used.
     """
     own = DEVICES_OF_VARIANTS[image_variant()]
-    if is_in_image() and device != own.device:
+    if is_in_image() and device != own:
+        [variant] = [name for name, each in DEVICES_OF_VARIANTS.items() if each == device]
         raise DeviceError(
-            f"this is a {image_variant()} image, which runs the program only {own.path}, and parallel.device is "
-            f"{device!r}. Use what its nodes are paid for: --parallel.device={own.device}. {_name_images_for(device)}"
+            f"this is a {image_variant()} image, which runs --parallel.device={own} alone, and the recipe says "
+            f"{device!r}. For that build make images VARIANT={variant}."
         )
     chips = neuron_chips()
     if chips and device == "cpu":
         raise DeviceError(
-            f"this node has {len(chips)} Neuron devices ({NEURON_DEVICES}/{chips[0]} ...), and parallel.device is "
-            f"'cpu': they would be paid for and idle. Use them with --parallel.device=xla in a neuron image (trn1) or "
-            f"--parallel.device=neuron in a trn2 image (trn2, trn3), or run on a node without them."
+            f"this node has {len(chips)} Neuron devices, which parallel.device 'cpu' would leave idle. Use "
+            f"--parallel.device=xla in a neuron image (trn1) or --parallel.device=neuron in a trn2 image (trn2, trn3)."
         )
     return BACKENDS[device]
-
-
-def _name_images_for(device: str) -> str:
-    """Return a sentence that names the image and the node on which a recipe for the device runs."""
-    variant, its = next(each for each in DEVICES_OF_VARIANTS.items() if each[1].device == device)
-    return (
-        f"A recipe for {device} runs in an image of the {variant} variant, on {its.node}: make images VARIANT={variant}"
-    )
 
 
 def neuron_chips() -> list[str]:
@@ -227,24 +202,15 @@ def _require_cuda_build() -> None:
     """Raise `DeviceError` where torch was built without CUDA: such an image would refuse every recipe on every node."""
     torch = importlib.import_module("torch")
     if torch.version.cuda is None:
-        raise DeviceError(
-            f"torch {torch.__version__} was built without CUDA (torch.version.cuda is None), and the cuda variant "
-            f"needs it. {_advice('torch', 'cuda')}"
-        )
+        raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_advice('torch', 'cuda')}")
 
 
 def _advice(library: str, variant: str) -> str:
     if library == "torch" or library in NEURON_LIBRARIES.get(variant, ()):
         if variant == "neuron":
-            return (
-                "The AWS Neuron training image has it, and this image is not built on that base. Build it on the base "
-                "in images/platforms.toml: make images VARIANT=neuron"
-            )
+            return "Build it on the base in images/platforms.toml: make images VARIANT=neuron"
         if variant == "trn2":
-            return (
-                "The build takes it from the indexes of PyTorch and Neuron, at the version in images/torch-neuron.txt: "
-                "make images VARIANT=trn2"
-            )
+            return "Build it with the version in images/torch-neuron.txt: make images VARIANT=trn2"
     if image_service():
         return f"Build the image anew from its lock: make images STAGE={image_service()} VARIANT={variant}"
     return "Run `make setup`."

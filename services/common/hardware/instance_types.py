@@ -1,6 +1,6 @@
-"""Reads the EC2 instance types with accelerators, their sizes and approximate prices from `infra/shapes.json`.
+"""Reads instance types with accelerators, their approximate prices, and the size of the stacks' file system.
 
-Every image has that table, which also names the sources of its numbers.
+They are in `infra/shapes.json`, which every image has and which names the sources of its numbers.
 """
 
 from __future__ import annotations
@@ -56,25 +56,44 @@ class InstanceType:
         )
 
 
+@dataclass(frozen=True)
+class LustreSize:
+    """The size of an FSx for Lustre file system, which determines its speed."""
+
+    gib: int
+    megabytes_per_second_per_tib: int
+    """AWS's PerUnitStorageThroughput: 125, 250, 500 or 1000 for PERSISTENT_2."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes per second that all nodes together can write: the provisioned baseline, without bursts (FSx for Lustre
+        User Guide, "Performance characteristics of SSD storage classes").
+        """
+        return self.gib / 1024 * self.megabytes_per_second_per_tib * 10**6
+
+    def __str__(self) -> str:
+        return f"{self.gib:,} GiB at {self.megabytes_per_second_per_tib:,} MB/s/TiB"
+
+
 @cache
 def read_instance_types() -> dict[str, InstanceType]:
     """Return the types with NeuronCores or GPUs, by name."""
     return {
         name: _read_instance_type(name, facts)
-        for name, facts in _read_shapes().items()
+        for name, facts in _read_table()["shapes"].items()
         if facts["neuron_cores"] or facts["gpus"]
     }
 
 
 def read_pod_room(instance_type: str) -> tuple[int, float]:
     """Return the CPUs and GiB of memory that a node of this type has left for a stage's pod."""
-    pod = _read_shapes()[instance_type]["pod"]
+    pod = _read_table()["shapes"][instance_type]["pod"]
     return pod["cpus"], float(pod["memory_gib"])
 
 
 def read_dollars_per_hour(instance_type: str) -> float | None:
     """Return the approximate on-demand price of a node of this type; None if no list has it."""
-    price = _read_shapes()[instance_type]["price"]
+    price = _read_table()["shapes"][instance_type]["price"]
     return float(price["dollars_per_hour"]) if price else None
 
 
@@ -83,9 +102,14 @@ def family_of(instance_type: str | None) -> str:
     return (instance_type or TRN1).partition(".")[0]
 
 
+def default_lustre_size() -> LustreSize:
+    """Return the size of the file system that both stacks make without the variable `fsx`."""
+    return LustreSize(**_read_table()["file_system"])
+
+
 @cache
-def _read_shapes() -> dict[str, Any]:
-    return dict(json.loads(SHAPES_JSON.read_text(encoding="utf-8"))["shapes"])
+def _read_table() -> dict[str, Any]:
+    return dict(json.loads(SHAPES_JSON.read_text(encoding="utf-8")))
 
 
 def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.hardware.instance_types import GIB, MIB
 from services.common.recipe.schema import Model, Recipe, key_value_copies
 
 FLOAT32_BYTES = 4
@@ -100,6 +101,11 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         Part("all-gather of a bucket", update=gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
+
+
+def show_size(num_bytes: float) -> str:
+    """Format a size in MiB, or in GiB from 1 GiB on."""
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.2f} MiB"
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.hardware.nvidia_smi import VISIBLE_VARIABLE
+from services.common.hardware.gpus import VISIBLE_VARIABLE
 
 H200 = {
     "name": "NVIDIA H200",

@@ -32,9 +32,8 @@ def require_same_program(job: Job, group: ProcessGroup) -> None:
             )
     if fingerprint(facts) != job.program_fingerprint:
         raise DeviceError(
-            f"the workers' nodes differ in CPU, compiler, library versions or environment from the command's node: "
-            f"their program is {fingerprint(facts)[:12]}, the command's {job.program_fingerprint[:12]}. Run the "
-            f"command and all workers on one kind of node."
+            f"the workers' nodes have the program {fingerprint(facts)[:12]}, the command's node "
+            f"{job.program_fingerprint[:12]}: run the command and all workers on one kind of node."
         )
 
 
@@ -57,14 +56,13 @@ def require_same_state(program: Program, group: ProcessGroup, step: int) -> None
         for tensors, digest in worker["digests"].items():
             ranks_by_digest = holders.setdefault((worker["part"], tensors), {})
             ranks_by_digest.setdefault(digest, []).append(f"{rank} ({worker['host']})")
-    differences = []
-    for (_, tensors), ranks_by_digest in holders.items():
-        if len(ranks_by_digest) > 1:
-            held = [f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in ranks_by_digest.items()]
-            differences.append(f"  {tensors}: {'; '.join(held)}")
+    differences = [
+        f"  {tensors}: " + "; ".join(f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in held.items())
+        for (_, tensors), held in holders.items()
+        if len(held) > 1
+    ]
     raise DeviceError(
         f"after step {step} the workers' states differ, but must be equal bit for bit:\n"
         + "\n".join(differences)
-        + "\nThis state was not saved; in the newest checkpoint all states were equal. The CPU or the memory of "
-        "one node gives wrong results: replace the node, then run the same command to continue."
+        + "\nThis state was not saved. Replace the node whose CPU or memory is faulty; the same command continues."
     )

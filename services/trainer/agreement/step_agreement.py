@@ -16,8 +16,6 @@ from services.common.program.process_group import ProcessGroup
 from services.trainer.health.loss_spikes import Deviation
 from services.trainer.metrics.metric_table import UNKNOWN_NUMBERS, ReducedNumbers, WorkerNumbers
 
-NAMED_RANKS = 8
-"""Most ranks that are named where workers decided differently; the others are counted."""
 MAX_WORKERS = 2**22
 """Ranks that fit beside milliseconds into a double."""
 
@@ -120,12 +118,10 @@ def require_same_outcome(agreed: AgreedStep, is_applied: bool, group: ProcessGro
         return
     outcomes = [each["is_applied"] for each in group.gather({"is_applied": is_applied})]
     fewer = min((True, False), key=outcomes.count)
-    ranks = [str(rank) for rank, outcome in enumerate(outcomes) if outcome is fewer]
-    others = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
+    ranks = [rank for rank, outcome in enumerate(outcomes) if outcome is fewer]
     raise WorkersLost(
-        f"step {step} was {'applied' if fewer else 'skipped'} on rank {', '.join(ranks[:NAMED_RANKS])}{others} only, "
-        f"but all workers decide from the same gradient norm. The same command continues. If the same node causes this "
-        f"again, replace it."
+        f"step {step} was {'applied' if fewer else 'skipped'} on rank {ranks[0]} and {len(ranks) - 1} others only, but "
+        f"all decide by the same gradient norm. The same command continues; replace the node if it causes this again."
     )
 
 

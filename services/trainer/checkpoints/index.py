@@ -5,23 +5,21 @@ An index is a safetensors file, whose tensors are mapped: a worker reads the row
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 
 from services.common.artifacts.checkpoint import INDEX_FILE, ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
-from services.common.errors import ArtifactError
 from services.common.program.state import StateKind, StateSlice
 from services.trainer.checkpoints.safetensors_file import open_tensors, write_tensors
-from services.trainer.checkpoints.shards import Place, Places, Shapes, require_of_model
+from services.trainer.checkpoints.shards import Place, Places, Shapes
 
 Rows = Mapping[tuple[StateKind, str], np.ndarray]
 """Slices of tensors, by kind and parameter: int64 [slices, 7] of `StateSlice.row` and the number of the shard."""
-NUM_COLUMNS = 7
 
 
 def tabulate(slices: Iterable[tuple[StateSlice, int]]) -> Rows:
@@ -46,35 +44,28 @@ def write_index(folder: Path, origin: ShardOrigin, rows: Rows) -> FileEntry:
     return write_tensors(folder, INDEX_FILE, origin, content)
 
 
-def read_index(
-    folder: Path, origin: ShardOrigin, shapes: Shapes, files: Collection[str], targets: Collection[StateSlice] | None
-) -> Places:
-    """Return the places of the slices that may have elements of the targets, or of all slices, from a verified index.
+def read_index(folder: Path, origin: ShardOrigin, shapes: Shapes, targets: Collection[StateSlice]) -> Places:
+    """Return the places of the slices that may have elements of the targets, from a verified index.
 
-    It maps the index, and costs the rows of the targets' tensors. Raises `ArtifactError` for a row that is no slice of
-    the model, or whose shard is not among `files`.
+    It maps the index, and costs the rows of the targets' tensors.
     """
-    path, places = folder / INDEX_FILE, Places()
+    places, wanted = Places(), dict[tuple[StateKind, str], list[StateSlice]]()
+    for target in targets:
+        wanted.setdefault((target.kind, target.name), []).append(target)
     with open_tensors(folder, INDEX_FILE, origin) as tensors:
         keys = set(tensors.keys())
-        wanted: dict[str, list[StateSlice]] = {} if targets is not None else {key: [] for key in keys}
-        for target in targets or ():
-            wanted.setdefault(f"{target.kind}/{target.name}", []).append(target)
-        for key in sorted(keys & set(wanted)):
-            rows = _require_table(path, key, tensors.get_tensor(key))
-            found = rows if targets is None else rows[_may_overlap(rows, wanted[key])]
-            for place in _read_places(path, key, found, shapes, files):
-                places.setdefault((place.piece.kind, place.piece.name), []).append(place)
+        for kind, name in wanted:
+            if (key := f"{kind}/{name}") in keys:
+                rows = tensors.get_tensor(key).numpy()
+                found = rows[_may_overlap(rows, wanted[kind, name])].tolist()
+                places[kind, name] = [_read_place(kind, name, len(shapes[name]), row) for row in found]
     return places
 
 
-def _require_table(path: Path, key: str, table: torch.Tensor) -> np.ndarray:
-    if table.dtype != torch.int64 or table.ndim != 2 or table.shape[1] != NUM_COLUMNS:
-        raise ArtifactError(
-            f"{path}: {key} is {table.dtype} {list(table.shape)}, expected torch.int64 [slices, {NUM_COLUMNS}]."
-        )
-    rows: np.ndarray = table.numpy()
-    return rows
+def _read_place(kind: StateKind, name: str, num_dimensions: int, row: list[int]) -> Place:
+    top, bottom, left, right, start, stop, number = row
+    box = ((left, right),) if num_dimensions == 1 else ((top, bottom), (left, right))
+    return Place(StateSlice(kind, name, box, start, stop), shard_name(number))
 
 
 def _may_overlap(rows: np.ndarray, targets: Iterable[StateSlice]) -> np.ndarray:
@@ -92,15 +83,3 @@ def _bounds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nd
     tops, _, lefts, rights, starts, stops, _ = rows.T
     widths = np.maximum(rights - lefts, 1)
     return tops + starts // widths, tops + (stops - 1) // widths + 1, lefts, rights
-
-
-def _read_places(path: Path, key: str, rows: np.ndarray, shapes: Shapes, files: Collection[str]) -> Iterator[Place]:
-    kind, _, name = key.partition("/")
-    is_vector = len(shapes.get(name, ())) == 1
-    for top, bottom, left, right, start, stop, number in rows.tolist():
-        box = ((left, right),) if is_vector else ((top, bottom), (left, right))
-        piece = StateSlice.parse(StateSlice(cast("StateKind", kind), name, box, start, stop).key)
-        require_of_model(path, piece, shapes)
-        if (file := shard_name(number)) not in files:
-            raise ArtifactError(f"{path}: {piece.key} is in {file}, which the manifest does not list.")
-        yield Place(piece, file)

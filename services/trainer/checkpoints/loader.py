@@ -14,14 +14,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, ImportedModel, LossSpikes, checkpoint_id
+from services.common.artifacts.checkpoint import (
+    INDEX_FILE,
+    CheckpointManifest,
+    ImportedModel,
+    LossSpikes,
+    checkpoint_id,
+)
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, UnreadableError
+from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
 from services.trainer.branch import inherit_loss_spikes, open_parent
+from services.trainer.checkpoints.index import read_index
 from services.trainer.checkpoints.lookup import (
     FoundCheckpoint,
     OwnShard,
@@ -31,11 +39,13 @@ from services.trainer.checkpoints.lookup import (
     require_of_run,
     verify_sizes,
 )
-from services.trainer.checkpoints.part import read_part
 from services.trainer.checkpoints.retention import discard_newer
+from services.trainer.checkpoints.safetensors_file import open_tensors
+from services.trainer.checkpoints.shards import Place, Places, SliceReader, read_header
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
+from services.trainer.node_staging import verify_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -219,11 +229,53 @@ def _open_parent(job: Job) -> Artifact[CheckpointManifest]:
     parent = open_parent(job.root, branch)
     if parent.manifest.content_digest != expected.content_digest:
         raise ArtifactError(
-            f"{parent.path}: has the digest {parent.manifest.content_digest[:12]}, but {job.run} branches from "
-            f"{expected.content_digest[:12]}: the parent has written this step again. Start the command again: it "
-            f"begins another run."
+            f"{parent.path}: the parent has written this step again. Start the command again: it starts another run."
         )
     return parent
+
+
+def read_part(
+    job: Job, checkpoint: FoundCheckpoint, own_shard: OwnShard | None, held: Mapping[StateSlice, Tensor]
+) -> None:
+    """Fill the slices that a worker holds with their elements, from files whose bytes are verified once on each node.
+
+    A worker opens the shard of its own rank alone where that has exactly these slices, as in the layout that wrote it
+    under ZeRO-1. Otherwise it opens the manifest, the index, and the shards that have elements of the slices.
+
+    Raises `ArtifactError` for a damaged file, and unless the files have each element once, and values of a training.
+    """
+    if own_shard and _read_own_shard(job, checkpoint, own_shard, held):
+        return
+    manifest, shapes = checkpoint.read_manifest(), parameter_shapes(job.recipe.model)
+    entries, origins = {entry.path: entry for entry in manifest.files}, manifest.checkpoint.shards
+    verify_on_node(job, checkpoint, [entries[INDEX_FILE]])
+    places = read_index(checkpoint.path, checkpoint.origin_of(rank=0), shapes, held)
+    reader = SliceReader(checkpoint.path, origins.__getitem__, places)
+    files = reader.files_of(held)
+    logger.info("reading %d of %d shards of %s", len(files), len(origins), checkpoint.path)
+    verify_on_node(job, checkpoint, [entries[file] for file in files])
+    reader.read(held)
+
+
+def _read_own_shard(
+    job: Job, checkpoint: FoundCheckpoint, own_shard: OwnShard, held: Mapping[StateSlice, Tensor]
+) -> bool:
+    """Fill the slices from the shard of the worker's rank, and return whether that has exactly these slices.
+
+    Slices of kinds of which none is held do not count.
+    """
+    file, origin = own_shard.entry.path, checkpoint.origin_of(own_shard.rank)
+    verify_on_node(job, checkpoint, [own_shard.entry])
+    kinds, places = {piece.kind for piece in held}, Places()
+    with open_tensors(checkpoint.path, file, origin) as tensors:
+        for piece in read_header(tensors):
+            if piece.kind in kinds:
+                places.setdefault((piece.kind, piece.name), []).append(Place(piece, file))
+        if {place.piece for each in places.values() for place in each} != held.keys():
+            return False
+        logger.info("reading 1 of %d shards of %s, this worker's own", checkpoint.state.num_workers, checkpoint.path)
+        SliceReader(checkpoint.path, {file: origin}.__getitem__, places).read_from({file: tensors}, held)
+    return True
 
 
 def load_weights(
@@ -250,6 +302,5 @@ def _require_seen(checkpoint: FoundCheckpoint, group: ProcessGroup) -> None:
         unseen = [rank for rank, each in enumerate(group.gather({"is_unseen": is_unseen})) if each["is_unseen"]]
         raise ArtifactError(
             f"{checkpoint.path}: rank 0 sees this checkpoint, but {len(unseen)} of {group.world_size} workers do not, "
-            f"rank {unseen[0]} for one: the folder is not the same on their nodes. Compare with `python -m "
-            f"services.common.artifacts list {checkpoint.path.parent}` on each node."
+            f"rank {unseen[0]} for one. Mount the same volume on all nodes."
         )

@@ -21,7 +21,7 @@ from services.common.artifacts.checkpoint import (
     shard_name,
 )
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Artifact, Draft, begin_partial, commit
+from services.common.artifacts.store import Draft, begin_partial, commit
 from services.common.errors import StorageError
 from services.common.process.termination_notice import explain_short_notice
 from services.common.program.mesh import Mesh
@@ -30,7 +30,7 @@ from services.common.program.sharded_state import ShardedState
 from services.common.program.state import StateSlice
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.index import Rows, of_all_kinds, write_index
-from services.trainer.checkpoints.lookup import is_intact, require_of_run, verify_sizes
+from services.trainer.checkpoints.lookup import is_intact, verify_state
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.job import Job, tokens_after
@@ -178,12 +178,9 @@ class CheckpointWriter:
         A start loads the newest checkpoint that is not damaged, so it has read every newer one.
         """
         if step not in self._is_intact:
-            self._is_intact[step] = is_intact(self._job.checkpoint_collection, step, self._verify)
+            verify = verify_state(self._job.recipe, self._job.corpus, "size")
+            self._is_intact[step] = is_intact(self._job.checkpoint_collection, step, verify)
         return self._is_intact[step]
-
-    def _verify(self, checkpoint: Artifact[CheckpointManifest]) -> None:
-        verify_sizes(checkpoint)
-        require_of_run(checkpoint, self._job.recipe, self._job.corpus)
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
         with self._recording_failure(payload.step):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from typing import Any
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
-from services.common.input.files import read_file
 from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher, run_workers
-from services.common.process.private_folder import new_name, private_folder
-from services.common.process.telemetry import configure_logging, parse_json_line
+from services.common.process.telemetry import configure_logging
 from services.common.program.step import Program
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
@@ -71,13 +68,14 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
             f"{job.corpus.path}: its validation split has no target to evaluate. Name another corpus of the same "
             f"vocabulary with --corpus; another corpus.validation_fraction makes the recipe that of another run."
         )
-    with using_node(job), _shared_folder(job) as folder:
+    shared = None if job.launch == "inline" else job.root  # for the result, where all workers see it
+    with using_node(job), tempfile.TemporaryDirectory(prefix=".evaluate-", dir=shared) as name:
+        folder = Path(name)
         spec = describe_workers(job.recipe, folder)
         logger.info("evaluating %s with %d workers (%s)", checkpoint.path, spec.num_workers, job.launch)
         described = EvaluationJob(job, checkpoint.path, checkpoint.manifest.content_digest, num_tokens, folder)
         run_workers(choose_launcher(job.launch), evaluate_as_worker, described, spec)
-        evaluated = parse_json_line(read_file(folder / RESULT_FILE, folder))
-    assert evaluated
+        evaluated = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
     return {
         "checkpoint": str(checkpoint.path),
         "run": checkpoint.manifest.name,
@@ -110,20 +108,19 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
 def _open_checkpoint(evaluation_job: EvaluationJob) -> Artifact[CheckpointManifest]:
     """Open the checkpoint. Raises `ArtifactError` where it is another one than the command has read."""
     checkpoint = open_artifact(evaluation_job.checkpoint, CheckpointManifest)
-    found, expected = checkpoint.manifest.content_digest, evaluation_job.content_digest
-    if found != expected:
-        raise ArtifactError(
-            f"{checkpoint.path}: has the digest {found[:12]}, and had {expected[:12]} when the evaluation began: its "
-            f"run has written this step again. Run the same command again."
-        )
+    if checkpoint.manifest.content_digest != evaluation_job.content_digest:
+        raise ArtifactError(f"{checkpoint.path}: its run has written this step again. Run the same command again.")
     return checkpoint
 
 
 def describe_table(record: Mapping[str, Any]) -> str:
     """Return the numbers of an evaluation and of its sources as a table."""
-    rows = [("all", record), *record["sources"].items()]
-    cells = [COLUMNS, *(_cells(label, mean) for label, mean in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    cells = [COLUMNS]
+    for label, mean in (("all", record), *record["sources"].items()):
+        numbers = (mean[name] for name in ("loss", "standard_error", "bits_per_byte"))
+        shown = ("unknown" if number is None else f"{number:.4f}" for number in numbers)
+        cells.append((label, *shown, f"{mean['perplexity']:,.2f}", f"{mean['tokens']:,}", f"{mean['documents']:,}"))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         f"checkpoint  {record['checkpoint']} (step {record['step']:,} of {record['run']})",
         f"corpus      {record['corpus_path']}, validation split",
@@ -131,12 +128,6 @@ def describe_table(record: Mapping[str, Any]) -> str:
         *("  ".join(f"{cell:{'<' if not at else '>'}{widths[at]}}" for at, cell in enumerate(row)) for row in cells),
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _cells(label: str, mean: Mapping[str, Any]) -> tuple[str, ...]:
-    numbers = (mean[name] for name in ("loss", "standard_error", "bits_per_byte"))
-    shown = ("unknown" if number is None else f"{number:.4f}" for number in numbers)
-    return (label, *shown, f"{mean['perplexity']:,.2f}", f"{mean['tokens']:,}", f"{mean['documents']:,}")
 
 
 def require_same_model(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> None:
@@ -171,18 +162,3 @@ def require_same_vocabulary(checkpoint: Artifact[CheckpointManifest], corpus: Ru
             f"{theirs.sha256[:12]}, of {found.path}. Tokenize the text with that vocabulary (tokenizer.model = "
             f'"{found.path / theirs.path}"), and pass the new corpus with --corpus.'
         )
-
-
-@contextmanager
-def _shared_folder(job: Job) -> Iterator[Path]:
-    """Make a folder for the block that all workers see."""
-    if job.launch == "inline":
-        with private_folder(new_name("evaluate")) as folder:
-            yield folder
-        return
-    folder = job.root / f".evaluate-{job.attempt}"
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -115,11 +115,9 @@ class LossTotals:
 def estimate_standard_error(nats_D: npt.NDArray[np.float64], targets_D: npt.NDArray[np.int64]) -> float | None:
     """Estimate the standard error of the mean loss from the sums of nats and the numbers of targets of documents.
 
-    Losses of one document depend on each other, so the documents are the clusters, and their sizes differ. With n
-    documents, y nats and m targets in each, and the mean R = sum(y) / sum(m), the variance of this ratio estimator is
-    n / (n - 1) * sum((y - R m)^2) / sum(m)^2 (Cochran, Sampling Techniques, 3rd ed., chapter 6; clustered errors of
-    evaluations: arXiv 2411.00640). It speaks of the texts that the split was drawn from. Returns None with fewer than
-    two documents.
+    Documents are clusters of different sizes. With n documents, y nats and m targets in each, and R = sum(y) / sum(m),
+    the variance of this ratio estimator is n / (n - 1) * sum((y - R m)^2) / sum(m)^2 (Cochran, Sampling Techniques,
+    3rd ed., chapter 6; arXiv 2411.00640). Returns None with fewer than two documents.
     """
     has_targets_D = targets_D > 0
     nats_D, targets_D = nats_D[has_targets_D], targets_D[has_targets_D]

@@ -66,9 +66,8 @@ def find_faulty_worker(
         return None
     named = ", ".join(f"rank {rank} ({workers[rank]['host']})" for rank in faulty)
     return WorkersLost(
-        f"{named}: the gradient of step {step} was finite in only one of two computations of the same micro-batches: "
-        f"the CPU, the device or the memory gives inconsistent results; suspect its hardware. The same command "
-        f"continues. If the same node causes this again, replace it."
+        f"{named}: the gradient of step {step} was finite in only one of two computations of the same micro-batches. "
+        f"The same command continues; replace the node if it causes this again."
     )
 
 
@@ -82,16 +81,12 @@ def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError
         )
     else:
         what = "its weights are no longer finite, so they were not saved"
-    kept = "there is none yet"
+    kept = "no checkpoint exists"
     if newest is not None:
-        kept = (
-            f"the newest is of step {newest}, and its weights may be ruined already. A branch goes on from one of them "
-            f"with other settings (--train.branch.run={job.run} --train.branch.step=STEP)"
-        )
+        kept = f"the newest checkpoint is of step {newest}; --train.branch.step can go on from an earlier one"
     return RecipeError(
-        f"{job.run}: the run diverged at step {record.step}: {what}. The last gradient norm is "
-        f"{record.gradient_norm:g}, the learning rate is {record.learning_rate:g}; {skipped.total} of all "
-        f"{record.step} steps were skipped. The same command would repeat these steps bit for bit. Change the recipe, "
-        f"which begins another run: try a lower optimizer.learning_rate, a longer optimizer.warmup_steps or another "
-        f"train.seed. Checkpoints stay in {job.checkpoint_collection}; {kept}."
+        f"{job.run}: diverged at step {record.step}: {what}. Gradient norm {record.gradient_norm:g}, learning rate "
+        f"{record.learning_rate:g}; {skipped.total} of {record.step} steps were skipped. {kept} "
+        f"({job.checkpoint_collection}). The same command would repeat these steps bit for bit: try a lower "
+        f"optimizer.learning_rate, a longer optimizer.warmup_steps or another train.seed."
     )

@@ -1,22 +1,18 @@
 """Detects loss spikes, and decides which batches a run leaves out after one.
 
-The policy is PaLM's (arXiv 2204.02311, section 5.1). Its authors started again from a checkpoint about 100 steps before
-a spike began and skipped 200 to 500 batches, those seen before and during the spike. They report that the same batches
-raised no spike from other weights, so no single batch is the cause. A loss is measured before its step's update, too:
-the batch that ruins the weights never is a later one than the first with a high loss. Therefore the run goes back
-`train.loss_spike_rollback_steps` steps, and leaves out all batches from there to the last one of the spike. Training
-repeats bit for bit, so a checkpoint that is older than this changes nothing but the time that the way back takes.
+The policy is PaLM's (arXiv 2204.02311, section 5.1): go back to a checkpoint before the spike and skip the batches seen
+before and during it. The same batches raise no spike from other weights, so no single batch is the cause. A loss is
+measured before its step's update, so the batch that ruins the weights is never later than the first with a high loss:
+the run goes back `train.loss_spike_rollback_steps` steps, and leaves out all batches from there to the last one of the
+spike. Training repeats bit for bit, so an older checkpoint changes nothing but the time that the way back takes.
 
-OLMo-core's `SkipStepOptimizer` leaves out only the update whose loss or gradient norm is 6 standard deviations from the
-mean of the last 128. That costs nothing, but by then the updates that ruined the weights have been applied. The test of
-both numbers and the default window come from it.
+A loss deviates above `robust_limit`; a spike is confirmed once `train.loss_spike_patience_steps` losses in a row
+deviate. A shorter deviation heals by itself. A high gradient norm alone confirms nothing, because clipping bounds its
+update, but where a high loss follows, the deviation begins with it. That test of both numbers and the default window
+are those of OLMo-core's `SkipStepOptimizer`.
 
-A loss deviates if it is above `robust_limit`; a spike is confirmed once `train.loss_spike_patience_steps` losses in a
-row deviate. A shorter deviation heals by itself and is left alone. A high gradient norm alone confirms nothing, because
-clipping bounds its update, but where a high loss follows, the deviation begins with the gradient norm.
-
-Everything that decides is in a checkpoint (`LossSpikes`). So a run that is killed between a spike and its next
-checkpoint goes back to a checkpoint before the spike, meets the spike again and decides the same.
+Everything that decides is in a checkpoint (`LossSpikes`): a run that is killed between a spike and its next checkpoint
+meets the spike again and decides the same.
 """
 
 from __future__ import annotations
@@ -221,18 +217,9 @@ def untrained_loss(model: Model) -> float:
 
 
 def record_rollback(job: Job, step: int, wanted_step: int, to_step: int, skipped: BatchRange) -> None:
-    """Record that the run went back from `step` to `to_step`; `wanted_step` is the step from which it skips batches, if
-    it has a checkpoint of that step or an earlier one.
-    """
-    record_event(
-        job,
-        "rollback",
-        step=step,
-        to_step=to_step,
-        wanted_step=wanted_step,
-        first_batch=skipped.first,
-        last_batch=skipped.last,
-    )
+    """Record that the run went back from `step` to `to_step`, and skips batches from `wanted_step` on if it can."""
+    batches = {"first_batch": skipped.first, "last_batch": skipped.last}
+    record_event(job, "rollback", step=step, to_step=to_step, wanted_step=wanted_step, **batches)
 
 
 def record_changed_settings(job: Job, stored_recipe: Mapping[str, Any]) -> None:

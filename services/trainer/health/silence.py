@@ -2,10 +2,9 @@
 
     <run_folder>/heartbeats/rank-00003.json     a JSON object of HEARTBEAT_BYTES
 
-Each worker overwrites its own file in place: one write of 512 bytes a worker in HEARTBEAT_SECONDS, and no change of the
-folder. That write is one call of constant length, so a kill leaves the old heartbeat or the new one. Only the command
-reads the files, after a loss, when their writers have ended. Clocks of nodes are not compared: each worker counts the
-seconds since its own start, and workers start together.
+Each worker overwrites its own file in place, without a change of the folder. Only the command reads the files, after a
+loss, when their writers have ended. Clocks of nodes are not compared: each worker counts the seconds since its own
+start, and workers start together.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.common.input.files import read_file
 from services.common.process.telemetry import parse_json_line
 from services.trainer.job import Job, rank_log
 
+FOLDER = "heartbeats"
 HEARTBEAT_SECONDS = 2.0
 HEARTBEAT_BYTES = 512
 STEP = "step"
@@ -49,19 +48,17 @@ def write_heartbeat(run_folder: Path, fields: dict[str, Any]) -> None:
     """Replace the heartbeat of the rank in `fields`. Raises `OSError`."""
     path = _heartbeat_file(run_folder, fields["rank"])
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = path.open("r+b", buffering=0)
     except FileNotFoundError:
         path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        os.write(descriptor, json.dumps(fields).encode().ljust(HEARTBEAT_BYTES - 1) + b"\n")
-    finally:
-        os.close(descriptor)
+        file = path.open("wb", buffering=0)
+    with file:
+        file.write(json.dumps(fields).encode().ljust(HEARTBEAT_BYTES - 1) + b"\n")
 
 
 def forget_heartbeats(run_folder: Path) -> None:
     """Remove the heartbeats of an earlier command, which may have had more workers."""
-    shutil.rmtree(_folder(run_folder), ignore_errors=True)
+    shutil.rmtree(run_folder / FOLDER, ignore_errors=True)
 
 
 def heartbeat_times(run_folder: Path) -> dict[str, int]:
@@ -69,7 +66,7 @@ def heartbeat_times(run_folder: Path) -> dict[str, int]:
 
     The times are those of other machines' clocks: they only tell that a worker has written again.
     """
-    with os.scandir(_folder(run_folder)) as files:
+    with os.scandir(run_folder / FOLDER) as files:
         return {file.name: file.stat().st_mtime_ns for file in files}
 
 
@@ -78,8 +75,7 @@ def read_heartbeats(job: Job) -> dict[int, dict[str, Any]]:
     found = {}
     for rank in range(job.recipe.parallel.num_workers):
         with suppress(OSError):
-            content = read_file(_heartbeat_file(job.run_folder, rank), max_bytes=2 * HEARTBEAT_BYTES)
-            fields = parse_json_line(content) or {}
+            fields = parse_json_line(_heartbeat_file(job.run_folder, rank).read_bytes()) or {}
             if (fields.get("attempt"), fields.get("start")) == (job.attempt, job.start_number):
                 found[rank] = fields
     return found
@@ -101,12 +97,13 @@ def find_hang(job: Job) -> Hang | None:
         for rank in range(job.recipe.parallel.num_workers)
         if rank not in found or found[rank]["alive_seconds"] < oldest
     ]
-    described = [_describe(rank, found.get(rank)) for rank in silent]
     rule = f"the larger of train.watchdog_min_seconds and {job.recipe.train.watchdog_factor:g} median steps"
-    silence = f"No heartbeat came from {'; '.join(described)}." if silent else "All workers had a heartbeat."
-    stacks = rank_log(job.run_folder, late[0])
-    text = f"rank {late[0]}: step {step} has taken {seconds:.0f} s, the limit is {limit:.0f} s ({rule}). {silence} "
-    return Hang(late[0], step, seconds, silent, f"{text}Stacks are in {stacks}.")
+    silence = "; ".join(_describe(rank, found.get(rank)) for rank in silent) or "no rank"
+    message = (
+        f"rank {late[0]}: step {step} has taken {seconds:.0f} s, the limit is {limit:.0f} s ({rule}). No heartbeat "
+        f"from {silence}. Stacks are in {rank_log(job.run_folder, late[0])}."
+    )
+    return Hang(late[0], step, seconds, silent, message)
 
 
 def _is_late(fields: dict[str, Any]) -> bool:
@@ -123,9 +120,5 @@ def _describe(rank: int, last: dict[str, Any] | None) -> str:
     return f"rank {rank} ({last['host']}, pid {last['pid']}; last seen in {last['phase']} after step {last['step']})"
 
 
-def _folder(run_folder: Path) -> Path:
-    return run_folder / "heartbeats"
-
-
 def _heartbeat_file(run_folder: Path, rank: int) -> Path:
-    return _folder(run_folder) / f"rank-{rank:05d}.json"
+    return run_folder / FOLDER / f"rank-{rank:05d}.json"

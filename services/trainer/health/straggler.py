@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 STEPS = 10
-"""Number of steps in one comparison. In a single step, any worker that the machine interrupted is the slowest."""
+"""Steps in one comparison: in a single one, any worker that the machine interrupted is the slowest."""
 NOTABLE_SCORE = 1.5
 """Smallest ratio of a straggler's seconds to the fastest worker's."""
 NOTABLE_SECONDS = 10.0
-"""Smallest number of seconds that the others waited for a straggler in these steps. Workers with steps of milliseconds
-reach NOTABLE_SCORE on any busy machine.
-"""
+"""Smallest number of seconds that the others waited for a straggler in these steps."""
 
 
 class Stragglers:

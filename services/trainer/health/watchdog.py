@@ -1,10 +1,8 @@
 """Ends a worker whose step hangs, and writes its heartbeat.
 
 A thread of C (`faulthandler`) writes the stacks of all threads to the rank's log and ends the process when a step takes
-longer than its limit: a hang in native code, or one that keeps the interpreter's lock, does not stop it. The launcher
-then ends the other workers, the frozen one too, and the command names the ranks that were silent (`silence.py`) and
-starts all again. A Python thread writes a heartbeat to the run's folder: the worker's phase and step, and the seconds
-since the phase began.
+longer than its limit: a hang in native code does not stop it. The launcher then ends the other workers, and the command
+names the ranks that were silent (`silence.py`) and starts all again.
 """
 
 from __future__ import annotations
@@ -19,19 +17,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
 from services.common.process.background_thread import running_in_background
-from services.common.program import process_group
 from services.common.program.process_group import ProcessGroup
 from services.trainer.health.silence import HEARTBEAT_SECONDS, STEP, heartbeat_seconds, write_heartbeat
 from services.trainer.job import Job, rank_log
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 60.0
-"""Seconds beyond twice the limit of a step for which a collective may wait, so that the watchdog acts first."""
 STEPS_IN_MEDIAN = 50
 FIRST_STEP = "first step"
 EVALUATION = "evaluation"
@@ -61,7 +55,6 @@ class Watchdog:
         self._activity = _Activity("start", 0, time.monotonic())
         self._step_seconds: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._limit_seconds: float | None = None
-        self._timeout = self._longest_timeout = process_group.COLLECTIVE_TIMEOUT
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
@@ -72,7 +65,6 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
-        self._limit_collectives(self._longest_timeout)
 
     @contextmanager
     def step(self, step: int, is_first: bool) -> Iterator[None]:
@@ -84,7 +76,7 @@ class Watchdog:
         if self._limit_seconds and not is_first:
             faulthandler.dump_traceback_later(self._limit_seconds, exit=True, file=self._log)
         try:
-            with self._doing(FIRST_STEP if is_first else STEP, step):
+            with self.phase(FIRST_STEP if is_first else STEP, step):
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -95,26 +87,10 @@ class Watchdog:
 
     @contextmanager
     def phase(self, phase: str, step: int) -> Iterator[None]:
-        """Name the phase of the block, which has no limit, in heartbeats."""
-        with self._doing(phase, step):
-            yield
-
-    @contextmanager
-    def _doing(self, phase: str, step: int) -> Iterator[None]:
-        timeout = self._longest_timeout
-        # A first step, evaluation or measurement compiles, on one worker for longer than on another.
-        if self._limit_seconds and phase not in (FIRST_STEP, EVALUATION, HEALTH):
-            timeout = timedelta(seconds=2 * self._limit_seconds + GRACE_SECONDS)
-        self._limit_collectives(timeout)
+        """Name the phase of the block in heartbeats."""
         self._activity = _Activity(phase, step, time.monotonic())
         yield
         self._activity = _Activity(BETWEEN_PHASES, step, time.monotonic())
-
-    def _limit_collectives(self, timeout: timedelta) -> None:
-        # The median changes a little with each step, and setting a timeout costs more than that is worth.
-        if abs(timeout - self._timeout) > 0.2 * self._timeout:
-            self._group.limit_collectives(timeout)
-            self._timeout = timeout
 
     def _beat(self, is_over: threading.Event) -> None:
         began_at = time.monotonic()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import get_args
 
 import torch
 import xxhash
-from torch import Tensor
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.files import total_bytes
@@ -37,36 +36,23 @@ def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterato
     yield f"workers     {state.data_parallel_size} x {state.tensor_parallel_size} (data x tensor parallel)"
     yield f"files       {len(manifest.files)}, {total_bytes(manifest.files) / 1e6:,.1f} MB, verified"
     rows: list[tuple[str, ...]] = [COLUMNS]
-    digest = xxhash.xxh3_128()
+    digest, kinds = xxhash.xxh3_128(), get_args(StateKind)
     for name, shape in shapes.items():
-        tensors = _read(reader, name, shape)
+        tensors = {kind: torch.empty(shape) for kind in kinds}
+        reader.read({StateSlice.whole(kind, name, shape): tensor for kind, tensor in tensors.items()})
         for tensor in tensors.values():
             digest.update(tensor.numpy().data)
-        rows.append(_describe(reader, name, shape, tensors))
+        weight = tensors["weight"]
+        numbers = (
+            weight.square().mean().sqrt(),
+            weight.abs().max(),
+            tensors["exp_avg"].square().mean().sqrt(),
+            tensors["exp_avg_sq"].mean(),
+        )
+        size, slices = " x ".join(map(str, shape)), reader.num_slices("weight", name)
+        rows.append((name, size, f"{slices}", *(f"{number.item():.3e}" for number in numbers)))
     yield f"digest      {digest.hexdigest()} (of the values: equal for equal states, whatever the layout of workers)"
     yield ""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _read(reader: ShardReader, name: str, shape: torch.Size) -> dict[StateKind, Tensor]:
-    kinds: tuple[StateKind, ...] = get_args(StateKind)
-    tensors = {StateSlice.whole(kind, name, shape): torch.empty(shape) for kind in kinds}
-    reader.read(tensors)
-    return {piece.kind: tensor for piece, tensor in tensors.items()}
-
-
-def _describe(
-    reader: ShardReader, name: str, shape: torch.Size, tensors: Mapping[StateKind, Tensor]
-) -> tuple[str, ...]:
-    weight = tensors["weight"]
-    return (
-        name,
-        " x ".join(map(str, shape)),
-        f"{reader.num_slices('weight', name)}",
-        f"{weight.square().mean().sqrt().item():.3e}",
-        f"{weight.abs().max().item():.3e}",
-        f"{tensors['exp_avg'].square().mean().sqrt().item():.3e}",
-        f"{tensors['exp_avg_sq'].mean().item():.3e}",
-    )

@@ -1,53 +1,33 @@
-"""Describes the findings of `doctor`'s checks, merges those of several nodes, and formats them as a table."""
+"""Findings of `doctor`: rows of one table, each with a fact and the next step."""
 
 from __future__ import annotations
 
 import enum
-import logging
-import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.errors import (
-    EXIT_BUG,
     ArtifactError,
     DeviceError,
-    Interrupted,
     MillraceError,
     RecipeError,
     StorageError,
     TryAgain,
 )
-from services.common.hardware.instance_types import GIB, MIB
-from services.common.process.entry_point import explain_os_error
 
-logger = logging.getLogger(__name__)
-
-MOST_SERIOUS_FIRST = (
-    *(StorageError.exit_code, DeviceError.exit_code, ArtifactError.exit_code, RecipeError.exit_code),
-    *(TryAgain.exit_code, EXIT_BUG),
-)
-NEXT = "next: "
-_NARROWEST = 40
+MOST_SERIOUS_FIRST = [each.exit_code for each in (StorageError, DeviceError, ArtifactError, RecipeError, TryAgain)]
 
 
 class Result(enum.StrEnum):
-    """The result of one check."""
-
     OK = "ok"
     WARNING = "warning"
-    """The run can begin, but may be slow, end early or be lost later."""
+    """The run can start, but may be slow or end early."""
     PROBLEM = "problem"
     """The run would be refused, or would fail."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the table: the result of a check, the facts, and the next step."""
-
     check: str
     result: Result
     seen: str
@@ -66,30 +46,19 @@ def warning(check: str, seen: str, next_step: str) -> Finding:
 
 
 def problem(check: str, error: MillraceError, next_step: str) -> Finding:
-    # The error's own sentence with this command would repeat the next step.
-    seen = re.sub(rf"\s*[^.\n]*{re.escape(f'`{next_step}`')}\.?", "", str(error))
-    return Finding(check, Result.PROBLEM, seen, next_step, error.exit_code)
+    return Finding(check, Result.PROBLEM, str(error), next_step, error.exit_code)
 
 
-Look = Callable[[], Iterable[Finding]]
-
-
-def look_at(check: str, look: Look, next_step: str) -> list[Finding]:
-    """Run one check. Its error becomes a problem, after the findings before it, and does not stop other checks."""
+def run_check(check: str, find: Callable[[], Iterable[Finding]], next_step: str) -> list[Finding]:
+    """Run one check. Its error becomes a problem after the findings before it, and does not stop other checks."""
     found = []
     try:
-        for finding in look():
+        for finding in find():
             found.append(finding)  # one by one, so that findings before an error stay
-    except Interrupted:
-        raise
     except MillraceError as error:
         found.append(problem(check, error, next_step))
     except OSError as error:
-        found.append(problem(check, explain_os_error(error) or StorageError(str(error)), next_step))
-    except Exception as error:  # a bug in one check must not hide the other findings
-        logger.debug("%s failed", check, exc_info=True)
-        seen = f"the check has a bug: {type(error).__name__}: {error}"
-        found.append(Finding(check, Result.PROBLEM, seen, "report this line as a bug", EXIT_BUG))
+        found.append(problem(check, StorageError(str(error)), next_step))
     return found
 
 
@@ -103,65 +72,30 @@ def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:
         good = [each for _, each in of_check if each.result is Result.OK]
         if good:
             merged.append(ok(check, f"{len(good)} nodes, the first: {good[0].seen}"))
-        merged += [
-            Finding(check, each.result, f"{node}: {each.seen}", each.next, each.exit_code)
-            for node, each in of_check
-            if each.result is not Result.OK
-        ]
+        bad = [(node, each) for node, each in of_check if each.result is not Result.OK]
+        merged += [replace(each, seen=f"{node}: {each.seen}") for node, each in bad]
     return merged
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """Return the exit code of the most serious problem; 0 if there is none."""
-    codes = {finding.exit_code for finding in findings if finding.result is Result.PROBLEM}
+    codes = {finding.exit_code for finding in findings}
     return next((code for code in MOST_SERIOUS_FIRST if code in codes), max(codes, default=0))
 
 
-def format_table(findings: Sequence[Finding], width: int | None = None) -> str:
-    """Format the findings, with lines broken to `width` columns if it is given."""
-    check_width = max(len("check"), *(len(finding.check) for finding in findings))
-    result_width = max(len(result) for result in Result)
-    margin = " " * (check_width + result_width + 4)
-    room = max(_NARROWEST, width - len(margin)) if width else None
-    lines = [f"{'check':<{check_width}}  {'result':<{result_width}}  seen"]
+def format_table(findings: Sequence[Finding]) -> str:
+    width = max(len(finding.check) for finding in findings)
+    lines = [f"{'check':<{width}}  result   seen"]
     for finding in findings:
-        begin = f"{finding.check:<{check_width}}  {finding.result:<{result_width}}  "
-        # Commands stay on one line, so that they can be copied.
-        shown = [*_broken(finding.seen, room), *([f"{NEXT}{finding.next}"] if finding.next else [])]
-        lines += [f"{begin if number == 0 else margin}{line}".rstrip() for number, line in enumerate(shown)]
+        shown = [*finding.seen.splitlines(), *([f"next: {finding.next}"] if finding.next else [])]
+        lines.append(f"{finding.check:<{width}}  {finding.result:<7}  {shown[0]}")
+        lines += [" " * (width + 11) + line for line in shown[1:]]
     return "\n".join(lines)
 
 
 def summarize(findings: Sequence[Finding]) -> str:
-    problems, warnings = (
-        sum(finding.result is result for finding in findings) for result in (Result.PROBLEM, Result.WARNING)
+    results = [finding.result for finding in findings]
+    counts = f"problems: {results.count(Result.PROBLEM)}, warnings: {results.count(Result.WARNING)}"
+    return f"{counts}. " + (
+        "Do the steps after `next:`, then run doctor again." if Result.PROBLEM in results else "The run can start."
     )
-    if problems:
-        seen = f"{_count(problems, 'problem')} and {_count(warnings, 'warning')}"
-        return f"{seen}: do the steps after `{NEXT.strip()}`, then run doctor again"
-    return f"the run can begin: no problem and {_count(warnings, 'warning')}"
-
-
-def show_size(num_bytes: float) -> str:
-    """Format a size in MiB, or in GiB from 1 GiB on."""
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
-
-
-def terminal_width() -> int | None:
-    """Return the columns of the terminal at standard output; None if that is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
-
-
-def _broken(text: str, room: int | None) -> list[str]:
-    lines = text.splitlines() or [""]
-    if room is None:
-        return lines
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
-    ]

@@ -17,47 +17,38 @@ TOP_TOKENS = 50
 MIN_TEMPERATURE = 1e-3
 """Smallest temperature by which float32 can divide every logit."""
 SMALL_MODEL_PARAMETERS = 20_000_000
-"""A smaller model generates with one thread. Several would spend their time waiting for each other: beside other work
-on 2 cores, 180 tokens of 1.9 million parameters took 40 s of CPU time with two threads and 5 s with one.
-"""
+"""A smaller model generates with one thread: several would wait for each other, for 8 times the CPU time."""
 
 
 class TextGenerator:
     """Generates texts with the model of a run's newest checkpoint, which is loaded once."""
 
     def __init__(self, run: Run) -> None:
-        self._corpus = run.corpus.path
-        self._vocabulary = run.corpus.manifest.corpus.vocabulary
+        self._corpus, self._vocabulary = run.corpus.path, run.corpus.manifest.corpus.vocabulary
         self._codec = load_codec(vocabulary_file(run), self._vocabulary)
         self._model = load_model(run)
         self._sequence_length = run.recipe.corpus.sequence_length
 
+    @torch.no_grad()
     def generate(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         """Return the prompt with up to `num_tokens` tokens of its continuation, which ends with the document."""
-        num_threads = torch.get_num_threads()
+        generator, num_threads = torch.Generator().manual_seed(seed), torch.get_num_threads()
+        tokens = [self._vocabulary.bos_id, *(self._codec.encode(prompt) if prompt else [])]
         if sum(each.numel() for each in self._model.parameters()) < SMALL_MODEL_PARAMETERS:
             torch.set_num_threads(1)
         try:
-            return self._generate(prompt, num_tokens, temperature, seed)
+            for _ in range(num_tokens):
+                window_1S = torch.tensor([tokens[-self._sequence_length :]])
+                token = choose_token(self._model.logits(window_1S)[0, -1], temperature, generator)
+                if token == self._vocabulary.eos_id:
+                    break
+                tokens.append(token)
         finally:
             torch.set_num_threads(num_threads)
-
-    def _generate(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = [self._vocabulary.bos_id, *(self._codec.encode(prompt) if prompt else [])]
-        for _ in range(num_tokens):
-            window_1S = torch.tensor([tokens[-self._sequence_length :]])
-            with torch.no_grad():
-                token = choose_token(self._model.logits(window_1S)[0, -1], temperature, generator)
-            if token == self._vocabulary.eos_id:
-                break
-            tokens.append(token)
         try:
             return self._codec.decode(tokens[1:])
         except LookupError as error:
-            raise ArtifactError(
-                f"{self._corpus}: its vocabulary has no text for an id below its size ({error})."
-            ) from error
+            raise ArtifactError(f"{self._corpus}: its vocabulary lacks an id below its size ({error}).") from error
 
 
 def load_model(run: Run) -> Llama:
@@ -78,9 +69,7 @@ def require_drawable(num_tokens: int, temperature: float, seed: int) -> None:
     if num_tokens < 0:
         raise RecipeError(f"--tokens {num_tokens}: expected 0 or more.")
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
-        raise RecipeError(
-            f"--temperature {temperature}: expected 0, which takes the likeliest token, or {MIN_TEMPERATURE} or more."
-        )
+        raise RecipeError(f"--temperature {temperature}: expected 0, or at least {MIN_TEMPERATURE}.")
     if not 0 <= seed < 2**63:
         raise RecipeError(f"--seed {seed:,}: expected 0 to 2^63 - 1.")
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from services.common.hardware.gpu_peaks import sum_peaks
+from services.common.hardware.gpus import sum_peaks
 from services.common.program.backends.protocol import Backend
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program

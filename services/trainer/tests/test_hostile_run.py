@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import safetensors
 import safetensors.torch
-import torch
 
 from services.common.artifacts.checkpoint import INDEX_FILE, checkpoint_id, shard_name, step_of
 from services.common.artifacts.corpus import CorpusManifest
@@ -29,7 +27,7 @@ from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
-from services.trainer.inspection.sample import TextGenerator, load_model
+from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
@@ -77,44 +75,6 @@ def rewrite_tensors(folder: Path, change: Change) -> None:
     change(tensors)
     (folder / STATE_SHARD).write_bytes(safetensors.torch.save(tensors, metadata))
     vouch_for_files(folder)
-
-
-def rename_norm(name: str) -> Change:
-    return lambda tensors: tensors.update({name: tensors.pop(NORM)})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda tensors: tensors.pop(NORM),
-            "weight/model.norm.weight.0:16. is missing: no file has a slice of this tensor",
-        ),
-        (rename_norm("weight/model.norm.weight[0:16].flat[0:15]"), "is F32 .16., expected F32 .15."),
-        (rename_norm("weight/model.norm.weight[1:17]"), "is not a part of the model's model.norm.weight"),
-        (rename_norm("weight/model.norm.weight[0:4,0:4]"), "is not a part of the model's model.norm.weight"),
-        (rename_norm("weight/model.norm.weight[16:0]"), r"'weight/model.norm.weight.16:0.'"),
-        (rename_norm("weight/more.weight[0:16]"), "the recipe's model has no parameter more.weight"),
-        (rename_norm("model.norm.weight"), "'model.norm.weight' is not the key of a slice"),
-        (lambda tensors: tensors.update({NORM: torch.ones(1)}), "is F32 .1., expected F32 .16."),
-        (lambda tensors: tensors.update({NORM: torch.ones(16).double()}), "is F64 .16., expected F32 .16."),
-        (lambda tensors: tensors.clear(), "embed_tokens.weight.0:300,0:16. is missing(?s:.*)53 more tensors"),
-    ],
-)
-def test_tensors_that_are_not_the_models_are_refused(
-    trained: Job, tmp_path: Path, change: Change, message: str
-) -> None:
-    folder = trained.checkpoint_address(1).path
-    rewrite_tensors(folder, change)
-    run = open_run(trained.root, trained.run)
-
-    assert re.search(message, problem_of(trained, 1))
-    for work in (
-        lambda: load_model(run),
-        lambda: export(run, tmp_path / "exported"),
-    ):
-        with pytest.raises(ArtifactError, match=message):
-            work()
 
 
 def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
@@ -186,7 +146,7 @@ def test_a_run_json_that_is_not_of_its_run_is_refused(trained: Job, change: Call
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", "nan"], "--temperature nan: expected 0, which takes the likeliest token, or 0.001 or more"),
+        (["--temperature", "nan"], "--temperature nan: expected 0, or at least 0.001"),
         (["--temperature", "inf"], "--temperature inf: expected"),
         (["--temperature", "-1"], "--temperature -1.0: expected"),
         (["--temperature", "1e-320"], "--temperature 1e-320: expected"),
@@ -208,9 +168,7 @@ def test_a_sample_that_cannot_be_drawn_is_a_wrong_command_line(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(float("nan"), "16 of 16 values are NaN or infinite"), (3e38, "logits that are not finite")]
-)
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "norm.weight"), (3e38, "logits that are not finite")])
 def test_weights_that_compute_nothing_write_nothing(trained: Job, value: float, said: str) -> None:
     rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM].fill_(value))
 

@@ -19,7 +19,7 @@ from services.common.process.stop_reason import StopReason
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
 from services.trainer.agreement.step_agreement import AgreedStep, WorkerStep
-from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
+from services.trainer.inspection.doctor import check_run_folder
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, EventTail, Kind, warnings_of
@@ -203,7 +203,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     assert generate_latest(newest)
     events = tail.read()
     assert warnings_of(events)
-    assert [finding.exit_code for finding in look_at_run_folder(job)] == [0]
+    assert [finding.exit_code for finding in check_run_folder(job)] == [0]
     board = TensorBoard(tmp_path / "board")
     for record in StepsNewestFirst(run.folder):
         board.add(record["step"], known_metrics(record))

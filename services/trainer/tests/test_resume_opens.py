@@ -41,7 +41,7 @@ LAYOUT = {
     "batch__global_batch_size": "1024",
 }
 DATA_PARALLEL_SIZE = WORKERS // 2
-OPENS_OF_A_FILE = 3
+MAX_OPENS_OF_A_FILE = 3
 """A file is opened once to verify its bytes, and by safetensors once for its header and once for torch to map."""
 NEAR = range(WORKER - 16, WORKER + 17)
 """Ranks whose shards have content."""
@@ -158,7 +158,10 @@ def test_a_worker_of_the_same_layout_opens_its_own_shard_alone(sparse: Sparse) -
     owners = find_slices(sparse.job.recipe)
     held = slices_of(WORKER, owners, dimensions(owners))
 
-    assert load(sparse, sparse.job, sparse.mesh, held) == {shard_name(WORKER): OPENS_OF_A_FILE}
+    opened = load(sparse, sparse.job, sparse.mesh, held)
+
+    assert set(opened) == {shard_name(WORKER)}
+    assert max(opened.values()) <= MAX_OPENS_OF_A_FILE
 
 
 def test_a_worker_of_another_layout_opens_the_index_and_the_shards_that_have_its_part(sparse: Sparse) -> None:
@@ -169,7 +172,7 @@ def test_a_worker_of_another_layout_opens_the_index_and_the_shards_that_have_its
     opened = load(sparse, fewer, make_mesh(fewer.recipe, rank, WORKERS // 2), held)
 
     assert opened.pop(MANIFEST) == 1
-    assert opened.pop(INDEX_FILE) == OPENS_OF_A_FILE
+    assert opened.pop(INDEX_FILE) <= MAX_OPENS_OF_A_FILE
     assert set(opened) <= {shard_name(each) for each in NEAR}
     assert 2 <= len(opened) <= 8
-    assert set(opened.values()) == {OPENS_OF_A_FILE}
+    assert max(opened.values()) <= MAX_OPENS_OF_A_FILE

@@ -74,4 +74,4 @@ def test_all_workers_stop_after_the_same_step_wherever_the_reason_was_heard(tmp_
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORKERS)]
     assert all(each == found[0] for each in found)
     assert found[0]["stop reasons"].index(StopReason.SIGTERM) == at
-    assert f"rank {hears} only" in found[0]["error"]  # the one whose last step had another outcome
+    assert f"on rank {hears} " in found[0]["error"]  # the one whose last step had another outcome

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from services.common.errors import DeviceError
-from services.common.hardware.nvidia_smi import describe_kinds
+from services.common.hardware.gpus import describe_kinds
 from services.common.program.backends.neuron_facts import compiler_facts, is_compile_only
 from services.common.recipe.schema import Device, Recipe
 

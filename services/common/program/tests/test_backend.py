@@ -164,7 +164,7 @@ def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(
     assert choose_backend("cpu") is TorchNative
     monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
     (tmp_path / "neuron0").touch()
-    with pytest.raises(DeviceError, match=r"1 Neuron devices .*/neuron0 .*'cpu'"):
+    with pytest.raises(DeviceError, match="1 Neuron devices"):
         choose_backend("cpu")
 
     monkeypatch.setenv("MILLRACE_VARIANT", "neuron")

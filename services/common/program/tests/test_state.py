@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 
 import pytest
 import torch
 
 from services.common.program.sharding import Sharding
-from services.common.program.state import StateSlice, fill, find_misfit, overlap
+from services.common.program.state import StateSlice, fill, overlap
 
 
 def cut(shape: tuple[int, ...], dim: int | None, num_parts: int, num_shares: int) -> list[StateSlice]:
@@ -55,65 +54,6 @@ def test_an_element_that_nobody_wrote_is_missing_also_where_another_was_written_
 
     with pytest.raises(ValueError, match=r"2 of 8 elements of weight/a.weight\[0:2,0:4\] are missing or there twice"):
         fill(target, torch.empty(8), {each: torch.ones(len(each)).clone for each in sources})
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(8, 12), (16,)])
-def test_slices_of_every_layout_are_each_element_once_and_no_element_twice_without_one(
-    layout: tuple[int | None, int, int], shape: tuple[int, ...]
-) -> None:
-    whole, pieces = StateSlice.whole("weight", "a.weight", shape), cut(shape, *_for(shape, layout))
-
-    assert find_misfit(whole, pieces) is None
-    for number, piece in enumerate(pieces):
-        rest = [*pieces[:number], *pieces[number + 1 :]]
-        gap = find_misfit(whole, rest)
-        assert gap is not None
-        assert gap.is_gap
-        assert overlap(gap.part, piece)
-        twice = find_misfit(whole, [*pieces, piece])
-        assert twice is not None
-        assert set(twice.numbers) == {number, len(pieces)}
-        assert not twice.is_gap
-        assert overlap(twice.part, piece)
-
-
-def test_a_box_and_a_run_that_meet_in_one_element_are_told_with_it() -> None:
-    whole = StateSlice.whole("weight", "a.weight", (4, 6))
-    left = StateSlice("weight", "a.weight", ((0, 4), (0, 3)), 0, 12)
-    right = StateSlice("weight", "a.weight", ((0, 4), (3, 6)), 0, 12)
-    run = StateSlice("weight", "a.weight", ((0, 4), (2, 6)), 4, 5)
-
-    found = find_misfit(whole, [left, right, run])
-
-    assert found is not None
-    assert (found.part.key, set(found.numbers), found.is_gap) == ("weight/a.weight[1:2,2:3]", {0, 2}, False)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_any_slices_are_judged_as_counting_every_element_would(seed: int) -> None:
-    """The pieces are cut at random, and one is left out, given twice, or both."""
-    draw = random.Random(seed)
-    height, width = draw.randint(1, 9), draw.randint(1, 9)
-    pieces = [
-        StateSlice("weight", "a.weight", (rows, columns), *ends)
-        for rows in itertools.pairwise(_bounds(draw, height))
-        for columns in itertools.pairwise(_bounds(draw, width))
-        for ends in itertools.pairwise(_bounds(draw, (rows[1] - rows[0]) * (columns[1] - columns[0])))
-    ]
-    whole = StateSlice.whole("weight", "a.weight", (height, width))
-    for changed in (pieces, [*pieces, draw.choice(pieces)], pieces[1:], [*pieces[1:], draw.choice(pieces)]):
-        counts = torch.zeros(height, width, dtype=torch.int64)
-        for piece in changed:
-            box = counts[tuple(slice(*side) for side in piece.box)]
-            added = torch.zeros(box.numel(), dtype=torch.int64)
-            added[piece.start : piece.stop] = 1
-            box += added.view(box.shape)
-        assert (find_misfit(whole, changed) is None) == bool((counts == 1).all()), [each.key for each in changed]
-
-
-def _bounds(draw: random.Random, length: int) -> list[int]:
-    return sorted({0, length, *(draw.randint(0, length) for _ in range(draw.randint(0, 3)))})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Traces one train step of a whole topology in this process: the program's own code on tensors without memory.
+"""Traces one train step of a whole topology: one rank of a fake process group, on torch's fake tensors.
 
-The process is one rank of a fake process group, and its tensors are torch's fake tensors. `memory_estimate` computes
-the same peak from the recipe alone, in microseconds and without torch: `plan` prints both, and tests compare them.
+It is the judge of `memory_estimate`, and of the sizes of collectives.
 """
 
 from __future__ import annotations

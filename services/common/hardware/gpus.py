@@ -1,0 +1,126 @@
+"""NVIDIA GPUs: those of this machine by the driver's tool nvidia-smi, and their published peaks.
+
+torch would open a GPU to list them, also in processes that do not need one, and no fork of such a process can use
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from services.common.errors import DeviceError
+from services.common.hardware.instance_types import MIB, TERA
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+SLICE_PREFIX = "MIG-"
+TIMEOUT_SECONDS = 60.0
+"""Seconds after which nvidia-smi is ended, because it waits for ever where the driver does not answer."""
+
+# Dense bfloat16 with sums in float32, in TFLOP/s. NVIDIA's datasheets give the number with 2:4 sparsity, of which dense
+# products reach half. The comments name the datasheet and its number.
+PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312.0,  # A100 datasheet, which has both: 312, and 624 with sparsity
+    "NVIDIA A100-SXM4-80GB": 312.0,  # the same
+    "NVIDIA A100-PCIE-40GB": 312.0,  # the same
+    "NVIDIA A100 80GB PCIe": 312.0,  # the same
+    "NVIDIA H100 80GB HBM3": 989.0,  # H100 datasheet, SXM: 1,979
+    "NVIDIA H100 PCIe": 756.0,  # H100 datasheet of 2023, PCIe: 1,513
+    "NVIDIA H100 NVL": 835.0,  # H100 datasheet, NVL: 1,671
+    "NVIDIA H200": 989.0,  # H200 datasheet, SXM: 1,979
+    "NVIDIA H200 NVL": 835.0,  # H200 datasheet, NVL: 1,671
+    "NVIDIA L4": 121.0,  # L4 datasheet: 242
+    "NVIDIA L40S": 362.0,  # L40S datasheet, which has both: 362.05, and 733 with sparsity
+    "NVIDIA GeForce RTX 4090": 165.2,  # Ada GPU architecture whitepaper, bfloat16 with sums in float32: 165.2 and 330.4
+    "NVIDIA B200": 2250.0,  # HGX B200 datasheet: 36 PFLOP/s of eight
+}
+"""Peaks by the driver's name of the GPU, for MFU on a machine that is no EC2 instance. Similar names have different
+peaks: an H100 PCIe has three quarters of the peak of an H100 SXM.
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    """Number of the GPU in the order of the PCI bus."""
+    uuid: str
+    name: str
+    """Name of the GPU's model, as torch.cuda.get_device_name returns it."""
+    driver: str
+    memory_bytes: int | None
+    """None where the driver does not know it, as for a GPU that shares its host's memory."""
+    used_bytes: int | None
+    """Memory that processes of all users hold; None where the driver does not know it."""
+
+
+def list_gpus() -> list[Gpu]:
+    """Return all GPUs of the machine. Raises `DeviceError` where nvidia-smi fails."""
+    rows = _query("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
+    return [
+        Gpu(int(index), uuid, name, driver, _read_mib(memory), _read_mib(used))
+        for index, uuid, name, driver, memory, used in rows
+    ]
+
+
+def list_visible_gpus() -> list[Gpu]:
+    """Return the GPUs that CUDA shows to this process: those in CUDA_VISIBLE_DEVICES, or all of the machine.
+
+    Like CUDA, it ends the list at the first name that is no GPU. Numbers count in the order of the PCI bus. A slice of
+    a GPU (MIG) has no memory size here. Raises `DeviceError` where nvidia-smi fails.
+    """
+    gpus = list_gpus()
+    if VISIBLE_VARIABLE not in os.environ:
+        return gpus
+    visible: list[Gpu] = []
+    for name in map(str.strip, os.environ[VISIBLE_VARIABLE].split(",")):
+        if name.startswith(SLICE_PREFIX):
+            found = [replace(gpu, name=f"slice of {gpu.name}", memory_bytes=None, used_bytes=None) for gpu in gpus]
+        else:
+            found = [gpu for gpu in gpus if name == str(gpu.index) or (name and gpu.uuid.startswith(name))]
+        if not found:
+            break
+        visible.append(found[0])
+    return visible
+
+
+def describe_kinds() -> list[str]:
+    """Return model, compute capability and driver of each kind of GPU. Raises `DeviceError` where nvidia-smi fails."""
+    return sorted({", ".join(row) for row in _query("name", "compute_cap", "driver_version")})
+
+
+def _query(*fields: str) -> list[list[str]]:
+    """Return the values of these fields, a row for each GPU of the machine."""
+    if shutil.which("nvidia-smi") is None:
+        raise DeviceError(
+            "nvidia-smi is not on PATH. It comes with the driver; a container gets it by "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility."
+        )
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError(f"{' '.join(command)}: no answer in {TIMEOUT_SECONDS:.0f} s; the driver hangs.") from error
+    except subprocess.CalledProcessError as error:
+        printed = (error.stderr.strip() or error.stdout.strip())[:300]  # it prints most errors on stdout
+        raise DeviceError(f"{' '.join(command)} failed with {error.returncode}: {printed}") from error
+    return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _read_mib(text: str) -> int | None:
+    return int(text) * MIB if text.isdecimal() else None
+
+
+def find_peak(name: str) -> float | None:
+    """Return a GPU's dense bfloat16 FLOP/s by the driver's name for it; None for a name outside the table."""
+    tflops = PEAK_TFLOPS.get(name)
+    return tflops * TERA if tflops else None
+
+
+def sum_peaks(names: Iterable[str]) -> float | None:
+    """Return the dense bfloat16 FLOP/s of all these GPUs together; None without GPUs, or where a peak is unknown."""
+    peaks = [find_peak(name) for name in names]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if known and len(known) == len(peaks) else None

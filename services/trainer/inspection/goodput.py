@@ -1,0 +1,147 @@
+"""Estimates what failures cost a run: the goodput that they leave, and the best interval between checkpoints.
+
+A failure costs the time until it is noticed, until the next start has ended a step, and until all steps since the
+newest checkpoint are done again. Only reading the checkpoint grows with the nodes, and only without ZeRO; the rate of
+failures always grows. `benchmarks.trainer.failure_simulation` compares the formula with a simulation.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from services.common.program.process_group import COLLECTIVE_TIMEOUT
+from services.common.recipe.schema import Recipe
+from services.trainer.health.watchdog import limit_seconds
+
+SECONDS_PER_HOUR = 3600.0
+NODE_MTBF_HOURS = 54 * 24 * (16_384 / 8) / 419
+"""Mean time between failures of one node: 6,335 hours. Llama 3's pre-training had 419 unexpected interruptions in 54
+days on 16,384 GPUs, 8 a node (arXiv 2407.21783, section 3.3.4). Nothing is published for Trainium.
+"""
+NODE_LOSS_SECONDS = 6.0
+"""Seconds after which Ray's head takes a silent node for lost (`RAY_health_check_period_ms`)."""
+NODE_WAIT_MINUTES = 10.0
+"""Minutes until a lost node is replaced where no spare waits: EKS replaces a node with a failed accelerator after ten.
+"""
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """Seconds in which processes start, import and meet, measured with a model that is too small to add anything."""
+
+    first_step_seconds: float
+    """From the command's start to the end of the first step."""
+    restart_seconds: float
+    """From the kill of a worker to the end of the first step of its replacement."""
+
+
+MEASURED_ON = "2 cores of an AMD EPYC"
+MEASURED_TIMES = {"inline": StartTimes(4.5, 1.5), "ray": StartTimes(13.9, 1.4)}
+"""Medians of `python -m benchmarks.trainer.start_rows`, by launcher, as docs/benchmarks/trainer.md shows them."""
+LAUNCHER = "ray"
+"""Launcher of a run with many nodes."""
+
+
+class Failure(enum.StrEnum):
+    WORKER = "lost worker"
+    HANG = "hung worker"
+    NODE = "lost node"
+
+
+FAILURE_SHARES = {Failure.NODE: 0.78, Failure.HANG: 7 / 419, Failure.WORKER: 0.22 - 7 / 419}
+"""Share of each kind in Llama 3's pre-training: 78 % faults of hardware, 7 of 419 time-outs of NCCL (arXiv 2407.21783,
+section 3.3.4 and table 5).
+"""
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds of a run's parts that decide the cost of a failure."""
+
+    step_seconds: float
+    write_seconds: float
+    """Seconds in which all workers write a checkpoint, beside the training."""
+    node_wait_seconds: float = 60 * NODE_WAIT_MINUTES
+
+
+@dataclass(frozen=True)
+class FailureCost:
+    """Mean seconds for which one failure keeps all nodes from steps that count."""
+
+    detection_seconds: float
+    node_wait_seconds: float
+    start_seconds: float
+    read_seconds: float
+    redone_seconds: float
+    """Seconds of the steps since the newest checkpoint."""
+
+    @property
+    def downtime_seconds(self) -> float:
+        """Seconds from the failure to the first new step."""
+        return self.detection_seconds + self.node_wait_seconds + self.start_seconds + self.read_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        return self.downtime_seconds + self.redone_seconds
+
+    def __str__(self) -> str:
+        parts = {
+            "until it is noticed": self.detection_seconds,
+            "until there is another node (--node-wait-minutes)": self.node_wait_seconds,
+            "to start": self.start_seconds,
+            "to read the checkpoint": self.read_seconds,
+            "of steps done again": self.redone_seconds,
+        }
+        shown = ", ".join(f"{_show_seconds(seconds)} {what}" for what, seconds in parts.items() if seconds)
+        return f"{_show_seconds(self.total_seconds)} on average: {shown}"
+
+
+def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failure, FailureCost]:
+    """Return the mean cost of each kind of failure. Graphs load at once from a warm compile cache: no such load has
+    been measured on Trainium.
+    """
+    measured, train = MEASURED_TIMES[LAUNCHER], recipe.train
+    # With ZeRO each byte is read on one node, and without it on every node that has a model of its own.
+    copies = 1 if recipe.parallel.zero_stage else min(num_nodes, recipe.parallel.data_parallel_size)
+    read = copies * times.write_seconds
+    # A checkpoint counts once it is committed. Until then a failure goes back to the one before.
+    redone = recipe.checkpoint.interval_steps * times.step_seconds / 2 + times.write_seconds
+    limit = limit_seconds([times.step_seconds], train.watchdog_factor, train.watchdog_min_seconds)
+    hang = COLLECTIVE_TIMEOUT.total_seconds() if limit is None else limit
+    wait, first_step = times.node_wait_seconds, measured.first_step_seconds
+    return {
+        Failure.WORKER: FailureCost(0.0, 0.0, measured.restart_seconds, read, redone),
+        Failure.HANG: FailureCost(hang, 0.0, measured.restart_seconds, read, redone),
+        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, wait, first_step, read, redone),
+    }
+
+
+def mean_cost_seconds(costs: dict[Failure, FailureCost]) -> float:
+    return sum(share * costs[failure].total_seconds for failure, share in FAILURE_SHARES.items())
+
+
+def mtbf_seconds(num_nodes: int, node_mtbf_hours: float = NODE_MTBF_HOURS) -> float:
+    """Return the mean time between failures of any of the nodes."""
+    return node_mtbf_hours * SECONDS_PER_HOUR / num_nodes
+
+
+def goodput(costs: dict[Failure, FailureCost], num_nodes: int, node_mtbf_hours: float) -> float:
+    """Return the share of the nodes' time that goes into steps that count. The copy to the host, for which a checkpoint
+    stops the training, is left out.
+    """
+    return 1 / (1 + mean_cost_seconds(costs) / mtbf_seconds(num_nodes, node_mtbf_hours))
+
+
+def optimal_interval_steps(cost_seconds: float, step_seconds: float, num_nodes: int, node_mtbf_hours: float) -> int:
+    """Return Young's first-order optimum of the steps between checkpoints, at least one (Young 1974; Daly 2006).
+
+    `cost_seconds` is the time for which each checkpoint stops training.
+    """
+    seconds = math.sqrt(2.0 * cost_seconds * mtbf_seconds(num_nodes, node_mtbf_hours))
+    return max(1, round(seconds / step_seconds))
+
+
+def _show_seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds < 120 else f"{seconds / 60:,.1f} min"
