@@ -14,6 +14,7 @@ import sentencepiece
 import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
@@ -23,13 +24,13 @@ from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.tests.builders import make_documents, published, read_stream, run, write_documents, write_recipe
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.description import describe_vocabulary
-from services.trainer.conversion.hugging_face_tokenizer import (
+from services.trainer.conversion.tokenizer import (
     InconvertibleVocabularyError,
-    _byte_characters,
     _list_merges,
     make_tokenizer,
+    sample_documents,
+    write_tokenizer,
 )
-from services.trainer.conversion.tokenizer_export import sample_documents, write_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 1_000
@@ -111,7 +112,7 @@ def make_added() -> bytes:
 
 
 def make_tiktoken() -> bytes:
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     ranks = sorted(make_byte_level([]).get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(byte_of[character] for character in token) for token, _ in ranks]
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
@@ -220,7 +221,7 @@ def test_no_tokenizer_is_exported_whose_ids_differ(
 ) -> None:
     """The merges are in another order than that of the scores, as in transformers' own conversion."""
     monkeypatch.setattr(
-        "services.trainer.conversion.hugging_face_tokenizer._list_merges",
+        "services.trainer.conversion.tokenizer._list_merges",
         lambda normal, scores: list(reversed(_list_merges(normal, scores))),
     )
 

@@ -20,7 +20,7 @@ from services.common.artifacts.store import Artifact, open_artifact
 from services.common.testing import fork_server
 from services.common.testing.recipes import recipe_text
 from services.common.vocabularies.codec import load_codec
-from services.trainer.conversion.tokenizer_export import sample_documents
+from services.trainer.conversion.tokenizer import sample_documents
 from services.trainer.evaluation.records import read_evaluations
 from tests.command import call
 

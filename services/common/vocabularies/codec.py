@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from services.common.artifacts.corpus import Vocabulary, VocabularyKind
-from services.common.errors import ArtifactError
-from services.common.input.files import read_file, unreadable
+from services.common.artifacts.corpus import Vocabulary
+from services.common.errors import ArtifactError, unreadable
 
 
 class Codec(NamedTuple):
@@ -29,13 +28,13 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
     Raises `ArtifactError` where that library refuses the file.
     """
     try:
-        content = read_file(path)
+        content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
     if not content:  # SentencePiece accepts it as a model without pieces
         raise ArtifactError(f"{path} is empty, so it is no vocabulary.")
     try:
-        codec = _LOADERS[vocabulary.kind](content, vocabulary)
+        codec = _load(content, vocabulary)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from error
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the libraries raise these for other files
@@ -53,36 +52,27 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
     return codec._replace(encode=encode)
 
 
-def _load_sentencepiece(content: bytes, vocabulary: Vocabulary) -> Codec:
-    import sentencepiece  # noqa: PLC0415
+def _load(content: bytes, vocabulary: Vocabulary) -> Codec:
+    match vocabulary.kind:
+        case "sentencepiece":
+            import sentencepiece  # noqa: PLC0415
 
-    processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-    return Codec(processor.encode, lambda ids: str(processor.decode(ids)))
+            processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            return Codec(processor.encode, lambda ids: str(processor.decode(ids)))
+        case "tiktoken":
+            from services.common.vocabularies.tiktoken_file import load_encoding  # noqa: PLC0415
 
+            encoding = load_encoding(content)
+            return Codec(lambda text: encoding.encode(text, disallowed_special=()), encoding.decode)
+        case "tokenizer_json":
+            from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
 
-def _load_tokenizer_json(content: bytes, vocabulary: Vocabulary) -> Codec:
-    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
+            tokenizer = load_tokenizer(content)
 
-    tokenizer = load_tokenizer(content)
+            def decode(ids: list[int]) -> str:
+                unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() omits them
+                if unknown:
+                    raise LookupError(f"{unknown[0]:,} is not an id of the vocabulary")
+                return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-    def decode(ids: list[int]) -> str:
-        unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() omits them
-        if unknown:
-            raise LookupError(f"{unknown[0]:,} is not an id of the vocabulary")
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-    return Codec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), decode)
-
-
-def _load_tiktoken(content: bytes, vocabulary: Vocabulary) -> Codec:
-    from services.common.vocabularies.tiktoken_file import load_encoding  # noqa: PLC0415
-
-    encoding = load_encoding(content)
-    return Codec(lambda text: encoding.encode(text, disallowed_special=()), encoding.decode)
-
-
-_LOADERS: dict[VocabularyKind, Callable[[bytes, Vocabulary], Codec]] = {
-    "sentencepiece": _load_sentencepiece,
-    "tokenizer_json": _load_tokenizer_json,
-    "tiktoken": _load_tiktoken,
-}
+            return Codec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), decode)

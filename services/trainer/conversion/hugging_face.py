@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError
-from services.common.input.files import InputFileError, parse_json, read_file, require_regular_file, unreadable
-from services.common.input.problem_list import list_names, shorten
-from services.common.process.limits import explain_lack
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FILE_ELEMENTS = 2**30
-"""Largest number of elements in a file that is written: 4 GiB, which is also the memory that writing needs."""
-DTYPES = ("F32", "BF16", "F16")
+"""Largest number of elements in a file that is written: 4 GiB of float32. Writing needs twice that memory."""
+WEIGHT_DTYPES = ("F32", "BF16", "F16", torch.float32, torch.bfloat16, torch.float16)
+"""Safetensors' and torch's names of the types whose values float32 holds exactly."""
 
 
 def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> list[list[str]]:
@@ -40,52 +36,77 @@ def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> lis
 
 
 def write_weights(
-    folder: Path,
-    shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    read: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    folder: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> None:
-    """Write weights as `save_pretrained` does: in one file, or in several with an index.
-
-    `read` returns the weights of one file by their names, in `dtype`.
-    """
+    """Write weights as `save_pretrained` does: in one file, or in several with an index. `read` returns `dtype`."""
     groups = group_parameters(shapes, FILE_ELEMENTS)
     places: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_durably(folder / file, safetensors.torch.save(dict(read(names)), metadata={"format": "pt"}))
+        content = safetensors.torch.save({name: read(name) for name in names}, metadata={"format": "pt"})
+        (folder / file).write_bytes(content)  # `save_file` raises no OSError on a full disk
         places |= dict.fromkeys(names, file)
     if len(groups) > 1:
         size = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
         index = {"metadata": {"total_size": size}, "weight_map": places}
-        write_durably(folder / INDEX, json.dumps(index, indent=2).encode())
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-@contextmanager
-def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
-    """Open the weights in a folder, in one file or in those of an index; yield a function that reads one as float32.
+class HuggingFaceWeights:
+    """The weights in a folder, in one file or in those of an index.
 
-    Raises `ArtifactError` unless the weights have the names and `shapes`, and a type that float32 holds exactly. The
-    function raises it for values that are not finite, with which every step would be skipped.
+    Raises `ArtifactError` unless they have the names and `shapes`, and a type that float32 holds exactly.
     """
-    with ExitStack() as opened:
-        files: dict[str, Any] = {}
+
+    def __init__(self, folder: Path, shapes: Mapping[str, torch.Size], opened: ExitStack) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
         for file in _file_names(folder):
-            _require_there(folder, file)
-            tensors = opened.enter_context(_open(folder, file))
-            files |= dict.fromkeys(tensors.keys(), tensors)
-        _require_shapes(folder, files, shapes)
+            try:
+                tensors = opened.enter_context(safetensors.safe_open(folder / file, "pt"))
+            except safetensors.SafetensorError as error:
+                raise ArtifactError(f"{folder / file}: damaged: {error}. Download it again.") from error
+            self._files |= dict.fromkeys(tensors.keys(), tensors)
+        headers = {name: tensors.get_slice(name) for name, tensors in self._files.items()}
+        require_model(folder, {name: (each.get_dtype(), each.get_shape()) for name, each in headers.items()}, shapes)
 
-        def read(name: str) -> Tensor:
-            tensor: Tensor = files[name].get_tensor(name)
-            require_finite(folder, name, tensor)
-            return tensor.float()
-
-        yield read
+    def read(self, name: str) -> Tensor:
+        """Read a weight as float32. Raises `ArtifactError` for values that are not finite."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return require_finite(self._folder, name, tensor).float()
 
 
-def require_all_and_no_more(folder: Path, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Raise `ArtifactError` unless both lists are empty: weights of the model, and tensors that are none of them."""
+def _file_names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if index.exists():
+        try:
+            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{index}: not an index of weights: {error!r}. Download it again.") from error
+    if not (folder / WEIGHTS).exists():
+        raise ArtifactError(
+            f"{folder}: has neither {WEIGHTS} nor {INDEX}. Convert other formats with transformers' `save_pretrained`."
+        )
+    return [WEIGHTS]
+
+
+def require_model(
+    folder: Path, found: Mapping[str, tuple[object, Sequence[int]]], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Raise `ArtifactError` unless the tensors, each with its type and shape, are the weights of the model."""
+    require_names(folder, found, shapes)
+    for name, shape in shapes.items():
+        dtype, size = found[name]
+        if tuple(size) != tuple(shape) or dtype not in WEIGHT_DTYPES:
+            raise ArtifactError(
+                f"{folder}: {name} is {dtype} {list(size)}, expected {list(shape)} of float32, bfloat16 or float16."
+            )
+
+
+def require_names(folder: Path, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Raise `ArtifactError` unless there are the expected tensors, and no others that are not redundant."""
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not _is_redundant(name)]
     if missing or unknown:
         raise ArtifactError(
             f"{folder}: does not hold the weights of the recipe's model: {len(missing)} missing "
@@ -93,70 +114,15 @@ def require_all_and_no_more(folder: Path, missing: Sequence[str], unknown: Seque
         )
 
 
-def require_finite(folder: Path, name: str, tensor: Tensor) -> None:
-    """Raise `ArtifactError` for a weight with values that are NaN or infinite."""
-    num_bad = int((~torch.isfinite(tensor)).sum())
-    if num_bad:
-        raise ArtifactError(
-            f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite, expected finite "
-            f"weights. Download or convert them again."
-        )
-
-
-def _file_names(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if not os.path.lexists(index):
-        return [WEIGHTS]
-    try:
-        files = sorted({str(each) for each in parse_json(read_file(index, folder))["weight_map"].values()})
-    except OSError as error:
-        raise unreadable(index, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{index}: cannot be read as an index of weights: {error}.") from error
-    for file in files:
-        if Path(file).name != file:
-            raise ArtifactError(f"{index}: names {shorten(repr(file), 400)}, expected files of its own folder.")
-    return files
-
-
-def _require_there(folder: Path, file: str) -> None:
-    if os.path.lexists(folder / file):
-        return
-    if file == WEIGHTS:
-        found = list_names(sorted(path.name for path in folder.iterdir()))
-        raise ArtifactError(
-            f"{folder}: has neither {WEIGHTS} nor {INDEX}, only {found}. Convert other formats with transformers' "
-            f"`save_pretrained`."
-        )
-    raise ArtifactError(f"{folder / file}: missing, but {INDEX} names it. Download the whole folder again.")
-
-
-def _open(folder: Path, file: str) -> Any:
-    path = folder / file
-    try:
-        require_regular_file(path, folder)
-        return safetensors.safe_open(path, "pt")
-    except InputFileError as error:
-        raise unreadable(path, error) from error
-    except (safetensors.SafetensorError, OSError, ValueError, MemoryError) as error:
-        raise explain_lack(error, path) or ArtifactError(
-            f"{path}: cannot be read as safetensors: {error}. If it is damaged, download it again; convert other "
-            f"formats with transformers' `save_pretrained`."
-        ) from error
-
-
-def _require_shapes(folder: Path, files: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    unknown = [name for name in files if name not in shapes and not is_stored_twice(name)]
-    require_all_and_no_more(folder, [name for name in shapes if name not in files], unknown)
-    for name, shape in shapes.items():
-        found = files[name].get_slice(name)
-        if tuple(found.get_shape()) != tuple(shape) or found.get_dtype() not in DTYPES:
-            raise ArtifactError(
-                f"{folder}: {name} is {found.get_dtype()} {found.get_shape()}, expected {list(shape)} of "
-                f"{', '.join(DTYPES)}."
-            )
-
-
-def is_stored_twice(name: str) -> bool:
-    """Return whether a weight is redundant: a tied head is the embedding, rotary frequencies are configured."""
+def _is_redundant(name: str) -> bool:
+    """A tied head is the embedding, and rotary frequencies are configured."""
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def require_finite(
+    folder: Path, name: str, tensor: Tensor, advice: str = "Download or convert the weights again."
+) -> Tensor:
+    """Return the tensor. Raises `ArtifactError`, which ends with `advice`, for values that are NaN or infinite."""
+    if num_bad := int((~torch.isfinite(tensor)).sum()):
+        raise ArtifactError(f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite. {advice}")
+    return tensor

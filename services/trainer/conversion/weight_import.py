@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,8 +16,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit
-from services.common.errors import ArtifactError, RecipeError
-from services.common.input.files import read_file, reading_inputs
+from services.common.errors import ArtifactError, RecipeError, unreadable
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
 from services.common.vocabularies.tokenizer_json import read_rules
@@ -26,16 +24,17 @@ from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.conversion.configuration import CONFIG, read_imported, require_same_model
-from services.trainer.conversion.dcp.checkpoint import DcpWeights, is_dcp_checkpoint
-from services.trainer.conversion.hugging_face import group_parameters, open_weights
+from services.trainer.conversion.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights, group_parameters
 from services.trainer.conversion.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
-from services.trainer.conversion.tokenizer_export import VOCABULARY_FOLDER
+from services.trainer.conversion.tokenizer import VOCABULARY_FOLDER
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
 SHARD_ELEMENTS = 2**28
 """Approximate number of weights in one shard. With their moments they take 3 GiB, the memory that an import needs."""
+
+ReadWeight = Callable[[str], Tensor]
 
 
 def import_weights(job: Job, folder: Path) -> Path:
@@ -46,26 +45,30 @@ def import_weights(job: Job, folder: Path) -> Path:
     """
     recipe, address = job.recipe, job.checkpoint_address(0)
     shapes = parameter_shapes(recipe.model)
-    imported = read_imported(folder)
-    state = CheckpointPayload(
-        step=0,
-        tokens=0,
-        skipped_steps=0,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        zero_stage=0,
-        shards={},
-        program_fingerprint=job.program_fingerprint,
-        waivers=job.waivers,
-        imported=imported,
-    )
-    with _open_source(folder, job, shapes) as read:
-        _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
+    with ExitStack() as opened:
+        try:
+            imported = read_imported(folder)
+            _require_same_vocabulary(folder, job)
+            read = _open_weights(folder, job, shapes, opened)
+            _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
+        except OSError as error:
+            raise unreadable(error.filename or folder, error) from error
         if checkpoint_steps(address.collection):
             raise ArtifactError(
-                f"{address.collection}: the run has begun already. `python -m services.trainer` with the same "
-                f"options continues it."
+                f"{address.collection}: the run has begun already. `train` with its recipe continues it."
             )
+        state = CheckpointPayload(
+            step=0,
+            tokens=0,
+            skipped_steps=0,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            zero_stage=0,
+            shards={},
+            program_fingerprint=job.program_fingerprint,
+            waivers=job.waivers,
+            imported=imported,
+        )
         partial = begin_partial(address, job.writer)
         *shards, index = _write_files(partial, state.origin(job.run, rank=0), shapes, read)
     payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in shards), 0))
@@ -74,7 +77,7 @@ def import_weights(job: Job, folder: Path) -> Path:
     return address.path
 
 
-def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Tensor]) -> str:
+def digest_weights(shapes: Mapping[str, Iterable[int]], read: ReadWeight) -> str:
     """Return the SHA-256 over names, shapes and float32 values, whatever files and types store the weights."""
     digest = hashlib.sha256()
     for name in sorted(shapes):
@@ -83,23 +86,16 @@ def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Te
     return digest.hexdigest()
 
 
-@contextmanager
-def _open_source(folder: Path, job: Job, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
-    with ExitStack() as opened:
-        with reading_inputs(folder):  # errors of writing the checkpoint are handled elsewhere
-            read = _open_weights(folder, job, shapes, opened)
-        yield read
-
-
-def _open_weights(
-    folder: Path, job: Job, shapes: Mapping[str, torch.Size], opened: ExitStack
-) -> Callable[[str], Tensor]:
+def _open_weights(folder: Path, job: Job, shapes: Mapping[str, torch.Size], opened: ExitStack) -> ReadWeight:
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such folder. Pass one with --from, as a model's `save_pretrained` makes it.")
+    from services.trainer.conversion.dcp import DcpWeights, is_dcp_checkpoint  # noqa: PLC0415 - takes a second
+
     model = job.recipe.model
-    is_nxd = is_nxd_checkpoint(folder)
-    is_dcp = not is_nxd and is_dcp_checkpoint(folder)
-    if not (is_nxd or is_dcp) or os.path.lexists(folder / CONFIG):
+    is_hugging_face = any((folder / name).exists() for name in (WEIGHTS, INDEX))
+    is_nxd = not is_hugging_face and is_nxd_checkpoint(folder)
+    is_dcp = not is_hugging_face and not is_nxd and is_dcp_checkpoint(folder)
+    if (folder / CONFIG).exists() or not (is_nxd or is_dcp):
         require_same_model(folder, model)
     else:
         logger.warning(
@@ -108,16 +104,15 @@ def _open_weights(
             folder,
             CONFIG,
         )
-    _require_same_vocabulary(folder, job)
     if is_dcp:
-        chunks = DcpWeights(folder, model)
-        logger.info("weights have %s", chunks.description)
-        return chunks.read
-    if not is_nxd:
-        return opened.enter_context(open_weights(folder, shapes))
-    weights = NxdWeights(folder, model)
-    logger.info("weights are %s", "the optimizer's masters" if weights.has_masters else "from `model`: no masters")
-    return weights.read
+        of_dcp = DcpWeights(folder, model)
+        logger.info("weights have %s names", "torchtitan's" if of_dcp.is_torchtitans else "Hugging Face's")
+        return of_dcp.read
+    if is_nxd:
+        of_nxd = NxdWeights(folder, model)
+        logger.info("weights are %s", "the optimizer's masters" if of_nxd.has_masters else "from `model`: no masters")
+        return of_nxd.read
+    return HuggingFaceWeights(folder, shapes, opened).read
 
 
 def _require_named(folder: Path, digest: str, named: str | None) -> None:
@@ -134,14 +129,14 @@ def _require_same_vocabulary(folder: Path, job: Job) -> None:
     vocabulary = job.corpus.payload.vocabulary
     name = Path(vocabulary.path).name
     for path in (folder / name, folder / VOCABULARY_FOLDER / name):
-        if not os.path.lexists(path):  # the folder may have its vocabulary in another form
+        if not path.exists():  # the folder may have its vocabulary in another form
             continue
-        content = read_file(path, folder)
+        content = path.read_bytes()
         found = hashlib.sha256(content).hexdigest()
         if found == vocabulary.sha256:
             continue
         ours = listed_file(job.corpus.path, CorpusManifest.read(job.corpus.path), vocabulary.path)
-        if vocabulary.kind == "tokenizer_json" and _have_same_rules(path, content, read_file(ours)):
+        if vocabulary.kind == "tokenizer_json" and _have_same_rules(path, content, ours.read_bytes()):
             continue
         raise RecipeError(
             f"{path}: is another vocabulary ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
@@ -154,11 +149,11 @@ def _have_same_rules(path: Path, content: bytes, ours: bytes) -> bool:
     try:
         return read_rules(content) == read_rules(ours)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{path}: cannot be read as a tokenizer.json: {error}.") from error
+        raise ArtifactError(f"{path}: not a tokenizer.json: {error}.") from error
 
 
 def _write_files(
-    folder: Path, origin: ShardOrigin, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]
+    folder: Path, origin: ShardOrigin, shapes: Mapping[str, torch.Size], read: ReadWeight
 ) -> Iterator[FileEntry]:
     """Write the shards and their index, and yield the entries of the files."""
     written: list[tuple[StateSlice, int]] = []

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from services.common.recipe.schema import Model
 from services.common.testing.fork_server import start_process
-from services.trainer.conversion.dcp.metadata import METADATA
+from services.trainer.conversion.dcp import METADATA
 from services.trainer.tests.nxd_files import Weights
 
 State = dict[str, Any]

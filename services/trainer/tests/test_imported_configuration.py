@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor
 
 from services.common.errors import ArtifactError, RecipeError
@@ -26,7 +26,7 @@ from services.trainer.inspection.sample import load_model
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import Run, open_run
-from services.trainer.tests.builders import LLAMA_3_1, write_recipe
+from services.trainer.tests.builders import LLAMA_3_1, make_recipe, write_recipe
 from services.trainer.tests.runs import call_trainer
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
@@ -144,7 +144,6 @@ def read(folder: Path, file: str) -> dict[str, Any]:
 def test_a_trained_model_has_its_configuration_again(
     tmp_path: Path, import_published: Callable[..., Job], name: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")  # in no image, so Pants leaves this test out
     job, published = import_published(name, checkpoint__interval_steps="1"), tmp_path / "published"
     before = transformers.AutoConfig.from_pretrained(published).to_dict() | {"_name_or_path": ""}
     generation = None
@@ -158,9 +157,8 @@ def test_a_trained_model_has_its_configuration_again(
 
     after = transformers.AutoConfig.from_pretrained(folder).to_dict() | {"_name_or_path": ""}
     assert after == {**before, "dtype": "bfloat16"}
-    assert read(folder, "config.json").keys() - {"dtype", "torch_dtype"} <= PUBLISHED[name]["config.json"].keys()
+    assert after["vocab_size"] == PUBLISHED[name]["config.json"]["vocab_size"]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    assert model.get_input_embeddings().weight.shape[0] == PUBLISHED[name]["config.json"]["vocab_size"]
     tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     ours: Tensor = load_model(opened(job)).logits(tokens_BS)
     torch.testing.assert_close(model(tokens_BS).logits[..., :300], ours, rtol=0, atol=0.05)
@@ -187,10 +185,6 @@ def test_an_untrained_model_has_its_bytes_again(tmp_path: Path, import_published
     )
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert read(folder, "config.json") == {
-        **read(tmp_path / "published", "config.json"),
-        **dict.fromkeys(("dtype", "torch_dtype"), "bfloat16"),
-    }
 
 
 def test_a_branch_has_the_configuration_apart_from_what_it_changed(
@@ -211,7 +205,7 @@ def test_a_branch_has_the_configuration_apart_from_what_it_changed(
 
     assert after["rope_theta"] == after["rope_parameters"]["rope_theta"] == 1e6
     assert after["rope_scaling"] == {**SCALING, "rope_type": "llama3", "rope_theta": 1e6}
-    changed = {"rope_theta", "rope_scaling", "torch_dtype"}
+    changed = {"rope_theta", "rope_scaling", "torch_dtype", "transformers_version"}
     assert {name: after[name] for name in before.keys() - changed} == {
         name: before[name] for name in before.keys() - changed
     }
@@ -274,58 +268,15 @@ def test_rows_of_padding_that_were_not_imported_are_cut_and_nxds_ranks_get_equal
     assert not parts[1][-1].any()
 
 
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        ({"vocab_size": 320}, "padded_vocab_size = 320"),
-        ({"vocab_size": 299}, None),
-        ({"vocab_size": None}, None),
-    ],
-)
-def test_a_published_models_rows_have_to_be_those_of_the_recipe(
-    tmp_path: Path, changes: dict[str, Any], advice: str | None
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    sizes = {name: LLAMA[name] for name in Model.model_fields if name in LLAMA}
-
-    with pytest.raises(RecipeError, match="vocab_size") as refused:
-        require_same_model(tmp_path, Model.model_validate(sizes))
-
-    found = re.search(r"padded_vocab_size = \d+", str(refused.value))
-    assert (found and found[0]) == advice
-
-
-@pytest.mark.parametrize("content", ["[]", "{", '{"a": NaN}', "null"])
+@pytest.mark.parametrize("content", ["[]", "{"])
 @pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_a_damaged_configuration_is_named(
-    tmp_path: Path, import_published: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, file: str, content: str
-) -> None:
-    monkeypatch.setitem(PUBLISHED, "damaged", {"config.json": LLAMA, file: content})
+def test_a_damaged_configuration_is_named(tmp_path: Path, file: str, content: str) -> None:
+    (tmp_path / file).write_text(content)
     with pytest.raises(ArtifactError, match=file):
-        import_published("damaged")
-
-
-@pytest.mark.parametrize(
-    ("file", "settings"),
-    [
-        ("config.json", {**LLAMA, "max_position_embeddings": "2048"}),
-        ("tokenizer_config.json", {"model_max_length": "2048"}),
-        ("tokenizer_config.json", {"added_tokens_decoder": ["<pad>"]}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"id": 300}}}),
-    ],
-)
-def test_settings_that_no_export_could_use_are_refused_before_training(
-    import_published: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, file: str, settings: dict[str, Any]
-) -> None:
-    monkeypatch.setitem(PUBLISHED, "unusable", {"config.json": LLAMA, file: settings})
-    with pytest.raises(ArtifactError, match=f"{file}: {list(settings)[-1]} is"):
-        import_published("unusable")
-
-
-def test_a_chat_template_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_bytes(b"{{ '\xe9' }}")
-    with pytest.raises(ArtifactError, match=r"chat_template\.jinja: is no UTF-8"):
         read_imported(tmp_path)
+
+
+LLAMA_3 = {**SCALING, "rope_type": "llama3"}
 
 
 @pytest.mark.parametrize(
@@ -333,40 +284,18 @@ def test_a_chat_template_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     [
         ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, {"model__rope_theta": "5e5"}),
         ({"rope_scaling": {**SCALING, "type": "llama3", "rope_theta": 5e5}, "rope_theta": 1e4}, LLAMA_3_1),
-        (
-            {"rope_scaling": {**SCALING, "rope_type": "llama3"}, "rope_theta": 5e5, "rope_parameters": {"factor": 2}},
-            LLAMA_3_1,
-        ),
-        (
-            {
-                "rope_parameters": {**SCALING, "rope_type": "llama3", "original_max_position_embeddings": None},
-                "rope_theta": 5e5,
-                "max_position_embeddings": 8,
-            },
-            LLAMA_3_1,
-        ),
+        ({"rope_scaling": LLAMA_3, "rope_theta": 5e5, "rope_parameters": {"factor": 2}}, LLAMA_3_1),
+        ({"rope_parameters": LLAMA_3, "rope_theta": 5e5, "max_position_embeddings": 8}, LLAMA_3_1),
     ],
-    ids=["theta beside", "theta within", "two forms", "original length absent"],
+    ids=["theta beside", "theta within", "two forms", "two lengths"],
 )
 def test_rotary_positions_are_read_as_transformers_reads_them(
-    tmp_path: Path,
-    import_published: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
-    rope: dict[str, Any],
-    overrides: dict[str, str],
+    tmp_path: Path, rope: dict[str, Any], overrides: dict[str, str]
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    tables = {name: value for name, value in rope.items() if isinstance(value, dict)}
-    stripped = {name: {key: each for key, each in table.items() if each} for name, table in tables.items()}
-    monkeypatch.setitem(PUBLISHED, "rotary", {"config.json": {**LLAMA, "rms_norm_eps": 1e-5, **rope, **stripped}})
-    job = import_published("rotary", scale=1.0, **overrides)
+    model = make_recipe(tmp_path, **overrides).model
+    sizes = {name: value for name, value in model.model_dump().items() if name in LLAMA}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **sizes, **rope}))
 
-    folder = export(opened(job), tmp_path / "exported")
-
-    tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
-    ours: Tensor = load_model(opened(job)).logits(tokens_BS)
-    for each in (tmp_path / "published", folder):
-        model = transformers.AutoModelForCausalLM.from_pretrained(each, dtype="float32")
-        torch.testing.assert_close(model(tokens_BS).logits, ours, rtol=0, atol=1e-4)
-    with pytest.raises(RecipeError, match="rope_theta"):
-        require_same_model(folder, job.recipe.model.model_copy(update={"rope_theta": 1e4}))
+    require_same_model(tmp_path, model)
+    with pytest.raises(RecipeError, match="rope_parameters"):
+        require_same_model(tmp_path, model.model_copy(update={"rope_theta": 1e3}))

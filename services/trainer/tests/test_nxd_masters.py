@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from services.trainer.tests.nxd_files import (
 )
 
 MASTERS = "sharded_master_weights"
-RANK_0 = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+RANK_0, RANK_1 = "dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_01_tp_rank_00_pp_rank_00.pt"
 
 
 def describe_optimizer(files: Files, masters: Files, num_data: int) -> dict[str, Any]:
@@ -70,40 +69,25 @@ def test_the_optimizers_masters_are_read_where_it_saved_them(
     assert are_equal(read_all(tmp_path, model), weights)
 
     (tmp_path / "optim" / "dp_rank_01_tp_rank_02_pp_rank_00.pt").unlink()
-    with pytest.raises(ArtifactError, match="1 of the 24 ranks have no file: dp_rank_01_tp_rank_02_pp_rank_00"):
+    with pytest.raises(ArtifactError, match="23 ranks, expected 24"):
         read_all(tmp_path, model)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "place"),
     [
-        (
-            lambda files: [state.pop(MASTERS) for name, state in files.items() if "dp_rank_01" in name],
-            "but other ranks have",
-        ),
-        (
-            lambda files: [state.pop(MASTERS) for name, state in files.items() if "tp_rank_01" in name],
-            "some ranks have",
-        ),
-        (lambda files: files[RANK_0][MASTERS].pop(3), "rank_00.pt: has no master of model.layers.0.mlp.gate_up_proj.w"),
-        (lambda files: files[RANK_0][MASTERS][3].add_(1), "tensor 3, [6, 32], is the master of no weight in `model`"),
-        (
-            lambda files: files[RANK_0.replace("dp_rank_00", "dp_rank_01")][MASTERS][3].add_(1),
-            "the shards of model.layers.0.mlp.gate_up_proj.weight's master on 2 data-parallel ranks",
-        ),
-        (
-            lambda files: files[RANK_0][MASTERS].update({3: torch.ones(6, 32, device="meta")}),
-            "3 is on the device `meta`",
-        ),
-        (lambda files: files[RANK_0][MASTERS].update({3: torch.ones(())}), "tensor 3, [], is the master of no weight"),
-        (
-            lambda files: [files.pop(name) for name in list(files)] + [files.update({"__0_0.distcp": {}})],
-            "has no dp_rank",
-        ),
+        (lambda files: [state.pop(MASTERS) for name, state in files.items() if "dp_rank_01" in name], "optim"),
+        (lambda files: [state.pop(MASTERS) for name, state in files.items() if "tp_rank_01" in name], "optim"),
+        (lambda files: files[RANK_0][MASTERS].pop(3), RANK_0),
+        (lambda files: [files[name][MASTERS].pop(3) for name in (RANK_0, RANK_1)], "gate_up_proj"),
+        (lambda files: files[RANK_0][MASTERS][3].add_(1), "tensor 3"),
+        (lambda files: files[RANK_1][MASTERS][3].add_(1), "gate_up_proj"),
+        (lambda files: files[RANK_0][MASTERS].update({3: torch.ones(())}), "tensor 3"),
+        (lambda files: [files.pop(name) for name in list(files)] + [files.update({"__0_0.distcp": {}})], "optim"),
     ],
 )
 def test_masters_that_are_not_those_of_the_model_are_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], place: str
 ) -> None:
     model, layout = llama(), NxdLayout(2, qkv_linear=True, fuse_qkv=True)
     masters = describe_files(model, draw_weights(model), layout)
@@ -113,7 +97,7 @@ def test_masters_that_are_not_those_of_the_model_are_refused(
     save_files(tmp_path, files)
     save_files(tmp_path, optimizer, kind="optim")
 
-    with pytest.raises(ArtifactError, match=re.escape(message)):
+    with pytest.raises(ArtifactError, match=place):
         read_all(tmp_path, model)
 
 
