@@ -47,6 +47,7 @@ from services.trainer.command_inputs import (
     read_nxd_layout,
 )
 from services.trainer.command_options import (
+    compare_parser,
     evaluate_parser,
     export_parser,
     import_parser,
@@ -54,6 +55,7 @@ from services.trainer.command_options import (
     named_report_parser,
     plan_parser,
     report_parser,
+    runs_parser,
     sample_parser,
     summary_parser,
     train_parser,
@@ -74,7 +76,7 @@ from services.trainer.job import (
     continue_run,
 )
 from services.trainer.metrics.commands import recording_command
-from services.trainer.metrics.prometheus import collect_run
+from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.notices import notifying_run
@@ -89,9 +91,9 @@ from services.trainer.run import (
     write_run,
     writing_costs,
 )
-from services.trainer.run_comparison import COMPARE, compare_runs, find_run
 from services.trainer.run_start import describe_start, explain_new_run
-from services.trainer.run_tree import RUNS, list_runs
+from services.trainer.runs.comparison import COMPARE, compare_runs
+from services.trainer.runs.listing import RUNS, find_run, list_runs
 from services.trainer.supervise import supervise
 
 logger = logging.getLogger(__name__)
@@ -153,7 +155,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             logger.warning("%s", problem)
         prepare_node(job)
         with (
-            export_metrics(collect_run(job), arguments),
+            export_metrics([RunCollector(job)], arguments),
             tracking(job, arguments.tracker),
             naming_the_place(job.root),
             notifying_run(job, arguments.recipe) as observe,
@@ -334,7 +336,17 @@ class Command:
     make_parser: Callable[[], RecipeParser]
 
 
-WITHOUT_RECIPE: dict[str, Callable[[list[str]], int]] = {RUNS: list_runs, COMPARE: compare_runs}
+def _list_runs(argv: list[str]) -> int:
+    arguments = runs_parser().parse_args(argv)
+    return list_runs(arguments.root.absolute(), as_json=arguments.json)
+
+
+def _compare_runs(argv: list[str]) -> int:
+    arguments = compare_parser().parse_args(argv)
+    return compare_runs(arguments.root.absolute(), arguments.runs, as_json=arguments.json)
+
+
+WITHOUT_RECIPE: dict[str, Callable[[list[str]], int]] = {RUNS: _list_runs, COMPARE: _compare_runs}
 """Commands that look at the runs of a root, and take no recipe."""
 COMMANDS: dict[str, Command] = {
     "train": Command(train, lambda: train_parser([*(name for name in COMMANDS if name != "train"), *WITHOUT_RECIPE])),

@@ -36,8 +36,8 @@ def train_parser(other_commands: Iterable[str]) -> RecipeParser:
         "--tracker",
         action="append",
         default=[],
-        choices=tuple(TRACKERS),
-        help="send metrics to an experiment tracker; may be repeated",
+        choices=TRACKERS,
+        help="send metrics to Weights & Biases",
     )
     return parser
 
@@ -69,6 +69,19 @@ def named_report_parser() -> CommandParser:
 
 def _add_sample(parser: CommandParser) -> None:
     parser.add_argument("--sample", action="store_true", help="load the model and add a sample of its writing")
+
+
+def runs_parser(command: str = "runs", description: str = "List the runs of a root as a tree.") -> CommandParser:
+    parser = CommandParser(prog=f"python -m services.trainer {command}", description=description, allow_abbrev=False)
+    parser.add_root()
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each run instead")
+    return parser
+
+
+def compare_parser() -> CommandParser:
+    parser = runs_parser("compare", "Compare runs of a root: newest numbers, differing recipe values, curves.")
+    parser.add_argument("--runs", required=True, metavar="NAME,NAME", help="names of runs, or unique prefixes of names")
+    return parser
 
 
 def sample_parser() -> RecipeParser:

@@ -45,9 +45,15 @@ from services.trainer.metrics.records import (
     read_last_step,
 )
 from services.trainer.metrics.run_numbers import RunNumbers
-from services.trainer.run_cost import StageCost, compute_costs, describe_costs, describe_training_cost
-from services.trainer.run_phases import divide_training
-from services.trainer.run_tree import branches_of, read_runs
+from services.trainer.runs.cost import (
+    StageCost,
+    compute_costs,
+    describe_costs,
+    describe_training_cost,
+    divide_training,
+)
+from services.trainer.runs.listing import branches_of
+from services.trainer.runs.status import read_statuses
 
 logger = logging.getLogger(__name__)
 
@@ -297,8 +303,8 @@ def _describe_relatives(run: Run) -> Iterator[str]:
     """Yield a line about the run's parent, and one about its branches, where there are any."""
     if parent := run.checkpoint.manifest.checkpoint.parent:
         yield f"branched from {parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]})"
-    if children := branches_of(read_runs(run.folder.parents[1]), run.folder.name):
-        yield f"branches      {list_names(f'{each.run} after step {each.begin_step:,}' for each in children)}"
+    if children := branches_of(read_statuses(run.folder.parents[1]), run.folder.name):
+        yield f"branches      {list_names(f'{each.run} after step {each.branch_step:,}' for each in children)}"
 
 
 def _describe_loss(numbers: Mapping[str, float]) -> str:

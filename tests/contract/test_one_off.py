@@ -16,8 +16,8 @@ from services.common.recipe.schema import STAGES, Stage
 from services.compiler.command import main as compile_graphs
 from services.tokenizer.command import TOOLS
 from services.trainer.command import COMMANDS
-from services.trainer.run_comparison import COMPARE
-from services.trainer.run_tree import RUNS
+from services.trainer.runs.comparison import COMPARE
+from services.trainer.runs.listing import RUNS
 from tests.deploy.batch.builders import config_of
 from tests.images.dockerfiles import read_dockerfile, settings_of_image
 from tests.k8s.builders import DIGEST

@@ -31,7 +31,6 @@ from services.common.testing.recipes import load_with, recipe_text
 from services.common.testing.seeds import draw_seed
 from services.common.testing.torch_neuron.package import write_package
 from services.trainer.metrics.records import read_attempts, read_metrics
-from services.trainer.metrics.run_numbers import compute_efficiency
 from services.trainer.tests.builders import make_corpus
 from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer, workers_of
 from tests.hardware.conftest import NEURON_DEVICES
@@ -274,7 +273,7 @@ def train_shipped(folder: Path, **overrides: str) -> None:
     assert all(math.isfinite(record["loss"]) for record in records)
     workers = recipe.parallel.num_workers
     node = NODE.divided_for(workers)
-    tokens_per_second = compute_efficiency(records)["tokens_per_second"]
+    tokens_per_second = records[-1]["mean_tokens_per_second"]
     utilization = tokens_per_second * causal_flops_per_token(recipe) / (workers * node.worker_peak_flops_per_second)
     print(f"\n{tokens_per_second:,.0f} tokens/s on {workers} cores, {utilization:.1%} of their peak")
     expected, core = memory_of_worker(recipe).peak_bytes / GIB, node.worker_memory_bytes / GIB

@@ -23,7 +23,7 @@ from services.common.process.progress_record import reporting_progress
 from services.common.testing.waiting import wait_until
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
-from services.trainer.metrics.prometheus import NewestMetrics, RunCollector
+from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.tests.builders import building_jobs
 from services.trainer.tests.metric_lines import STEP, append
@@ -107,16 +107,15 @@ def test_a_real_prometheus_fires_on_a_stall_a_spike_a_skipped_step_and_a_full_di
     tmp_path: Path, new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
     require_program("prometheus")
-    behind_seconds = 0.0
 
-    def take_step(step: int, **values: float) -> None:
-        append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": step, **values}).encode())
+    def take_step(step: int, seconds_ago: float = 0.0, **values: float) -> None:
+        line = {**STEP, "step": step, "time": time.time() - seconds_ago, **values}
+        append(job.run_folder / METRICS_FILE, json.dumps(line).encode())
 
     with small_file_system(tmp_path / "root") as root:
         job = new_job("root", train__max_steps="100", checkpoint__interval_steps="50")
-        collectors = (NewestMetrics(job.run_folder, job.run), RunCollector(job, lambda: time.time() - behind_seconds))
         options = Namespace(root=root, metrics_host="127.0.0.1", metrics_port=0, launch="inline")
-        with reporting_progress("trainer"), export_metrics(collectors, options):
+        with reporting_progress("trainer"), export_metrics([RunCollector(job)], options):
             target = urllib.parse.urlsplit(capfd.readouterr().out.split()[-1]).netloc
             with prometheus(tmp_path / "prometheus", target) as server:
                 take_step(1)
@@ -125,8 +124,7 @@ def test_a_real_prometheus_fires_on_a_stall_a_spike_a_skipped_step_and_a_full_di
                 wait_until(lambda: (server.value("count_over_time(run:millrace_step:max[1m])") or 0) >= 3, 60)
                 assert server.alerts() == set()
 
-                behind_seconds = 1_000.0  # the newest step was made so long ago
-                take_step(3, skipped_steps=1, graphs_compiled=0)
+                take_step(3, seconds_ago=1_000, skipped_steps=1, graphs_compiled=0)
                 record_event(job, "loss_spike", step=3, first_step=3, loss=9.0, limit=6.0)
                 (root / "other.bin").write_bytes(bytes(58 * MEBIBYTE))
                 expected = {"TrainingStalled", "LossSpiked", "StepsSkipped", "FileSystemFilling"}

@@ -83,7 +83,7 @@ class AgreedStep(NamedTuple):
             slowest_rank,
             slowest_seconds,
             -fastest,
-            ReducedNumbers._make([*largest_numbers, -least]),
+            ReducedNumbers(WorkerNumbers._make(largest_numbers), -least),
         )
 
 

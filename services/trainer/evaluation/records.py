@@ -13,37 +13,11 @@ from services.common.artifacts.manifest import write_durably
 from services.common.process.telemetry import JsonLines
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.job import Job
-from services.trainer.metrics.records import (
-    Count,
-    Line,
-    Number,
-    ParsedLines,
-    Seconds,
-    Timestamp,
-    read_last_line,
-    read_lines,
-)
+from services.trainer.metrics.records import ParsedLines, read_lines
 
 EVALUATIONS_FILE = "evaluations.jsonl"
-
-
-class _MeanLossLine(Line):
-    loss: Number
-    standard_error: Number | None
-    tokens: Count
-    documents: Count
-    bits_per_byte: Number | None
-    perplexity: float
-
-
-class _EvaluationLine(_MeanLossLine):
-    step: Count
-    """Optimizer steps done."""
-    time: Timestamp
-    corpus: str
-    """Id of the corpus whose validation split was evaluated."""
-    seconds: Seconds
-    sources: dict[str, _MeanLossLine]
+EVALUATION_FIELDS = frozenset({"step", "time", "corpus", "seconds", "sources", "loss", "standard_error", "tokens"})
+"""Fields that every line of EVALUATIONS_FILE has."""
 
 
 def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
@@ -77,14 +51,9 @@ def write_evaluation(run_folder: Path, step: int, corpus: str, evaluation: Evalu
 
 def read_evaluations(run_folder: Path) -> ParsedLines:
     """Return one record for each evaluated step, in order: the last one of a step that was evaluated again."""
-    found = read_lines(run_folder / EVALUATIONS_FILE, _EvaluationLine)
+    found = read_lines(run_folder / EVALUATIONS_FILE, EVALUATION_FIELDS)
     by_step = {record["step"]: record for record in found.lines}
     return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
-
-
-def read_last_evaluation(run_folder: Path) -> dict[str, Any] | None:
-    """Return the newest record without reading the others; None if there is none or it cannot be read."""
-    return read_last_line(run_folder / EVALUATIONS_FILE, _EvaluationLine)
 
 
 def drop_evaluations_after(run_folder: Path, step: int) -> None:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.errors import StorageError
-from services.common.input.credentials import mask_values
-from services.common.input.files import open_for_append
-from services.common.input.problem_list import list_problems
-from services.common.process.telemetry import JsonLinesTail, read_json_lines
+from services.common.process.telemetry import JsonLinesTail
 from services.trainer.job import Job
+from services.trainer.metrics.records import read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +40,24 @@ Kind = Literal[
     "diverged",
 ]
 
+_WARNINGS: dict[str, str] = {
+    "fallback": "resuming from the newest intact checkpoint, step {to_step}; damaged:{damages}",
+    "loss_deviates_at_end": (
+        "the run ends while its loss has deviated since step {first_step}. Raise train.max_steps to let it recover, or "
+        "export an earlier checkpoint"
+    ),
+    "rollback": (
+        "loss spike up to step {step}: rolled back to step {to_step} (wanted: {wanted_step}), skipping batches "
+        "{first_batch} to {last_batch}"
+    ),
+    "rollbacks_exhausted": (
+        "loss spike up to step {step} after {rollbacks} rollbacks (train.loss_spike_max_rollbacks): training "
+        "goes on. A lower optimizer.learning_rate makes another run, which may be more stable"
+    ),
+    "short_notice": "{message}",
+}
+"""Warnings of the command by the kind of event, with the event's fields; most events need none."""
+
 
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
     """Append an event. An event that cannot be written is only logged, and the run goes on."""
@@ -52,31 +66,30 @@ def record_event(job: Job, event: Kind, **facts: Any) -> None:
         logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
     try:
         # One write call per event, because several processes append to this file.
-        with open_for_append(job.run_folder / EVENTS_FILE) as file:
-            os.write(file.fileno(), json.dumps(mask_values(line)).encode() + b"\n")
-    except (OSError, StorageError) as error:
+        with (job.run_folder / EVENTS_FILE).open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+    except OSError as error:
         logger.warning("the event could not be written: %s", error)
 
 
 def read_events(run_folder: Path) -> list[dict[str, Any]]:
     """Return the run's events, oldest first, without lines that cannot be read."""
-    try:
-        lines = read_json_lines(run_folder / EVENTS_FILE)
-    except OSError as error:  # a run goes on without its events
-        logger.warning("%s cannot be read: %s", run_folder / EVENTS_FILE, error)
-        return []
-    return [line for line in lines if line is not None and isinstance(line.get("event"), str)]
+    return read_lines(run_folder / EVENTS_FILE, {"event"}).lines
 
 
 def count_events(run_folder: Path) -> dict[str, int]:
     """Count events by kind; a NaN's kind includes its cause, as in `nan (data)`."""
-    return dict(Counter(_name(event) for event in read_events(run_folder)))
+    names = (
+        f"nan ({event.get('cause')})" if event["event"] == "nan" else event["event"]
+        for event in read_events(run_folder)
+    )
+    return dict(Counter(names))
 
 
 def count_restarts(job: Job) -> int:
     """Count the restarts of the workers in the job's attempt."""
-    restarts = [each for each in read_events(job.run_folder) if each["event"] == "restart"]
-    return sum(each.get("attempt") == job.attempt for each in restarts)
+    found = ((event["event"], event.get("attempt")) for event in read_events(job.run_folder))
+    return sum(each == ("restart", job.attempt) for each in found)
 
 
 class EventTail:
@@ -87,56 +100,13 @@ class EventTail:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the attempt's events since the last call, without lines that cannot be read."""
-        return [
-            each
-            for each in self._tail.read()
-            if isinstance(each.get("event"), str) and each.get("attempt") == self._attempt
-        ]
+        return [each for each in self._tail.read() if "event" in each and each.get("attempt") == self._attempt]
 
 
 def warnings_of(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the sentences that the command shows as warnings; most events need none."""
-    return [_WARNINGS[event["event"]](event) for event in events if event["event"] in _WARNINGS]
+    """Return what the command shows as warnings."""
+    return [_WARNINGS[event["event"]].format_map(_as_texts(event)) for event in events if event["event"] in _WARNINGS]
 
 
-def _describe_fallback(event: dict[str, Any]) -> str:
-    damages = event.get("damages")
-    found = damages if isinstance(damages, list) else [damages]
-    listed = "\n  ".join(list_problems(map(str, found), "damaged checkpoints"))
-    return f"the run continues from the newest intact checkpoint, of step {event.get('to_step')}. Damaged:\n  {listed}"
-
-
-def _describe_rollback(event: dict[str, Any]) -> str:
-    skipped, to_step = f"batches {event.get('first_batch')} to {event.get('last_batch')}", event.get("to_step")
-    text = f"the loss spiked up to step {event.get('step')}: the run goes back to step {to_step} and skips {skipped}"
-    if to_step != event.get("wanted_step") and event.get("to_step", 0) > event.get("wanted_step", 0):
-        text += f"; no checkpoint of step {event.get('wanted_step')} or before is left, so fewer batches are skipped"
-    return text
-
-
-def _describe_exhausted(event: dict[str, Any]) -> str:
-    return (
-        f"the loss spiked up to step {event.get('step')}, and the run has gone back {event.get('rollbacks')} times, as "
-        f"often as train.loss_spike_max_rollbacks allows: it goes on from the spike. A lower optimizer.learning_rate "
-        f"makes another run, which may be more stable"
-    )
-
-
-def _describe_deviation(event: dict[str, Any]) -> str:
-    return (
-        f"the run ends while its loss deviates, since step {event.get('first_step')}, which may be the begin of a "
-        f"spike. Raise train.max_steps to let it heal or go back, or export an earlier checkpoint"
-    )
-
-
-_WARNINGS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "fallback": _describe_fallback,
-    "loss_deviates_at_end": _describe_deviation,
-    "rollback": _describe_rollback,
-    "rollbacks_exhausted": _describe_exhausted,
-    "short_notice": lambda event: str(event.get("message")),
-}
-
-
-def _name(event: dict[str, Any]) -> str:
-    return f"{event['event']} ({event.get('cause')})" if event["event"] == "nan" else str(event["event"])
+def _as_texts(event: dict[str, Any]) -> dict[str, Any]:
+    return {name: "\n  ".join(["", *value]) if isinstance(value, list) else value for name, value in event.items()}

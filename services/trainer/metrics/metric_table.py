@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,25 +33,6 @@ class Metric:
     def description(self) -> str:
         """Explanation, unit and reduction in one line."""
         return f"{self.help} ({self.unit}; {self.reduction})"
-
-
-class Sample(NamedTuple):
-    """One number of a metric in a record."""
-
-    metric: Metric
-    label_value: str | None
-    """Value of the metric's label; None if the metric has no label."""
-    value: float
-
-    @property
-    def name(self) -> str:
-        """Name of the number in TensorBoard and trackers: `metric`, or `metric/label value`."""
-        return self.metric.name if self.label_value is None else f"{self.metric.name}/{self.label_value}"
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The label and its value; empty if the metric has no label."""
-        return {} if self.metric.label is None or self.label_value is None else {self.metric.label: self.label_value}
 
 
 _EQUAL = "equal on all"
@@ -114,7 +95,7 @@ _COMMAND = "of the command"
 RUN_METRICS = (
     Metric("max_steps", "steps", _COMMAND, "steps after which the run ends"),
     Metric("start_time_seconds", "s since 1970", _COMMAND, "time at which the command began to train"),
-    Metric("last_step_time_seconds", "s since 1970", _COMMAND, "time at which the newest step was seen"),
+    Metric("last_step_time_seconds", "s since 1970", _COMMAND, "time at which the newest step ended"),
     Metric("checkpoint_interval_steps", "steps", _COMMAND, "steps between two checkpoints"),
     Metric("checkpoint_step", "steps", _COMMAND, "step of the newest committed checkpoint; 0 before the first"),
     Metric("checkpoint_time_seconds", "s since 1970", _COMMAND, "time of the newest committed checkpoint"),
@@ -124,16 +105,16 @@ RUN_METRICS = (
 """Metrics of a run besides those of its steps, which only Prometheus has."""
 
 
-def find_samples(record: Mapping[str, Any]) -> Iterator[Sample]:
-    """Yield the numbers of METRICS that a record has, in the order of METRICS."""
+def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of METRICS that a record has; one of a metric with a label is named `metric/label value`."""
+    found: dict[str, float] = {}
     for metric in METRICS:
-        if metric.name not in record:
-            continue
-        value = record[metric.name]
-        if metric.label is None:
-            yield Sample(metric, None, float(value))
-        else:
-            yield from (Sample(metric, each, float(number)) for each, number in value.items())
+        value = record.get(metric.name)
+        if isinstance(value, dict):
+            found |= {f"{metric.name}/{label_value}": float(number) for label_value, number in value.items()}
+        elif value is not None:
+            found[metric.name] = float(value)
+    return found
 
 
 class WorkerNumbers(NamedTuple):
@@ -154,31 +135,21 @@ UNKNOWN_NUMBERS = WorkerNumbers(*[math.nan] * len(WorkerNumbers._fields))
 
 
 class ReducedNumbers(NamedTuple):
-    """Measurements of a step, reduced over workers as METRICS says: the largest, but for `least_gradient_seconds`.
+    """Measurements of a step, reduced over workers as METRICS says.
 
     A number that is not finite on one worker is NaN for all, so that finite losses do not hide a loss that is not.
     """
 
-    gradient_seconds: float
-    step_seconds: float
-    data_seconds: float
-    loss_max: float
-    graphs_compiled: float
-    peak_rss_bytes: float
-    peak_device_bytes: float
+    largest: WorkerNumbers
     least_gradient_seconds: float
 
     @property
     def fields(self) -> dict[str, float]:
         """Values by the names of METRICS, without unknown ones."""
         fields = {
-            "step_seconds": self.step_seconds,
-            "data_seconds": self.data_seconds,
-            "loss_max": self.loss_max,
-            "peak_rss_bytes": self.peak_rss_bytes,
-            "gradient_seconds_spread": self.gradient_seconds - self.least_gradient_seconds,
-            "data_share": self.data_seconds / self.step_seconds,
-            "peak_device_bytes": self.peak_device_bytes,
+            **self.largest._asdict(),
+            "gradient_seconds_spread": self.largest.gradient_seconds - self.least_gradient_seconds,
+            "data_share": self.largest.data_seconds / self.largest.step_seconds,
+            "graphs_compiled": int(self.largest.graphs_compiled),
         }
-        known = {name: value for name, value in fields.items() if not math.isnan(value)}
-        return {**known, "graphs_compiled": int(self.graphs_compiled)}
+        return {name: value for name, value in fields.items() if name != "gradient_seconds" and not math.isnan(value)}

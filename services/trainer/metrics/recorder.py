@@ -1,7 +1,8 @@
-"""Records the metrics of each step and of each start of the workers. Rank 0 writes them."""
+"""Measures each step and each start of the workers, and writes their records. Rank 0 writes them."""
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
@@ -11,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from services.common.hardware.gpus import sum_peaks
+from services.common.process.telemetry import JsonLines
 from services.common.program.backends.protocol import Backend
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
@@ -28,8 +31,18 @@ from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.commands import read_commands
-from services.trainer.metrics.metric_table import ReducedNumbers, WorkerNumbers
-from services.trainer.metrics.records import MetricsWriter, StepRecord, read_last_step, read_record_of
+from services.trainer.metrics.metric_table import ReducedNumbers, WorkerNumbers, known_metrics
+from services.trainer.metrics.records import (
+    ATTEMPTS_FILE,
+    METRICS_FILE,
+    STEP_FIELDS,
+    StepRecord,
+    read_last_step,
+    read_lines,
+    read_record_of,
+)
+
+HELD_FILE = "metrics.held.jsonl"
 
 PEAK_SECONDS = 0.05
 """Seconds for which each worker measures its peak: enough for two or three products, and too short to notice."""
@@ -49,7 +62,8 @@ class MetricsRecorder:
         per_token = {"mfu": palm_flops_per_token(job.recipe), "mfu_causal": causal_flops_per_token(job.recipe)}
         self._step_flops = {name: flops * self._step_tokens for name, flops in per_token.items()}
         self._workers_of_node = workers_of_node
-        gpus = group.reduce(Counter([_name_of_gpu(backend)]), operator.add)
+        is_cuda = backend.device.type == "cuda"
+        gpus = group.reduce(Counter([torch.cuda.get_device_name(backend.device) if is_cuda else ""]), operator.add)
         self._published_peak = published_peak(job.recipe, list(gpus.elements()))
         self._gemm_flops_per_second = math.nan
         self._counted_steps, self._counted_seconds = 0, 0.0
@@ -81,30 +95,35 @@ class MetricsRecorder:
 
     @contextmanager
     def step(self, step: StepRecord, numbers: ReducedNumbers, straggler: Mapping[str, float]) -> Iterator[None]:
-        """Write the record of a step at the end of the block, in which `add` completes it; not after an error."""
-        self._begin(step, numbers)
+        """Write the record of a step at the end of the block, in which `add` completes it; not after an error.
+
+        After the first step all workers measure the speed of their cores together.
+        """
+        if self._run:
+            self._record = {
+                **asdict(step),
+                **numbers.fields,
+                "step_tokens": self._step_tokens,
+                "tokens": tokens_after(self._recipe, self._parent, step.step, step.skipped_steps),
+                "tokens_per_second": self._step_tokens / numbers.largest.step_seconds,
+                **self._run.add(step, numbers.largest.step_seconds),
+            }
+        if not step.is_first_of_process:
+            self._add_mean_speed(numbers.largest.step_seconds)
         self.add(**straggler)
         yield
-        self._write()
+        if self._writer:
+            self._writer.log(self._record)
+        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
+            self._group.barrier()  # a core's threads share it
+            self._gemm_flops_per_second = self._group.reduce(self._measure_peak(), operator.add)
 
-    def _begin(self, step: StepRecord, numbers: ReducedNumbers) -> None:
-        if not self._writer or not self._run:
-            return
-        seconds = numbers.step_seconds
-        self._record = {
-            **asdict(step),
-            **numbers.fields,
-            "step_tokens": self._step_tokens,
-            "tokens": tokens_after(self._recipe, self._parent, step.step, step.skipped_steps),
-            "tokens_per_second": self._step_tokens / seconds,
-            **self._run.add(step, seconds),
-        }
-        if not step.is_first_of_process:
-            self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
-            self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
-            peak = self._published_peak or self._gemm_flops_per_second
-            if not math.isnan(peak):
-                self.add(**{name: flops / seconds / peak for name, flops in self._step_flops.items()})
+    def _add_mean_speed(self, seconds: float) -> None:
+        self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
+        self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
+        peak = self._published_peak or self._gemm_flops_per_second
+        if not math.isnan(peak):
+            self.add(**{name: flops / seconds / peak for name, flops in self._step_flops.items()})
 
     def add(self, **values: float | dict[str, float]) -> None:
         """Add to the step's record."""
@@ -129,18 +148,12 @@ class MetricsRecorder:
         if self._writer:
             self._writer.hold(self._record)
 
-    def _write(self) -> None:
-        """Write the step's record. After the first one all workers measure the speed of their cores together."""
-        if self._writer:
-            self._writer.log(self._record)
-        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
-            self._group.barrier()  # a core's threads share it
-            self._gemm_flops_per_second = self._group.reduce(self._measure_peak(), operator.add)
-
     def write_attempt(self, attempt: dict[str, Any]) -> None:
-        """Write how this start of the workers ended."""
+        """Write how this start of the workers ended, with its compile misses. A killed start leaves no record."""
         if self._writer:
-            self._writer.log_attempt(attempt)
+            attempts = JsonLines(self._run_folder / ATTEMPTS_FILE)
+            attempts.append(attempt)
+            attempts.close()
 
     def _measure_peak(self) -> float:
         """Measure this worker's share of its machine's peak in FLOP/s.
@@ -154,6 +167,50 @@ class MetricsRecorder:
         return share * measure_gemm_peak(self._recipe.train.dtype, threads, PEAK_SECONDS)
 
 
+class MetricsWriter:
+    """Appends to `metrics.jsonl` and `tensorboard/` of a run. Raises `OSError` if a JSON line cannot be written.
+
+    A killed process leaves at most a torn last line, which the next writer drops.
+    """
+
+    def __init__(self, run_folder: Path, first_step: int) -> None:
+        """Take over the record that a killed process held, unless its step was written or will be done again."""
+        from services.trainer.metrics.tensorboard import TensorBoard  # noqa: PLC0415 - 0.1 s, for rank 0 alone
+
+        self._held_file = run_folder / HELD_FILE
+        self._lines, self._board = JsonLines(run_folder / METRICS_FILE), TensorBoard(run_folder / "tensorboard")
+        self.is_holding = False
+        """Whether a record is held."""
+        last = read_last_step(run_folder)
+        for record in read_lines(self._held_file, STEP_FIELDS).lines:
+            if (last["step"] if last else 0) < record["step"] <= first_step:
+                self._lines.append(record)
+        self._held_file.unlink(missing_ok=True)
+
+    def hold(self, record: Mapping[str, Any]) -> None:
+        """Keep a record whose step may be committed before `log`, so that a kill does not lose the record."""
+        partial = self._held_file.with_suffix(".partial")
+        partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        partial.replace(self._held_file)
+        self.is_holding = True
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write the record of one step."""
+        self._lines.append(record)
+        if self.is_holding:
+            self._held_file.unlink()
+            self.is_holding = False
+        self.show(record["step"], record)
+
+    def show(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write metrics of a step to TensorBoard alone."""
+        self._board.add(step, {name: value for name, value in known_metrics(values).items() if name != "step"})
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+
 class _RunTime:
     """Computes goodput and lost time over all starts of a run, from the records of earlier starts.
 
@@ -161,18 +218,16 @@ class _RunTime:
     """
 
     def __init__(self, job: Job, first_step: int) -> None:
-        self._folder = job.run_folder
-        self._newest = read_last_step(job.run_folder)
+        self._folder, self._newest = job.run_folder, read_last_step(job.run_folder)
         newest = self._newest or {}
-        self._step, self._skipped_steps = 0, 0
         self._productive_seconds = newest.get("productive_seconds", 0.0)
-        self._redone_seconds, self._restart_seconds = (
-            newest.get(name, 0.0) for name in ("redone_seconds", "restart_seconds")
-        )
+        self._redone_seconds = newest.get("redone_seconds", 0.0)
+        self._restart_seconds = newest.get("restart_seconds", 0.0)
         self._earlier = [each for each in read_commands(job.run_folder) if each.attempt != job.attempt]
         self._command_began_at = job.started_at.timestamp()
         self._restarts = newest.get("restarts", 0) + 1 if newest else 0
         self._started_at = newest.get("run_started_at") or self._command_began_at
+        self._step, self._skipped_steps = 0, 0
         self._go_back(first_step)
 
     def add(self, step: StepRecord, seconds: float) -> dict[str, float]:
@@ -182,17 +237,15 @@ class _RunTime:
         process, which loads or compiles its graphs. Lost are the steps that are done again, `redone_seconds`, and
         `restart_seconds`: the time of the commands between the last step before a start and its first step.
         """
-        now = step.time
         if self._newest:
-            self._restart_seconds += self._held_since(self._newest["time"], now)
+            self._restart_seconds += self._held_seconds(self._newest["time"], step.time)
             self._newest = None
         if step.step != self._step + 1:
             self._go_back(step.step - 1)
-        is_applied = step.skipped_steps == self._skipped_steps
-        if is_applied and not step.is_first_of_process:
+        if step.skipped_steps == self._skipped_steps and not step.is_first_of_process:
             self._productive_seconds += seconds
         self._step, self._skipped_steps = step.step, step.skipped_steps
-        elapsed = now - self._started_at
+        elapsed = step.time - self._started_at
         return {
             "goodput": min(1.0, self._productive_seconds / elapsed) if elapsed > 0 else 0.0,
             "restarts": self._restarts,
@@ -210,15 +263,10 @@ class _RunTime:
         self._redone_seconds += max(0.0, self._productive_seconds - productive_seconds)
         self._productive_seconds = productive_seconds
 
-    def _held_since(self, since: float, now: float) -> float:
+    def _held_seconds(self, since: float, now: float) -> float:
         """Return the seconds from `since` to `now` for which commands held the nodes of the run."""
         lives = [(each.began_at, each.ended_at or each.seen_at) for each in self._earlier]
-        return math.fsum(max(0.0, end - max(begin, since)) for begin, end in [*lives, (self._command_began_at, now)])
-
-
-def _name_of_gpu(backend: Backend) -> str:
-    """Return the driver's name of this worker's GPU; empty on other devices."""
-    return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else ""
+        return math.fsum(max(0.0, end - max(start, since)) for start, end in [*lives, (self._command_began_at, now)])
 
 
 def published_peak(recipe: Recipe, gpus: Sequence[str]) -> float | None:

@@ -38,8 +38,8 @@ from services.trainer.report.run_charts import MARKS, make_charts
 from services.trainer.report.run_curves import RunCurves
 from services.trainer.report.timeline import draw_timeline
 from services.trainer.run import REPORT_FILE, Run, StartedRun, summarize
-from services.trainer.run_cost import StageCost
-from services.trainer.run_status import RunStatus, read_status
+from services.trainer.runs.cost import StageCost
+from services.trainer.runs.status import RunStatus, read_status
 
 NUMBERS_ELEMENT = "millrace-numbers"
 """Id of the page's element with the numbers of `StartedRun.numbers` and the newest evaluation as a JSON object."""

@@ -26,7 +26,7 @@ from services.common.testing.file_opens import noticing_opens
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
 from services.trainer.report.run_report import read_state
-from services.trainer.run_status import RunStatus, read_status
+from services.trainer.runs.status import RunStatus, read_status
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
     call_trainer,

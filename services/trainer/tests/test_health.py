@@ -128,7 +128,7 @@ def test_what_cannot_be_written_or_read_of_the_events_stops_no_run(new_job: Call
         work.poison(patch, 3)
         train(job, ALONE)
     shutil.rmtree(job.run_folder / EVENTS_FILE)
-    (job.run_folder / EVENTS_FILE).write_bytes(b'{"event": 3}\n[]\n\xff\n{"event": "nan"}\n{"event": "res')
+    (job.run_folder / EVENTS_FILE).write_bytes(b'{"kind": 3}\n[]\n\xff\n{"event": "nan"}\n{"event": "res')
     assert "events        1 nan (None)" in summarize(open_run(job.root, job.run))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.trainer.metrics.commands import CommandRecord
-from services.trainer.run_phases import divide_training
+from services.trainer.runs.cost import divide_training
 from services.trainer.tests.metric_lines import BEGAN, make_command
 
 NOW = BEGAN + 1_000
@@ -54,9 +54,3 @@ def test_a_command_without_a_recorded_start_is_named_by_its_end(fields: dict[str
 
 def test_a_command_that_found_the_run_complete_has_no_phase() -> None:
     assert phases_of(make_command(0, 1, ended_at=BEGAN + 1, exit_code=0)) == []
-
-
-@pytest.mark.parametrize("time", [None, "noon", -1.0, BEGAN - 5, NOW + 5])
-def test_a_restart_at_a_time_that_cannot_be_is_left_out(time: Any) -> None:
-    command = make_command(0, 100)
-    assert phases_of(command, events=[{**restart_of(command, 0), "time": time}]) == [("killed", 0, 100)]

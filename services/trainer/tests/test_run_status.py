@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,8 @@ from services.trainer.loop import train
 from services.trainer.metrics.commands import COMMANDS_FILE, LINE_BYTES, LOST_SECONDS, read_commands, recording_command
 from services.trainer.metrics.records import METRICS_FILE, read_last_step
 from services.trainer.run import writing_costs
-from services.trainer.run_status import RunStatus, read_status
+from services.trainer.runs.status import RunStatus, read_status
+from services.trainer.tests.metric_lines import make_command
 from services.trainer.tests.test_branch import ALONE
 
 JobBuilder = Callable[..., Job]
@@ -94,18 +96,10 @@ def test_a_torn_record_of_a_killed_command_harms_no_later_one(new_job: JobBuilde
     assert path.stat().st_size == 2 * LINE_BYTES
 
 
-@pytest.mark.parametrize(
-    "damage", [{"began_at": float("nan")}, {"seen_at": 1e300}, {"dollars_per_node_hour": float("inf")}, {"nodes": -1}]
-)
-def test_a_damaged_record_of_a_command_is_left_out(new_job: JobBuilder, damage: dict[str, float]) -> None:
-    job = new_job()
-    with recording_command(job):
-        pass
-    path = job.run_folder / COMMANDS_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage).ljust(LINE_BYTES - 1) + "\n", encoding="utf-8")
-
-    assert read_commands(job.run_folder) == []
-    assert status_of(job).state == "not started"
+@pytest.mark.parametrize("line", [b"\0" * 40, b"{}", b'{"attempt": 1'])
+def test_a_damaged_record_of_a_command_is_left_out(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / COMMANDS_FILE).write_bytes(line + b"\n" + make_command(0, 1).model_dump_json().encode() + b"\n")
+    assert read_commands(tmp_path) == [make_command(0, 1)]
 
 
 def test_a_command_without_a_cluster_holds_one_node_however_many_the_recipe_asks_for(new_job: JobBuilder) -> None:
@@ -138,10 +132,7 @@ def test_a_run_on_cpus_has_no_cost_and_its_numbers_are_those_of_its_newest_step(
     assert (found.cost, found.chip_hours) == (None, None)
     assert found.tokens == found.total_tokens
     assert found.seconds_left == 0
-    assert None not in (found.loss, found.validation_loss, found.tokens_per_second, found.stepped_at)
-    assert found.began_at
-    assert found.updated_at
-    assert found.began_at < found.updated_at
+    assert None not in (found.loss, found.validation_loss, found.tokens_per_second, found.began_at)
 
 
 def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job: JobBuilder) -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from services.common.process.entry_point import exit_code_of
-from services.common.testing.operations import count_operations
 from services.trainer.__main__ import main
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.run import open_run, summarize
-from services.trainer.run_tree import read_runs
-from services.trainer.tests.runs import call_trainer, train_alone
+from services.trainer.runs.status import read_statuses
+from services.trainer.tests.runs import train_alone
 from services.trainer.tests.test_branch import ALONE, KEEPING
 
 PROCESS_IO = Path("/proc/self/io")
@@ -40,7 +39,7 @@ def test_the_runs_of_a_root_are_a_tree(family: list[Job], capfd: pytest.CaptureF
     assert main(["runs", "--root", str(first.root)]) == 0
     listed = capfd.readouterr().out.splitlines()[1:]
 
-    found = [re.fullmatch(r"( *)(\S+) +done +(\d+) of (\d+) .* \d+ s(?: +(\d+) of (\S+))?", line) for line in listed]
+    found = [re.fullmatch(r"( *)(\S+) +done +(\d+) of (\d+) .* \d+ s(?: +(\d+) of (\S+))? *", line) for line in listed]
     assert [match.groups() for match in found if match] == [
         ("", first.run, "10", "10", None, None),
         ("  ", second.run, "6", "6", "5", first.run),
@@ -52,15 +51,29 @@ def test_a_root_without_runs_is_refused(tmp_path: Path) -> None:
     assert exit_code_of(lambda: main(["runs", "--root", str(tmp_path)])) == 3
 
 
-def test_a_branch_is_listed_below_its_parent_when_its_file_is_lost(family: list[Job]) -> None:
+def test_a_branch_is_listed_at_the_top_when_its_file_is_lost(family: list[Job]) -> None:
     described = tree_of(family[0].root)
     path = family[1].run_folder / RUN_FILE
     content = path.read_bytes()
     path.unlink()
     try:
-        assert tree_of(family[0].root) == described
+        found = tree_of(family[0].root)
     finally:
         path.write_bytes(content)
+    assert found == [(run, *((None, 0) if run == family[1].run else parent)) for run, *parent in described]
+
+
+@pytest.mark.parametrize("command", ["runs", "compare"])
+def test_the_statuses_of_runs_are_json_lines(
+    family: list[Job], command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second, _ = family
+    chosen = ["--runs", f"{first.run},{second.run}"] if command == "compare" else []
+    assert main([command, "--root", str(first.root), "--json", *chosen]) == 0
+    found = {each["run"]: each for each in map(json.loads, capfd.readouterr().out.splitlines())}
+    assert (found[second.run]["state"], found[second.run]["step"]) == ("done", 6)
+    assert (found[second.run]["parent"]["run"], found[second.run]["parent"]["step"]) == (first.run, 5)
+    assert found[first.run]["parent"] is None
 
 
 def test_a_comparison_has_the_recipe_values_that_differ(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +116,7 @@ def test_a_report_is_written_of_the_run_that_is_named(family: list[Job], capfd: 
 
 
 def tree_of(root: Path) -> list[tuple[str, str | None, int]]:
-    return [(entry.run, entry.parent, entry.begin_step) for entry in read_runs(root)]
+    return [(each.run, each.parent.run if each.parent else None, each.branch_step) for each in read_statuses(root)]
 
 
 def test_the_summary_names_the_parent_and_the_branches(family: list[Job]) -> None:
@@ -115,18 +128,6 @@ def test_the_summary_names_the_parent_and_the_branches(family: list[Job]) -> Non
     assert re.search(rf"^branched from {first.run} after step 5 ", of_second, re.MULTILINE)
     assert re.search(rf"^branches +{third.run} after step 6$", of_second, re.MULTILINE)
     assert "branched from" not in of_first
-
-
-def test_a_listing_opens_files_by_the_number_of_runs_and_not_of_steps(new_job: Callable[..., Job]) -> None:
-    opened = []
-    for root, interval in (("few", "4"), ("many", "1")):
-        job = new_job(root, checkpoint__interval_steps=interval, train__max_steps="8", checkpoint__keep_latest="10")
-        train(job, ALONE)
-        operations = count_operations(job.root)
-        read_runs(job.root)
-        opened.append(operations.count("open"))
-
-    assert opened == [4, 4], "run.json, the commands, and the ends of the metrics and of the evaluations"
 
 
 @pytest.mark.skipif(not PROCESS_IO.exists(), reason="only Linux counts the bytes that a process reads")
@@ -142,10 +143,10 @@ def test_a_listing_of_ten_runs_of_a_million_steps_reads_less_than_a_megabyte(fam
             file.write(b"\n" + json.dumps(record).encode() + b"\n")
 
     before = bytes_read()
-    runs = read_runs(tmp_path)
+    runs = read_statuses(tmp_path)
 
     assert bytes_read() - before < 2**20
-    assert [entry.status.step for entry in runs] == [1_000_000] * 10
+    assert [status.step for status in runs] == [1_000_000] * 10
 
 
 def bytes_read() -> int:
@@ -153,30 +154,20 @@ def bytes_read() -> int:
     return int(re.search(r"rchar: (\d+)", PROCESS_IO.read_text())[1])  # type: ignore[index]
 
 
-def test_the_command_that_branches_says_so_before_and_when_it_starts(
+def test_the_command_that_branches_names_the_parent_and_refuses_what_no_branch_can_have(
     tmp_path: Path, new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
     parent = new_job(train__max_steps="10")
     train(parent, ALONE)
     recipe = next(tmp_path.glob("*.toml"))
-    branch = (f"--train.branch.run={parent.run}", "--train.branch.step=5", "--optimizer.learning_rate=0.005")
+    branch = (f"--train.branch.run={parent.run}", "--train.branch.step=5")
 
-    code, planned = train_alone(capfd, recipe, parent.root, *branch, "--dry-run")
-    assert code == 0
-    assert re.search(r"^begins at step +5 of 20: a new run$", planned, re.MULTILINE)
-    [announced] = re.findall(r"^branches from +(.*)$", planned, re.MULTILINE)
-    assert announced.startswith(f"{parent.run} after step 5 ")
-    assert "sample 40 " in announced
-    assert "optimizer.learning_rate was 0.01 and is 0.005" in announced
-
-    code, started = train_alone(capfd, recipe, parent.root, *branch, "--train.max_steps=7")
-    assert code == 0
-    assert f"branches from {parent.run} after step 5" in started
-    assert call_trainer(capfd, recipe, parent.root, *branch, command="doctor")[0] == 0
-
-    code, refused = train_alone(capfd, recipe, parent.root, *branch[:2], "--model.intermediate_size=64")
-    assert code == 2
-    assert "intermediate_size" in refused
-    code, refused = train_alone(capfd, recipe, parent.root, branch[0], "--train.branch.step=6")
-    assert code == 3
-    assert parent.run in refused
+    for options, expected in (
+        ((*branch, "--optimizer.learning_rate=0.005", "--dry-run"), 0),
+        ((*branch, "--optimizer.learning_rate=0.005", "--train.max_steps=7"), 0),
+        ((*branch, "--model.intermediate_size=64"), 2),
+        ((branch[0], "--train.branch.step=6"), 3),
+    ):
+        code, printed = train_alone(capfd, recipe, parent.root, *options)
+        assert code == expected, printed
+        assert parent.run in printed or code == 2
