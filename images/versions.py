@@ -82,9 +82,11 @@ def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
 def sources_of(service: str, variant: str) -> list[str]:
     """Git pathspecs of all files that an image's content depends on."""
     controller = [f":(glob){folder}/*.py" for folder in CONTROLLER_FOLDERS] if service == "head" else []
+    page = [":(glob)services/trainer/report/**"] if service == "trainer" else []
     return [
         ":(glob)services/common/**/*.py",
         f":(glob)services/{service}/**/*.py",
+        *page,
         ":(exclude,glob)services/common/testing/**",
         ":(exclude,glob)services/**/tests/**",
         "infra/shapes.json",

@@ -172,6 +172,16 @@ def test_every_image_has_the_table_of_instance_types(service: str) -> None:
     assert table in sources_of(service, "cpu")
 
 
+def test_the_trainer_s_image_has_what_its_pages_are_made_of() -> None:
+    """A build may read it, Pants passes it, and a change of it is a new tag."""
+    report = REPOSITORY / "services/trainer/report"
+    [patterns] = [line for line in lines_of("services/trainer/BUILD") if line.startswith("page = ")]
+    passed = {path for pattern in re.findall(r'"(.*?)"', patterns) for path in report.parent.glob(pattern)}
+    assert passed == {path for path in report.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert "!services/trainer/report/**/*.*" in lines_of(".dockerignore")
+    assert ":(glob)services/trainer/report/**" in sources_of("trainer", "cpu")
+
+
 def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:
     """The Dockerfile copies it, a build may read it, Pants passes it, and a change of it is a new tag."""
     modules = modules_of(REPOSITORY, "services/common", "deploy", "k8s")

@@ -56,6 +56,7 @@ LIBRARIES = {
     "trainer": (
         "torch",
         "ray.train",
+        "jinja2",
         "safetensors",
         "sentencepiece",
         "tensorboardX",

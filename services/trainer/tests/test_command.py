@@ -296,7 +296,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
 
     with monkeypatch.context() as small_machine:
         small_machine.setattr("services.trainer.command.TextGenerator", out_of_memory)
-        small_machine.setattr("services.trainer.report.run_report.draw_timeline", out_of_memory)
+        small_machine.setattr("services.trainer.report.run_report.read_status", out_of_memory)
         exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=2")
         assert exit_code == 0, output
         assert f"python -m services.trainer report --recipe {recipe} --root {root}" in output

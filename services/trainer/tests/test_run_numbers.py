@@ -22,7 +22,7 @@ from services.trainer.loop import train
 from services.trainer.report.run_report import write_report
 from services.trainer.run import open_run
 from services.trainer.tests import work
-from services.trainer.tests.drawn import read_curves
+from services.trainer.tests.drawn import read_charts, read_curves
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
@@ -125,36 +125,24 @@ class RawRun:
             "new_cache_files": sum(each["new_cache_files"] for each in self.attempts),
         }
 
-    def points(self, chart: str, name: str) -> list[tuple[int, float]] | None:
-        """Return steps and values of a curve of the report; None if it is none of the raw ones."""
+    def points(self, chart: str, name: str) -> list[tuple[int, float]]:
+        """Return steps and values of a curve of the report."""
         if (chart, name) in CURVES:
             kind, metric = CURVES[chart, name]
             records, label = self.evaluations if kind == "evaluations" else self.steps, None
         elif (chart, name) in OF_GROUPS:
             records, metric, label = self.steps, OF_GROUPS[chart, name], name
-        elif (chart, name) in OF_SOURCES:
+        else:
             records, metric, label = (
                 [each["sources"][name] | {"step": each["step"]} for each in self.evaluations],
                 "loss",
                 None,
             )
-        else:
-            return None
         known = [each for each in records if metric in each]
         if metric in OF_LATER_STEPS:
             known = [each for each in known if not each["is_first_of_process"]]
         values = [(each["step"], each[metric][label] if label else each[metric]) for each in known]
         return [(step, value) for step, value in values if math.isfinite(value)]
-
-    def place(self, step: int, axis: str) -> float:
-        """Return the place of a step on an axis of the report; time is in minutes or seconds, as the run is short."""
-        record = self.steps[max(0, step - 1)]
-        return {
-            "step": step,
-            "log": max(1, step),
-            "tokens": record["tokens"],
-            "time": record["time"] - record["run_started_at"],
-        }[axis]
 
     def flops_per_token(self) -> tuple[float, float]:
         """Return the FLOP of a token with all scores of attention, and with those below the diagonal."""
@@ -220,20 +208,18 @@ def test_the_numbers_of_the_report_are_those_of_the_raw_records(raw: RawRun, pag
 
 
 def test_the_curves_of_the_report_are_the_raw_records_over_steps_tokens_and_time(raw: RawRun, page: str) -> None:
-    drawn = [curve for curve in read_curves(page) if "linear" in curve.y_axes]
-    seen = set()
-    for curve in drawn:
-        points = raw.points(curve.chart, curve.name)
-        if points is None:
-            assert "mean of" in curve.name, curve.name
-            continue
-        seen.add((curve.chart, curve.name))
-        assert len(curve.points) == len(points), curve.name
-        for (x, y), (step, value) in zip(curve.points, points, strict=True):
-            assert x == pytest.approx(raw.place(step, curve.x_axis), rel=0.01, abs=curve.x_resolution)
-            assert y == pytest.approx(value, rel=1e-5, abs=curve.y_resolution), curve.name
-    assert seen == {*CURVES, *OF_SOURCES, *OF_GROUPS}
-    assert {curve.x_axis for curve in drawn} == {"step", "log", "tokens", "time"}
+    drawn = read_curves(page)
+    expected = [*CURVES, *OF_SOURCES, *OF_GROUPS]
+    assert set(expected) == {curve for curve in drawn if "mean of" not in curve[1]}
+    for curve in expected:
+        points = raw.points(*curve)
+        assert [step for step, _ in drawn[curve]] == [step for step, _ in points]
+        assert [value for _, value in drawn[curve]] == pytest.approx([value for _, value in points], rel=1e-5), curve
+    [positions] = read_charts(page)["runs"]
+    assert positions["steps"] == [record["step"] for record in raw.steps]
+    assert positions["tokens"] == [record["tokens"] for record in raw.steps]
+    seconds = [record["time"] - record["run_started_at"] for record in raw.steps]
+    assert positions["seconds"] == pytest.approx(seconds, rel=1e-5)
 
 
 def test_tokens_of_records_leave_out_skipped_steps(raw: RawRun) -> None:
