@@ -47,13 +47,11 @@ runs: setup ## List runs and their branches: state, steps, loss, tokens/s, cost,
 compare: setup ## Compare runs, with a table of the recipe values that differ.
 #? RUNS=NAME,NAME  The runs, by their names or unique begins of them. Required.
 #? runs
-#? TO
 	@$(call looking,compare --runs "$(RUNS)")
 
 report: setup ## Write the report of a run, also while it goes on.
 #? RUN=NAME  The run, by its name or a unique begin of it. Required.
 #? runs
-#? TO
 	@$(call looking,report --run "$(RUN)")
 
 cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
@@ -126,7 +124,7 @@ rollback-stage: setup ## Deploy the previous image with which a stage ended well
 	@$(deploy) rollback-stage
 
 stage-run: setup ## Run a subcommand of a stage in a short job on a CPU node.
-#? STAGE TARGET COMMAND TAG BRING TO MEMORY DRY_RUN OUTPUT FOLLOW WAIT CONFIG
+#? STAGE TARGET COMMAND TAG MEMORY DRY_RUN OUTPUT FOLLOW WAIT CONFIG
 #? RECIPE=FILE  The recipe. Default: that of the stage's last deployment.
 #? HOURS=NUMBER  Limit of the subcommand, at most 48. Default: 6.
 	@$(deploy) stage-run
@@ -343,8 +341,6 @@ benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? DRY_RUN=1  Show the plan, and change nothing.
 #? OUTPUT=yaml  With DRY_RUN=1: write what would be applied to stdout.
 #? FOLLOW=0  Return at once instead of following the stage to its end.
-#? BRING="FILE ..."  Files below the root to copy to this machine.
-#? TO=FOLDER  The folder for these files. Default: brought/NAME-OF-THE-JOB.
 #? MEMORY=GIB  Memory of the subcommand. Default: all of a CPU node. TARGET=kuberay only.
 #? MODE=shared|isolated  isolated: a Ray cluster for this stage alone. TARGET=kuberay only.
 #? WAIT=SECONDS  Limit for placing the nodes at first. Default: 1800. TARGET=kuberay only.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from services.common.process.shutdown import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
 from services.common.process.subcommands import ONE_OFF
-from services.common.process.termination_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
 from services.common.recipe.schema import Stage
 
 ClusterMode = Literal["shared", "isolated"]
@@ -105,16 +105,13 @@ def make_command(stage: str, recipe_file: str, root: str, arguments: Sequence[st
     return ["python", "-m", f"services.{stage}", "--recipe", recipe_file, "--root", root, *arguments]
 
 
-def make_one_off_command(
-    stage: str, root: str, words: Sequence[str], bring: Sequence[str] = (), *, requires_mount: bool = False
-) -> list[str]:
-    """The command that runs the subcommand `words` of the stage, then prints the files `bring` for the client.
+def make_one_off_command(stage: str, root: str, words: Sequence[str], *, requires_mount: bool = False) -> list[str]:
+    """The command that runs the subcommand `words` of the stage.
 
     `requires_mount` makes the container check that a file system is mounted at the root.
     """
-    files = [option for path in bring for option in ("--bring", path)]
     mount = ["--require-mount"] if requires_mount else []
-    return ["python", "-m", f"services.{stage}", ONE_OFF, "--root", root, *mount, *files, "--", *words]
+    return ["python", "-m", f"services.{stage}", ONE_OFF, "--root", root, *mount, "--", *words]
 
 
 RAY_ENVIRONMENT = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.common.errors import Interrupted, TryAgain
-from services.common.process.stop_signals import name_signal, on_stop_signal
+from services.common.process.shutdown import name_signal, on_stop_signal
 
 
 def run_to_its_end(

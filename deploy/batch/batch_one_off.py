@@ -21,7 +21,6 @@ from deploy.batch.jobs import BatchJob, Definition, Jobs
 from deploy.batch.resolved_job import DEFAULT_RECIPE, find_image, read_recipe
 from deploy.client.one_off_request import (
     OneOffRequest,
-    Reception,
     complete_words,
     describe_judge,
     identify,
@@ -70,17 +69,14 @@ def run_one_off(config: Config, jobs: Jobs, request: OneOffRequest, output: Text
     if not request.is_followed:
         print(f"job {job_id} continues. The same command without FOLLOW=0 follows it, and Ctrl-C then ends it")
         return 0
-    reception = Reception(request, f"{ONE_OFF}-{job_id}")
     try:
-        follow(jobs, job_id, take=reception.take)
+        follow(jobs, job_id)
     except KeyboardInterrupt:
         if job := jobs.find(job_id):
             jobs.terminate(job, f"Ctrl-C in make stage-run, {getpass.getuser()}")
         print(f"\njob {job_id} is terminated: its container gets SIGTERM")
         raise
-    code = _read_exit_code(jobs.find(job_id))
-    reception.write()
-    return code
+    return _read_exit_code(jobs.find(job_id))
 
 
 def _resolve(config: Config, jobs: Jobs, request: OneOffRequest) -> _ResolvedOneOff:
@@ -97,7 +93,6 @@ def _resolve(config: Config, jobs: Jobs, request: OneOffRequest) -> _ResolvedOne
         digest=identify(request, image, words, recipe),
         image=image,
         words=words,
-        bring=request.bring,
         recipe=pack_recipe(recipe.text.encode()) if recipe else "",
         seconds=request.seconds,
     )
@@ -122,7 +117,7 @@ def _choose_recipe(request: OneOffRequest, definitions: list[Definition]) -> Req
 def _describe(config: Config, one_off: BatchOneOff, recipe: RequestedRecipe | None) -> list[str]:
     price, hours = config.cpu.shape.price, one_off.seconds / 3600
     assert price, "every shape of CPU nodes has a price"
-    lines = [
+    return [
         f"cost        {config.cpu.shape.name} at ${price.dollars_per_hour:,.2f} an hour: "
         f"${price.dollars_per_hour * hours:,.2f} at most, after {hours:g} h (HOURS=; "
         f"{price.describe_origin()})",
@@ -131,9 +126,6 @@ def _describe(config: Config, one_off: BatchOneOff, recipe: RequestedRecipe | No
         f"image       {one_off.image}",
         f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
     ]
-    if one_off.bring:
-        lines.append(f"brings      {' '.join(one_off.bring)}")
-    return lines
 
 
 def _find_or_submit(config: Config, jobs: Jobs, resolved: _ResolvedOneOff) -> str:

@@ -25,8 +25,7 @@ from deploy.stage_contract import (
 )
 from services.common.launch.batch.node import RECIPES
 from services.common.notices import WEBHOOK_VARIABLE
-from services.common.process.stage_program import ON_BATCH
-from services.common.process.subcommands import ONE_OFF
+from services.common.process.subcommands import ON_BATCH, ONE_OFF
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe
 from services.common.recipe.schema import Stage
 
@@ -84,7 +83,6 @@ class BatchOneOff:
     """The image's name, with its digest."""
     words: tuple[str, ...]
     """The subcommand and its arguments."""
-    bring: tuple[str, ...]
     """Files below the root that are copied to the user's machine."""
     recipe: str
     """The packed recipe; empty where the subcommand takes none."""
@@ -126,7 +124,7 @@ def render_one_off_definition(config: Config, one_off: BatchOneOff) -> Request:
     """
     contract = find_contract(one_off.stage, config.cpu.shape.pod_resources).with_drain(ONE_OFF_DRAIN_SECONDS)
     assert contract.resources is not None  # every shape with a queue has room for a container
-    command = make_one_off_command(one_off.stage, ROOT.path, one_off.words, one_off.bring, requires_mount=True)
+    command = make_one_off_command(one_off.stage, ROOT.path, one_off.words, requires_mount=True)
     container = _render_contract(
         config,
         contract,

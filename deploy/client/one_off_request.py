@@ -12,8 +12,7 @@ from pathlib import Path
 from deploy.client.request import require_stage_name
 from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
-from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.process.brought_files import FileReceiver
+from services.common.errors import DeviceError, RecipeError
 from services.common.process.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
 from services.common.recipe.schema import Stage
 
@@ -22,8 +21,6 @@ HOURS = 6.0
 MOST_HOURS = 48
 """Longest limit of a one-off, in hours. On KubeRay the admission policy `millrace-jobs` enforces it for Jobs."""
 OWN_OPTIONS = ("--recipe", "--root")
-FOLDER = Path("brought")
-"""Folder of this machine in which each one-off that brings files makes a folder of its own."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,6 @@ class OneOffRequest:
     """COMMAND: the subcommand and its arguments."""
     recipe: RequestedRecipe | None = None
     tag: str = ""
-    bring: tuple[str, ...] = ()
-    """BRING: files to copy to this machine, absolute or below the root."""
-    folder: Path | None = None
-    """TO: the folder for these files."""
     hours: float = HOURS
     memory_gib: int | None = None
     start_timeout_seconds: int | None = None
@@ -60,7 +53,7 @@ def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
     for word in words:
         if word.partition("=")[0] in OWN_OPTIONS:
             raise RecipeError(f"COMMAND: stage-run itself sets {word.partition('=')[0]}; RECIPE= names a recipe")
-    recipe, folder = environment.get("RECIPE"), environment.get("TO")
+    recipe = environment.get("RECIPE")
     hours = read_hours(environment)
     hours = HOURS if hours is None else hours
     if not 60 <= hours * 3600 <= MOST_HOURS * 3600:
@@ -70,8 +63,6 @@ def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
         words=words,
         recipe=read_requested_recipe(Path(recipe)) if recipe else None,
         tag=environment.get("TAG", ""),
-        bring=read_words("BRING", environment.get("BRING", "")),
-        folder=Path(folder) if folder else None,
         hours=hours,
         memory_gib=read_number(environment, "MEMORY", least=1),
         start_timeout_seconds=read_number(environment, "WAIT"),
@@ -118,38 +109,5 @@ def complete_words(request: OneOffRequest, recipe: RequestedRecipe | None) -> tu
 
 def identify(request: OneOffRequest, image: str, words: Sequence[str], recipe: RequestedRecipe | None) -> str:
     """Digest of the request and its user: a second identical request follows the first one's Job."""
-    told = [request.stage, image, *words, "", *request.bring, "", recipe.text if recipe else "", getpass.getuser()]
+    told = [request.stage, image, *words, "", recipe.text if recipe else "", getpass.getuser()]
     return hashlib.sha256(json.dumps([*told, request.memory_gib, request.seconds]).encode()).hexdigest()[:16]
-
-
-class Reception:
-    """Receives a one-off's output: prints its lines, and collects the files among them."""
-
-    def __init__(self, request: OneOffRequest, name: str) -> None:
-        self._folder = request.folder or FOLDER / name
-        self._receiver = FileReceiver()
-
-    def take(self, line: str) -> None:
-        """Print or collect a line, which is given without its line end."""
-        if not self._receiver.take(line):
-            print(line, flush=True)
-
-    def write(self) -> None:
-        """Write the files, and overwrite none. Raises `TryAgain` where a file did not arrive whole."""
-        files, problems = self._receiver.files()
-        for file in files:
-            path = _free_path(self._folder / file.name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.content)
-            print(f"brought     {path} ({len(file.content):,} bytes)", flush=True)
-        if problems:
-            raise TryAgain(
-                f"the subcommand is done, and {'; '.join(problems)}. Its files stay on the shared file system: repeat "
-                f"the command with BRING= to copy them"
-            )
-
-
-def _free_path(path: Path) -> Path:
-    """The path, or the first numbered one beside it that does not exist."""
-    candidates = [path, *(path.with_stem(f"{path.stem}-{number}") for number in range(2, 1_000))]
-    return next(each for each in candidates if not each.exists())

@@ -25,9 +25,14 @@ from rich.text import Text
 
 from deploy.exit_codes import EXIT_AGAIN
 from services.common.errors import EXIT_INTERRUPTED
-from services.common.process.duration import write_duration
-from services.common.process.progress import parse_progress_line, parse_published_line
-from services.common.process.progress_record import ALREADY_PUBLISHED, PUBLISHED, ProgressRecord
+from services.common.process.progress import (
+    ALREADY_PUBLISHED,
+    PUBLISHED,
+    ProgressRecord,
+    parse_progress_line,
+    parse_published_line,
+    write_duration,
+)
 
 State = Literal["waiting", "running", "published", "skipped", "failed", "stopped"]
 PLAIN_SECONDS = 10.0

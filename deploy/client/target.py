@@ -43,7 +43,7 @@ class Target(Protocol):
     def run_one_off(self, request: OneOffRequest, output: TextIO | None) -> int:
         """Run a subcommand of a stage in a short job on a CPU node, and follow it: the subcommand's own exit code.
 
-        The files of BRING= are copied to this machine. Ctrl-C ends the job.
+        Ctrl-C ends the job.
         """
         ...
 

@@ -64,8 +64,6 @@ VARIABLES = {
         on_local=(PIPELINE,),
     ),
     "COMMAND": Variable((ONE_OFF,), advice="a deployment runs the stage itself; ARGS= are its options"),
-    "BRING": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
-    "TO": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
     "MEMORY": Variable(
         (ONE_OFF,),
         ("kuberay",),

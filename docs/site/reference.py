@@ -28,8 +28,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import Manifest
 from services.common.errors import EXIT_BUG, MillraceError
-from services.common.process.metrics_server import PREFIX
-from services.common.process.stage_metrics import FILE_SYSTEM_METRICS, PROGRESS_METRICS
+from services.common.process.stage_metrics import FILE_SYSTEM_METRICS, PREFIX, PROGRESS_METRICS
 from services.common.recipe.schema import Recipe
 from services.common.recipe.section import Identity
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS

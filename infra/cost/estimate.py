@@ -9,7 +9,7 @@ from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_reg
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
-from services.common.process.termination_notice import (
+from services.common.process.shutdown import (
     CHECKPOINTS_PER_NOTICE,
     TRAINER_NOTICE_SECONDS,
     needed_notice_seconds,

@@ -17,7 +17,6 @@ from typing import TextIO
 
 from deploy.client.one_off_request import (
     OneOffRequest,
-    Reception,
     complete_words,
     describe_judge,
     identify,
@@ -136,7 +135,6 @@ def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
         digest=identify(request, image, words, recipe),
         image=image,
         words=words,
-        bring=request.bring,
         recipe=pack_recipe(recipe.text.encode()) if recipe else "",
         seconds=request.seconds,
         user=getpass.getuser(),
@@ -195,8 +193,6 @@ def _describe(
         f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
         f"takes       {requested.get('cpu')} CPUs and {limits['limits']['memory']} of memory on one node (MEMORY=)",
     ]
-    if one_off.bring:
-        lines.append(f"brings      {' '.join(one_off.bring)}")
     return lines
 
 
@@ -225,9 +221,8 @@ def _submit(api: Api, resolved: _ResolvedOneOff) -> None:
 
 
 def _follow(api: Api, name: str, request: OneOffRequest) -> int:
-    """Print the output until the Job has ended, write its files, and delete it."""
-    reception = Reception(request, name)
-    output = PodOutput(api, f"job-name={name}", CONTAINER, name, reception.take)
+    """Print the output until the Job has ended, and delete it."""
+    output = PodOutput(api, f"job-name={name}", CONTAINER, name)
     output.start()
     if api.find("Job", one_off_nodes_name(name)):
         PodOutput(api, f"job-name={one_off_nodes_name(name)}", "nodes", f"node of {name}").start()
@@ -235,7 +230,6 @@ def _follow(api: Api, name: str, request: OneOffRequest) -> int:
     output.finish(LAST_FILES_SECONDS)
     code, said = read_end(job, pods)
     print(f"{name} ended with exit code {code}{f': {said}' if said else ''}", flush=True)
-    reception.write()
     api.delete("Job", name, uid=job["metadata"]["uid"])
     return code
 

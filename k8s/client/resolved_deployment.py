@@ -19,7 +19,7 @@ from k8s.objects.recipe import find_recipe_text
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.termination_notice import needed_notice_seconds
+from services.common.process.shutdown import needed_notice_seconds
 from services.common.recipe.schema import Stage
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")

@@ -54,8 +54,6 @@ class OneOff:
     image: str
     words: tuple[str, ...]
     """The subcommand and its arguments."""
-    bring: tuple[str, ...]
-    """Files below the root that are brought home."""
     recipe: str
     """The packed recipe; empty for a subcommand without one."""
     seconds: int
@@ -87,7 +85,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
     """
     labels = {STAGE_LABEL: one_off.stage, DEPLOYMENT_LABEL: one_off.digest, COMPONENT_LABEL: ONE_OFF}
     place, container = cpu_group.pod, group.container
-    command = make_one_off_command(one_off.stage, group.root, one_off.words, one_off.bring)
+    command = make_one_off_command(one_off.stage, group.root, one_off.words)
     at = command.index("--root")  # the admission policy checks the program before it
     pod: Object = {
         "restartPolicy": "Never",

@@ -6,13 +6,32 @@ compile cache once a second process has found nothing left to compile.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.files import total_bytes
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.metrics_export import export_metrics
 from services.common.notices import publish_with_notices
-from services.common.process.command_line import StageParser
-from services.common.process.progress_record import report_published, reporting_progress
+from services.common.process.command_line import (
+    ROOT,
+    Context,
+    DryRun,
+    Launch,
+    MetricsHost,
+    MetricsPort,
+    RecipeCommand,
+    RecipePath,
+    Root,
+    StageGroup,
+    make_app,
+    positive,
+    read_given,
+    run_app,
+)
+from services.common.process.progress import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
@@ -20,23 +39,32 @@ from services.common.recipe.schema import fingerprint
 from services.compiler.compile import compile_graphs
 from services.compiler.graph_plan import plan
 
+app = make_app(StageGroup)
+
+
+@app.callback()
+def prepare() -> None:
+    configure_logging("compiler")
+
 
 def main(argv: list[str]) -> int:
-    configure_logging("compiler")
-    if argv[:1] == ["plan"]:
-        return plan(argv[1:])
-    return make_cache(argv)
+    return run_app(app, argv, "services.compiler")
 
 
+@app.command("compile", cls=RecipeCommand)
 @reporting_progress("compiler")
-def make_cache(argv: list[str]) -> int:
-    """Run the stage: make the recipe's compile cache, or find it published."""
-    parser = StageParser("compiler", "Compile all graphs of a recipe's program, and publish them as a compile cache.")
-    parser.add_launch()
-    parser.add_metrics_port()
-    parser.epilog = f"{parser.epilog}. `{parser.prog} plan --help` shows how to estimate the time and price on Neuron."
-    arguments, recipe = parser.parse(argv)
-    if arguments.dry_run:
+def make_cache(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    launch: Launch = "",
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
+    dry_run: DryRun = False,
+) -> int:
+    """Compile all graphs of a recipe's program, and publish them as a compile cache."""
+    recipe = read_given(context, recipe_path, root).recipe
+    if dry_run:
         print(describe(recipe, None))
         return 0
     require_backend(recipe.parallel.device)
@@ -44,15 +72,15 @@ def make_cache(argv: list[str]) -> int:
         print("nothing to compile: the recipe has compile.enabled = false")
         return 0
     facts = program_facts(recipe)
-    address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
-    with export_metrics((), arguments):
+    address = compile_cache_address(root, recipe, fingerprint(facts))
+    with export_metrics((), root, launch, metrics_port, metrics_host):
         cache, is_new = publish_with_notices(
             address,
             CompileCacheManifest,
             "compiler",
             recipe,
-            arguments.recipe,
-            lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch),
+            recipe_path,
+            lambda workspace: compile_graphs(recipe, facts, workspace, launch),
         )
     report_published(cache.path, is_new)
     payload = cache.manifest.compile_cache
@@ -63,3 +91,29 @@ def make_cache(argv: list[str]) -> int:
         f"{payload.graphs_missed_by_verification}"
     )
     return 0
+
+
+@app.command("plan", cls=RecipeCommand)
+def plan_compilation(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    within_minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", callback=positive, help="find the number of nodes that compile all graphs in this time"
+        ),
+    ] = None,
+    node_cpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="CPUs of one node (default: those of a pod on the recipe's nodes)"),
+    ] = None,
+    node_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", callback=positive, help="memory of one node (default: that of a pod on the recipe's nodes)"
+        ),
+    ] = None,
+) -> int:
+    """Trace a recipe's graphs for Neuron, and estimate the time, nodes and price of compiling them."""
+    return plan(read_given(context, recipe_path, root), within_minutes, node_cpus, node_memory_gib)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import SCRATCH_SUFFIX, Artifact, open_artifact
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.command_line import RecipeParser
+from services.common.process.command_line import Given
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Compile, Recipe, fingerprint
 from services.compiler import neuron_cache
@@ -32,29 +30,20 @@ from services.compiler.fan_out import make_tasks
 from services.compiler.neuronx_cc import CompileTask, find_compiled, target_of
 
 
-def plan(argv: list[str]) -> int:
-    """Print the graphs, their core-hours, and the number of nodes that compile them within `--within-minutes`.
+def plan(given: Given, within_minutes: float | None, node_cpus: int | None, node_memory_gib: float | None) -> int:
+    """Print the graphs, their core-hours, and the number of nodes that compile them within so many minutes.
 
     Needs torch_xla, but neither a Neuron device nor neuronx-cc. Raises `DeviceError` where torch_xla is not installed.
     """
-    parser = RecipeParser(
-        "compiler plan", "Trace a recipe's graphs for Neuron, and estimate the time, nodes and price of compiling them."
-    )
-    parser.add_argument(
-        "--within-minutes", type=_positive, metavar="N", help="find the number of nodes that compile all graphs in time"
-    )
-    default = "(default: those of a pod on the recipe's nodes)"
-    parser.add_argument("--node-cpus", type=_positive_int, metavar="N", help=f"CPUs of one node {default}")
-    parser.add_argument("--node-memory-gib", type=_positive, metavar="N", help=f"memory of one node, in GiB {default}")
-    arguments, recipe = parser.parse(argv)
+    recipe = given.recipe
     if recipe.parallel.device != neuron_cache.DEVICE:
         raise RecipeError(
             f"parallel.device is {recipe.parallel.device!r}, and a plan is for 'xla' only: other devices compile their "
             f"graphs in one process on one node while it traces, so there is nothing to plan."
         )
-    _require_torch_xla(arguments.recipe)
+    _require_torch_xla(given.recipe_path)
     facts = program_facts(recipe)
-    address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
+    address = compile_cache_address(given.root, recipe, fingerprint(facts))
     if (address.path / MANIFEST).exists():
         print(describe_published(open_artifact(address.path, CompileCacheManifest)))
         return 0
@@ -63,9 +52,9 @@ def plan(argv: list[str]) -> int:
         modules = neuron_cache.traced_modules(Path(folder, "cache"))
         compiled = address.beside(SCRATCH_SUFFIX) / neuron_cache.COMPILED
         tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
-        rate = find_rate(arguments.root, modules[0].compiler, recipe.compile.task_cpus)
-        node = choose_node(recipe, arguments.node_cpus, arguments.node_memory_gib)
-        print(describe_plan(tasks, recipe.compile, rate, node, arguments.within_minutes))
+        rate = find_rate(given.root, modules[0].compiler, recipe.compile.task_cpus)
+        node = choose_node(recipe, node_cpus, node_memory_gib)
+        print(describe_plan(tasks, recipe.compile, rate, node, within_minutes))
     return 0
 
 
@@ -153,17 +142,3 @@ def _table(rows: Sequence[tuple[str, int, str]]) -> list[str]:
         f"{'graph':<{width}}  {'bytes':>13}  state",
         *(f"{name:<{width}}  {graph_bytes:>13,}  {state}" for name, graph_bytes, state in rows),
     ]
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number")
-
-
-def _positive_int(text: str) -> int:
-    with suppress(ValueError):
-        if (value := int(text)) > 0:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")

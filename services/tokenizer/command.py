@@ -9,23 +9,34 @@ The phase `duplicates` runs with `corpus.duplicates = "drop"` alone.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.manifest import PhaseTimer
 from services.common.artifacts.store import Address, Artifact
-from services.common.errors import RecipeError
 from services.common.launch.launcher import Launcher, choose_launcher
 from services.common.launch.metrics_export import export_metrics
 from services.common.notices import publish_with_notices
-from services.common.process.command_line import StageParser
-from services.common.process.progress_record import report_published, reporting_progress
+from services.common.process.command_line import (
+    ROOT,
+    Context,
+    DryRun,
+    Given,
+    Launch,
+    MetricsHost,
+    MetricsPort,
+    RecipeCommand,
+    RecipePath,
+    Root,
+    StageGroup,
+    make_app,
+    read_given,
+    run_app,
+)
+from services.common.process.progress import report_published, reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.derived import describe
-from services.common.recipe.schema import Recipe
 from services.tokenizer.build import build_corpus
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.scratch import discard_outdated
@@ -33,61 +44,60 @@ from services.tokenizer.sources.bad_rows import require_few_bad_rows, show_worst
 from services.tokenizer.tools.pinning import pin
 from services.tokenizer.tools.vocabulary_tool import train_vocab
 
-TOOLS: dict[str, Callable[[list[str]], int]] = {
-    "train-vocab": train_vocab,
-    "pin": pin,
-}
+app = make_app(StageGroup)
 
 
 def main(argv: list[str]) -> int:
-    if argv and argv[0] in TOOLS:
-        return TOOLS[argv[0]](argv[1:])
-    if argv and not argv[0].startswith("-"):
-        raise RecipeError(
-            f"The tokenizer has no tool {argv[0]!r}. Its tools are {', '.join(TOOLS)}. "
-            f"To make a corpus, pass --recipe FILE."
-        )
-    return make_corpus(argv)
+    return run_app(app, argv, "services.tokenizer")
 
 
+@app.command(cls=RecipeCommand)
 @reporting_progress("tokenizer")
-def make_corpus(argv: list[str]) -> int:
-    """Run the stage: make the recipe's corpus, or find it published."""
+def tokenize(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    launch: Launch = "",
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
+    dry_run: DryRun = False,
+) -> int:
+    """Turn text into a corpus of packed token rows."""
     start = time.perf_counter()
-    parser = StageParser("tokenizer", "Turn text into a corpus of packed token rows.")
-    parser.add_launch()
-    parser.add_metrics_port()
-    _mention_tools(parser)
-    arguments, recipe = parser.parse(argv)
+    given = read_given(context, recipe_path, root)
     configure_logging("tokenizer")
-    if arguments.dry_run:
-        print(describe(recipe, None))
+    if dry_run:
+        print(describe(given.recipe, None))
         return 0
-    launcher = choose_launcher(arguments.launch)
-    with launcher.keep_processes(recipe.tokenizer.num_workers):
-        corpus, is_new = _publish(arguments, recipe, launcher)
+    launcher = choose_launcher(launch)
+    with (
+        launcher.keep_processes(given.recipe.tokenizer.num_workers),
+        export_metrics((), root, launch, metrics_port, metrics_host),
+    ):
+        corpus, is_new = _publish(given, launcher)
     report_published(corpus.path, is_new)
     print(summarize(corpus, is_new, time.perf_counter() - start))
     return 0
 
 
-def _publish(
-    arguments: argparse.Namespace, recipe: Recipe, launcher: Launcher
-) -> tuple[Artifact[CorpusManifest], bool]:
+app.command("train-vocab")(train_vocab)
+app.command()(pin)
+
+
+def _publish(given: Given, launcher: Launcher) -> tuple[Artifact[CorpusManifest], bool]:
     """Return the recipe's corpus, and whether this call made it."""
-    phase_timer = PhaseTimer()
+    recipe, phase_timer = given.recipe, PhaseTimer()
     with phase_timer.phase("list"):
         inputs = list_corpus_inputs(recipe)
-    address = Address(arguments.root, "corpus", recipe.corpus.name, inputs.artifact_id)
-    with export_metrics((), arguments):
-        corpus, is_new = publish_with_notices(
-            address,
-            CorpusManifest,
-            "tokenizer",
-            recipe,
-            arguments.recipe,
-            lambda workspace: build_corpus(workspace, recipe, inputs, launcher, phase_timer),
-        )
+    address = Address(given.root, "corpus", recipe.corpus.name, inputs.artifact_id)
+    corpus, is_new = publish_with_notices(
+        address,
+        CorpusManifest,
+        "tokenizer",
+        recipe,
+        given.recipe_path,
+        lambda workspace: build_corpus(workspace, recipe, inputs, launcher, phase_timer),
+    )
     discard_outdated(address, recipe)
     payload = corpus.manifest.corpus
     require_few_bad_rows(payload.bad_files, payload.num_bad_rows, recipe.corpus.max_bad_rows)
@@ -141,11 +151,3 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
     spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases)
     spent = spent if is_new else "only the manifest was read"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])
-
-
-def _mention_tools(parser: argparse.ArgumentParser) -> None:
-    lines = [f"  {name:<12} {(tool.__doc__ or '').splitlines()[0]}" for name, tool in TOOLS.items()]
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(
-        [f"{parser.epilog}\n", f"tools ({parser.prog} TOOL --help shows the options of one):", *lines]
-    )

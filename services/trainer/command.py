@@ -1,324 +1,423 @@
-"""The trainer stage: corpus/4 + compile_cache/1 -> checkpoint/4 and run/1.
+"""The commands of the trainer stage, which turns corpus/4 and compile_cache/1 into checkpoint/4 and run/1.
 
-`python -m services.trainer [COMMAND] --recipe FILE`; COMMANDS lists the commands, and `train` is the default.
+`python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+import typer.models
+from pydantic import ValidationError
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.lock import hold_lock
-from services.common.artifacts.store import Address, Artifact, open_artifact
-from services.common.artifacts.upstream import open_corpus, stage_command
-from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
+from services.common.artifacts.store import open_artifact
+from services.common.errors import naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.metrics_export import export_metrics
-from services.common.process.brought_files import offer_file
-from services.common.process.command_line import RecipeParser, require_text
-from services.common.process.progress_record import report_published, reporting_progress
+from services.common.process.command_line import (
+    ROOT,
+    Context,
+    DryRun,
+    Launch,
+    MetricsHost,
+    MetricsPort,
+    RecipeCommand,
+    RecipePath,
+    Root,
+    StageGroup,
+    make_app,
+    one_of,
+    read_given,
+    run_app,
+)
+from services.common.process.progress import reporting_progress
 from services.common.process.telemetry import configure_logging
-from services.common.program.backends.slow_paths import slow_paths
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.derived import describe, explain_repetition, explain_schedule_end
-from services.common.recipe.schema import Recipe, fingerprint
-from services.trainer.branch import describe_parent, name_run, open_parent, require_same_vocabulary
+from services.common.recipe.derived import describe
+from services.common.recipe.schema import fingerprint
 from services.trainer.checkpoints.lookup import (
     choose_checkpoint,
-    newest_checkpoint,
     require_of_run,
     verify_sizes,
-    verify_state,
 )
-from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.command_inputs import (
+    checkpoints_of,
     find_published_corpus,
     name_own_run,
     new_job,
     open_job,
     open_own_corpus,
     open_own_run,
-    read_nxd_layout,
 )
-from services.trainer.command_options import (
-    compare_parser,
-    evaluate_parser,
-    export_parser,
-    import_parser,
-    inspect_parser,
-    named_report_parser,
-    plan_parser,
-    report_parser,
-    runs_parser,
-    sample_parser,
-    summary_parser,
-    train_parser,
-)
-from services.trainer.conversion.export import export
+from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS, DTYPES, export
+from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
-from services.trainer.corpus import describe_corpus
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
-from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.inspection.checkpoint_content import inspect
-from services.trainer.inspection.doctor import doctor, doctor_parser
+from services.trainer.inspection.doctor import doctor
 from services.trainer.inspection.fit import require_fit
-from services.trainer.inspection.run_plan import describe_plan, read_assumptions
+from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
+from services.trainer.inspection.run_plan import Assumptions, describe_plan
 from services.trainer.inspection.sample import TextGenerator, require_drawable
 from services.trainer.job import (
+    ALLOW_CHANGED_PROGRAM,
+    ALLOW_COLD_COMPILE,
     Job,
-    completed_step,
-    continue_run,
 )
-from services.trainer.metrics.commands import recording_command
 from services.trainer.metrics.prometheus import RunCollector
-from services.trainer.metrics.trackers import require_trackers, tracking
-from services.trainer.node_staging import prepare_node, using_node
-from services.trainer.notices import notifying_run
-from services.trainer.report.run_report import read_state, write_report
+from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
+from services.trainer.report.run_report import write_report
 from services.trainer.run import (
     Run,
-    describe_skips,
-    describe_state,
     open_run,
     open_started_run,
     summarize,
     write_run,
-    writing_costs,
 )
-from services.trainer.run_start import describe_start, explain_new_run
+from services.trainer.run_start import describe_start
 from services.trainer.runs.comparison import COMPARE, compare_runs
 from services.trainer.runs.listing import RUNS, find_run, list_runs
-from services.trainer.supervise import supervise
-
-logger = logging.getLogger(__name__)
+from services.trainer.training import train_run
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
+Corpus = Annotated[Path | None, typer.Option("--corpus", help="corpus folder (default: the newest of this recipe)")]
+Cache = Annotated[Path | None, typer.Option(help="compile cache folder (default: the cache of this program)")]
+AllowColdCompile = Annotated[bool, typer.Option(ALLOW_COLD_COMPILE, help="compile at the start if there is no cache")]
+Step = Annotated[int | None, typer.Option(help="step of the checkpoint (default: the newest that verifies)")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one line of JSON for each run instead of a table")]
+Sample = Annotated[bool, typer.Option("--sample", help="load the model and add a sample of its writing")]
 
-def main(argv: list[str], recipe: Recipe | None = None) -> int:
-    """Run the command in `argv`, whose recipe may have been loaded before."""
+
+def _assume(name: str) -> typer.models.OptionInfo:
+    return typer.Option(help=Assumptions.model_fields[name].description, show_default=False)
+
+
+app = make_app(StageGroup)
+
+
+@app.callback()
+def prepare() -> None:
     configure_logging("trainer")
-    if argv and argv[0] in WITHOUT_RECIPE:
-        return WITHOUT_RECIPE[argv[0]](argv[1:])
-    if argv[:1] == ["report"] and any(word.split("=")[0] == "--run" for word in argv):
-        return report_named_run(argv[1:])
-    name, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
-    command = COMMANDS[name]
-    arguments, recipe = command.make_parser().parse(options, recipe)
-    return command.run(arguments, recipe)
 
 
+def main(argv: list[str]) -> int:
+    return run_app(app, argv, "services.trainer")
+
+
+@app.command(cls=RecipeCommand)
 @reporting_progress("trainer")
-def train(arguments: Namespace, recipe: Recipe) -> int:
-    """Train to the recipe's max_steps, continuing from the newest checkpoint."""
-    if arguments.dry_run:
-        corpus = find_published_corpus(arguments, recipe)
-        known = describe_start(arguments.root, recipe, corpus)
+def train(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    launch: Launch = "",
+    corpus_path: Corpus = None,
+    cache: Cache = None,
+    allow_cold_compile: AllowColdCompile = False,
+    allow_changed_program: Annotated[
+        bool, typer.Option(ALLOW_CHANGED_PROGRAM, help="continue a checkpoint that another program made")
+    ] = False,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
+    tracker: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            callback=one_of(TRACKERS),
+            help=f"send metrics to an experiment tracker ({', '.join(TRACKERS)}); may be repeated",
+        ),
+    ] = [],  # noqa: B006
+    dry_run: DryRun = False,
+) -> int:
+    """Train the recipe's model to train.max_steps, from the newest checkpoint on."""
+    given = read_given(context, recipe_path, root)
+    recipe = given.recipe
+    if dry_run:
+        corpus = find_published_corpus(given, corpus_path)
+        known = describe_start(given.root, recipe, corpus)
         print(describe(recipe, corpus.payload if corpus else None, known))
         return 0
     require_backend(recipe.parallel.device)
-    require_trackers(arguments.tracker)
-    job = open_job(arguments, recipe)
-    job.run_folder.mkdir(parents=True, exist_ok=True)
-    with (
-        hold_lock(job.lock),
-        writing_costs(job),
-        recording_command(job),
-        using_node(job),
-    ):
-        discard_left_over(job.checkpoint_collection)
-        checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
-        if checkpoint and completed_step(checkpoint) >= recipe.train.max_steps and not _is_reported(job, checkpoint):
-            # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
-            checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
-        if checkpoint is None:
-            job = _begin_run(job, arguments.recipe)
-        step = completed_step(checkpoint)
-        is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
-        if checkpoint and not is_complete:
-            job = continue_run(job, checkpoint, arguments.allow_changed_program)
-        write_run(job)
-        if checkpoint and is_complete:
-            if not _is_reported(job, checkpoint):
-                report_training(job, arguments.recipe)
-            report_published(job.checkpoint_collection, is_new=False)
-            print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
-            return 0
-        warnings = [explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)]
-        for problem in filter(None, [*warnings, *slow_paths(recipe).values()]):
-            logger.warning("%s", problem)
-        prepare_node(job)
-        with (
-            export_metrics([RunCollector(job)], arguments),
-            tracking(job, arguments.tracker),
-            naming_the_place(job.root),
-            notifying_run(job, arguments.recipe) as observe,
-        ):
-            supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
-        discard_left_over(job.checkpoint_collection)
-    report_training(job, arguments.recipe)
-    report_published(job.checkpoint_collection, is_new=True)
-    print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
-    return 0
+    require_trackers(tracker)
+    job = open_job(given, corpus_path, cache, launch, allow_cold_compile=allow_cold_compile)
+
+    @contextmanager
+    def export(job: Job) -> Iterator[None]:
+        with export_metrics([RunCollector(job)], root, launch, metrics_port, metrics_host), tracking(job, tracker):
+            yield
+
+    return train_run(job, recipe_path, export, allow_changed_program=allow_changed_program)
 
 
-def _begin_run(job: Job, recipe_path: Path) -> Job:
-    """Return the job of a run without a checkpoint, which has the waivers of the run that it branches from.
+@app.command(cls=RecipeCommand)
+def plan(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    corpus_path: Corpus = None,
+    mfu: Annotated[float | None, _assume("mfu")] = None,
+    storage_gb_per_second: Annotated[float | None, _assume("storage_gb_per_second")] = None,
+    node_mtbf_hours: Annotated[float, _assume("node_mtbf_hours")] = NODE_MTBF_HOURS,
+    dollars_per_node_hour: Annotated[float | None, _assume("dollars_per_node_hour")] = None,
+    node_wait_minutes: Annotated[float, _assume("node_wait_minutes")] = NODE_WAIT_MINUTES,
+    nodes: Annotated[list[int], _assume("nodes")] = [],  # noqa: B006
+) -> int:
+    """Estimate memory, time, cost and checkpoints of a run before it starts.
 
-    Raises `ArtifactError` if the weights or the checkpoint with which it begins are missing.
+    Ends with 2 if a worker needs more memory than its device has.
     """
-    recipe = job.recipe
-    if recipe.train.initial_weights:
-        raise ArtifactError(
-            f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
-            f"them: `{stage_command('trainer', recipe_path, job.root, 'import', '--from', 'FOLDER')}`"
+    given = read_given(context, recipe_path, root)
+    corpus = find_published_corpus(given, corpus_path)
+    try:
+        assumptions = Assumptions(
+            mfu=mfu,
+            storage_gb_per_second=storage_gb_per_second,
+            node_mtbf_hours=node_mtbf_hours,
+            dollars_per_node_hour=dollars_per_node_hour,
+            node_wait_minutes=node_wait_minutes,
+            nodes=tuple(nodes),
         )
-    if recipe.train.branch:
-        parent = open_parent(job.root, recipe.train.branch)
-        require_same_vocabulary(job.root, parent, recipe, job.corpus)
-        logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
-        return replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
-    if before := explain_new_run(job.root, recipe, job.corpus):
-        logger.info("%s is a new run and does not continue %s", job.run, before)
-    return job
-
-
-def plan(arguments: Namespace, recipe: Recipe) -> int:
-    """Print the run's needs. Raises `RecipeError` if a worker needs more memory than its device has."""
-    assumptions = read_assumptions(arguments)
-    corpus = find_published_corpus(arguments, recipe)
-    print(describe_plan(recipe, corpus.payload if corpus else None, assumptions), flush=True)
-    require_fit(recipe)
+    except ValidationError as error:
+        first = error.errors()[0]
+        context.fail(f"--{first['loc'][0]}".replace("_", "-") + f" {first['input']}: {first['msg']}.")
+    print(describe_plan(given.recipe, corpus.payload if corpus else None, assumptions), flush=True)
+    require_fit(given.recipe)
     return 0
 
 
-def summary(arguments: Namespace, recipe: Recipe) -> int:
+@app.command("doctor", cls=RecipeCommand)
+def run_doctor(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    launch: Launch = "",
+    corpus_path: Corpus = None,
+    cache: Cache = None,
+    quick: Annotated[bool, typer.Option("--quick", help="compare sizes of files instead of checksums")] = False,
+) -> int:
+    """Check all requirements of a run and print the next steps."""
+    given = read_given(context, recipe_path, root)
+    options = Namespace(recipe=recipe_path, root=root, launch=launch, corpus=corpus_path, cache=cache, quick=quick)
+    return doctor(options, given.recipe)
+
+
+@app.command(cls=RecipeCommand)
+def summary(context: Context, recipe_path: RecipePath, root: Root = ROOT, corpus_path: Corpus = None) -> int:
     """Print what the three stages made, and a sample of the model's writing."""
-    run = open_own_run(arguments, recipe)
+    run = open_own_run(read_given(context, recipe_path, root), corpus_path)
     print(summarize(run))
     print(f"\nThe model writes:\n{closing_sample(run)}")
     return 0
 
 
-def report(arguments: Namespace, recipe: Recipe) -> int:
-    """Write report.html into the run's folder, with a sample of the model's writing for `--sample`.
+@app.command(cls=RecipeCommand)
+def report(
+    context: Context,
+    recipe_path: Annotated[
+        Path | None, typer.Option("--recipe", metavar="FILE", help="the TOML file of the run")
+    ] = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="name of the run or a unique prefix, in place of --recipe"),
+    ] = None,
+    root: Root = ROOT,
+    corpus_path: Corpus = None,
+    sample: Sample = False,
+) -> int:
+    """Write report.html with the run's curves into the run's folder.
 
-    The run may be going on. Before its first checkpoint there is no model for a sample: `ArtifactError`.
+    The run may be going on. Before its first checkpoint there is no model for a sample.
     """
-    return _report(arguments.root, name_own_run(arguments, recipe), with_sample=arguments.sample)
-
-
-def report_named_run(argv: list[str]) -> int:
-    """Do the same as `report` for the run that `--run` names."""
-    arguments = named_report_parser().parse_args(argv)
-    require_text(arguments)
-    root = arguments.root.absolute()
-    return _report(root, find_run(root, arguments.run), with_sample=arguments.sample)
-
-
-def _report(root: Path, name: str, *, with_sample: bool) -> int:
-    if with_sample:
-        run = open_run(root, name)
-        path = write_report(run, closing_sample(run))
+    if run_name:
+        name = find_run(root, run_name)
+    elif recipe_path:
+        name = name_own_run(read_given(context, recipe_path, root), corpus_path)
     else:
-        path = write_report(open_started_run(root, name, verify_sizes))
-    print(path)
-    offer_file(path)
+        context.fail("Missing option '--recipe' or '--run'.")
+    if sample:
+        run = open_run(root, name)
+        print(write_report(run, closing_sample(run)))
+    else:
+        print(write_report(open_started_run(root, name, verify_sizes)))
     return 0
 
 
-def print_sample(arguments: Namespace, recipe: Recipe) -> int:
+@app.command("sample", cls=RecipeCommand)
+def print_sample(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    corpus_path: Corpus = None,
+    prompt: Annotated[str, typer.Option(help="text to continue (default: begin a document)")] = "",
+    tokens: Annotated[int, typer.Option(help="most tokens to write")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    seed: Annotated[int, typer.Option(help="seed of the random choices")] = 0,
+) -> int:
     """Let the newest checkpoint continue a prompt."""
-    require_drawable(arguments.tokens, arguments.temperature, arguments.seed)
-    run = open_own_run(arguments, recipe)
-    print(TextGenerator(run).generate(arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
+    require_drawable(tokens, temperature, seed)
+    run = open_own_run(read_given(context, recipe_path, root), corpus_path)
+    print(TextGenerator(run).generate(prompt, tokens, temperature, seed))
     return 0
 
 
-def evaluate(arguments: Namespace, recipe: Recipe) -> int:
-    """Evaluate a checkpoint on the validation split of a corpus."""
-    if arguments.tokens is not None and arguments.tokens < 1:
-        raise RecipeError(f"--tokens {arguments.tokens:,}: expected 1 or more.")
-    require_backend(recipe.parallel.device)
-    if arguments.checkpoint:
-        checkpoint = open_artifact(arguments.checkpoint.absolute(), CheckpointManifest)
+@app.command(cls=RecipeCommand)
+def evaluate(
+    context: Context,
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    launch: Launch = "",
+    corpus_path: Annotated[
+        Path | None,
+        typer.Option("--corpus", help="corpus to evaluate, of the same vocabulary (default: the recipe's newest)"),
+    ] = None,
+    step: Step = None,
+    checkpoint_path: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="FOLDER", help="checkpoint of any run of the recipe's model"),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="evaluate N targets of a fixed permutation (default: the whole split)"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one line of JSON instead of a table")] = False,
+    cache: Cache = None,
+    allow_cold_compile: AllowColdCompile = False,
+) -> int:
+    """Evaluate a checkpoint on a corpus's validation split. It writes nothing into a run, and may run beside one."""
+    if step is not None and checkpoint_path:
+        context.fail("--step and --checkpoint exclude each other.")
+    given = read_given(context, recipe_path, root)
+    require_backend(given.recipe.parallel.device)
+    if checkpoint_path:
+        checkpoint = open_artifact(checkpoint_path.absolute(), CheckpointManifest)
         verify_sizes(checkpoint)
     else:
-        own = describe_corpus(open_corpus(recipe, arguments.recipe, arguments.root))
-        collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, own), "").collection
-        checkpoint = choose_checkpoint(collection, arguments.step, verify_sizes)
-        require_of_run(checkpoint, recipe, own)
-    record = evaluate_checkpoint(open_job(arguments, recipe), checkpoint, arguments.tokens)
-    print(json.dumps(record) if arguments.json else describe_table(record))
+        own = open_own_corpus(given, None)
+        checkpoint = choose_checkpoint(checkpoints_of(given, own), step, verify_sizes)
+        require_of_run(checkpoint, given.recipe, own)
+    job = open_job(given, corpus_path, cache, launch, allow_cold_compile=allow_cold_compile)
+    record = evaluate_checkpoint(job, checkpoint, tokens)
+    print(json.dumps(record) if as_json else describe_table(record))
     return 0
 
 
-def export_model(arguments: Namespace, recipe: Recipe) -> int:
-    """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint."""
-    nxd, count = read_nxd_layout(arguments), arguments.average_last
-    if count < 1:
-        raise RecipeError(f"--average-last {count}: expected the number of checkpoints, at least 1.")
-    if nxd and count > 1:
-        raise RecipeError(
-            f"--average-last {count} applies to --format hugging-face only: an NxD checkpoint is for a run that goes "
-            f"on, and no run has had the mean of several states. Leave one of the two options out."
-        )
-    run = open_own_run(arguments, recipe)
-    options = {"allow_non_finite": arguments.allow_non_finite_weights, "average_last": count, "dtype": arguments.dtype}
-    print(export(run, arguments.output, nxd, **options))
+@app.command("export", cls=RecipeCommand)
+def export_model(
+    context: Context,
+    recipe_path: RecipePath,
+    output: Annotated[Path, typer.Option(help="folder to make; it must not exist")],
+    root: Root = ROOT,
+    corpus_path: Corpus = None,
+    average_last: Annotated[
+        int, typer.Option(metavar="K", min=1, help="write the mean of the weights of the last K checkpoints")
+    ] = 1,
+    allow_non_finite_weights: Annotated[
+        bool, typer.Option(ALLOW_NON_FINITE_WEIGHTS, help="export NaN and infinite weights as well")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(callback=one_of(DTYPES), help=f"type of the weights: {', '.join(DTYPES)}")
+    ] = "float32",
+    format: Annotated[Literal["hugging-face", "nxd"], typer.Option()] = "hugging-face",
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="nxd: number of ranks, one file for each")
+    ] = None,
+    kv_size_multiplier: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="nxd: copies of key-value heads (default: 1)")
+    ] = None,
+    qkv_linear: Annotated[
+        bool, typer.Option("--qkv-linear", help="nxd: attention has a GQAQKVColumnParallelLinear")
+    ] = False,
+    fuse_qkv: Annotated[
+        bool, typer.Option("--fuse-qkv", help="nxd: attention has one matrix for queries, keys and values")
+    ] = False,
+) -> int:
+    """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint.
+
+    The options of an NxD checkpoint are equal to those of the run that loads it.
+    """
+    nxd = None
+    if format == "nxd":
+        if tensor_parallel_size is None:
+            context.fail("--format nxd needs --tensor-parallel-size, such as --tensor-parallel-size 8.")
+        if average_last > 1:
+            context.fail("--average-last applies to --format hugging-face only: an NxD checkpoint continues a run.")
+        nxd = NxdLayout(tensor_parallel_size, kv_size_multiplier or 1, qkv_linear, fuse_qkv)
+    elif tensor_parallel_size or kv_size_multiplier or qkv_linear or fuse_qkv:
+        context.fail("--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv need --format nxd.")
+    run = open_own_run(read_given(context, recipe_path, root), corpus_path)
+    exported = export(
+        run, output, nxd, allow_non_finite=allow_non_finite_weights, average_last=average_last, dtype=dtype
+    )
+    print(exported)
     return 0
 
 
-def import_model(arguments: Namespace, recipe: Recipe) -> int:
-    """Begin the run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint."""
-    corpus, program = open_own_corpus(arguments, recipe), fingerprint(program_facts(recipe))
-    job = new_job(arguments.root, recipe, corpus, None, program)
+@app.command("import", cls=RecipeCommand)
+def import_model(
+    context: Context,
+    recipe_path: RecipePath,
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="Hugging Face folder of a Llama, folder of an NxD checkpoint's tag, or folder of a DCP checkpoint's "
+            "step",
+        ),
+    ],
+    root: Root = ROOT,
+    corpus_path: Corpus = None,
+) -> int:
+    """Begin a run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint (torchtitan's)."""
+    given = read_given(context, recipe_path, root)
+    corpus, program = open_own_corpus(given, corpus_path), fingerprint(program_facts(given.recipe))
+    job = new_job(given.root, given.recipe, corpus, None, program)
     with hold_lock(job.lock), naming_the_place(job.root):
-        print(import_weights(job, arguments.source))
+        print(import_weights(job, source))
         write_run(job)
     return 0
 
 
-def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
-    """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
-    corpus = open_own_corpus(arguments, recipe)
-    collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, corpus), "").collection
-    checkpoint = choose_checkpoint(collection, arguments.step)
-    require_of_run(checkpoint, recipe, corpus)
-    for line in inspect(checkpoint, recipe):
+@app.command("inspect-checkpoint", cls=RecipeCommand)
+def inspect_checkpoint(
+    context: Context, recipe_path: RecipePath, root: Root = ROOT, corpus_path: Corpus = None, step: Step = None
+) -> int:
+    """Print the metadata and the tensors of a checkpoint."""
+    given = read_given(context, recipe_path, root)
+    corpus = open_own_corpus(given, corpus_path)
+    checkpoint = choose_checkpoint(checkpoints_of(given, corpus), step)
+    require_of_run(checkpoint, given.recipe, corpus)
+    for line in inspect(checkpoint, given.recipe):
         print(line)
     return 0
 
 
-def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
-    """Whether the report is of this state, which it is not where a command was killed before it wrote the report."""
-    return read_state(job.run_folder) == describe_state(checkpoint)
+@app.command(RUNS)
+def runs(root: Root = ROOT, as_json: AsJson = False) -> int:
+    """List the runs of a root, each branch below its parent: state, step, loss, tokens/s, cost and age.
 
-
-def report_training(job: Job, recipe_path: Path) -> None:
-    """Write the report of a complete run. The report is a view: if it fails, the training has still succeeded.
-
-    It reads no weights, because the command's node may be too small for them.
+    The loss is in nats per token, the cost that of the nodes that were held by on-demand prices.
     """
-    try:
-        run = open_run(job.root, job.run, verify_sizes)
-        if run.checkpoint.manifest.checkpoint.skipped_steps:
-            logger.warning("skipped: %s", describe_skips(run))
-        write_report(run)
-    except Exception as error:
-        expected = isinstance(error, MillraceError | OSError)
-        logger.warning(
-            "the training is complete, but its report could not be written: %s. Write it with `%s`",
-            error,
-            stage_command("trainer", recipe_path, job.root, "report"),
-            exc_info=not expected,  # a bug gets its traceback, and the training still counts
-        )
+    return list_runs(root, as_json=as_json)
+
+
+@app.command(COMPARE)
+def compare(
+    names: Annotated[str, typer.Option("--runs", metavar="NAME,NAME", help="names of runs, or unique prefixes")],
+    root: Root = ROOT,
+    as_json: AsJson = False,
+) -> int:
+    """Compare runs: newest numbers, the recipe values in which they differ, and curves in comparison.html."""
+    return compare_runs(root, names, as_json=as_json)
 
 
 def closing_sample(run: Run) -> str:
@@ -326,37 +425,3 @@ def closing_sample(run: Run) -> str:
     writer = TextGenerator(run)
     written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of the trainer, with its own options."""
-
-    run: Callable[[Namespace, Recipe], int]
-    make_parser: Callable[[], RecipeParser]
-
-
-def _list_runs(argv: list[str]) -> int:
-    arguments = runs_parser().parse_args(argv)
-    return list_runs(arguments.root.absolute(), as_json=arguments.json)
-
-
-def _compare_runs(argv: list[str]) -> int:
-    arguments = compare_parser().parse_args(argv)
-    return compare_runs(arguments.root.absolute(), arguments.runs, as_json=arguments.json)
-
-
-WITHOUT_RECIPE: dict[str, Callable[[list[str]], int]] = {RUNS: _list_runs, COMPARE: _compare_runs}
-"""Commands that look at the runs of a root, and take no recipe."""
-COMMANDS: dict[str, Command] = {
-    "train": Command(train, lambda: train_parser([*(name for name in COMMANDS if name != "train"), *WITHOUT_RECIPE])),
-    "plan": Command(plan, plan_parser),
-    "doctor": Command(doctor, doctor_parser),
-    "summary": Command(summary, summary_parser),
-    "report": Command(report, report_parser),
-    "sample": Command(print_sample, sample_parser),
-    "evaluate": Command(evaluate, evaluate_parser),
-    "export": Command(export_model, export_parser),
-    "import": Command(import_model, import_parser),
-    "inspect-checkpoint": Command(inspect_checkpoint, inspect_parser),
-}

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import uuid
-from argparse import Namespace
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
-from services.common.artifacts.store import Artifact, open_artifact
+from services.common.artifacts.store import Address, Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus, stage_command
-from services.common.errors import ArtifactError, RecipeError
+from services.common.errors import ArtifactError
 from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import INLINE
+from services.common.process.command_line import Given
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.branch import find_lineage, name_run
-from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.corpus import RunCorpus, describe_corpus
 from services.trainer.job import ALLOW_COLD_COMPILE, Job, run_name
 from services.trainer.run import Run, open_run
 
 
-def open_job(arguments: Namespace, recipe: Recipe) -> Job:
+def open_job(
+    given: Given, corpus_path: Path | None, cache_path: Path | None, launch: str, *, allow_cold_compile: bool
+) -> Job:
     """Open the corpus and the compile cache of a command, and return its job."""
-    cache, program = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, arguments.allow_cold_compile)
-    waivers = (ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else ()
-    job = new_job(arguments.root, recipe, open_own_corpus(arguments, recipe), cache, program)
-    return replace(job, waivers=waivers, launch=arguments.launch)
+    cache, program = open_cache(given.recipe, given.recipe_path, given.root, cache_path, allow_cold_compile)
+    waivers = (ALLOW_COLD_COMPILE,) if allow_cold_compile else ()
+    job = new_job(given.root, given.recipe, open_own_corpus(given, corpus_path), cache, program)
+    return replace(job, waivers=waivers, launch=launch)
 
 
 def open_cache(
@@ -98,43 +99,29 @@ def new_job(
     )
 
 
-def open_own_corpus(arguments: Namespace, recipe: Recipe) -> RunCorpus:
+def open_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus:
     """Open the corpus that `--corpus` names, or else that of the recipe."""
-    return describe_corpus(open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus))
+    return describe_corpus(open_corpus(given.recipe, given.recipe_path, given.root, corpus_path))
 
 
-def find_published_corpus(arguments: Namespace, recipe: Recipe) -> RunCorpus | None:
+def find_published_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | None:
     """Do the same as `open_own_corpus`; return None where there is no such corpus."""
     try:
-        return open_own_corpus(arguments, recipe)
+        return open_own_corpus(given, corpus_path)
     except ArtifactError:
         return None
 
 
-def open_own_run(arguments: Namespace, recipe: Recipe) -> Run:
+def open_own_run(given: Given, corpus_path: Path | None) -> Run:
     """Open the run of the recipe and its corpus, with its newest intact checkpoint."""
-    return open_run(arguments.root, name_own_run(arguments, recipe))
+    return open_run(given.root, name_own_run(given, corpus_path))
 
 
-def name_own_run(arguments: Namespace, recipe: Recipe) -> str:
+def name_own_run(given: Given, corpus_path: Path | None) -> str:
     """Return the name of the run of the recipe and its corpus."""
-    corpus = open_own_corpus(arguments, recipe)
-    return name_run(arguments.root, recipe, corpus)
+    return name_run(given.root, given.recipe, open_own_corpus(given, corpus_path))
 
 
-def read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
-    """Return the layout of an NxD checkpoint that the options of `export` ask for; None for a Hugging Face folder."""
-    size, copies = arguments.tensor_parallel_size, arguments.kv_size_multiplier
-    if arguments.format == "nxd":
-        if size is None or size < 1 or (copies is not None and copies < 1):
-            raise RecipeError(
-                "--format nxd: needs --tensor-parallel-size of at least 1, and no --kv-size-multiplier below 1. For "
-                "example: --tensor-parallel-size 8"
-            )
-        return NxdLayout(size, copies or 1, arguments.qkv_linear, arguments.fuse_qkv)
-    if size is not None or copies is not None or arguments.qkv_linear or arguments.fuse_qkv:
-        raise RecipeError(
-            "--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv apply to --format nxd only: add "
-            "--format nxd, or omit them."
-        )
-    return None
+def checkpoints_of(given: Given, corpus: RunCorpus) -> Path:
+    """Return the folder of the checkpoints of the recipe's run on `corpus`."""
+    return Address(given.root, "checkpoint", name_run(given.root, given.recipe, corpus), "").collection

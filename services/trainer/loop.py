@@ -10,7 +10,7 @@ from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import MillraceError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.common.process.telemetry import configure_logging
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import learning_rate

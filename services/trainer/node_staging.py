@@ -1,15 +1,14 @@
 """Does once on each node what all processes of a command need: copies the compile cache, verifies checkpoint files.
 
 The processes share a node-local folder named after the command's attempt. The first process to lock the folder does the
-work and leaves a stamp. The next command verifies again: the last process that uses the folder removes the stamps with
-the folder. A file is read as often as there are nodes whose workers need the file, whatever the number of workers.
+work and leaves a stamp. The next command has a folder of its own and verifies again. A file is read as often as there
+are nodes whose workers need the file, whatever the number of workers.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,8 +18,6 @@ from pathlib import Path
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import copy_files, find_damages, list_files, require_undamaged
 from services.common.artifacts.manifest import FileEntry
-from services.common.hardware.faults import naming_hardware_faults
-from services.common.process.private_folder import private_base, private_folder
 from services.trainer.checkpoints.lookup import FoundCheckpoint
 from services.trainer.job import Job
 
@@ -31,7 +28,8 @@ LOCK_NAME = "lock"
 
 
 def node_folder(job: Job) -> Path:
-    return private_base() / job.attempt
+    """Return the folder of the command on this node, which the command or the node's agent removes at its end."""
+    return Path(tempfile.gettempdir(), f"millrace-{job.attempt}")
 
 
 def compile_cache_folder(job: Job) -> Path:
@@ -41,21 +39,11 @@ def compile_cache_folder(job: Job) -> Path:
 
 @contextmanager
 def using_node(job: Job) -> Iterator[None]:
-    """Keep the node's folder during the block. The node's agent keeps it between two starts of its workers."""
-    with private_folder(job.attempt):
+    """Keep the node's folder during the block, and remove it afterwards."""
+    try:
         yield
-
-
-@contextmanager
-def working_on_node(job: Job) -> Iterator[None]:
-    """Keep the node's folder while this process works as one of the job's workers, and name faults of the hardware.
-
-    The last process of the command on a node removes the node's temporary files.
-    """
-    # Inductor keeps files in TMPDIR and splits their paths at spaces.
-    os.environ["TMPDIR"] = tempfile.tempdir = str(private_base().parent)
-    with using_node(job), naming_hardware_faults():
-        yield
+    finally:
+        shutil.rmtree(node_folder(job), ignore_errors=True)
 
 
 def prepare_node(job: Job) -> None:

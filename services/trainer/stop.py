@@ -18,7 +18,7 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.input.files import open_regular_file
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)

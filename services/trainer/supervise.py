@@ -13,18 +13,18 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
 
+from services.common.hardware.faults import naming_hardware_faults
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroup, choose_launcher
 from services.common.process.background_thread import running_in_background
 from services.common.process.progress import Progress, show_progress
-from services.common.process.stop_reason import StopReason
-from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
+from services.common.process.shutdown import Stopped, StopReason, end_soon, name_signal, on_stop_signal
 from services.trainer.health.silence import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, warnings_of
 from services.trainer.metrics.ray_report import read_report
 from services.trainer.metrics.records import read_last_step
-from services.trainer.node_staging import working_on_node
+from services.trainer.node_staging import node_folder
 from services.trainer.restarts import RestartPolicy
 from services.trainer.stop import forget_signals, request_stop
 from services.trainer.worker_start import describe_workers
@@ -45,7 +45,7 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
     """
     forget_signals(job.run_folder)
     forget_heartbeats(job.run_folder)
-    spec = describe_workers(job.recipe, job.run_folder, job.attempt)
+    spec = describe_workers(job.recipe, job.run_folder, node_folder(job).name)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     group = WorkerGroup(
         pickle.dumps((train_on_node, job)),
@@ -70,7 +70,7 @@ def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
         datetime.fromtimestamp(environment.started_at, UTC) if environment.start_number else job.workers_started_at
     )
     job = replace(job, start_number=environment.start_number, workers_started_at=started_at)
-    with working_on_node(job):
+    with naming_hardware_faults():
         train(job, environment)
 
 

@@ -1,19 +1,19 @@
 """Describes a run's workers to the launcher, and starts their fork server before the command imports its program.
 
-Those imports take seconds. `begin_start` reads only the command line and the recipe, and leaves all errors in them to
-the command.
+Those imports take seconds.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.errors import MillraceError
 from services.common.launch.child_processes import start_fork_server
+from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import INLINE, WorkerGroupSpec
-from services.common.process.command_line import StageParser
-from services.common.process.command_parser import read_override
+from services.common.process.overrides import read_overrides
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.trainer.inspection.fit import instance_type
@@ -25,24 +25,28 @@ _PRELOAD = "services.trainer.worker_preload"
 _COMPILED_PRELOAD = "services.trainer.compiled_worker_preload"
 
 
-def begin_start(argv: list[str]) -> Recipe | None:
-    """Start the fork server of a command with workers on this machine, and return the command's recipe.
+def begin_start(argv: list[str]) -> None:
+    """Start the fork server of a command with workers on this machine, while the command's program is imported.
 
-    Return None, and start nothing, for other commands and for a wrong command line.
+    This only guesses from the command line; the command reads it and reports every error.
     """
     has_workers = bool(argv) and (argv[0] in WITH_WORKERS or argv[0].startswith("-"))
-    if not has_workers or {"-h", "--help"}.intersection(argv):
-        return None
-    parser = StageParser("trainer", "")
-    parser.add_launch()
-    try:
-        options, rest = parser.parse_known_args(argv[argv[0] in WITH_WORKERS :])
-        recipe = load_recipe(options.recipe, dict(filter(None, map(read_override, rest))))
-        if options.launch == INLINE and not options.dry_run:
+    if not has_workers or {"-h", "--help", "--dry-run"}.intersection(argv):
+        return
+    with suppress(MillraceError, OSError):
+        if (_value_of("--launch", argv) or default_launcher()) == INLINE:
+            recipe = load_recipe(Path(_value_of("--recipe", argv)), read_overrides(argv))
             start_fork_server(_modules_of_workers(recipe))
-    except MillraceError:  # the command finds it, too
-        return None
-    return recipe
+
+
+def _value_of(option: str, argv: list[str]) -> str:
+    """Return the value of `--option value` or `--option=value`; empty where the option is not given."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word == option:
+            return following
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return ""
 
 
 def describe_workers(recipe: Recipe, shared_folder: Path, kept_folder: str = "") -> WorkerGroupSpec:

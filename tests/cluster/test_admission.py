@@ -127,7 +127,7 @@ def jobs_of(api: Api) -> dict[str, Object]:
 
 def one_off_of(stage: Stage) -> OneOff:
     image = PULLED.replace("trainer", stage)
-    return OneOff(stage, "abc123", "0" * 16, image, ("artifacts", "list", "."), (), "packed", 3_600, "somebody")
+    return OneOff(stage, "abc123", "0" * 16, image, ("artifacts", "list", "."), "packed", 3_600, "somebody")
 
 
 def pod_of(job: Object) -> Object:

@@ -64,8 +64,8 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness,
     assert "outcome   exit code 0" in harness.run("stage-status").said
 
 
-def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Path) -> None:
-    """The subcommand reads the artifacts of the claim in the stage's image, and its file comes home unchanged."""
+def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness) -> None:
+    """The subcommand reads the artifacts of the claim in the stage's image, and writes its file there."""
     deploy(harness)
     corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
     said = harness.succeed("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus}", MEMORY="1")
@@ -74,14 +74,8 @@ def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Pat
         "stage-run",
         STAGE="tokenizer",
         COMMAND="train-vocab /fsx/notes --vocab-size 320 --output 'a vocabulary.model'",
-        BRING=f"{corpus}/manifest.json",
-        TO=str(tmp_path / "home"),
     )
-    home = {path.name: path.read_bytes() for path in (tmp_path / "home").iterdir()}
-    assert home == {
-        "manifest.json": (harness.root / corpus / "manifest.json").read_bytes(),
-        "a vocabulary.model": (harness.root / "a vocabulary.model").read_bytes(),
-    }
+    assert (harness.root / "a vocabulary.model").stat().st_size > 0
     assert one_offs(harness) == []
 
 

@@ -18,7 +18,7 @@ from infra import __main__ as infra_commands
 from infra.apply.inputs import plain, read_variables
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import ROOT_MARKER
-from services.common.process.termination_notice import CHECKPOINTS_PER_NOTICE
+from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_hcl
 from tests.deploy.batch.builders import job_deployment_of

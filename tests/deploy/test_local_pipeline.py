@@ -15,8 +15,7 @@ from deploy.client import pipeline_view
 from deploy.client.pipeline_view import PipelineView
 from deploy.local import local_pipeline
 from deploy.local.local_pipeline import LocalPipeline, run_local_pipeline
-from services.common.process.progress import show_progress
-from services.common.process.progress_record import ProgressRecord
+from services.common.process.progress import ProgressRecord, show_progress
 from services.common.recipe.schema import STAGES
 
 STAGE = """

@@ -1,16 +1,11 @@
-"""Requests of `make stage-run`, and the files that it copies home."""
+"""Requests of `make stage-run`."""
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deploy.client.one_off_request import (
     OneOffRequest,
-    Reception,
     describe_judge,
     identify,
     needs_recipe,
@@ -18,8 +13,7 @@ from deploy.client.one_off_request import (
     require_known,
 )
 from deploy.client.requested_recipe import parse_requested_recipe
-from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.process.brought_files import pack_file
+from services.common.errors import DeviceError, RecipeError
 from services.common.process.subcommands import LABEL
 from services.common.testing.recipes import recipe_text
 
@@ -31,9 +25,9 @@ def asked(**variables: str) -> OneOffRequest:
 
 
 def test_a_command_is_split_as_a_shell_would_and_seen_by_none() -> None:
-    request = asked(COMMAND="sample --prompt 'If the; rm -rf /fsx' --tokens 3", BRING="a 'b c'", HOURS="0.5")
+    request = asked(COMMAND="sample --prompt 'If the; rm -rf /fsx' --tokens 3", HOURS="0.5")
     assert request.words == ("sample", "--prompt", "If the; rm -rf /fsx", "--tokens", "3")
-    assert (request.bring, request.seconds) == (("a", "b c"), 1_800)
+    assert request.seconds == 1_800
 
 
 @pytest.mark.parametrize(
@@ -45,7 +39,6 @@ def test_a_command_is_split_as_a_shell_would_and_seen_by_none() -> None:
         ({"COMMAND": "summary --recipe x"}, "COMMAND: .*--recipe"),
         ({"COMMAND": "summary --root=/x"}, "COMMAND: .*--root"),
         ({"COMMAND": "artifacts show s3://KEY:SECRETSECRET@bucket/x"}, "COMMAND: "),
-        ({"BRING": "https://a:bcdefgh@host/x"}, "BRING: "),
         ({"HOURS": "0.01"}, "HOURS=0.01: .*48 hours"),
         ({"HOURS": "100"}, "HOURS=100: .*48 hours"),
         ({"MEMORY": "much"}, "MEMORY=much"),
@@ -104,50 +97,6 @@ def test_the_same_of_the_same_person_is_the_same(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOGNAME", "ann")
     first = digest()
     assert digest() == first
-    others = [digest(image="other"), digest(COMMAND="plan"), digest(BRING="x"), digest(MEMORY="9"), digest(HOURS="1")]
+    others = [digest(image="other"), digest(COMMAND="plan"), digest(MEMORY="9"), digest(HOURS="1")]
     monkeypatch.setenv("LOGNAME", "ben")
-    assert len({first, *others, digest()}) == 7
-
-
-def receive(tmp_path: Path, *contents: bytes, **changes: Any) -> Reception:
-    reception = Reception(OneOffRequest("trainer", ("report",), folder=tmp_path / "home", **changes), "one-off-1")
-    for number, content in enumerate(contents):
-        path = tmp_path / "report.html"
-        path.write_bytes(content)
-        for line in pack_file(path, number):
-            reception.take(line)
-    return reception
-
-
-def test_files_come_home_over_none_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reception = receive(tmp_path, b"first", b"second")
-    reception.take("a line")
-    reception.write()
-    home = tmp_path / "home"
-    assert {path.name: path.read_bytes() for path in home.iterdir()} == {
-        "report.html": b"first",
-        "report-2.html": b"second",
-    }
-    receive(tmp_path, b"third").write()
-    assert (home / "report-3.html").read_bytes() == b"third"
-    said = capsys.readouterr().out
-    assert said.startswith("a line\nbrought     ")
-    assert f"{home}/report-3.html (5 bytes)" in said
-
-
-def test_each_one_off_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_bytes(os.urandom(10))
-    reception = Reception(asked(), "one-off-trainer-1")
-    for line in pack_file(tmp_path / "a.txt", 0):
-        reception.take(line)
-    reception.write()
-    assert Path("brought/one-off-trainer-1/a.txt").read_bytes() == Path("a.txt").read_bytes()
-
-
-def test_a_file_that_did_not_come_whole_is_told(tmp_path: Path) -> None:
-    reception = Reception(OneOffRequest("trainer", ("report",), folder=tmp_path), "one-off-1")
-    reception.take("millrace-file 0/1/2 abcd")
-    with pytest.raises(TryAgain, match=r"file 1 .*2 of 3 lines"):
-        reception.write()
-    assert list(tmp_path.iterdir()) == []
+    assert len({first, *others, digest()}) == 6

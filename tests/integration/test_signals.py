@@ -71,8 +71,8 @@ def require_gone(family: Iterable[psutil.Process], seconds: float = 30) -> None:
 
 def folders_of(folder: Path, family: Iterable[psutil.Process]) -> set[Path]:
     """Find the temporary folders of a command: its node's, and those that need a short path for sockets."""
-    short = re.findall(r"/tmp/millrace-\d+/[\w-]+", " ".join(map(command_line_of, family)))
-    return {*folder.glob("millrace-*/*"), *map(Path, short)}
+    short = re.findall(r"/tmp/millrace-[\w-]+", " ".join(map(command_line_of, family)))
+    return {*folder.glob("millrace-*"), *map(Path, short)}
 
 
 def workers_among(family: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from services.common.process.metrics_server import PREFIX
-from services.common.process.stage_metrics import FILE_SYSTEM_METRICS, PROGRESS_METRICS
+from services.common.process.stage_metrics import FILE_SYSTEM_METRICS, PREFIX, PROGRESS_METRICS
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS
 
 REPOSITORY = Path(__file__).parents[2]

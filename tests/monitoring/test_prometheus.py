@@ -9,7 +9,6 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import yaml
 
 from services.common.launch.metrics_export import export_metrics
-from services.common.process.progress_record import reporting_progress
+from services.common.process.progress import reporting_progress
 from services.common.testing.waiting import wait_until
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
@@ -114,8 +113,7 @@ def test_a_real_prometheus_fires_on_a_stall_a_spike_a_skipped_step_and_a_full_di
 
     with small_file_system(tmp_path / "root") as root:
         job = new_job("root", train__max_steps="100", checkpoint__interval_steps="50")
-        options = Namespace(root=root, metrics_host="127.0.0.1", metrics_port=0, launch="inline")
-        with reporting_progress("trainer"), export_metrics([RunCollector(job)], options):
+        with reporting_progress("trainer"), export_metrics([RunCollector(job)], root, "inline", 0, "127.0.0.1"):
             target = urllib.parse.urlsplit(capfd.readouterr().out.split()[-1]).netloc
             with prometheus(tmp_path / "prometheus", target) as server:
                 take_step(1)

@@ -159,12 +159,11 @@ class StageRun:
         if why := explain_exit_code(end.exit_code, kinds, self.injector.has_killed_command):
             self.findings.append(Finding("an exit code that is not documented", why, end.log))
         self.findings += audit_output(end.log) + audit_memory(end.rss_bytes, end.log)
-        folders = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(KERNELS_PREFIX)]
-        left = [path for folder in folders for path in folder.iterdir()]
+        left = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(KERNELS_PREFIX)]
         if left and "kill everything at once" not in kinds:
             names = ", ".join(sorted(str(path) for path in left)[:5])
             self.findings.append(Finding("temporary files outlive their command", names, end.log))
-        for path in folders:
+        for path in left:
             shutil.rmtree(path, ignore_errors=True)
 
     def _end_hanging(self, process: subprocess.Popen[bytes], log: Path) -> None:

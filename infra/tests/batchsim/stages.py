@@ -9,7 +9,7 @@ from typing import Any
 from deploy.batch.job_definition import BatchOneOff, read_container, render_job_definition, render_one_off_definition
 from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
 from services.common.launch.batch.node import ROOT_MARKER
-from services.common.process.stage_program import ON_BATCH
+from services.common.process.subcommands import ON_BATCH
 from services.common.recipe.schema import Stage
 from tests.deploy.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
 
@@ -48,11 +48,9 @@ def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **sett
     )
 
 
-def define_one_off(
-    stage: Stage, root: Path, *words: str, bring: tuple[str, ...] = (), recipe: str = ""
-) -> JobDefinition:
+def define_one_off(stage: Stage, root: Path, *words: str, recipe: str = "") -> JobDefinition:
     """The job definition of a subcommand that the deploy tool registers, on one node, with /fsx at `root`."""
-    one_off = BatchOneOff(stage, "0" * 16, f"{REGISTRY}/{stage}@sha256:{DIGEST}", words, bring, recipe, seconds=3_600)
+    one_off = BatchOneOff(stage, "0" * 16, f"{REGISTRY}/{stage}@sha256:{DIGEST}", words, recipe, seconds=3_600)
     container = read_container(render_one_off_definition(config_of(), one_off))
     return JobDefinition(
         ("python", "-m", f"services.{stage}", *(re.sub("^/fsx", str(root), word) for word in container["command"])),

@@ -17,7 +17,6 @@ from infra.tests.batchsim.network import Network
 from infra.tests.batchsim.stages import define_one_off, define_script, make_root
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 from services.common.notices import WEBHOOK_VARIABLE
-from services.common.process.brought_files import FileReceiver
 from services.common.testing.waiting import wait_until
 from tests.small import write_notes
 
@@ -237,20 +236,14 @@ def test_ray_answers_nobody_without_the_jobs_token(root: Path, submit: Submit) -
 
 
 @pytest.mark.batch
-def test_a_subcommand_runs_where_the_file_system_is_and_its_file_comes_home(root: Path, submit: Submit) -> None:
+def test_a_subcommand_runs_where_the_file_system_is(root: Path, submit: Submit) -> None:
     write_notes(root / "notes")
     words = ("train-vocab", "notes", "--vocab-size", "320", "--output", "a vocabulary.model")
-    job = submit(define_one_off("tokenizer", root, *words, bring=("notes/007.txt",)))
+    job = submit(define_one_off("tokenizer", root, *words))
 
     assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
-    receiver = FileReceiver()
-    lines = [line for line in job.attempts[0].nodes[0].log.splitlines() if not receiver.take(line)]
-    files, problems = receiver.files()
-    assert problems == []
-    assert {file.name: file.content for file in files} == {
-        Path(name).name: (root / name).read_bytes() for name in ("notes/007.txt", "a vocabulary.model")
-    }
-    assert f"written  {root}/a vocabulary.model" in lines
+    assert f"written  {root}/a vocabulary.model" in job.attempts[0].nodes[0].log.splitlines()
+    assert (root / "a vocabulary.model").stat().st_size > 0
     again = submit(define_one_off("tokenizer", root, *words))
     assert again.wait(JOB_SECONDS) == "FAILED"
     assert again.exit_codes == [2], again.logs

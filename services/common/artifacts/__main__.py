@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
 
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -17,10 +18,10 @@ from services.common.artifacts.lock import LockTaken, find_holder, hold_lock
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.verification import verify_artifact
-from services.common.errors import ArtifactError, RecipeError
-from services.common.input.files import is_damage, unreadable
+from services.common.errors import ArtifactError, RecipeError, is_damage, unreadable
 from services.common.input.problem_list import ProblemList
-from services.common.launch.launcher import LAUNCHERS, choose_launcher
+from services.common.launch.launcher import INLINE, LAUNCHERS, choose_launcher
+from services.common.process.command_line import ROOT, make_app, one_of, run_app
 from services.common.process.entry_point import run_program
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
@@ -34,36 +35,58 @@ _LOCK_IN_COLLECTION = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
 _CURRENT_DRAFT = r"\.current\.json\.[0-9a-f]+\.tmp"
 
 
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise RecipeError(f"{folder}: no such folder. Pass the --root of a stage, or a folder in it.")
+    return folder
+
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", callback=_existing, help="a root, or a folder below it")]
+app = make_app()
+
+
 def main(argv: list[str]) -> int:
-    arguments = _parse(argv)
-    commands = {"verify": verify, "show": show, "list": list_artifacts, "gc": collect_garbage}
-    return commands[arguments.command](arguments)
+    return run_app(app, argv, "services.common.artifacts")
 
 
-def verify(arguments: argparse.Namespace) -> int:
+@app.command()
+def verify(
+    folder: Folder = ROOT,
+    launch: Annotated[
+        str,
+        typer.Option(
+            metavar="inline|ray",
+            callback=one_of(LAUNCHERS),
+            help="inline: read on this machine; ray: the nodes of the Ray cluster of RAY_ADDRESS share the files",
+        ),
+    ] = INLINE,
+) -> int:
     """Check every artifact at or below DIR; exit with 3 for a damaged one."""
-    folders, launcher = _find_published(arguments.dir), choose_launcher(arguments.launch)
+    folders, launcher = _find_published(folder), choose_launcher(launch)
     if not folders:
-        raise ArtifactError(f"{arguments.dir}: no published artifact here (no {MANIFEST} below it).")
+        raise ArtifactError(f"{folder}: no published artifact here (no {MANIFEST} below it).")
     damaged = ProblemList()
-    for folder in folders:
+    for path in folders:
         try:
-            manifest = read_manifest(folder)
-            verify_artifact(folder, manifest, launcher)
+            manifest = read_manifest(path)
+            verify_artifact(path, manifest, launcher)
         except ArtifactError as error:
             damaged.add("damaged artifacts", str(error))
-            print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {folder}", flush=True)
+            print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {path}", flush=True)
         else:
             size = total_bytes(manifest.files)
-            print(f"ok       {folder}  {manifest.schema_id}  {len(manifest.files)} files, {size:,} bytes", flush=True)
+            print(f"ok       {path}  {manifest.schema_id}  {len(manifest.files)} files, {size:,} bytes", flush=True)
     if damaged:
         raise ArtifactError("\n".join(damaged.lines()))
     return 0
 
 
-def show(arguments: argparse.Namespace) -> int:
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", callback=_existing, help="the folder of an artifact")],
+) -> int:
     """Print an artifact's manifest without its file list."""
-    manifest = read_manifest(arguments.dir)
+    manifest = read_manifest(folder)
     fields = manifest.model_dump(mode="json", by_alias=True, exclude={"files"})
     fields["files"] = f"{len(manifest.files)} files, {total_bytes(manifest.files):,} bytes"
     fields["content_digest"] = manifest.content_digest
@@ -71,38 +94,50 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def list_artifacts(arguments: argparse.Namespace) -> int:
+@app.command("list")
+def list_artifacts(folder: Folder = ROOT) -> int:
     """Print a line for each published artifact below DIR, oldest first; exit with 3 for a damaged manifest."""
     published, damaged = [], ProblemList()
-    for folder in _find_published(arguments.dir):
+    for path in _find_published(folder):
         try:
-            published.append((folder, read_manifest(folder)))
+            published.append((path, read_manifest(path)))
         except ArtifactError as error:
             damaged.add("damaged artifacts", str(error))
-    for folder, manifest in sorted(published, key=lambda each: (each[1].created_at, str(each[0]))):
+    for path, manifest in sorted(published, key=lambda each: (each[1].created_at, str(each[0]))):
         size = total_bytes(manifest.files)
         made_by = f"{manifest.producer.service} {manifest.producer.version}"
-        print(f"{manifest.created_at:%Y-%m-%d %H:%M}  {manifest.schema_id:<16} {size:>15,}  {made_by:<16} {folder}")
+        print(f"{manifest.created_at:%Y-%m-%d %H:%M}  {manifest.schema_id:<16} {size:>15,}  {made_by:<16} {path}")
     if damaged:
         raise ArtifactError("\n".join(damaged.lines()))
     return 0
 
 
-def collect_garbage(arguments: argparse.Namespace) -> int:
+@app.command("gc")
+def collect_garbage(
+    root: Folder = ROOT,
+    unreferenced: Annotated[
+        bool,
+        typer.Option(
+            "--unreferenced",
+            help="also remove corpora and caches that no manifest, run or current.json names; lists them first",
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove them, instead of listing them")] = False,
+) -> int:
     """Remove the leftovers of interrupted work below the root DIR, and on request unreferenced artifacts."""
     published: dict[Path, _Mention] = {}
-    unreferenced = _find_unreferenced(arguments.dir, published) if arguments.unreferenced else []
-    doomed = [path for path in _find_work(arguments.dir) + unreferenced if not _is_foreign(path, arguments.dir)]
-    if arguments.unreferenced and not arguments.yes:
+    unused = _find_unreferenced(root, published) if unreferenced else []
+    doomed = [path for path in _find_work(root) + unused if not _is_foreign(path, root)]
+    if unreferenced and not yes:
         for path in doomed:
             if not find_holder(_lock_of(path)):
                 print(f"would remove {path}")
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
-    if unreferenced:  # a stage may have begun to use one meanwhile
-        used = set(unreferenced).difference(_find_unreferenced(arguments.dir, published))
+    if unused:  # a stage may have begun to use one meanwhile
+        used = set(unused).difference(_find_unreferenced(root, published))
         doomed = [path for path in doomed if path not in used]
-    removed = [_remove(path, is_published=path in unreferenced) for path in doomed]
+    removed = [_remove(path, is_published=path in unused) for path in doomed]
     print(f"{sum(removed)} removed.")
     return 0
 
@@ -262,40 +297,6 @@ def _remove(path: Path, is_published: bool) -> bool:
         print(f"leaving {path}: {error}")
         return False
     return True
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.common.artifacts", description="Verify, show, list and clean up artifacts."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|show|list|gc")
-    for name, function in (("verify", verify), ("show", show), ("list", list_artifacts), ("gc", collect_garbage)):
-        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        if name == "show":
-            command.add_argument("dir", type=Path, metavar="DIR", help="the folder of an artifact")
-        else:
-            command.add_argument(
-                "dir", type=Path, metavar="DIR", nargs="?", default=Path("fsx"), help="a root (default: ./fsx)"
-            )
-        if name == "verify":
-            command.add_argument(
-                "--launch",
-                choices=tuple(LAUNCHERS),
-                default="inline",
-                help="inline: read on this machine; ray: all nodes of the Ray cluster of RAY_ADDRESS share the files, "
-                "beside whatever runs there (default: inline)",
-            )
-        if name == "gc":
-            command.add_argument(
-                "--unreferenced",
-                action="store_true",
-                help="also remove corpora and caches that no manifest, run or current.json names; lists them first",
-            )
-            command.add_argument("--yes", action="store_true", help="remove them, instead of listing them")
-    arguments = parser.parse_args(argv)
-    if not arguments.dir.is_dir():
-        raise RecipeError(f"{arguments.dir}: no such folder. Pass the --root of a stage, or a folder in it.")
-    return arguments
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from services.common.errors import ArtifactError
 from services.common.input.files import unreadable
 from services.common.input.problem_list import list_names
-from services.common.process.progress_record import report_phase
+from services.common.process.progress import report_phase
 from services.common.recipe.schema import fingerprint
 
 MANIFEST = "manifest.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -13,12 +14,17 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
 
-from services.common.process.private_folder import new_name, private_folder
-from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
+from services.common.process.shutdown import STOP_SIGNALS, deferring_stop_signals
 
 # spawn, not fork: the command has threads (progress), and a fork would copy locks that they hold.
 SPAWN = multiprocessing.get_context("spawn")
+
+_LONGEST_BASE = 18
+"""Characters of the longest TMPDIR in which sockets have room: their path ends at 103 bytes on macOS, and Ray adds 64
+to that of its folder, `/millrace-ray-12345678`.
+"""
 
 
 def start_method(preload: Sequence[str]) -> str:
@@ -33,18 +39,28 @@ def start_fork_server(preload: Sequence[str]) -> None:
     """
     if start_method(preload) != "forkserver" or _folders:
         return
-    # The socket's path has to be short, and a killed command leaves its folder to the next one.
     folder = ExitStack()
     before = tempfile.tempdir
     multiprocessing.set_forkserver_preload(list(preload))
     try:
-        tempfile.tempdir = str(folder.enter_context(private_folder(new_name("fork"), is_short=True)))
+        tempfile.tempdir = str(folder.enter_context(socket_folder("millrace-fork-")))
         with handing_on_imports(), starting_processes():
             forkserver.ensure_running()
     finally:
         tempfile.tempdir = before
     _folders.append(folder)
     Finalize(None, folder.close, exitpriority=-200)  # after multiprocessing has removed what it keeps there
+
+
+@contextmanager
+def socket_folder(prefix: str) -> Iterator[Path]:
+    """Make a temporary folder for the block, in /tmp where TMPDIR is too long for the sockets below the folder."""
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base if len(base) <= _LONGEST_BASE else "/tmp"))  # nosec B108
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 _folders: list[ExitStack] = []

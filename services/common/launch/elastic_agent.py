@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle  # nosec B403 # bytes that processes of the same command made
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -55,8 +57,7 @@ from services.common.launch.neuron_environment import (
     set_neuron_environment,
 )
 from services.common.process.entry_point import exit_code_for
-from services.common.process.private_folder import new_name, private_folder
-from services.common.process.stop_signals import STOP_SIGNALS, name_signal
+from services.common.process.shutdown import STOP_SIGNALS, name_signal
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,8 @@ def run_node(group: WorkerGroup, node: Node = ONLY_NODE, store: Store | None = N
     start_fork_server(group.spec.preload)
     with ExitStack() as opened:
         if group.spec.kept_folder:
-            opened.enter_context(private_folder(group.spec.kept_folder))
-        folder = opened.enter_context(private_folder(new_name("workers")))
+            opened.callback(shutil.rmtree, Path(tempfile.gettempdir(), group.spec.kept_folder), ignore_errors=True)
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="millrace-workers-")))
         if node.num_nodes == 1:
             os.environ[_SHARES_NO_STORE] = "1"
             opened.callback(os.environ.pop, _SHARES_NO_STORE)

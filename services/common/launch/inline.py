@@ -22,7 +22,7 @@ from services.common.errors import WorkersLost
 from services.common.launch.child_processes import SPAWN, follow_parent, kill_processes, starting_processes
 from services.common.launch.launcher import LostTask, R, T, TaskDemand, WorkerGroup
 from services.common.launch.neuron_environment import require_every_core
-from services.common.process.stop_signals import STOP_SIGNALS
+from services.common.process.shutdown import STOP_SIGNALS
 
 # Only for `keep_processes`, which forks before the command has threads of its own.
 _FORK = multiprocessing.get_context("fork")

@@ -53,7 +53,7 @@ class WorkerGroupSpec:
     preload: tuple[str, ...] = ()
     """Modules. On Linux workers are forked from a process that has imported them, so none may leave a thread."""
     kept_folder: str = ""
-    """Name of a private folder that each node keeps from the first start of the workers to the end of the last."""
+    """Name of a folder in TMPDIR that each node removes after the last start of the workers."""
 
     def workers_of(self, node_rank: int, num_nodes: int) -> int:
         """Number of workers on a node. Only one node may have fewer workers than the others."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.process.background_thread import running_in_background
@@ -25,26 +25,28 @@ END_SECONDS = 10.0
 
 
 @contextmanager
-def export_metrics(collectors: Sequence[Collector], arguments: Namespace) -> Iterator[None]:
-    """Export metrics, the stage's progress and the space of its file system during the block.
+def export_metrics(
+    collectors: Sequence[Collector], root: Path, launch: str, port: int | None, host: str
+) -> Iterator[None]:
+    """Export metrics, the stage's progress and the space of the root's file system during the block.
 
-    `--metrics-port` and `--metrics-host` open a port for scrapers. Under `--launch ray`, Ray's metrics agents serve
+    A `port` is opened for scrapers; 0 lets the system choose one. Under the launcher `ray`, Ray's metrics agents serve
     the metrics, too, with the prefix `ray_`. Raises `RecipeError` if the port cannot be opened.
     """
-    if arguments.metrics_port is None and arguments.launch != "ray":
+    if port is None and launch != "ray":
         yield
         return
     # A command without a reader of its metrics starts 0.03 s earlier without these imports.
-    from services.common.process.metrics_server import serve_metrics  # noqa: PLC0415
-    from services.common.process.stage_metrics import StageMetrics  # noqa: PLC0415
+    from services.common.process.stage_metrics import StageMetrics, serve_metrics  # noqa: PLC0415
 
-    collectors = (StageMetrics(arguments.root), *collectors)
-    with serve_metrics(collectors, arguments.metrics_host, arguments.metrics_port):
-        if arguments.launch != "ray":
-            yield
-            return
-        with running_in_background(partial(_export_to_ray, collectors), "ray metrics", END_SECONDS):
-            yield
+    collectors = (StageMetrics(root), *collectors)
+    with ExitStack() as opened:
+        if port is not None:
+            opened.enter_context(serve_metrics(collectors, host, port))
+        if launch == "ray":
+            export = partial(_export_to_ray, collectors)
+            opened.enter_context(running_in_background(export, "ray metrics", END_SECONDS))
+        yield
 
 
 def _export_to_ray(collectors: Sequence[Collector], is_over: threading.Event) -> None:

@@ -23,7 +23,7 @@ import psutil
 
 from services.common.errors import WorkersLost
 from services.common.launch.child_processes import start_fork_server
-from services.common.process.stop_signals import STOP_SIGNALS
+from services.common.process.shutdown import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from services.common.launch.launcher import Node, WorkerGroup

@@ -20,11 +20,10 @@ import ray
 
 from services.common.errors import DeviceError, TryAgain
 from services.common.launch.batch.ray_process import OBJECT_STORE_BYTES
-from services.common.launch.child_processes import handing_on_imports, python_path
+from services.common.launch.child_processes import handing_on_imports, python_path, socket_folder
 from services.common.launch.cluster_address import AUTO, cluster_address, split_address
 from services.common.process.entry_point import call_at_end
-from services.common.process.private_folder import new_name, private_folder
-from services.common.process.stop_signals import deferring_stop_signals
+from services.common.process.shutdown import deferring_stop_signals
 
 JOIN_SECONDS = 60.0
 """Seconds in which somebody has to listen at RAY_ADDRESS."""
@@ -72,7 +71,7 @@ def _start(num_cpus: int, resources: Mapping[str, float]) -> None:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     folder, others, started = ExitStack(), psutil.Process().children(), list[psutil.Process]()
     call_at_end(partial(_leave, started, folder))
-    path = folder.enter_context(private_folder(new_name("ray"), is_short=True))
+    path = folder.enter_context(socket_folder("millrace-ray-"))
     try:
         with handing_on_imports():  # workers with an environment of their own would start later
             ray.init(

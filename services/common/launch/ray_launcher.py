@@ -29,7 +29,7 @@ from services.common.launch.ray_placement import (
     share_of_group,
     wait_for_room,
 )
-from services.common.process.stop_signals import deferring_stop_signals
+from services.common.process.shutdown import deferring_stop_signals
 
 _CAUSES: dict[type[Exception], str] = {
     ray.exceptions.WorkerCrashedError: "its process died",

@@ -13,7 +13,7 @@ import ray
 
 from services.common.errors import NoRoomForWorkers, TryAgain
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
-from services.common.process.stop_signals import deferring_stop_signals
+from services.common.process.shutdown import deferring_stop_signals
 
 GROUP_START_SECONDS = 600.0
 POLL_SECONDS = 1.0

@@ -1,90 +1,138 @@
-"""Parses the command line that the three stages share: `--recipe FILE --root DIR [--section.key=value ...]`."""
+"""The commands of all programs, with typer: shared options, recipe overrides, and a stage's default command.
+
+A command is a function, registered in an app, that returns its exit code:
+
+    app = make_app()
+
+    @app.command(cls=RecipeCommand)
+    def summary(context: Context, recipe_path: RecipePath, root: Root = ROOT) -> int:
+        '''Print what the three stages made.'''
+        given = read_given(context, recipe_path, root)
+        ...
+        return 0
+"""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from services.common.errors import RecipeError
-from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
-from services.common.process.command_parser import CommandParser, read_override
+from services.common.process.overrides import read_override, read_overrides
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 
 
-def require_text(arguments: argparse.Namespace) -> None:
-    """Raise `RecipeError` for an argument that is not UTF-8, has a NUL, or holds credentials, because manifests, logs
-    and reports quote the arguments.
+def make_app(group: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """Make an app without commands."""
+    return typer.Typer(
+        cls=group,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    )
+
+
+def run_app(app: typer.Typer, argv: list[str], program: str) -> int:
+    """Run the command that `argv` names, and return its exit code. `program` is its name in help and errors.
+
+    Raises `RecipeError` with the usage for a wrong command line.
     """
-    for name, value in vars(arguments).items():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, (str, Path)) and not _is_text(str(each)):
-                raise RecipeError(f"{name} {str(each)[:200]!r}: expected UTF-8 without NUL characters.")
-            if isinstance(each, (str, Path)) and holds_secret(str(each)):
-                raise RecipeError(f"{name}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
-
-
-def _is_text(value: str) -> bool:
     try:
-        return b"\0" not in value.encode()
-    except UnicodeEncodeError:  # bytes that are not UTF-8 come from a command line as halves of UTF-16 pairs
-        return False
+        with typer.main.get_command(app).make_context(f"python -m {program}", list(argv)) as context:
+            return context.command.invoke(context) or 0
+    except typer.Exit as end:  # --help
+        return end.exit_code
+    except typer.TyperException as error:
+        failed = getattr(error, "ctx", None)
+        usage = f"\n{failed.get_usage()}" if failed else ""
+        raise RecipeError(f"{error.format_message()}{usage}") from error
 
 
-class RecipeParser(CommandParser):
-    """An argument parser with `--recipe`, `--root` and overrides; it raises `RecipeError` for a wrong command line."""
+def one_of(names: Iterable[str]) -> Callable[[Any], Any]:
+    """Make the callback of an option that takes one of `names`, or a list of them."""
 
-    def __init__(self, service: str, description: str) -> None:
-        super().__init__(
-            prog=f"python -m services.{service}",
-            description=description,
-            epilog="Any recipe value can be overridden: --train.max_steps=500",
-            allow_abbrev=False,
-        )
-        self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
-        self.add_root()
+    def check(value: Any) -> Any:
+        for each in value if isinstance(value, list) else [value]:
+            if each not in names:
+                raise typer.BadParameter(f"{each!r} is not one of {', '.join(names)}.")
+        return value
 
-    def add_launch(self) -> None:
-        """Add `--launch`, whose value is the name of a launcher also where the command line has none."""
-        self.add_argument(
-            "--launch",
-            type=lambda given: given or default_launcher(),
-            choices=tuple(LAUNCHERS),
-            default="",  # argparse passes a default that is a string through `type`
-            help="inline: start processes on this machine, without Ray; ray: use the Ray cluster of RAY_ADDRESS, or "
-            "start Ray on this machine (default: ray where RAY_ADDRESS is set, else inline)",
-        )
-
-    def add_metrics_port(self) -> None:
-        """Add `--metrics-port` and `--metrics-host`."""
-        self.add_argument("--metrics-port", type=int, metavar="PORT", help="serve metrics for Prometheus; 0: any port")
-        self.add_argument(
-            "--metrics-host",
-            default="127.0.0.1",
-            metavar="HOST",
-            help="address of --metrics-port (default: %(default)s)",
-        )
-
-    def parse(self, argv: list[str], recipe: Recipe | None = None) -> tuple[argparse.Namespace, Recipe]:
-        """Parse the options, and load the recipe with its overrides unless it is given; `--root` becomes absolute."""
-        arguments, rest = self.parse_known_args(argv)
-        overrides = {}
-        for item in rest:
-            override = read_override(item)
-            if override is None:
-                self.error(f"unrecognized argument {item!r}; a recipe override reads --section.key=value")
-            key, value = override
-            overrides[key] = value
-        arguments.root = arguments.root.absolute()
-        require_text(arguments)
-        return arguments, recipe or load_recipe(arguments.recipe, overrides)
+    return check
 
 
-class StageParser(RecipeParser):
-    """The argument parser of a stage, with `--dry-run`."""
+def positive(value: float | None) -> float | None:
+    """Check an option that takes a number above 0."""
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{value} is not a number above 0.")
+    return value
 
-    def __init__(self, service: str, description: str) -> None:
-        super().__init__(service, description)
-        self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
+
+ROOT = Path("fsx")
+Context = typer.Context
+RecipePath = Annotated[Path, typer.Option("--recipe", metavar="FILE", help="the TOML file of the run")]
+Root = Annotated[Path, typer.Option(metavar="DIR", callback=Path.absolute, help="folder of all artifacts")]
+Launch = Annotated[
+    str,
+    typer.Option(
+        metavar="inline|ray",
+        callback=lambda name: one_of(LAUNCHERS)(name or default_launcher()),
+        show_default=False,
+        help="inline: start processes on this machine, without Ray; ray: use the Ray cluster of RAY_ADDRESS, or start "
+        "Ray on this machine (default: ray where RAY_ADDRESS is set, else inline)",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the recipe and what follows from it, and exit")]
+MetricsPort = Annotated[
+    int | None, typer.Option(metavar="PORT", min=0, max=65_535, help="serve metrics for Prometheus; 0: any port")
+]
+MetricsHost = Annotated[str, typer.Option(metavar="HOST", help="address of --metrics-port")]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every command with a recipe is given."""
+
+    recipe: Recipe
+    """The recipe with the overrides of the command line."""
+    recipe_path: Path
+    root: Path
+
+
+def read_given(context: Context, recipe_path: Path, root: Path) -> Given:
+    """Load the recipe with the overrides among the words of the command line that are no options.
+
+    Raises `RecipeError` for any other word, and for a recipe that is wrong.
+    """
+    for word in context.args:
+        if not read_override(word):
+            context.fail(f"No such option or argument: {word}. A recipe override reads --section.key=value.")
+    return Given(load_recipe(recipe_path, read_overrides(context.args)), recipe_path, root)
+
+
+class RecipeCommand(TyperCommand):
+    """A command that takes recipe overrides. The help of a stage's default command lists the stage's other commands."""
+
+    allow_extra_args = True
+    ignore_unknown_options = True
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        formatter.write("\nAny recipe value can be overridden: --train.max_steps=500\n")
+        stage = ctx.parent.command if ctx.parent else None
+        if isinstance(stage, StageGroup) and stage.list_commands(ctx)[0] == self.name:
+            stage.format_commands(ctx.parent, formatter)
+
+
+class StageGroup(TyperGroup):
+    """The commands of a stage, the first of which is meant where the command line begins with an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        default = self.list_commands(ctx)[:1] if not args or args[0].startswith("-") else []
+        return super().parse_args(ctx, [*default, *args])

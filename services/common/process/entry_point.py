@@ -19,17 +19,16 @@ from services.common.errors import (
     EXIT_INTERRUPTED,
     STORAGE_ERRNOS,
     TRANSIENT_ERRNOS,
+    ArtifactError,
     Interrupted,
+    LimitError,
     MillraceError,
     RecipeError,
     TryAgain,
     explain_storage_error,
-    print_traceback,
 )
 from services.common.hardware.faults import explain_hardware_fault
-from services.common.input.files import InputFileError, unreadable
-from services.common.process.limits import explain_lack
-from services.common.process.stop_signals import (
+from services.common.process.shutdown import (
     Stopped,
     end_at_once,
     ignore_stop_signals,
@@ -39,6 +38,13 @@ from services.common.process.stop_signals import (
     on_stop_signal,
 )
 
+_PATH_ERRNOS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
+)
+_LIMIT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+_PARSE_ERRORS = frozenset({"ArrowInvalid", "JSONDecodeError", "TOMLDecodeError", "SafetensorError"})
+"""Names of the errors with which libraries refuse the content of a file. Few programs import these libraries."""
+
 _at_end: list[Callable[[int], None]] = []
 
 
@@ -47,7 +53,6 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
     # A stage that gets a stop signal before it has work to lose ends like a preempted one. The trainer replaces this
     # handler by one that first commits a checkpoint.
     install(_raise_stopped)
-    sys.excepthook = lambda _, error, __: print_traceback(error)
     _name_user()
     argv = sys.argv[1:]
     atexit.register(ignore_stop_signals)  # called among the last: Python restores the handlers at the very end
@@ -104,70 +109,63 @@ def call_at_end(leave: Callable[[int], None]) -> None:
 
 
 def exit_code_of(work: Callable[[], int]) -> int:
-    """Run `work`, and return the exit code of its error once the message is printed, or the code that it returned."""
+    """Run `work`, and return the code that it returned, or that of its error once the message is printed.
+
+    An error that nobody can act on is a bug, and rises with its traceback.
+    """
     try:
         exit_code = work()
         sys.stdout.flush()  # here, where the `BrokenPipeError` of a reader that has gone is handled
         return exit_code
-    except (MillraceError, Stopped) as error:
-        return _report(error)
-    except KeyboardInterrupt:  # a program that is not a stage has Python's own handler
-        return _report(Interrupted("Interrupted. Nothing is half published; the same command continues."))
     except BrokenPipeError:
         if not is_reader_gone(sys.stdout.fileno()):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, MemoryError, RuntimeError) as error:
-        explained = explain_os_error(error) or explain_hardware_fault(error)
+    except (Exception, KeyboardInterrupt, Stopped) as error:
+        explained = explain(error)
         if explained is None:
             raise
-        return _report(explained)
+        with suppress(OSError):  # stderr has no reader
+            print(f"millrace: {explained}", file=sys.stderr, flush=True)
+        return explained.exit_code
 
 
 def exit_code_for(error: BaseException) -> int:
     """Return the exit code with which `run_program` ends after an error."""
-    if isinstance(error, MillraceError | Stopped):
-        return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    explained = (
-        explain_os_error(error) or explain_hardware_fault(error)
-        if isinstance(error, OSError | MemoryError | RuntimeError)
-        else None
-    )
+    explained = explain(error)
     return explained.exit_code if explained else EXIT_BUG
 
 
-def explain_os_error(error: Exception) -> MillraceError | None:
-    """Return the error that a user can act on for an error about a file, memory or threads; None for others.
-
-    A failed read is never explained as a failed write.
-    """
-    lack = explain_lack(error, getattr(error, "filename", None) or "")
-    if lack is not None or not isinstance(error, OSError):
-        return lack
-    if error.errno == errno.ENAMETOOLONG:
-        return RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
-    if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
-        return TryAgain(
-            f"{error.filename or 'the file system'}: {error.strerror}. Repair the mount or the disk; the same command "
-            f"continues from what was committed."
+def explain(error: BaseException) -> MillraceError | Stopped | None:
+    """Return what to tell the user about an error, with its exit code; None for a bug."""
+    if isinstance(error, MillraceError | Stopped):
+        return error
+    if isinstance(error, KeyboardInterrupt):  # a program that is not a stage has Python's own handler
+        return Interrupted("Interrupted. Nothing is half published; the same command continues.")
+    if isinstance(error, MemoryError):
+        return LimitError(
+            f"out of memory: {error or 'an allocation failed'}. Use more memory, or fewer workers a node."
         )
-    if isinstance(error, InputFileError):
-        return unreadable(error.filename, error)
-    return explain_storage_error(error) if error.errno in STORAGE_ERRNOS else None
+    if isinstance(error, OSError):
+        return explain_os_error(error)
+    if type(error).__name__ in _PARSE_ERRORS:
+        return ArtifactError(f"a file cannot be parsed: {type(error).__name__}: {error}")
+    return explain_hardware_fault(error) if isinstance(error, RuntimeError) else None
 
 
-def _report(error: MillraceError | Stopped) -> int:
-    with suppress(OSError):  # stderr has no reader
-        print(f"millrace: {_escape(str(error))}", file=sys.stderr, flush=True)
-    return error.exit_code
-
-
-def _escape(message: str) -> str:
-    """Write out control characters, which a name in a foreign file may have and a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in message)
+def explain_os_error(error: OSError) -> MillraceError | None:
+    """Return the error that a user can act on, by errno; None for others, such as those of a network."""
+    where, why = error.filename or "the file system", error.strerror
+    if error.errno in STORAGE_ERRNOS:
+        return explain_storage_error(error)
+    if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
+        return TryAgain(f"{where}: {why}. Repair the mount or the disk; the same command continues what was committed.")
+    if error.errno in _LIMIT_ERRNOS:
+        return LimitError(f"{where}: {why}. Raise the limit of this process or its node (ulimit -a), and run again.")
+    if error.errno in _PATH_ERRNOS and error.filename:
+        return RecipeError(f"{where}: {why}. Pass another path.")
+    return None
 
 
 def _raise_stopped(signum: int) -> NoReturn:

@@ -1,32 +1,38 @@
-"""Shows the progress of a long piece of work: a bar on a terminal, and plain lines elsewhere."""
+"""Shows the progress of long work, and reports the stage's progress as records for other programs.
+
+A terminal gets a bar, everything else plain lines. The newest record is in the file that MILLRACE_PROGRESS_FILE names,
+which is replaced at most once a second, and `current_progress` returns it inside of the process.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
-import statistics
 import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from services.common.process.progress_record import (
-    ALREADY_PUBLISHED,
-    PUBLISHED,
-    ProgressRecord,
-    measuring,
-    report_advance,
-)
+logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
-
+PROGRESS_FILE_VARIABLE = "MILLRACE_PROGRESS_FILE"
+WRITE_SECONDS = 1.0
+"""Seconds between two writes of the progress file; the start and the end of a phase are written at once."""
+STARTING = "starting"
+PUBLISHED, ALREADY_PUBLISHED = "published", "already published"
+"""Last phase of a stage that has made its artifact, and of one that has found it published."""
 PLAIN_PROGRESS_SECONDS = 10.0
 NO_PROGRESS_SECONDS = 60.0
-"""Seconds without an advance after which a line says so, or _SLOW_FACTOR times the median advance where that is longer.
-"""
+"""Seconds without an advance after which a line says so, or _SLOW_FACTOR times the mean where that is longer."""
+_SLOW_FACTOR = 5.0
+_RATE_SECONDS = 600.0
+"""Seconds of the past over which the rate is measured."""
+_UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"), (1, "s", 1, "s"))
 _PLAIN_LINE = re.compile(
     r"(?P<title>[a-z][a-z ]*): (?P<done>[0-9,]+)/(?P<total>[0-9,]+) (?P<unit>[A-Za-z][A-Za-z ]*)"
     r"(?:, (?P<note>.+?))??(?:, (?P<left>[0-9,]+) s left)?"
@@ -35,21 +41,32 @@ _PLAIN_LINE = re.compile(
 _PUBLISHED_LINE = re.compile(
     r"(?P<is_old>already published|the run is complete: [^/]*)|(?:published|trained to step [0-9,]+):?\s+(?=/)"
 )
-_SLOW_FACTOR = 5.0
-_SAMPLE_SECONDS, _RATE_SAMPLES = 5.0, 60
-"""Seconds between two samples of the rate, and their number: five minutes, or more where advances are slow."""
 
 
-class Progress(Protocol):
-    def advance_to(self, done: float, note: str = "") -> None: ...
+@dataclass(frozen=True)
+class ProgressRecord:
+    """The progress of a stage at one time."""
 
-    def wait(self) -> None:
-        """Report that nothing was done since the last call. A caller that waits calls it every few seconds, so that a
-        hang shows even before the first piece of work.
-        """
+    stage: str
+    phase: str
+    """Name of the present piece of work, such as `encode`; STARTING before the first, PUBLISHED or ALREADY_PUBLISHED
+    after the last."""
+    done: float = 0.0
+    total: float = 0.0
+    """Amount of work in the phase, in `unit`; 0 where the phase is not measured."""
+    unit: str = ""
+    per_second: float | None = None
+    """Rate of the last minutes; None before it is known."""
+    seconds_left: float | None = None
+    """Seconds until the end of the phase at this rate; None before it is known, and in a hang."""
+    note: str = ""
+    """Further text for people, such as the loss; the artifact's folder after the last phase."""
+    time: float = 0.0
+    """Time of the record in seconds since 1970."""
 
-    def start_again(self) -> None:
-        """Begin another attempt, whose rate and time left count from its first piece of work."""
+
+Measure = Callable[[], ProgressRecord]
+"""Returns the present progress of a phase; stage and time may be empty."""
 
 
 @contextmanager
@@ -58,25 +75,110 @@ def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
 
     Both show the time left at the rate of the last minutes or, in a hang, for how long nothing was done.
     """
-    pace = _Pace(title, total, unit)
-    with measuring(pace.measure):
-        if not sys.stderr.isatty():
-            plain = _PlainProgress(pace)
-            yield plain
-            plain.finish()
-            return
-        import rich.console  # noqa: PLC0415 - 0.03 s, which a command without a terminal saves
-        import rich.progress  # noqa: PLC0415
+    progress = Progress(title, total, unit)
+    with _measuring(progress.measure), progress.bars:
+        yield progress
+        progress.finish()
 
-        columns = (
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit} {{task.fields[note]}}"),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("{task.fields[pace]}"),
+
+class Progress:
+    """The progress of one piece of work."""
+
+    def __init__(self, title: str, total: float, unit: str) -> None:
+        from rich.console import Console  # noqa: PLC0415 - 0.03 s, which a command saves until its work starts
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich.progress import Progress as Bars  # noqa: PLC0415
+
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit} {{task.fields[note]}}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[progress].pace}"),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+            speed_estimate_period=_RATE_SECONDS,
+            get_time=time.monotonic,
         )
-        with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as bars:
-            yield _BarProgress(bars, bars.add_task(title, total=total, note="", pace=pace), pace)
+        self._id = self.bars.add_task(title, total=total, note="", progress=self)
+        self._task, self._total, self._unit = self.bars.tasks[0], total, unit
+        self._changed_at = self._printed_at = time.monotonic()
+        self._printed: tuple[float, str] | None = None
+        self._is_hang_printed = False
+
+    def advance_to(self, done: float, note: str = "") -> None:
+        """Set the amount that is done. A smaller amount than before starts another attempt."""
+        if done < self._task.completed:
+            self.start_again(done)
+        elif done > self._task.completed:
+            self._changed_at = time.monotonic()
+        self.bars.update(self._id, completed=done, note=note)
+        self._print_if_due()
+
+    def wait(self) -> None:
+        """Report that nothing was done since the last call. A caller that waits calls it every few seconds, so that a
+        hang shows even before the first piece of work.
+        """
+        self.bars.update(self._id)  # forgets a rate that is long past
+        if self.stalled_seconds is not None:
+            self._print_if_due()
+
+    def start_again(self, done: float | None = None) -> None:
+        """Begin another attempt, whose rate and time left count from its first piece of work."""
+        self.bars.reset(self._id, completed=int(self._task.completed if done is None else done))
+        self._changed_at = time.monotonic()
+
+    def finish(self) -> None:
+        if (self._task.completed, self._task.fields["note"]) != self._printed:
+            self._print()
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """Seconds without an advance in a hang; None outside of one."""
+        seconds, speed = time.monotonic() - self._changed_at, self._task.speed
+        expected = max(NO_PROGRESS_SECONDS, _SLOW_FACTOR / speed if speed else 0.0)
+        return seconds if self._task.completed < self._total and seconds >= expected else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        left, speed = self._total - self._task.completed, self._task.speed
+        return left / speed if speed and left > 0 and self.stalled_seconds is None else None
+
+    @property
+    def pace(self) -> str:
+        """The seconds left or, in a hang, its length; empty before there is a rate."""
+        if (stalled_seconds := self.stalled_seconds) is not None:
+            return f"no {self._unit} for {stalled_seconds:,.0f} s"
+        return "" if self.seconds_left is None else f"{self.seconds_left:,.0f} s left"
+
+    def measure(self) -> ProgressRecord:
+        task = self._task
+        return ProgressRecord(
+            stage="",
+            phase=task.description,
+            done=task.completed,
+            total=self._total,
+            unit=self._unit,
+            per_second=task.speed,
+            seconds_left=self.seconds_left,
+            note=task.fields["note"],
+        )
+
+    def _print_if_due(self) -> None:
+        """Print a line every ten seconds, or every minute once a hang was reported, and write the stage's record."""
+        is_known = self._is_hang_printed and self.stalled_seconds is not None
+        if time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_known else PLAIN_PROGRESS_SECONDS):
+            self._print()
+        if _reporter:
+            _reporter.write_if_due()
+
+    def _print(self) -> None:
+        done, note = self._task.completed, self._task.fields["note"]
+        self._printed, self._printed_at = (done, note), time.monotonic()
+        self._is_hang_printed = self.stalled_seconds is not None
+        if self.bars.disable:  # no terminal
+            amount = f"{self._task.description}: {done:,.0f}/{self._total:,.0f} {self._unit}"
+            print(", ".join(filter(None, [amount, note, self.pace])), file=sys.stderr, flush=True)
 
 
 def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
@@ -87,7 +189,9 @@ def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
     found = _PLAIN_LINE.fullmatch(line.strip())
     if found is None:
         return None
-    done, total, seconds_left = (_read_number(found[name]) for name in ("done", "total", "left"))
+    done, total, seconds_left = (
+        float(found[name].replace(",", "")) if found[name] else None for name in ("done", "total", "left")
+    )
     return ProgressRecord(
         stage=stage,
         phase=found["title"],
@@ -109,145 +213,99 @@ def parse_published_line(stage: str, line: str) -> ProgressRecord | None:
     return ProgressRecord(stage, phase, note=slash + folder, time=time.time())
 
 
-def _read_number(text: str | None) -> float | None:
-    return float(text.replace(",", "")) if text else None
+@contextmanager
+def reporting_progress(stage: str) -> Iterator[None]:
+    """Report the progress of `stage` during the block, which is the stage's whole command."""
+    global _reporter  # noqa: PLW0603 - a process runs one stage
+    path = os.environ.get(PROGRESS_FILE_VARIABLE)
+    before, _reporter = _reporter, _Reporter(stage, Path(path) if path else None)
+    try:
+        _reporter.write()
+        yield
+    finally:
+        _reporter = before
 
 
-class _Pace:
-    """Measures the rate of work by the advances of the last minutes, and anew from the first advance after a hang.
+def report_phase(name: str) -> AbstractContextManager[None]:
+    """Report a phase whose amount of work is not measured, during the block."""
+    return _measuring(lambda: ProgressRecord("", name))
 
-    Another thread may ask for its text, such as the one that draws a terminal's bar.
-    """
 
-    def __init__(self, title: str, total: float, unit: str) -> None:
-        self.title, self.total, self.unit = title, total, unit
-        self.done, self.note = 0.0, ""
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_RATE_SAMPLES)
-        """Time of an advance, and the amount done by then."""
-        self._newest: tuple[float, float] | None = None
-        self._gaps: deque[float] = deque(maxlen=_RATE_SAMPLES)
-        """Seconds between two advances; their median ignores the one of a hang."""
-        self._left_at: float | None = None
-        self._changed_at = time.monotonic()
+def report_published(artifact: Path, is_new: bool) -> None:
+    """Report that the stage's artifact is complete in folder `artifact`, and whether this command has made it."""
+    if _reporter:
+        phase = PUBLISHED if is_new else ALREADY_PUBLISHED
+        _reporter.measures.append(lambda: ProgressRecord("", phase, note=str(artifact)))
+        _reporter.write()
 
-    def advance_to(self, done: float, note: str) -> None:
-        self.note = note
-        if done < self.done:  # lost work is done again
-            self.start_again()
-        is_news = done != self._newest[1] if self._newest else done != self._left_at
-        self.done = done
-        if not is_news:
-            return
-        now, has_hung = time.monotonic(), self.stalled_seconds is not None
-        if self._newest:
-            self._gaps.append(now - self._changed_at)
-        if has_hung:
-            self._forget()
-        self._newest, self._changed_at = (now, done), now
-        if not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS:
-            self._samples.append(self._newest)
 
-    def start_again(self) -> None:
-        """Forget the rate. Until the new attempt's first advance, an amount may still be the last attempt's."""
-        self._forget()
-        self._left_at, self._changed_at = self.done, time.monotonic()
+def current_progress() -> ProgressRecord | None:
+    """Return the present progress of this process's stage, from any thread; None where it runs no stage."""
+    return _reporter.measure() if _reporter else None
 
-    @property
-    def stalled_seconds(self) -> float | None:
-        """Seconds without an advance in a hang; None outside of one."""
-        seconds = time.monotonic() - self._changed_at
-        is_over = self.done >= self.total
-        gaps = list(self._gaps)
-        expected = _SLOW_FACTOR * statistics.median(gaps) if gaps else 0.0
-        return None if is_over or seconds < max(NO_PROGRESS_SECONDS, expected) else seconds
 
-    @property
-    def per_second(self) -> float | None:
-        """Rate of the last minutes; None before there is one."""
-        samples, newest = list(self._samples), self._newest
-        if not newest or not samples:
-            return None
-        (began_at, begun_with), (now, done) = samples[0], newest
-        return (done - begun_with) / (now - began_at) if done > begun_with and now > began_at else None
+def read_progress(path: Path) -> ProgressRecord | None:
+    """Return the record of a progress file; None where there is none."""
+    try:
+        return ProgressRecord(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds left at this rate; None in a hang, before there is a rate, and at the end."""
-        rate = self.per_second
-        is_known = rate and self.done < self.total and self.stalled_seconds is None
-        return (self.total - self.done) / rate if rate and is_known else None
+
+def write_duration(seconds: float) -> str:
+    """Write a duration in its two largest units, such as 3 d 4 h, 12 min 5 s or 0.35 s."""
+    if seconds < 10:
+        return f"{seconds:.2g} s" if seconds else "0 s"
+    rest = round(seconds)
+    size, unit, smaller, smaller_unit = next(each for each in _UNITS if rest >= each[0])
+    return f"{rest // size} {unit}" + (f" {rest % size // smaller} {smaller_unit}" if rest % size else "")
+
+
+@contextmanager
+def _measuring(measure: Measure) -> Iterator[None]:
+    """Report what `measure` returns, during the block."""
+    reporter = _reporter
+    if reporter is None:
+        yield
+        return
+    reporter.measures.append(measure)
+    reporter.write()
+    try:
+        yield
+    finally:
+        reporter.measures.pop()
+        reporter.write()
+
+
+class _Reporter:
+    """Holds the nested phases of a stage, and writes the innermost one's progress."""
+
+    def __init__(self, stage: str, path: Path | None) -> None:
+        self._stage, self._path = stage, path
+        self.measures: list[Measure] = [lambda: ProgressRecord("", STARTING)]
+        self._written_at = 0.0
+        self._lock = threading.Lock()
 
     def measure(self) -> ProgressRecord:
-        return ProgressRecord(
-            "", self.title, self.done, self.total, self.unit, self.per_second, self.seconds_left, self.note
-        )
+        return replace(self.measures[-1](), stage=self._stage, time=time.time())
 
-    def __str__(self) -> str:
-        """Return the seconds left or, in a hang, its length; empty before there is a rate."""
-        if (stalled_seconds := self.stalled_seconds) is not None:
-            return f"no {self.unit} for {stalled_seconds:,.0f} s"
-        seconds_left = self.seconds_left
-        return "" if seconds_left is None else f"{seconds_left:,.0f} s left"
+    def write_if_due(self) -> None:
+        if time.monotonic() - self._written_at >= WRITE_SECONDS:
+            self.write()
 
-    def _forget(self) -> None:
-        self._samples.clear()
-        self._newest = None
-
-
-class _BarProgress:
-    def __init__(self, bars: Bars, task: TaskID, pace: _Pace) -> None:
-        self._bars, self._task, self._pace = bars, task, pace
-
-    def advance_to(self, done: float, note: str = "") -> None:
-        self._pace.advance_to(done, note)
-        self._bars.update(self._task, completed=done, note=note)
-        report_advance()
-
-    def wait(self) -> None:
-        """Report only the record: the bar is redrawn all the time, with its pace."""
-        report_advance()
-
-    def start_again(self) -> None:
-        self._pace.start_again()
+    def write(self) -> None:
+        """Replace the progress file. A file that cannot be written is given up with one warning."""
+        if self._path is None:
+            return
+        with self._lock:
+            self._written_at = time.monotonic()
+            partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            try:
+                partial.write_text(json.dumps(asdict(self.measure())), encoding="utf-8")
+                partial.replace(self._path)
+            except OSError as error:
+                logger.warning("%s=%s is not written any more: %s", PROGRESS_FILE_VARIABLE, self._path, error)
+                self._path = None
 
 
-class _PlainProgress:
-    def __init__(self, pace: _Pace) -> None:
-        self._pace = pace
-        self._printed: tuple[float, str] | None = None
-        self._printed_at = time.monotonic()
-        self._is_hang_printed = False
-
-    def advance_to(self, done: float, note: str = "") -> None:
-        self._pace.advance_to(done, note)
-        if self._is_due():
-            self._print()
-        report_advance()
-
-    def wait(self) -> None:
-        if self._pace.stalled_seconds is not None and self._is_due():
-            self._print()
-        report_advance()
-
-    def _is_due(self) -> bool:
-        """Tell whether a line is due: every ten seconds, or every minute once a hang was reported."""
-        is_known = self._is_hang_printed and self._pace.stalled_seconds is not None
-        return time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_known else PLAIN_PROGRESS_SECONDS)
-
-    def start_again(self) -> None:
-        self._pace.start_again()
-
-    def finish(self) -> None:
-        if self._state != self._printed:
-            self._print()
-
-    @property
-    def _state(self) -> tuple[float, str]:
-        return self._pace.done, self._pace.note
-
-    def _print(self) -> None:
-        pace = self._pace
-        parts = [f"{pace.title}: {pace.done:,.0f}/{pace.total:,.0f} {pace.unit}", pace.note, str(pace)]
-        print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
-        self._printed, self._printed_at = self._state, time.monotonic()
-        self._is_hang_printed = pace.stalled_seconds is not None
+_reporter: _Reporter | None = None

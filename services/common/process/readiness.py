@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact, open_artifact
@@ -30,31 +31,65 @@ from services.common.errors import (
     explain_storage_error,
 )
 from services.common.hardware.image_platform import WITH_PROGRAM, describe_platform, require_backend
-from services.common.process.command_line import RecipeParser
+from services.common.process.command_line import (
+    ROOT,
+    Context,
+    Given,
+    RecipeCommand,
+    RecipePath,
+    Root,
+    make_app,
+    read_given,
+    run_app,
+)
 from services.common.process.entry_point import run_program
-from services.common.recipe.schema import STAGES, Recipe
+from services.common.recipe.schema import Stage
+
+app = make_app()
 
 
 def main(argv: list[str]) -> int:
-    parser = RecipeParser("common.process.readiness", "Check a stage's recipe, image, root and inputs.")
-    parser.add_argument("--stage", choices=STAGES, required=True, help="the stage to check")
-    parser.add_argument("--corpus", type=Path, help="the corpus folder that the trainer will get")
-    parser.add_argument("--cache", type=Path, help="the compile cache folder that the trainer will get")
-    parser.add_argument("--allow-cold-compile", action="store_true", help="let the trainer go without a cache")
-    parser.add_argument("--allow-changed-program", action="store_true", help="ignored, as an option of the trainer")
+    try:
+        return run_app(app, argv, "services.common.process.readiness")
+    except RecipeError as error:  # a wrong command line
+        return _report([], error)
+
+
+@app.command(cls=RecipeCommand)
+def check(
+    context: Context,
+    stage: Annotated[Stage, typer.Option(help="the stage to check")],
+    recipe_path: RecipePath,
+    root: Root = ROOT,
+    corpus: Annotated[Path | None, typer.Option(help="the corpus folder that the trainer will get")] = None,
+    cache: Annotated[Path | None, typer.Option(help="the compile cache folder that the trainer will get")] = None,
+    allow_cold_compile: Annotated[
+        bool, typer.Option("--allow-cold-compile", help="let the trainer go without a cache")
+    ] = False,
+    allow_changed_program: Annotated[
+        bool, typer.Option("--allow-changed-program", help="ignored, as an option of the trainer")
+    ] = False,
+) -> int:
+    """Check a stage's recipe, image, root and inputs."""
     upstream: list[dict[str, str]] = []
     problem: MillraceError | None = None
     try:
-        arguments, recipe = parser.parse(argv)
-        if arguments.stage in WITH_PROGRAM:
-            require_backend(recipe.parallel.device)
-        require_writable(arguments.root)
-        for artifact in upstream_of(arguments, recipe):
-            upstream.append(_describe(artifact))
+        given = read_given(context, recipe_path, root)
+        if stage in WITH_PROGRAM:
+            require_backend(given.recipe.parallel.device)
+        require_writable(root)
+        if stage == "trainer":
+            for artifact in upstream_of(given, corpus, cache, allow_cold_compile=allow_cold_compile):
+                upstream.append(_describe(artifact))
     except (RecipeError, ArtifactError, DeviceError, StorageError) as error:
         problem = error
-    report = {"platform": _platform(), "upstream": upstream, "problem": str(problem) if problem else None}
-    print(json.dumps(report))
+    return _report(upstream, problem)
+
+
+def _report(upstream: list[dict[str, str]], problem: MillraceError | None) -> int:
+    found = describe_platform()
+    platform = {name: found[name] for name in ("variant", "python", "ray")}
+    print(json.dumps({"platform": platform, "upstream": upstream, "problem": str(problem) if problem else None}))
     return problem.exit_code if problem else 0
 
 
@@ -70,17 +105,18 @@ def require_writable(root: Path) -> None:
         raise
 
 
-def upstream_of(arguments: Namespace, recipe: Recipe) -> Iterator[Artifact[Any]]:
-    """Open the artifacts that a stage reads: the trainer's corpus and cache, and none for the other stages.
+def upstream_of(
+    given: Given, corpus: Path | None, cache: Path | None, *, allow_cold_compile: bool
+) -> Iterator[Artifact[Any]]:
+    """Open the artifacts that the trainer reads, corpus and compile cache.
 
     Raises `ArtifactError` for the first one that is missing or does not fit.
     """
-    if arguments.stage == "trainer":
-        yield open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-        if arguments.cache:
-            yield open_artifact(arguments.cache.absolute(), CompileCacheManifest)
-        elif recipe.compile.enabled and not arguments.allow_cold_compile:
-            yield find_cache(recipe, arguments.recipe, arguments.root)
+    yield open_corpus(given.recipe, given.recipe_path, given.root, corpus)
+    if cache:
+        yield open_artifact(cache.absolute(), CompileCacheManifest)
+    elif given.recipe.compile.enabled and not allow_cold_compile:
+        yield find_cache(given.recipe, given.recipe_path, given.root)
 
 
 def _describe(artifact: Artifact[Any]) -> dict[str, str]:
@@ -91,11 +127,6 @@ def _describe(artifact: Artifact[Any]) -> dict[str, str]:
         "id": manifest.id,
         "content_digest": manifest.content_digest,
     }
-
-
-def _platform() -> dict[str, str]:
-    found = describe_platform()
-    return {name: found[name] for name in ("variant", "python", "ray")}
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""Collects what Prometheus shows of every stage: its progress, and the space of its file system."""
+"""Metrics of every stage for Prometheus, its progress and the space of its file system, and the server of metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.common.process.file_system_space import measure_space
-from services.common.process.metrics_server import PREFIX
-from services.common.process.progress_record import current_progress
+from services.common.errors import RecipeError
+from services.common.process.progress import current_progress
+
+PREFIX = "millrace_"
+"""Prefix of the name of every metric."""
 
 PROGRESS_METRICS = {
     "stage_progress_done": "work done in the stage's present phase, in the label's unit",
@@ -52,6 +56,32 @@ class StageMetrics(Collector):
         """Return the size of the root's file system and the space that is left, in bytes; NaN where it is unknown."""
         root = next((each for each in (self._root, *self._root.parents) if each.exists()), self._root)
         try:
-            return measure_space(root)
+            usage = shutil.disk_usage(root)
         except OSError:
             return math.nan, math.nan
+        return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
+
+
+@contextmanager
+def serve_metrics(collectors: Iterable[Collector], host: str, port: int) -> Iterator[None]:
+    """Serve `/metrics` during the block. Port 0 lets the system choose one.
+
+    Raises `RecipeError` if the server cannot listen on the port.
+    """
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise RecipeError(
+            f"--metrics-port {port}: cannot listen on {host}: {error}. Pass a free port, and an address of this "
+            f"machine as --metrics-host."
+        ) from error
+    print(f"metrics are at http://{host}:{server.server_port}/metrics", flush=True)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

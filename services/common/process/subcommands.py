@@ -2,7 +2,7 @@
 
 `make stage-run` runs one of them on a cluster in a short Job. Its client reads this list, and the label
 `millrace.subcommands` of the stage's image. Subcommands for a person's own machine alone are left out, such as the
-tokenizer's `pin`, which rewrites recipe files.
+tokenizer's `pin`, which rewrites recipe files. `tests/contract/test_one_off.py` compares it with the stages' apps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 ARTIFACTS = "artifacts"
 """The subcommand of every stage that verifies, shows, lists and cleans up artifacts: `services.common.artifacts`."""
 ONE_OFF = "one-off"
-"""The first word of a command that runs a subcommand in a container of its own: `services.common.process.one_off`."""
+"""The first word of a command that runs a subcommand in a container of its own."""
+ON_BATCH = "batch"
+"""The first word of a command that runs a stage on a node of an AWS Batch job: `services.common.launch.batch.job`."""
 LABEL = "millrace.subcommands"
 """The label of an image with the names of its stage's subcommands, separated by blanks."""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from services.common.artifacts.store import Draft, Workspace
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
+from services.common.process.shutdown import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.process.stage_program import run_stage
-from services.common.process.stop_signals import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.recipe.file import load_recipe
 from services.common.testing.artifacts import fill, publish
 from services.common.tests import work

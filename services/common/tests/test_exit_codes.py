@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,8 @@ from services.common.errors import (
     WorkersLost,
     explain_storage_error,
 )
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_for, exit_code_of
+from services.common.process.shutdown import Stopped
 from services.common.testing.artifacts import address_in, publish
 from services.common.testing.recipes import make_recipe, write_recipe
 from services.common.tests.builders import REPOSITORY
@@ -59,14 +62,6 @@ def run_with_mount(options: str, root: Path, *arguments: str | Path) -> tuple[in
     return done.returncode, done.stderr
 
 
-def test_a_name_of_a_foreign_file_gives_a_terminal_no_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> int:
-        raise ArtifactError("weight\x1b]0;owned\x07 is missing,\nand so is größe")
-
-    assert exit_code_of(fail) == 3
-    assert capsys.readouterr().err == "millrace: weight\\x1b]0;owned\\x07 is missing,\nand so is größe\n"
-
-
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [(RecipeError, 2), (ArtifactError, 3), (DeviceError, 4), (StorageError, 5), (TryAgain, 75), (WorkersLost, 75)],
@@ -79,6 +74,27 @@ def test_every_error_has_its_exit_code_and_prints_its_message(
 
     assert exit_code_of(work) == exit_code
     assert capsys.readouterr().err == "millrace: what, where and the next command\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        *((OSError(number, "", "/fsx/x"), 5) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)),
+        *((OSError(number, "", "/fsx/x"), 75) for number in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)),
+        *((OSError(number, "", "/fsx/x"), 2) for number in (errno.ENOENT, errno.ENAMETOOLONG)),
+        *((OSError(number, "", "/fsx/x"), 4) for number in (errno.EMFILE, errno.ENOMEM)),
+        (MemoryError(), 4),
+        (json.JSONDecodeError("expected a value", "", 0), 3),
+        (tomllib.TOMLDecodeError("expected a value"), 3),
+        (KeyboardInterrupt(), 130),
+        (Stopped(signal.SIGTERM, "stopped"), 75),
+        (ConnectionResetError(errno.ECONNRESET, ""), 1),
+        (KeyError("a bug"), 1),
+    ],
+    ids=repr,
+)
+def test_an_error_of_python_or_a_library_has_an_exit_code(error: BaseException, exit_code: int) -> None:
+    assert exit_code_for(error) == exit_code
 
 
 def test_a_full_disk_ends_with_5_and_says_where(tmp_path: Path) -> None:
@@ -101,26 +117,6 @@ def test_a_read_only_file_system_ends_with_5(tmp_path: Path) -> None:
     assert exit_code == 5
     assert "Read-only file system" in printed
     assert "--root" in printed
-
-
-@pytest.mark.parametrize("service", ["tokenizer", "compiler", "trainer"])
-def test_a_working_directory_that_was_removed_ends_with_5(tmp_path: Path, service: str) -> None:
-    """The command begins in a folder that its own shell has removed."""
-    folder = tmp_path / "removed"
-    folder.mkdir()
-    script = 'rmdir "$0" && exec "$@"'
-    command = [sys.executable, "-m", f"services.{service}", "--recipe", "none.toml"]
-    done = subprocess.run(
-        ["sh", "-c", script, str(folder), *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 5, done.stderr
-    assert "working directory" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_root_that_is_a_file_ends_with_5(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,6 @@ from services.common.input.files import (
     unreadable,
 )
 from services.common.testing.strange_files import STRANGE_FILES, replace_by
-from services.common.tests.builders import REPOSITORY
 
 
 @pytest.fixture
@@ -128,35 +125,3 @@ def test_what_cannot_be_read_is_damaged_only_where_its_bytes_are_wrong(number: i
 def test_json_of_more_values_than_any_program_writes_is_not_taken_into_memory(content: bytes) -> None:
     with pytest.raises(ValueError, match="expected at most"):
         parse_json(content)
-
-
-@pytest.mark.parametrize(
-    ("limit", "exit_code", "named"),
-    [("RLIMIT_NOFILE", 4, "ulimit -n"), ("RLIMIT_AS", 4, "ulimit -v")],
-)
-def test_a_lack_that_nobody_explained_ends_with_its_limit_and_no_traceback(
-    tmp_path: Path, limit: str, exit_code: int, named: str
-) -> None:
-    (tmp_path / "file").touch()
-    program = (
-        "import resource, sys\n"
-        "from pathlib import Path\n"
-        "from services.common.process.entry_point import run_program\n"
-        "from services.common.input.files import read_file\n"
-        "def main(argv):\n"
-        "    held = []\n"
-        f"    resource.setrlimit(resource.{limit}, (1 << 30 if sys.argv[1] == 'RLIMIT_AS' else 64,) * 2)\n"
-        "    while True:\n"
-        "        if sys.argv[1] == 'RLIMIT_AS':\n"
-        "            held.append(bytearray(1 << 28))\n"
-        "        held.append(Path(sys.argv[2]).open('rb'))\n"
-        "run_program(main)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, limit, str(tmp_path / "file")],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-
-    assert done.returncode == exit_code, done.stderr
-    assert named in done.stderr
-    assert "Traceback" not in done.stderr

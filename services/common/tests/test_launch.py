@@ -22,7 +22,6 @@ from services.common.launch.launcher import (
     choose_launcher,
     run_workers,
 )
-from services.common.process.command_line import StageParser
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
 from services.common.tests.builders import REPOSITORY
@@ -206,26 +205,6 @@ def test_an_empty_ray_address_names_none(monkeypatch: pytest.MonkeyPatch, given:
     monkeypatch.setenv("RAY_ADDRESS", given)
 
     assert cluster_address() is None
-
-
-@pytest.mark.parametrize(
-    ("address", "options", "expected"),
-    [
-        ("", (), "inline"),
-        ("", ("--launch=ray",), "ray"),
-        ("head:6379", (), "ray"),
-        ("head:6379", ("--launch=inline",), "inline"),
-        ("nonsense", ("--launch=inline",), "inline"),
-    ],
-)
-def test_a_command_uses_ray_where_ray_address_names_a_cluster_and_plain_processes_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, address: str, options: tuple[str, ...], expected: str
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    parser = StageParser("trainer", "")
-    parser.add_launch()
-
-    assert parser.parse_known_args(["--recipe=none.toml", *options])[0].launch == expected
 
 
 @pytest.mark.parametrize("given", ["no-such-host.invalid:6379", "auto"])

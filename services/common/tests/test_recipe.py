@@ -10,7 +10,6 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import LOCK_SUFFIX, Address, find_artifact, publish_once
 from services.common.errors import RecipeError
-from services.common.process.command_line import StageParser
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import MAX_NAME_LENGTH, Model
 from services.common.testing.artifacts import fill
@@ -298,36 +297,6 @@ def test_a_key_beside_a_preset_overrides_it() -> None:
     model = Model.model_validate({"preset": "llama2-7b", "num_hidden_layers": 2})
 
     assert (model.num_hidden_layers, model.hidden_size) == (2, 4096)
-
-
-def test_the_command_line_overrides_the_recipe(tmp_path: Path) -> None:
-    parser = StageParser("trainer", "Train.")
-
-    arguments, recipe = parser.parse(["--recipe", str(write_recipe(tmp_path)), "--train.max_steps=7", "--root=data"])
-
-    assert recipe.train.max_steps == 7
-    assert arguments.root == Path.cwd() / "data"
-
-
-@pytest.mark.parametrize("wrong", ["--train.max_steps", "train.max_steps=7", "--max_steps=7", "--rec=x"])
-def test_what_the_command_line_does_not_know_is_a_recipe_error(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(RecipeError, match=r"a recipe override reads --section.key=value"):
-        StageParser("trainer", "Train.").parse(["--recipe", str(write_recipe(tmp_path)), wrong])
-
-
-@pytest.mark.parametrize("option", ["--root", "--recipe", "--prompt"])
-@pytest.mark.parametrize("text", ["a\0b", "\udcff"])
-def test_text_that_is_not_utf_8_is_a_recipe_error(tmp_path: Path, option: str, text: str) -> None:
-    parser = StageParser("trainer", "Train.")
-    parser.add_argument("--prompt")
-
-    with pytest.raises(RecipeError, match=rf"{option.removeprefix('--')} '.*': expected UTF-8 without NUL characters"):
-        parser.parse(["--recipe", str(write_recipe(tmp_path)), option, text])
-
-
-def test_a_command_line_without_a_recipe_is_a_recipe_error() -> None:
-    with pytest.raises(RecipeError, match="--recipe"):
-        StageParser("trainer", "Train.").parse([])
 
 
 @pytest.mark.parametrize(

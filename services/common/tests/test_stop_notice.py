@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.process.termination_notice import NOTICE_VARIABLE, explain_short_notice
+from services.common.process.shutdown import NOTICE_VARIABLE, explain_short_notice
 
 
 def test_a_checkpoint_that_is_too_slow_for_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ from services.tokenizer.tests.builders import Tool
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["inspekt", "."], ["'inspekt'", "train-vocab", "pin", "--recipe FILE"]),
-        (["pin"], ["RECIPE", "usage: python -m services.tokenizer pin"]),
-        (["train-vocab", "--output", "a.model"], ["--vocab-size", "usage: python -m services.tokenizer train-vocab"]),
-        (["--launch", "inline"], ["--recipe", "usage: python -m services.tokenizer"]),
+        (["inspekt", "."], ["'inspekt'", "Usage: python -m services.tokenizer"]),
+        (["pin"], ["RECIPE", "Usage: python -m services.tokenizer pin"]),
+        (
+            ["train-vocab", "--output", "a.model", "x"],
+            ["--vocab-size", "Usage: python -m services.tokenizer train-vocab"],
+        ),
+        (["--launch", "inline"], ["--recipe", "Usage: python -m services.tokenizer"]),
     ],
 )
 def test_a_wrong_command_line_ends_with_2_and_the_usage(tool: Tool, arguments: list[str], expected: list[str]) -> None:
@@ -28,17 +31,14 @@ def test_a_wrong_command_line_ends_with_2_and_the_usage(tool: Tool, arguments: l
     ("command", "own", "others"),
     [
         ([], ["--recipe FILE", "--dry-run", "--train.max_steps=500", "  train-vocab ", "  pin "], ["--vocab-size"]),
-        (["train-vocab"], ["SOURCE", "--output FILE", "--vocab-size N"], ["--recipe", "--root", "--launch"]),
+        (["train-vocab"], ["SOURCE...", "--output FILE", "--vocab-size N"], ["--recipe", "--root", "--launch"]),
         (["pin"], ["RECIPE"], ["--recipe", "--root", "--vocab-size"]),
     ],
 )
 def test_help_of_a_command_has_its_own_options(
     capsys: pytest.CaptureFixture[str], command: list[str], own: list[str], others: list[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--help"])
-
-    assert ended.value.code == 0
+    assert main([*command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(part in shown for part in own), shown
     assert not any(part in shown for part in others), shown

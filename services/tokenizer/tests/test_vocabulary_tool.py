@@ -104,10 +104,10 @@ def test_a_vocabulary_that_appears_meanwhile_is_not_overwritten(
     ("arguments", "exit_code", "expected"),
     [
         (["--vocab-size", "90000", "TEXT"], 2, ["90,000", "--vocab-size"]),
-        (["--vocab-size", "299", "TEXT"], 2, ["vocab-size", "300", "usage: python -m services.tokenizer train-vocab"]),
-        (["--vocab-size", "400", "--max-bytes", "0", "TEXT"], 2, ["max-bytes", "usage"]),
+        (["--vocab-size", "299", "TEXT"], 2, ["vocab-size", "300", "Usage: python -m services.tokenizer train-vocab"]),
+        (["--vocab-size", "400", "--max-bytes", "0", "TEXT"], 2, ["max-bytes", "Usage"]),
         (["--vocab-size", "400", "--format", "word", "TEXT"], 2, ["--format", "wikicorpus"]),
-        (["--vocab-size", "400"], 2, ["SOURCE", "usage"]),
+        (["--vocab-size", "400"], 2, ["SOURCE", "Usage"]),
         (["--vocab-size", "400", "missing.txt"], 3, ["missing.txt"]),
         (["--vocab-size", "400", "EMPTY"], 3, ["empty.txt"]),
     ],

@@ -5,23 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.hub import DATASETS, is_commit
-from services.tokenizer.tools.tool_parser import ToolParser
 
 _REVISION = re.compile(r'(\brevision\s*=\s*")([^"]*)(")')
 
 
-def pin(argv: list[str]) -> int:
-    """Replace each branch or tag in a recipe's `revision` keys by the commit that it points to now."""
-    parser = ToolParser("pin", f"{pin.__doc__} A recipe is rewritten only when all of its revisions are found.")
-    parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE", help="a TOML file, which is rewritten")
-    arguments = parser.parse(argv)
-    for path in arguments.recipes:
+def pin(
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="TOML files, which are rewritten")],
+) -> int:
+    """Replace branches and tags in `revision` keys of recipes by the commits that they point to now.
+
+    A recipe is rewritten only when all of its revisions are found.
+    """
+    for path in recipes:
         pin_recipe(path)
     return 0
 

@@ -8,51 +8,52 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, get_args
 
+import typer
 from pydantic import ValidationError
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError, naming_the_place
-from services.common.process.brought_files import offer_file
+from services.common.process.command_line import one_of
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.schema import Corpus, Source, VocabularyTraining
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.sources.documents import list_inputs, require_column
-from services.tokenizer.tools.tool_parser import ToolParser
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 logger = logging.getLogger(__name__)
 
+FORMATS = get_args(Source.model_fields["format"].annotation)
+MAX_BYTES = int(VocabularyTraining.model_fields["max_bytes"].default)
 
-def train_vocab(argv: list[str]) -> int:
-    """Train a SentencePiece model on text, with the settings of [tokenizer.train]."""
-    parser = ToolParser("train-vocab", f"{train_vocab.__doc__} The same text gives the same bytes.")
-    parser.add_argument("uris", nargs="+", metavar="SOURCE", help="a source, written as `uri` is in [[corpus.sources]]")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="path of the new model; the file must not exist"
-    )
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces in the vocabulary")
-    parser.add_argument(
-        "--max-bytes", type=int, metavar="B", help=f"sample B bytes of the sources' text (default: {_max_bytes():,})"
-    )
-    parser.add_argument("--column", help="JSON key, or Parquet or Arrow column, that holds the text (default: text)")
-    parser.add_argument(
-        "--format", choices=_formats(), help="file format of all sources (default: auto, chosen by file name extension)"
-    )
-    arguments = parser.parse(argv)
+
+def train_vocab(
+    uris: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="sources, written as `uri` is in [[corpus.sources]]")
+    ],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="path of the new model; the file must not exist")],
+    vocab_size: Annotated[int, typer.Option(metavar="N", help="number of pieces in the vocabulary")],
+    max_bytes: Annotated[int, typer.Option(metavar="B", help="sample B bytes of the sources' text")] = MAX_BYTES,
+    column: Annotated[str, typer.Option(help="JSON key, or Parquet or Arrow column, that holds the text")] = "text",
+    format: Annotated[
+        str, typer.Option(callback=one_of(FORMATS), help=f"file format of all sources: {', '.join(FORMATS)}")
+    ] = "auto",
+) -> int:
+    """Train a SentencePiece model on text, with the settings of [tokenizer.train].
+
+    The same text gives the same bytes.
+    """
     try:
-        sources = [
-            Source(uri=uri, **_given(column=arguments.column, format=arguments.format)) for uri in arguments.uris
-        ]
-        training = VocabularyTraining(vocab_size=arguments.vocab_size, **_given(max_bytes=arguments.max_bytes))
+        sources = [Source.model_validate({"uri": uri, "column": column, "format": format}) for uri in uris]
+        training = VocabularyTraining(vocab_size=vocab_size, max_bytes=max_bytes)
     except ValidationError as error:
         problem = error.errors()[0]
-        option = "-".join(map(str, problem["loc"])).replace("_", "-") or "sources"
-        parser.error(f"{option}: {problem['msg']}, got {problem['input']!r}")
+        name = "-".join(map(str, problem["loc"])).replace("_", "-")
+        raise typer.BadParameter(f"{problem['msg']}, got {problem['input']!r}", param_hint=name) from error
     configure_logging("tokenizer")
-    path: Path = arguments.output.absolute()
+    path = output.absolute()
     _require_free(path)
     # No document is kept for validation, and the length of rows changes no text.
     corpus = Corpus(name="vocabulary", sources=tuple(sources), sequence_length=8, validation_fraction=0.0)
@@ -65,7 +66,6 @@ def train_vocab(argv: list[str]) -> int:
     with naming_the_place(path.parent):
         write_durably(path, model)
     print(_describe(path, model, documents))
-    offer_file(path)
     return 0
 
 
@@ -111,16 +111,3 @@ def _require_free(path: Path) -> None:
         raise RecipeError(f"{path.parent}: the folder does not exist. Make it, or pass another --output.")
     if not os.access(path.parent, os.W_OK):
         raise RecipeError(f"{path.parent}: this user cannot write to the folder. Pass another --output.")
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Return the options that the command line sets; `Source` and `VocabularyTraining` have the defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _formats() -> tuple[str, ...]:
-    return get_args(Source.model_fields["format"].annotation)
-
-
-def _max_bytes() -> int:
-    return int(VocabularyTraining.model_fields["max_bytes"].default)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from services.common.errors import WorkersLost
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.common.program.process_group import ProcessGroup
 from services.trainer.health.loss_spikes import Deviation
 from services.trainer.metrics.metric_table import UNKNOWN_NUMBERS, ReducedNumbers, WorkerNumbers

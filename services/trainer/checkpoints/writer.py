@@ -23,7 +23,7 @@ from services.common.artifacts.checkpoint import (
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit
 from services.common.errors import StorageError
-from services.common.process.termination_notice import explain_short_notice
+from services.common.process.shutdown import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.sharded_state import ShardedState

@@ -17,6 +17,7 @@ from typing import Any
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
+from services.common.hardware.faults import naming_hardware_faults
 from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher, run_workers
 from services.common.process.telemetry import configure_logging
@@ -30,7 +31,7 @@ from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
-from services.trainer.node_staging import new_cache_files, prepare_node, using_node, working_on_node
+from services.trainer.node_staging import new_cache_files, prepare_node, using_node
 from services.trainer.worker import begin_device, joined_group, make_backend
 from services.trainer.worker_start import describe_workers
 
@@ -90,7 +91,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
     """Evaluate as one worker; rank 0 writes the result."""
     job = evaluation_job.job
     configure_logging("trainer", rank=environment.rank)
-    with working_on_node(job), joined_group(environment, begin_device(job)) as group:
+    with naming_hardware_faults(), joined_group(environment, begin_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         program = Program(job.recipe, make_backend(job, environment), draws_weights=False)

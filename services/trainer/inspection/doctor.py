@@ -24,7 +24,6 @@ from services.common.errors import ArtifactError, DeviceError, StorageError, Try
 from services.common.input.files import is_damage
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import LostTask, choose_launcher
-from services.common.process.command_line import RecipeParser
 from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.memory_estimate import show_size
@@ -54,15 +53,6 @@ STRAGGLER = 0.1
 """Share by which a node's matrix products may be slower than the median node's: in every step all nodes wait for the
 slowest.
 """
-
-
-def doctor_parser() -> RecipeParser:
-    parser = RecipeParser("trainer doctor", "Check all requirements of a run and print the next steps.")
-    parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
-    parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
-    parser.add_argument("--quick", action="store_true", help="compare sizes of files instead of checksums")
-    parser.add_launch()
-    return parser
 
 
 def doctor(arguments: Namespace, recipe: Recipe) -> int:

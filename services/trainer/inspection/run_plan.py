@@ -6,15 +6,14 @@ The sources of the estimates are in docs/benchmarks/trainer.md.
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, MIB, InstanceType, default_lustre_size
-from services.common.process.termination_notice import (
+from services.common.process.shutdown import (
     CHECKPOINTS_PER_NOTICE,
     TRAINER_NOTICE_SECONDS,
     needed_notice_seconds,
@@ -104,24 +103,6 @@ class StepEstimate:
     dollars_per_node_hour: float | None
     """None if no list has the price."""
     price_source: str
-
-
-def add_assumptions(parser: ArgumentParser) -> None:
-    """Add the options that `read_assumptions` reads."""
-    for name, field in Assumptions.model_fields.items():
-        nargs = "+" if name == "nodes" else None
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, nargs=nargs, default=field.default, metavar="N", help=field.description)
-
-
-def read_assumptions(arguments: Namespace) -> Assumptions:
-    """Read the assumptions from the command line. Raises `RecipeError` for a number out of range."""
-    try:
-        return Assumptions(**{name: getattr(arguments, name) for name in Assumptions.model_fields})
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = f"--{first['loc'][0]}".replace("_", "-")
-        raise RecipeError(f"{option} {first['input']}: {first['msg']}") from error
 
 
 def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:

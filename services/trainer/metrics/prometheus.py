@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
-from services.common.process.metrics_server import PREFIX
+from services.common.process.stage_metrics import PREFIX
 from services.common.process.telemetry import JsonLinesTail
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.health.silence import heartbeat_times

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.manifest import Manifest, Phase, write_durably
-from services.common.process.duration import write_duration
+from services.common.process.progress import write_duration
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Recipe
 from services.trainer.metrics.commands import CommandRecord

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 
@@ -32,7 +31,6 @@ class FakeLauncher:
             run(job)
 
         monkeypatch.setattr("services.trainer.supervise.train", train)
-        monkeypatch.setattr("services.trainer.supervise.working_on_node", lambda job: nullcontext())
         monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: launcher)
         return launcher
 

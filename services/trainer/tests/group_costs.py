@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.trainer.agreement.step_agreement import StepAgreement, WorkerStep
 from services.trainer.tests.work import place_on_nodes
 from services.trainer.worker import joined_group

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.process.duration import write_duration
+from services.common.process.progress import write_duration
 from services.trainer.metrics.records import BLOCK_BYTES, METRICS_FILE, StepsNewestFirst
 from services.trainer.report.charts import REPORT, Series
 from services.trainer.report.comparison import write_comparison

@@ -11,7 +11,7 @@ import torch
 
 from services.common.errors import Interrupted, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.common.program.step import Program
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.evaluation.records import drop_evaluations_after, lacks_last_evaluation, read_evaluations

@@ -14,7 +14,7 @@ from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.termination_notice import NOTICE_VARIABLE
+from services.common.process.shutdown import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program

@@ -23,8 +23,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from services.common.errors import DeviceError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.metrics_server import PREFIX
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
+from services.common.process.stage_metrics import PREFIX
 from services.trainer.health.silence import forget_heartbeats, write_heartbeat
 from services.trainer.job import Job
 from services.trainer.loop import train

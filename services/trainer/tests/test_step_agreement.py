@@ -11,7 +11,7 @@ import pytest
 
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement.step_agreement import AgreedStep, StepAgreement, WorkerStep

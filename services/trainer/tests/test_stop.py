@@ -12,7 +12,7 @@ import pytest
 
 from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.trainer.job import Job
 from services.trainer.stop import (
     STOP_FILE,

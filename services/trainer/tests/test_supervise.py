@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,9 +28,8 @@ from services.common.errors import (
     WorkersLost,
 )
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.common.testing.waiting import wait_until
-from services.trainer.__main__ import begin_and_run
 from services.trainer.health.silence import write_heartbeat
 from services.trainer.job import Job
 from services.trainer.metrics.events import read_events
@@ -39,7 +37,6 @@ from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.restarts import RestartPolicy
 from services.trainer.stop import STOP_FILE, request_stop, requested_stop
 from services.trainer.supervise import supervise, train_on_node
-from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.tests.runs import REPOSITORY
@@ -77,7 +74,7 @@ def test_the_launcher_gets_what_the_run_keeps_on_a_cluster(
     supervise(job)
 
     (group,) = launcher.groups
-    assert group.spec == describe_workers(job.recipe, job.run_folder, job.attempt)
+    assert group.spec == describe_workers(job.recipe, job.run_folder, f"millrace-{job.attempt}")
     assert (group.spec.num_workers, group.max_node_losses, group.name) == (2, 2, job.run)
     assert job.checkpoint_collection.relative_to(group.storage_path or "") == Path(group.name)
     pickle.loads(pickle.dumps(group)).stop()
@@ -179,7 +176,7 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
     supervise(replace(job, recipe=recipe))
 
     place = (2, 1, workers_per_node, job.run_folder)
-    expected = WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=job.attempt)
+    expected = WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=f"millrace-{job.attempt}")
     assert [group.spec for group in launcher.groups] == [expected]
 
 
@@ -256,18 +253,3 @@ def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkey
 
     with pytest.raises(HardwareFault, match=re.escape(socket.gethostname())):
         train_on_node(job, WorkerEnvironment(0, 1))
-
-
-def test_the_start_and_the_command_share_one_reading_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, really_open, opened = write_recipe(tmp_path), os.open, []
-
-    def note(path: str, *arguments: Any, **options: Any) -> int:
-        opened.append(Path(path))
-        return really_open(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", note)
-
-    assert begin_and_run(["--recipe", str(recipe), "--root", str(tmp_path / "fsx"), "--dry-run"]) == 0
-    assert opened.count(recipe) == 1

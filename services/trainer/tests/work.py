@@ -21,7 +21,7 @@ from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.stop_reason import StopReason
+from services.common.process.shutdown import StopReason
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch

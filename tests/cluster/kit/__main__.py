@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
-from services.common.process.stop_signals import Stopped, install, name_signal
+from services.common.process.shutdown import Stopped, install, name_signal
 from tests.cluster.kit import cluster, fake_nodes, node_images
 
 

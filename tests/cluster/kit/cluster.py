@@ -26,7 +26,7 @@ from typing import Any
 
 from images.docker import require_engine
 from services.common.errors import DeviceError
-from services.common.process.stop_signals import STOP_SIGNALS
+from services.common.process.shutdown import STOP_SIGNALS
 from tests.cluster.kit.node_images import ctr, load
 from tests.cluster.kit.processes import (
     ARTIFACTS,

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from services.common.errors import DeviceError
-from services.common.process.stop_signals import deferring_stop_signals
+from services.common.process.shutdown import deferring_stop_signals
 
 HOME = Path(os.environ.get("CLUSTER_HOME", ".cluster")).resolve()
 BIN, LOG, PKI, PID = (HOME / name for name in ("bin", "log", "pki", "pid"))

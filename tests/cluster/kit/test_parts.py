@@ -16,7 +16,7 @@ from images.platforms import REPOSITORY
 from images.registry import repository_of
 from k8s.client.stage_image import full_name
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.stop_signals import name_signal
+from services.common.process.shutdown import name_signal
 from tests.cluster.kit import __main__ as command
 from tests.cluster.kit import cluster, fake_nodes, node_images
 

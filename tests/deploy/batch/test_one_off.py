@@ -17,7 +17,6 @@ from deploy.batch.job_definition import BatchOneOff, Request, read_container, re
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.brought_files import pack_file
 from services.common.process.entry_point import exit_code_of
 from services.common.process.subcommands import LABEL
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
@@ -39,9 +38,9 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def ask_one_off(recipe: Path, tmp_path: Path) -> AskOneOff:
+def ask_one_off(recipe: Path) -> AskOneOff:
     def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "tag": TAG, "folder": tmp_path / "home"}
+        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "tag": TAG}
         return OneOffRequest(stage, words or ("summary",), **fields | changes)
 
     return request
@@ -53,7 +52,6 @@ def definition_of(stage: Stage = "trainer", **changes: Any) -> Request:
         "digest": "0" * 16,
         "image": f"millrace/{stage}@sha256:{DIGEST}",
         "words": ("artifacts", "list", "a b"),
-        "bring": ("run/report.html",),
         "recipe": "packed",
         "seconds": 3_600,
     }
@@ -77,7 +75,7 @@ def test_it_is_the_stage_on_one_cpu_node_without_a_device(stage: Stage) -> None:
     assert nodes["nodeRangeProperties"][0]["instanceTypes"] == ["m7i.8xlarge"]
     assert definition["jobDefinitionName"] == f"millrace-{stage}-one-off"
     assert container["command"] == [
-        *("one-off", "--root", "/fsx", "--require-mount", "--bring", "run/report.html"),
+        *("one-off", "--root", "/fsx", "--require-mount"),
         *("--", "artifacts", "list", "a b"),
     ]
     assert container["jobRoleArn"].endswith(f"role/{stage}")
@@ -133,24 +131,6 @@ def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     assert "loss 3.2\n" in said
     [job] = cloud.submitted
     assert (job["jobQueue"], job["jobName"]) == ("millrace-cpu", "millrace-trainer-one-off-summary")
-
-
-def test_what_it_brings_is_written_and_not_printed(
-    cloud: Cloud,
-    batch: BatchTarget,
-    ask_one_off: AskOneOff,
-    while_waiting: Script,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "report.html").write_bytes(b"<html>" * 10_000)
-    lines = "\n".join(["a line", *pack_file(tmp_path / "report.html", 0)])
-    while_waiting(lambda: cloud.move("SUCCEEDED", 0, said=lines))
-    assert batch.run_one_off(ask_one_off("report"), None) == 0
-    said = capsys.readouterr().out
-    assert f"brought     {tmp_path}/home/report.html (60,000 bytes)" in said
-    assert "millrace-file" not in said
-    assert (tmp_path / "home/report.html").read_bytes() == b"<html>" * 10_000
 
 
 def test_ctrl_c_ends_the_job(

@@ -80,7 +80,6 @@ def one_off_of(stage: Stage = "trainer", **changes: Any) -> OneOff:
         "digest": "0" * 16,
         "image": f"millrace/{stage}@sha256:{DIGEST}",
         "words": ("artifacts", "list", "a b"),
-        "bring": ("run/report.html",),
         "recipe": "packed",
         "seconds": 3_600,
         "user": "somebody",

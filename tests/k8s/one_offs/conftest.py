@@ -62,7 +62,7 @@ def ask(tmp_path: Path) -> Ask:
     recipe.write_text(recipe_text())
 
     def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "folder": tmp_path / "home"}
+        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe)}
         return OneOffRequest(stage, words or ("summary",), **fields | changes)
 
     return request

@@ -53,7 +53,7 @@ def test_a_one_off_is_the_stage_on_a_cpu_node_without_a_device(overlays: dict[st
     assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
     assert [*container["command"], *container["args"]] == [
         *("python", "-m", f"services.{stage}", "one-off", "--root", "/fsx"),
-        *("--bring", "run/report.html", "--", "artifacts", "list", "a b"),
+        *("--", "artifacts", "list", "a b"),
     ]
     assert {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]} == {
         "/fsx": None,
@@ -163,8 +163,8 @@ def test_a_dry_run_shows_it_and_creates_nothing(
     pooled: Cluster, ask: Ask, schemas: dict[Kind, Schema], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = io.StringIO()
-    assert run(pooled, ask(is_dry_run=True, bring=("run/x",)), file) == 0
-    assert capsys.readouterr().out.endswith("brings      run/x\n\nDRY_RUN=1: nothing was changed\n")
+    assert run(pooled, ask(is_dry_run=True), file) == 0
+    assert capsys.readouterr().out.endswith("\n\nDRY_RUN=1: nothing was changed\n")
     documents = list(yaml.safe_load_all(file.getvalue()))
     assert [problem for each in documents for problem in problems_of(each, schemas)] == []
     assert [each["metadata"]["name"].rpartition("-")[0] for each in documents] == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from k8s.client import deployment_watch, kuberay_one_off, pull_watch
 from k8s.client.status import describe_status
 from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Outcome
-from services.common.process.brought_files import pack_file
 from services.common.process.entry_point import exit_code_of
 from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, run
 from tests.k8s.rendered import Thing
@@ -67,28 +65,6 @@ def test_one_that_takes_too_long_or_is_lost_is_typed_again(
     told = capsys.readouterr().out
     assert "its pod was lost with its node, or was evicted" in told
     assert "0.5 h" in told
-
-
-def test_what_it_brings_is_written_and_not_printed(
-    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "report.html").write_bytes(b"<html>" * 10_000)
-    lines = list(pack_file(tmp_path / "report.html", 0))
-    while_waiting(api.begin_pod, lambda: api.end_pod(0, "", "/fsx/run/x/report.html", *lines))
-    assert run(api, ask("report")) == 0
-    told = capsys.readouterr().out
-    assert f"brought     {tmp_path}/home/report.html (60,000 bytes)" in told
-    assert "millrace-file" not in told
-    assert (tmp_path / "home/report.html").read_bytes() == b"<html>" * 10_000
-
-
-def test_a_file_that_does_not_come_whole_keeps_the_job(
-    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    while_waiting(api.begin_pod, lambda: api.end_pod(0, "", "millrace-file 0/0/3 abcd"))
-    assert exit_code_of(lambda: run(api, ask("report"))) == 75
-    assert "file 1 " in capsys.readouterr().err
-    assert len(api.one_offs) == 1, "the same command takes it up again"
 
 
 def interrupt() -> None:

@@ -8,9 +8,7 @@ alone: that of COMMAND, or 75 where a node did not join or was lost. In a job of
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -19,7 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from services.common.errors import TryAgain, WorkersLost
 from services.common.launch.batch.node import (
@@ -36,14 +36,14 @@ from services.common.launch.batch.node import (
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
 from services.common.notices import WEBHOOK_VARIABLE
-from services.common.process.command_parser import CommandParser
+from services.common.process.command_line import make_app, run_app
 from services.common.process.entry_point import run_program
-from services.common.process.stop_signals import Stopped, name_signal, on_stop_signal
+from services.common.process.shutdown import Stopped, name_signal, on_stop_signal
 
 if TYPE_CHECKING:
     from services.common.launch.batch.ray_nodes import RayNodes
 
-JOIN_SECONDS = 900.0
+JOIN_SECONDS = 900
 """Seconds in which all nodes have to join, from the first container on; the last one may still pull many GB."""
 SILENT_SECONDS = 30.0
 """Seconds without an answer after which the head counts as lost; Ray's library ends a process after 60 s."""
@@ -55,12 +55,27 @@ LEAVE_SECONDS = 15.0
 """Seconds for which the main node waits for the other nodes to leave."""
 POLL_SECONDS = 0.5
 PROBE_SECONDS = 2.0
-MOST_OF_AN_OPTION = 999_999
 SHOWN_NODES = 10
 
 
+app = make_app()
+
+
 def main(argv: list[str]) -> int:
-    arguments, command = _parse(argv)
+    return run_app(app, argv, "services.STAGE batch")
+
+
+@app.command()
+def run_node(
+    words: Annotated[list[str], typer.Argument(metavar="-- python -m services.STAGE --recipe FILE --root DIR ...")],
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs that Ray uses on this node (default: all)")] = None,
+    neuron_cores: Annotated[int, typer.Option(min=0, help="NeuronCores of this node")] = 0,
+    join_seconds: Annotated[
+        int, typer.Option(min=1, help="seconds in which all nodes have to join; then the job ends with 75")
+    ] = JOIN_SECONDS,
+) -> int:
+    """Run a stage's command on the nodes of an AWS Batch job. Every container of the job runs this."""
+    command = read_command(words)
     node = find_node(os.environ)
     require_program(command)
     require_root(command.root)
@@ -69,41 +84,12 @@ def main(argv: list[str]) -> int:
         require_recipe(command)
     if node.num_nodes == 1:
         os.execvp(command.words[0], command.words)  # nosec B606 # it replaces itself by the stage
-    resources = ray_resources(command.stage, arguments.cpus, arguments.neuron_cores)
+    resources = ray_resources(command.stage, cpus, neuron_cores)
     # Batch gives a secret to all nodes. The stage's command alone sends notices; workers inherit Ray's environment.
     webhook = os.environ.pop(WEBHOOK_VARIABLE, "")
     if node.is_main:
-        return _run_main_node(node, command, resources, arguments.join_seconds, webhook)
-    return _run_child(node, command, resources, arguments.join_seconds)
-
-
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, StageCommand]:
-    parser = CommandParser(
-        prog="python -m services.STAGE batch",
-        usage="%(prog)s [options] -- python -m services.STAGE --recipe FILE --root DIR ...",
-        description="Run a stage's command on the nodes of an AWS Batch job. Every container of the job runs this.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--cpus", type=_positive, metavar="N", help="CPUs that Ray uses on this node (default: all)")
-    parser.add_argument(
-        "--neuron-cores", type=_positive, default=0, metavar="N", help="NeuronCores of this node (default: none)"
-    )
-    parser.add_argument(
-        "--join-seconds",
-        type=_positive,
-        default=JOIN_SECONDS,
-        metavar="SECONDS",
-        help="seconds in which all nodes have to join; then the job ends with 75 (default: %(default)g)",
-    )
-    options, words = parser.parse_options(argv)
-    return options, read_command(words)
-
-
-def _positive(text: str) -> int:
-    digits = str(len(str(MOST_OF_AN_OPTION)))
-    if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text[:60]!a}: expected a whole number from 1 to {MOST_OF_AN_OPTION:,}")
-    return int(text)
+        return _run_main_node(node, command, resources, join_seconds, webhook)
+    return _run_child(node, command, resources, join_seconds)
 
 
 def _run_main_node(

@@ -11,12 +11,12 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from services.common.errors import DeviceError
-from services.common.process.private_folder import new_name, private_folder
 from services.common.program.backends.warm_cache import missing_graphs
 
 COMPILER = "neuronx-cc"
@@ -70,10 +70,9 @@ class CompilerShim:
 
 def make_shim() -> CompilerShim:
     """Make a shim that is removed when this process ends."""
-    stack = ExitStack()
-    folder = stack.enter_context(private_folder(new_name("shim")))
-    atexit.register(stack.close)  # after a kill, the next command removes the folder
-    return CompilerShim(folder)
+    folder = tempfile.mkdtemp(prefix="millrace-shim-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return CompilerShim(Path(folder))
 
 
 def forbid_compiler() -> CompilerShim:

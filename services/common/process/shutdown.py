@@ -1,11 +1,14 @@
-"""Handles SIGTERM, SIGHUP and Ctrl-C, which ask a program to stop where the same command can continue later.
+"""Ends a program early: the signals that ask for it, the reasons to stop, and the notice that a node gives.
 
-SIGHUP, which a closing terminal sends, has the meaning of SIGTERM. A signal that the program was started to ignore,
-such as SIGHUP under `nohup`, stays ignored.
+SIGTERM, SIGHUP and Ctrl-C ask a program to stop where the same command can continue later. SIGHUP, which a closing
+terminal sends, has the meaning of SIGTERM. A signal that the program was started to ignore, such as SIGHUP under
+`nohup`, stays ignored.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 import os
 import select
 import signal
@@ -25,8 +28,14 @@ REPEAT_SECONDS = 1.0
 END_SECONDS = 2.0
 """Seconds after a second stop signal in which a command may still end in order, before it is ended at once."""
 
-DEFERRED_SECONDS = 10.0
 AGAIN_SECONDS = 0.1
+
+NOTICE_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+"""Variable with the seconds that Ray gives to a node which has to leave. Every stage's container sets it."""
+TRAINER_NOTICE_SECONDS = 300
+"""Notice in seconds of a trainer's container on every target, unless a deployment or the machines set another."""
+CHECKPOINTS_PER_NOTICE = 3
+"""Checkpoint times that a notice should hold: a stop waits for its step and for a checkpoint that is being written."""
 
 _EXIT_STOPPED = 75
 _EXIT_INTERRUPTED = 130
@@ -51,20 +60,10 @@ def name_signal(signum: int) -> str:
 
 def end_at_once(signum: int) -> NoReturn:
     """End this process at once, without any cleanup."""
-    message = (
-        f"millrace: Ended at once by {name_signal(signum)}. What was committed stays; the same command continues.\n"
-    )
-    say_if_heard(message)
+    message = f"millrace: {name_signal(signum)}: exiting now; the same command continues from what was committed.\n"
+    with suppress(OSError):  # stderr has no reader
+        os.write(2, message.encode())
     os._exit(exit_code_after(signum))
-
-
-def say_if_heard(message: str) -> None:
-    """Write a line to stderr unless that would wait, because a pipe may be full and its reader paused. `select` reports
-    a pipe as writable where PIPE_BUF bytes fit.
-    """
-    with suppress(OSError, ValueError):  # stderr has no reader, or is closed
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, message.encode()[: select.PIPE_BUF])
 
 
 def end_soon(signum: int, message: str) -> NoReturn:
@@ -121,27 +120,17 @@ def on_stop_signal(first: Callable[[int], object], again: Callable[[int], object
 @contextmanager
 def deferring_stop_signals() -> Iterator[None]:
     """Deliver a stop signal only after the block, for calls that would lose the handler's error, or must not be
-    interrupted. Where the block still runs DEFERRED_SECONDS after a signal, the process is ended.
+    interrupted. A second signal ends the process.
     """
     if threading.current_thread() is not threading.main_thread():  # other threads get no signals
         yield
         return
     arrived: list[int] = []
-    timers: list[threading.Timer] = []
-
-    def note(signum: int) -> None:
-        arrived.append(signum)
-        timers.append(threading.Timer(DEFERRED_SECONDS, end_at_once, [signum]))
-        timers[-1].daemon = True
-        timers[-1].start()
-
-    previous = _replace(_Handler(note, end_at_once))
+    previous = _replace(_Handler(arrived.append, end_at_once))
     try:
         yield
     finally:
         _restore(previous)
-        for timer in timers:
-            timer.cancel()
         if arrived:
             signal.raise_signal(arrived[0])
 
@@ -185,3 +174,37 @@ def _replace(handler: _Handler) -> dict[signal.Signals, Any]:
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
+
+
+class StopReason(enum.IntEnum):
+    """Reasons to stop, from the weakest to the strongest."""
+
+    NONE = 0
+    TIME_LIMIT = 1
+    STOP_FILE = 2
+    # The command hears of these, and passes them on through the stop file.
+    PREEMPTION = 3
+    SIGTERM = 4
+    INTERRUPT = 5
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+def needed_notice_seconds(checkpoint_seconds: float) -> int:
+    """Return the seconds of notice in which a checkpoint that takes this long is always committed."""
+    return math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_seconds)
+
+
+def explain_short_notice(checkpoint_seconds: float) -> str:
+    """Return why the notice of this container may be too short for a checkpoint that takes this long, or nothing."""
+    notice_seconds = float(os.environ.get(NOTICE_VARIABLE) or "inf")
+    needed = needed_notice_seconds(checkpoint_seconds)
+    if needed <= notice_seconds:
+        return ""
+    return (
+        f"a checkpoint took {checkpoint_seconds:.1f} s, and this container has a termination notice of "
+        f"{notice_seconds:g} s, which should be {CHECKPOINTS_PER_NOTICE} times as long: a stop may lose the steps "
+        f"since the checkpoint before. On Kubernetes the next deployment sets {needed} s by itself; on AWS "
+        f"Batch, raise checkpoint_gb in the tfvars of infra/stacks/batch, then make infra-up STACK=batch"
+    )

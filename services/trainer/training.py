@@ -1,0 +1,130 @@
+"""Trains a run: from its newest checkpoint, or anew, to the recipe's max_steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.lock import hold_lock
+from services.common.artifacts.store import Artifact
+from services.common.artifacts.upstream import stage_command
+from services.common.errors import ArtifactError, MillraceError, naming_the_place
+from services.common.process.progress import report_published
+from services.common.program.backends.slow_paths import slow_paths
+from services.common.recipe.derived import explain_repetition, explain_schedule_end
+from services.trainer.branch import describe_parent, open_parent, require_same_vocabulary
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
+from services.trainer.checkpoints.retention import discard_left_over
+from services.trainer.evaluation.records import lacks_last_evaluation
+from services.trainer.job import Job, completed_step, continue_run
+from services.trainer.metrics.commands import recording_command
+from services.trainer.node_staging import prepare_node, using_node
+from services.trainer.notices import notifying_run
+from services.trainer.report.run_report import read_state, write_report
+from services.trainer.run import describe_skips, describe_state, open_run, write_run, writing_costs
+from services.trainer.run_start import explain_new_run
+from services.trainer.supervise import supervise
+
+logger = logging.getLogger(__name__)
+
+Export = Callable[[Job], AbstractContextManager[None]]
+"""Exports the metrics of a job while its workers train."""
+
+
+def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_program: bool) -> int:
+    """Train under the run's lock, write the report, and return 0.
+
+    A run that is complete is only reported, where a killed command has not done so. `recipe_path` is for messages.
+    """
+    recipe = job.recipe
+    job.run_folder.mkdir(parents=True, exist_ok=True)
+    with (
+        hold_lock(job.lock),
+        writing_costs(job),
+        recording_command(job),
+        using_node(job),
+    ):
+        discard_left_over(job.checkpoint_collection)
+        checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
+        if checkpoint and completed_step(checkpoint) >= recipe.train.max_steps and not _is_reported(job, checkpoint):
+            # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
+            checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
+        if checkpoint is None:
+            job = _begin_run(job, recipe_path)
+        step = completed_step(checkpoint)
+        is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
+        if checkpoint and not is_complete:
+            job = continue_run(job, checkpoint, allow_changed_program)
+        write_run(job)
+        if checkpoint and is_complete:
+            if not _is_reported(job, checkpoint):
+                report_training(job, recipe_path)
+            report_published(job.checkpoint_collection, is_new=False)
+            print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
+            return 0
+        warnings = [explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)]
+        for problem in filter(None, [*warnings, *slow_paths(recipe).values()]):
+            logger.warning("%s", problem)
+        prepare_node(job)
+        with (
+            export(job),
+            naming_the_place(job.root),
+            notifying_run(job, recipe_path) as observe,
+        ):
+            supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
+        discard_left_over(job.checkpoint_collection)
+    report_training(job, recipe_path)
+    report_published(job.checkpoint_collection, is_new=True)
+    print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
+    return 0
+
+
+def _begin_run(job: Job, recipe_path: Path) -> Job:
+    """Return the job of a run without a checkpoint, which has the waivers of the run that it branches from.
+
+    Raises `ArtifactError` if the weights or the checkpoint with which it begins are missing.
+    """
+    recipe = job.recipe
+    if recipe.train.initial_weights:
+        raise ArtifactError(
+            f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
+            f"them: `{stage_command('trainer', recipe_path, job.root, 'import', '--from', 'FOLDER')}`"
+        )
+    if recipe.train.branch:
+        parent = open_parent(job.root, recipe.train.branch)
+        require_same_vocabulary(job.root, parent, recipe, job.corpus)
+        logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
+        return replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
+    if before := explain_new_run(job.root, recipe, job.corpus):
+        logger.info("%s is a new run and does not continue %s", job.run, before)
+    return job
+
+
+def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
+    """Whether the report is of this state, which it is not where a command was killed before it wrote the report."""
+    return read_state(job.run_folder) == describe_state(checkpoint)
+
+
+def report_training(job: Job, recipe_path: Path) -> None:
+    """Write the report of a complete run. The report is a view: if it fails, the training has still succeeded.
+
+    It reads no weights, because the command's node may be too small for them.
+    """
+    try:
+        run = open_run(job.root, job.run, verify_sizes)
+        if run.checkpoint.manifest.checkpoint.skipped_steps:
+            logger.warning("skipped: %s", describe_skips(run))
+        write_report(run)
+    except Exception as error:
+        expected = isinstance(error, MillraceError | OSError)
+        logger.warning(
+            "the training is complete, but its report could not be written: %s. Write it with `%s`",
+            error,
+            stage_command("trainer", recipe_path, job.root, "report"),
+            exc_info=not expected,  # a bug gets its traceback, and the training still counts
+        )
