@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
-from services.common.input.files import parse_json, read_file
 
 GOOD_IMAGES_KEPT = 5
 FOLDER = "deploy"
@@ -39,7 +38,7 @@ def merge_histories(older: Sequence[str], newer: Sequence[str]) -> list[str]:
 def read_good_images(root: Path, stage: str) -> list[str]:
     """The stored list; empty where there is none. Raises `OSError`, and `ValueError` for a file that holds no list."""
     try:
-        stored = parse_json(read_file(_file_of(root, stage)))
+        stored = json.loads(_file_of(root, stage).read_bytes())
     except FileNotFoundError:
         return []
     if not isinstance(stored, list) or not all(isinstance(image, str) for image in stored):

@@ -48,7 +48,6 @@ FROM packages AS code
 ARG VARIANT
 COPY services/common/errors.py /app/services/common/
 COPY services/common/hardware/faults.py services/common/hardware/image_platform.py /app/services/common/hardware/
-COPY services/common/input/credentials.py /app/services/common/input/
 COPY services/common/process/entry_point.py services/common/process/shutdown.py /app/services/common/process/
 RUN MILLRACE_VARIANT=$VARIANT python -m services.common.hardware.image_platform --without-device
 COPY services/common /app/services/common

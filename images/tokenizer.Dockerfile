@@ -48,7 +48,6 @@ FROM packages AS code
 ARG VARIANT
 COPY services/common/errors.py /app/services/common/
 COPY services/common/hardware/faults.py services/common/hardware/image_platform.py /app/services/common/hardware/
-COPY services/common/input/credentials.py /app/services/common/input/
 COPY services/common/process/entry_point.py services/common/process/shutdown.py /app/services/common/process/
 RUN MILLRACE_VARIANT=$VARIANT python -m services.common.hardware.image_platform --without-device
 COPY services/common /app/services/common
@@ -65,7 +64,7 @@ COPY --from=code /app/services/tokenizer /app/services/tokenizer
 # Kernels for every x86-64 processor since 2015, as a node may have another one than this machine.
 ENV NUMBA_CPU_NAME=x86-64-v3 \
     NUMBA_CPU_FEATURES=
-RUN python -c "from services.tokenizer.encoding.chunk_encoder import load_kernels as load; load('uint16'); load('uint32')"
+RUN python -m services.tokenizer.encoding.chunk_encoder
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "services.tokenizer"]
 CMD []

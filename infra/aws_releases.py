@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from services.common.input.files import read_file
-
 AWS_RELEASES_JSON = Path(__file__).parent / "aws_releases.json"
 
 
@@ -65,4 +63,4 @@ def name_of_eks_release(release: str) -> str:
 
 @cache
 def _read() -> dict[str, Any]:
-    return dict(json.loads(read_file(AWS_RELEASES_JSON)))
+    return dict(json.loads(AWS_RELEASES_JSON.read_bytes()))

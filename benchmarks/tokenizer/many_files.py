@@ -32,7 +32,7 @@ from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import write_recipe
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition
-from services.tokenizer.encoded_partitions import SUMMED, EncodedPartitions
+from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.tasks import TaskSequence, map_largest_first
@@ -145,7 +145,6 @@ def measure_memory(folder: Path) -> None:
 def _make_result(index: int) -> EncodedPartition:
     """Return what an encode task returns, without its work."""
     part = EncodedPart(documents=1, text_bytes=1, document_tokens=index, tokens_xxh3="0" * 32, starts_xxh3="0" * 32)
-    counts: dict[str, Any] = dict.fromkeys(SUMMED, 1)
     return EncodedPartition(
         index=index,
         key="",
@@ -156,7 +155,7 @@ def _make_result(index: int) -> EncodedPartition:
         files_without_text=(),
         max_document_bytes=2**40,
         parts=dict.fromkeys(SPLITS, part),
-        **counts,
+        counts={"documents_read": 1, "documents_duplicate": 0},
     )
 
 

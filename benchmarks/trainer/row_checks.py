@@ -43,7 +43,7 @@ class UncheckedRows(CorpusRows):
     """Gives the rows of a corpus without a look at their checks."""
 
     def read(self, split: Split, row: int) -> Row:
-        file, length = self.map(split, self._number(split, row)), self.corpus.sequence_length
+        file, length = self.file_of(split, row), self.corpus.sequence_length
         at = row - file.rows.start
         begin, end = file.start_offsets[at : at + 2].tolist()
         return Row(file.tokens[at * length : (at + 1) * length], file.starts[begin:end])

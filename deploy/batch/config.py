@@ -14,7 +14,6 @@ from pathlib import Path
 
 from infra.shapes import Shape, find_shape
 from services.common.errors import RecipeError
-from services.common.input.files import read_file
 from services.common.recipe.schema import STAGES, Stage
 
 CONFIG = Path(__file__).parent / "config.txt"
@@ -121,7 +120,7 @@ def read_config(path: Path = CONFIG) -> Config:
 def read_values(path: Path) -> dict[str, str]:
     """Keys and values of a config.txt. Raises `RecipeError` for a file or a line that cannot be read."""
     try:
-        text = read_file(path).decode()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
             f"{path} cannot be read: {error}. It names the account's job queues: make infra-up STACK=batch writes it, "

@@ -21,7 +21,6 @@ from infra.cost.estimate import ControlPlane, Sizes
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import LustreSize, default_lustre_size
-from services.common.input.files import read_file
 
 REPOSITORIES = "millrace"  # as in infra/stacks/common.tf; a contract test compares them
 VARIABLES_FILE = "terraform.tfvars"  # terraform reads it without being asked to
@@ -158,7 +157,7 @@ def _read_given(config: str | None, folder: Path) -> dict[str, str]:
     path = folder / config if config else None
     if not path or not path.is_file():
         return {}
-    pairs = [line.partition("=") for line in read_file(path).decode().splitlines()]
+    pairs = [line.partition("=") for line in path.read_text(encoding="utf-8").splitlines()]
     return {key: value.strip() for key, _, value in pairs if value.strip() and not key.startswith("#")}
 
 
@@ -195,7 +194,7 @@ def _attribute(variables: Mapping[str, Any], name: str, attribute: str) -> Any:
 
 def _read_declarations(folder: Path) -> dict[str, dict[str, Any]]:
     """Type and default of every variable that the root module declares, in whichever of its files."""
-    files = (path for path in sorted(folder.glob("*.tf")) if b'variable "' in read_file(path))
+    files = (path for path in sorted(folder.glob("*.tf")) if b'variable "' in path.read_bytes())
     return {
         plain(name): {key: plain(variable[key]) for key in ("type", "default") if key in variable}
         for path in files
@@ -251,7 +250,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return _parse_text(read_file(path).decode())
+        return _parse_text(path.read_text(encoding="utf-8"))
     except LarkError as error:
         raise RecipeError(f"{path} is no valid HCL: {error}. terraform fmt {path} shows the place") from error
 

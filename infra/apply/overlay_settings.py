@@ -8,7 +8,6 @@ from typing import Any
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError
-from services.common.input.files import read_file
 
 SETTINGS = Path(__file__).parents[2] / "k8s/overlays/eks/settings.env"
 PLACEHOLDER = "CHANGE-ME"
@@ -49,7 +48,7 @@ def forget_settings(path: Path = SETTINGS) -> None:
 
 def _replace(path: Path, values: Mapping[str, str]) -> None:
     left, lines = dict(values), []
-    for line in read_file(path).decode().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         key = line.partition("=")[0]
         lines.append(f"{key}={left.pop(key)}" if key in left else line)
     lines += [f"{key}={value}" for key, value in left.items()]

@@ -10,7 +10,6 @@ from infra.account.batch_queues import list_definitions, list_job_ids, list_queu
 from infra.account.polling import wait_until_none
 from infra.account.session import Account, explaining_refusals
 from infra.teardown.neighbours import Neighbour, find_in_account
-from services.common.input.files import read_file
 
 JOBS_SECONDS = 1800.0
 """Seconds in which Batch ends all jobs, also those whose nodes are only starting, unless a notice is longer."""
@@ -66,7 +65,7 @@ class BatchWorkloads:
             for arn in list_definitions(self.account, self.stack):
                 print(f"deregister  {arn.rpartition('/')[2]}", flush=True)
                 self.account.client("batch").deregister_job_definition(jobDefinition=arn)
-        lines = read_file(self.config).decode().splitlines() if self.config.is_file() else []
+        lines = self.config.read_text(encoding="utf-8").splitlines() if self.config.is_file() else []
         if f"NAME={self.stack}" in lines and f"REGION={self.account.region}" in lines:
             self.config.unlink()
 

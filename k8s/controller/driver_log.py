@@ -11,7 +11,6 @@ from pathlib import Path
 
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
 from services.common.errors import StorageError
-from services.common.input.files import open_for_append
 
 LOG_FOLDER = "log"
 AGAIN_SECONDS = 1.0
@@ -84,7 +83,7 @@ class DriverLog:
         written = self.path.stat().st_size if self.path.exists() else 0
         position = 0
         readable = Readable()
-        with open_for_append(self.path) as file:
+        with self.path.open("ab") as file:
 
             def write(text: str) -> None:
                 nonlocal position

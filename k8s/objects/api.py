@@ -20,7 +20,6 @@ from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
 from k8s.objects.names import NAMESPACE
 from services.common.errors import DeviceError
-from services.common.input.files import require_regular_file
 
 Object = dict[str, Any]
 
@@ -217,9 +216,6 @@ def connect() -> Api:
             kubernetes.config.load_incluster_config()
             return Api(_patient(kubernetes.client.ApiClient()))
         file = os.environ.get("KUBECONFIG") or (str(LOCAL_KUBECONFIG) if LOCAL_KUBECONFIG.exists() else None)
-        for each in (file or kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION).split(os.pathsep):
-            if os.path.lexists(each):  # the library reports an absent file well, but would wait for a pipe
-                require_regular_file(Path(each))
         return Api(_patient(kubernetes.config.new_client_from_config(config_file=file)))
     except (ConfigException, OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise DeviceError(

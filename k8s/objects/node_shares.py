@@ -7,6 +7,7 @@ two stages of a pool cannot overwrite each other's share, because the API server
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 from k8s.objects.api import Api, Object
@@ -14,7 +15,6 @@ from k8s.objects.conditions import has_condition
 from k8s.objects.eks import NODE_GROUP_LABEL, split_name
 from k8s.objects.names import NAMESPACE, NODE_POOLS, NODE_POOLS_ANNOTATION
 from services.common.errors import DeviceError
-from services.common.input.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_share_book(api: Api) -> ShareBook:
 
 def _read_pools(text: str) -> dict[str, PoolShares]:
     try:
-        read = {name: PoolShares(**each) for name, each in parse_json(text.encode()).items()}
+        read = {name: PoolShares(**each) for name, each in json.loads(text).items()}
         numbers = [number for each in read.values() for number in (each.size_before, *each.nodes.values())]
         is_whole = all(isinstance(number, int) for number in numbers)
     except (ValueError, TypeError, AttributeError):

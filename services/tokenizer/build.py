@@ -11,14 +11,14 @@ from services.common.artifacts.corpus import MAX_BAD_FILES, SPLITS, CorpusPayloa
 from services.common.artifacts.manifest import FileEntry, PhaseTimer, sync_folder
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
-from services.common.input.problem_list import list_names
 from services.common.launch.launcher import Launcher
+from services.common.problem_list import list_names
 from services.common.process.progress import show_progress
 from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.duplicates import DuplicateLists, find_duplicates
 from services.tokenizer.encode_task import EncodeTask, encode_partition
-from services.tokenizer.encoded_partitions import SUMMED, EncodedPartitions
+from services.tokenizer.encoded_partitions import EncodedPartitions
 from services.tokenizer.encoding.encoder import sampled_bytes_of_worker, token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
 from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
@@ -87,7 +87,7 @@ def build_corpus(
         encoder=", ".join(sorted(encoded.encoders)),
         reference=reference_name(vocabulary),
         control_text=recipe.corpus.control_text,
-        **{count: encoded.counts[count] for count in SUMMED},
+        **encoded.counts,
         bad_rows=bad_rows,
         bad_files=tuple(bad_files[:MAX_BAD_FILES]),
         sources=_count_sources(recipe, encoded, overlap),

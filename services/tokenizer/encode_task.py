@@ -92,14 +92,10 @@ class EncodedPartition(ManifestModel):
     encoder: str
     text_xxh3: str
     """Hash of the documents that were read, with those that went into no split."""
-    documents_checked: int
-    """Documents that the worker compared with the reference during this task."""
-    documents_read: int
-    documents_empty: int
-    documents_too_short: int
-    documents_duplicate: int
-    documents_not_sampled: int
-    documents_with_invalid_utf8: int
+    counts: dict[str, int]
+    """Documents by what became of them, with the names of `CorpusPayload`. Those that the worker has compared with the
+    reference during this task are `documents_checked`.
+    """
     bad_files: tuple[BadFile, ...]
     files_repaired: tuple[str, ...]
     """Files, or parts of them, that are short and look like another encoding."""
@@ -273,13 +269,15 @@ def _encode(
         key=key,
         encoder=encoder.name,
         text_xxh3=text_hash.hexdigest(),
-        documents_checked=encoder.take_documents_checked(),
-        documents_read=read,
-        documents_empty=empty,
-        documents_too_short=too_short,
-        documents_duplicate=duplicate,
-        documents_not_sampled=not_sampled,
-        documents_with_invalid_utf8=invalid,
+        counts={
+            "documents_checked": encoder.take_documents_checked(),
+            "documents_read": read,
+            "documents_empty": empty,
+            "documents_too_short": too_short,
+            "documents_duplicate": duplicate,
+            "documents_not_sampled": not_sampled,
+            "documents_with_invalid_utf8": invalid,
+        },
         bad_files=bad_rows.files(),
         files_repaired=tuple(bad_rows.repaired),
         files_without_text=tuple(bad_rows.without_text),

@@ -16,16 +16,6 @@ from services.tokenizer.encoding.encoder import BOS_AND_EOS
 from services.tokenizer.partition_plan import Partitions
 from services.tokenizer.sources.bad_rows import add_up
 
-SUMMED = (
-    "documents_checked",
-    "documents_read",
-    "documents_empty",
-    "documents_too_short",
-    "documents_duplicate",
-    "documents_not_sampled",
-    "documents_with_invalid_utf8",
-)
-"""Counts of a corpus that are sums of its partitions' counts."""
 _DIGEST_BYTES = 16
 
 
@@ -61,9 +51,9 @@ class EncodedPartitions:
     def add(self, index: int, encoded: EncodedPartition) -> None:
         """Add the result of the encode task of partition `index`."""
         self.encoders.add(encoded.encoder)
-        self.counts.update({count: getattr(encoded, count) for count in SUMMED})
+        self.counts.update(encoded.counts)
         self._text_digests[index] = np.frombuffer(bytes.fromhex(encoded.text_xxh3), np.uint8)
-        self.duplicates[index] = encoded.documents_duplicate
+        self.duplicates[index] = encoded.counts["documents_duplicate"]
         self.files_repaired.update(encoded.files_repaired)
         self.files_without_text.update(encoded.files_without_text)
         if encoded.bad_files and self._is_first_pass[index]:

@@ -195,7 +195,7 @@ class NgramSet:
 
     def find(self, hashes: Hashes) -> Indices:
         """Return the indices of the hashes that are in the set."""
-        possible = hashes[self._is_possible[self._low(hashes)]]
+        possible = np.sort(hashes[np.flatnonzero(self._is_possible[self._low(hashes)])])  # sorted, for the caches
         indices = np.searchsorted(self.hashes, possible)
         indices[indices == len(self.hashes)] = 0
         return indices[self.hashes[indices] == possible]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,14 @@ class ShardLayout:
     rows_per_shard: int
 
 
+class Run(NamedTuple):
+    """Tokens [first, last) of a split, which one partition has."""
+
+    partition: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class PackTask:
     """The input of `pack_file`, which is sent to a worker process: tokens [begin, end) of a split go into a file."""
@@ -54,6 +62,8 @@ class PackTask:
     """Number of the shard; None for the tail."""
     begin: int
     end: int
+    runs: tuple[Run, ...]
+    """Where the partitions with these tokens are in the split."""
 
     @property
     def path(self) -> str:
@@ -88,8 +98,7 @@ def pack_splits(
     tasks: list[PackTask] = []
     for split in SPLITS:
         (folder / split / "tail").mkdir(parents=True)
-        TokenRuns(encoded_folder, split, layout.token_dtype).write_offsets(encoded.tokens(split))
-        tasks += _plan_files(folder, encoded_folder, split, encoded.totals(split).tokens, layout)
+        tasks += _plan_files(folder, encoded_folder, split, encoded.tokens(split), layout)
     sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
     packed = run_largest_first(launcher, pack_file, tasks, sizes, num_workers, title="pack", unit="bytes")
     for split in SPLITS:
@@ -102,15 +111,24 @@ def pack_splits(
 
 
 def _plan_files(
-    folder: Path, encoded_folder: Path, split: Split, num_tokens: int, layout: ShardLayout
+    folder: Path, encoded_folder: Path, split: Split, tokens: npt.NDArray[np.int64], layout: ShardLayout
 ) -> list[PackTask]:
+    """Return the tasks of a split whose partition i has `tokens[i]` tokens."""
+    offsets = np.append(0, np.cumsum(tokens))
+    num_tokens = int(offsets[-1])
     tokens_of_rows = num_tokens - num_tokens % layout.sequence_length
     tokens_per_shard = layout.rows_per_shard * layout.sequence_length
+
+    def make_task(shard: int | None, begin: int, end: int) -> PackTask:
+        partitions = range(np.searchsorted(offsets, begin, "right") - 1, np.searchsorted(offsets, end, "left"))
+        runs = tuple(Run(index, *offsets[index : index + 2].tolist()) for index in partitions if tokens[index])
+        return PackTask(folder, encoded_folder, split, layout, shard, begin, end, runs)
+
     tasks = [
-        PackTask(folder, encoded_folder, split, layout, shard, begin, min(begin + tokens_per_shard, tokens_of_rows))
+        make_task(shard, begin, min(begin + tokens_per_shard, tokens_of_rows))
         for shard, begin in enumerate(range(0, tokens_of_rows, tokens_per_shard))
     ]
-    return [*tasks, PackTask(folder, encoded_folder, split, layout, None, tokens_of_rows, num_tokens)]
+    return [*tasks, make_task(None, tokens_of_rows, num_tokens)]
 
 
 def _count(
@@ -144,7 +162,7 @@ def _count(
 def pack_file(task: PackTask) -> PackedFile:
     """Write a shard or a tail. Two processes that run the same task write the same bytes."""
     layout = task.layout
-    tokens, starts = TokenRuns(task.encoded, task.split, layout.token_dtype).read(task.begin, task.end)
+    tokens, starts = _read_tokens(task)
     make = _tail if task.shard is None else _rows
     batch = make(task.split, task.begin // layout.sequence_length, tokens, starts, layout)
     # A Python file, because a full disk is then an OSError with its errno.
@@ -152,6 +170,33 @@ def pack_file(task: PackTask) -> PackedFile:
         writer.write_batch(batch)
     check_digest = digest_checks(numbers_of(batch.column("check")))
     return PackedFile(file.entry(task.path), check_digest, len(tokens), len(starts))
+
+
+def _read_tokens(task: PackTask) -> tuple[TokenIds, Offsets]:
+    """Return the tokens of the file, and the positions among them at which documents begin.
+
+    A partition is compared with its checksums by the task that has its first token: its files are not synced, and a
+    lost node may have left zeros in them. Raises `ArtifactError`.
+    """
+    tokens: TokenIds = np.empty(task.end - task.begin, task.layout.token_dtype)
+    starts: list[Offsets] = [np.empty(0, np.int64)]
+    for partition, first, last in task.runs:
+        low, high = max(task.begin, first) - first, min(task.end, last) - first
+        path = tokens_path(task.encoded, partition, task.split)
+        own = map_array(path, tokens.dtype) if path.exists() else tokens[:0]
+        is_to_check = task.begin <= first < task.end
+        if len(own) != last - first or (
+            is_to_check and not read_whole_partition(task.encoded, partition, [task.split])
+        ):
+            raise ArtifactError(
+                f"{path}: is not as its task wrote it ({len(own):,} of {last - first:,} tokens, or other bytes). "
+                f"Run the same command again, which encodes the partition anew."
+            )
+        at = first - task.begin
+        tokens[at + low : at + high] = own[low:high]
+        own_starts = map_array(starts_path(task.encoded, partition, task.split), np.int64)
+        starts.append(own_starts[slice(*np.searchsorted(own_starts, [low, high]))] + at)
+    return tokens, np.concatenate(starts)
 
 
 def _rows(split: Split, first_row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
@@ -193,63 +238,6 @@ def _starts_and_checks(
         array_of_numbers(offsets), array_of_numbers(stored_starts), type=schema.field("doc_starts").type
     )
     return lists, array_of_numbers(check_rows(split, first_row, ids_RL, offsets, stored_starts))
-
-
-@dataclass(frozen=True)
-class TokenRuns:
-    """The tokens of a split as one stream, which the encode tasks have left in files of `folder`.
-
-    A file has the positions at which partitions begin in the stream, 8 bytes for each.
-    """
-
-    folder: Path
-    split: Split
-    token_dtype: str
-
-    @property
-    def _offsets_path(self) -> Path:
-        return self.folder / f"{self.split}.offsets"
-
-    def write_offsets(self, num_tokens: npt.NDArray[np.int64]) -> None:
-        """Write where every partition begins. Partition i has `num_tokens[i]` tokens."""
-        begins = np.zeros(len(num_tokens) + 1, np.int64)
-        np.cumsum(num_tokens, out=begins[1:])
-        with write_file(self._offsets_path) as file:
-            file.write(begins.tobytes())
-
-    def read(self, begin: int, end: int) -> tuple[TokenIds, Offsets]:
-        """Return tokens [begin, end) of the split, and the positions among them at which documents begin.
-
-        The files of a partition are compared with their checksums by the read that has the partition's first token:
-        they are not synced, and a lost node may have left zeros in them. Raises `ArtifactError`.
-        """
-        tokens: TokenIds = np.empty(end - begin, self.token_dtype)
-        starts: list[Offsets] = [np.empty(0, np.int64)]
-        for index, first, last in self._runs(begin, end):
-            low, high = max(begin, first) - first, min(end, last) - first
-            path = tokens_path(self.folder, index, self.split)
-            is_to_check = begin <= first < end
-            own = map_array(path, self.token_dtype) if path.exists() else np.empty(0, self.token_dtype)
-            if len(own) != last - first or (is_to_check and not read_whole_partition(self.folder, index, [self.split])):
-                raise ArtifactError(
-                    f"{path}: is not as its task wrote it ({len(own):,} of {last - first:,} tokens, or other bytes). "
-                    f"Run the same command again, which encodes the partition anew."
-                )
-            at = first - begin
-            tokens[at + low : at + high] = own[low:high]
-            own_starts = map_array(starts_path(self.folder, index, self.split), np.int64)
-            from_document, to_document = np.searchsorted(own_starts, [low, high])
-            starts.append(own_starts[from_document:to_document] + at)
-        return tokens, np.concatenate(starts)
-
-    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number, the begin and the end of every partition with tokens in [begin, end)."""
-        begins = map_array(self._offsets_path, np.int64)
-        index = int(np.searchsorted(begins, begin, side="right")) - 1
-        while index < len(begins) - 1 and begins[index] < end:
-            if begins[index] < begins[index + 1]:
-                yield index, int(begins[index]), int(begins[index + 1])
-            index += 1
 
 
 class HashedFile:

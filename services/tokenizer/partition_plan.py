@@ -32,7 +32,6 @@ import xxhash
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import write_durably
 from services.common.launch.launcher import Launcher
-from services.common.process.progress import show_progress
 from services.common.recipe.schema import Corpus, Recipe
 from services.tokenizer.sources.documents import FORMATS, cut_file, require_column
 from services.tokenizer.sources.input_files import (
@@ -44,7 +43,7 @@ from services.tokenizer.sources.input_files import (
     InputPartition,
     read_files,
 )
-from services.tokenizer.tasks import TaskSequence, map_array, write_file
+from services.tokenizer.tasks import TaskSequence, map_array, run_largest_first, write_file
 
 RANGE = np.dtype([("file", "<i8"), ("begin", "<i8"), ("end", "<i8"), ("bytes", "<i8")])
 """A file range. `file` is BLOCK_FILES times the number of the file's block, plus the file's row in the block."""
@@ -117,14 +116,8 @@ def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], laun
         len(sizes),
         lambda block: CutTask(plan.path, block, recipe.corpus, is_first[block] or sizes[block] == BLOCK_FILES),
     )
-    ranges: dict[int, Ranges] = {}
-    done = 0
-    with show_progress("plan", sum(sizes), "files") as progress:
-        for block, cut in launcher.map_tasks(cut_block, tasks, _num_workers(recipe, listings)):
-            ranges[block] = cut
-            done += sizes[block]
-            progress.advance_to(done)
-    return [ranges[block] for block in range(len(sizes))]
+    num_workers = _num_workers(recipe, listings)
+    return run_largest_first(launcher, cut_block, tasks, np.array(sizes), num_workers, title="plan", unit="files")
 
 
 def _num_workers(recipe: Recipe, listings: Sequence[FileListing]) -> int:

@@ -14,7 +14,7 @@ from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, L
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Artifact
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input.problem_list import list_names, list_problems
+from services.common.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Branch, Recipe
 from services.trainer.checkpoints.lookup import find_trained_corpus, open_checkpoint

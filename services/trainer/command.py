@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +61,7 @@ from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
 from services.trainer.inspection.checkpoint_content import inspect
-from services.trainer.inspection.doctor import doctor
+from services.trainer.inspection.doctor import DoctorOptions, doctor
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
@@ -206,8 +205,7 @@ def run_doctor(
 ) -> int:
     """Check all requirements of a run and print the next steps."""
     given = read_given(context, recipe_path, root)
-    options = Namespace(recipe=recipe_path, root=root, launch=launch, corpus=corpus_path, cache=cache, quick=quick)
-    return doctor(options, given.recipe)
+    return doctor(DoctorOptions(recipe_path, given.root, launch, corpus_path, cache, quick), given.recipe)
 
 
 @app.command(cls=RecipeCommand)

@@ -12,8 +12,8 @@ from services.common.artifacts.compile_cache import CompileCacheManifest, compil
 from services.common.artifacts.store import Address, Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus, stage_command
 from services.common.errors import ArtifactError
-from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import INLINE
+from services.common.problem_list import list_problems
 from services.common.process.command_line import Given
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.schema import Recipe, fingerprint

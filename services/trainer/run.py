@@ -18,9 +18,8 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
 from services.common.artifacts.store import Address, Artifact, open_artifact
-from services.common.errors import ArtifactError, MillraceError
-from services.common.input.files import parse_json, read_file, unreadable
-from services.common.input.problem_list import list_names
+from services.common.errors import ArtifactError, MillraceError, unreadable
+from services.common.problem_list import list_names
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.lookup import (
@@ -226,7 +225,7 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
             f"`{list_runs_command(root)}` lists them."
         )
     try:
-        described = parse_json(read_file(folder / RUN_FILE, folder))
+        described = json.loads((folder / RUN_FILE).read_bytes())
         schema, paths = described["schema"], described["paths"]
         corpus_path = root / paths["corpus"]
         cache_path = root / paths["compile_cache"] if "compile_cache" in paths else None

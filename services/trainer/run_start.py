@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.store import Address
 from services.common.errors import ArtifactError
-from services.common.input.files import parse_json, read_file
-from services.common.input.problem_list import list_problems
+from services.common.problem_list import list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.trainer.branch import describe_parent, find_lineage
@@ -55,7 +55,7 @@ def explain_new_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
     if before is None:
         return ""
     try:
-        described = parse_json(read_file(before / RUN_FILE, root))
+        described = json.loads((before / RUN_FILE).read_bytes())
         changed = _changes(described, recipe, corpus)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{before.name}, whose {RUN_FILE} cannot be read: {error}"

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
-from services.common.input.files import open_regular_file
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.trainer.job import Job
@@ -119,15 +118,15 @@ def _read_request(path: Path) -> StopReason:
     """
     if not os.path.lexists(path):
         return StopReason.NONE
-    written = _read_begin(path)
+    written = _read_start(path)
     written_by_program = [reason for reason in StopReason if reason > StopReason.STOP_FILE]
     return next((reason for reason in written_by_program if reason.name.encode() == written), StopReason.STOP_FILE)
 
 
-def _read_begin(path: Path) -> bytes:
-    """Return the first bytes of a regular file; empty if it cannot be read or is not a regular file."""
+def _read_start(path: Path) -> bytes:
+    """Return the first bytes of a file; empty if it cannot be read."""
     try:
-        with open_regular_file(path, within=path.parent) as file:
+        with path.open("rb") as file:
             return file.read(64).strip()
     except OSError:
         return b""

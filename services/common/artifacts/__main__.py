@@ -19,8 +19,8 @@ from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError, is_damage, unreadable
-from services.common.input.problem_list import ProblemList
 from services.common.launch.launcher import INLINE, LAUNCHERS, choose_launcher
+from services.common.problem_list import ProblemList
 from services.common.process.command_line import ROOT, make_app, one_of, run_app
 from services.common.process.entry_point import run_program
 

@@ -243,7 +243,7 @@ class CorpusManifest(Manifest):
 
 
 def shard_path(split: Split, number: int) -> str:
-    """Return the path of a shard. The order of the names is that of the numbers for as many as a manifest can list."""
+    """Return the path of a shard. Up to a million shards the names sort as the numbers."""
     return f"{split}/shard-{number:06d}.arrow"
 
 

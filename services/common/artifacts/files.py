@@ -15,9 +15,8 @@ from typing import Literal
 import xxhash
 
 from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sync_folder
-from services.common.errors import ArtifactError
-from services.common.input.files import is_damage, unreadable
-from services.common.input.problem_list import list_problems
+from services.common.errors import ArtifactError, is_damage, unreadable
+from services.common.problem_list import list_problems
 
 Level = Literal["provenance", "full", "size"]
 """Depth of a check. `size` compares sizes alone, `full` also the xxh3-128, and `provenance` the SHA-256, too."""

@@ -20,9 +20,8 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from services.common.errors import ArtifactError
-from services.common.input.files import unreadable
-from services.common.input.problem_list import list_names
+from services.common.errors import ArtifactError, unreadable
+from services.common.problem_list import list_names
 from services.common.process.progress import report_phase
 from services.common.recipe.schema import fingerprint
 

@@ -158,18 +158,6 @@ class ProcessGroup:
         """
         return cast("V", self._spread(self._join_below(value, join)))
 
-    def limit_collectives(self, timeout: timedelta) -> None:
-        """Limit the collectives that this worker begins from now on to `timeout`, also those along the mesh's axes.
-
-        The workers exchange nothing for it: each worker has a timeout of its own.
-        """
-        self.timeout = timeout
-        c10d = dist.distributed_c10d
-        for group in [each for each in c10d._world.pg_map if isinstance(each, dist.ProcessGroup)]:
-            # For other device types torch logs a warning and sets no timeout.
-            if {device.type for device in group._device_types} & {"cpu", "cuda"}:
-                c10d._set_pg_timeout(timeout, group)
-
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every worker's facts in the order of their ranks, on every worker: bytes grow with the workers."""
         return self.reduce([facts], operator.add)

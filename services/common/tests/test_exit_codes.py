@@ -35,10 +35,6 @@ from services.common.tests.stage import main as run_stage_in_small
 STAGE = [sys.executable, "-m", "services.common.tests.stage"]
 
 
-def test_an_error_about_a_name_that_is_not_utf8_travels_through_ray() -> None:
-    assert str(ArtifactError(os.fsdecode(b"a\xff.txt: cut off"))).encode() == rb"a\udcff.txt: cut off"
-
-
 def start(*arguments: str | Path, under: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*under, *STAGE, *map(str, arguments)],

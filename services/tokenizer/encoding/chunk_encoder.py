@@ -155,3 +155,8 @@ def _scratch(longest_document: int) -> Scratch:
 def _long_chunk(chunk_bytes: int) -> LongChunk:
     symbols, begins, following, preceding = (np.empty(chunk_bytes + 1, np.int32) for _ in range(4))
     return LongChunk(symbols, begins, following, preceding, heap=np.empty(2 * chunk_bytes, np.int64))
+
+
+if __name__ == "__main__":  # while an image is built
+    load_kernels("uint16")
+    load_kernels("uint32")

@@ -24,7 +24,7 @@ import fsspec.implementations.local
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.common.input.text_encoding import encoding_of_mark
+from services.tokenizer.sources.encodings import encoding_of_mark
 from services.tokenizer.sources.input_files import InputFile
 
 # Arrow reads all streams of a file and notices one that is cut off; bz2 drops damage after a stream, and zstandard does
@@ -141,8 +141,7 @@ def is_local(file_system: Any) -> bool:
 
 def is_compressed(path: str) -> bool:
     """Return whether `open_file` decompresses a file, by its name's extension."""
-    ending = PurePosixPath(path).suffix.lower()
-    return ending in _ARROW_CODECS or ending in _FSSPEC_CODECS
+    return path.lower().endswith((*_ARROW_CODECS, *_FSSPEC_CODECS))
 
 
 def size_of(info: Mapping[str, Any]) -> int:

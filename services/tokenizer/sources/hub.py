@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
+from services.common.errors import ArtifactError, MillraceError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.columns import find_column, in_batches, is_text, read_column
@@ -113,12 +113,8 @@ def _warn_of_branch(uri: str, revision: str) -> None:
 
 
 def _load_builder(source: Source) -> Any:
-    try:
-        import datasets  # noqa: PLC0415 - the import takes two seconds
-    except ImportError as error:
-        raise DeviceError(
-            f"{source.uri}: the Python package `datasets`, which reads {DATASETS}, is missing: {error}."
-        ) from error
+    import datasets  # noqa: PLC0415 - the import takes two seconds
+
     name = source.uri.removeprefix(DATASETS)
     if not name:
         raise RecipeError(f"{source.uri}: the data set has no name. Write {DATASETS}OWNER/NAME or {DATASETS}FOLDER.")

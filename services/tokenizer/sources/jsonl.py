@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from services.common.artifacts.corpus import BadRowReason
 from services.common.errors import ArtifactError
-from services.common.input.text_encoding import encoding_of_mark
 from services.tokenizer.sources.bad_rows import BadRows, explain_too_long
+from services.tokenizer.sources.encodings import encoding_of_mark
 from services.tokenizer.sources.file_system import is_compressed, open_file, open_text
 from services.tokenizer.sources.input_files import FileRange, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, in_batches
@@ -137,12 +137,9 @@ def _open(file_range: FileRange) -> AbstractContextManager[io.BufferedReader[Any
 # Rows
 
 
-def _has_key(row: dict[str, object], column: str) -> bool:
-    if column in row:
-        return True
+def _has_key(row: object, column: str) -> bool:
     first, dot, rest = column.partition(".")
-    inner = row.get(first)
-    return bool(dot) and isinstance(inner, dict) and _has_key(inner, rest)
+    return isinstance(row, dict) and (column in row or (bool(dot) and _has_key(row.get(first), rest)))
 
 
 def _text_of(row: object, column: str) -> str:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.sources.documents import InvalidUtf8, cut_file, list_inputs, read_documents, require_column
+from services.tokenizer.sources.documents import InvalidUtf8, cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, make_documents
 
 DOCUMENTS = ["first\r\nline", "", " ", "nul\0", "emoji 👍🏽", "e\u0301", '" and \\ and \u2028 and \x85 breaks', "last"]
@@ -27,9 +27,7 @@ def read_all(
     bad_rows: BadRows | None = None,
 ) -> list[str]:
     """Return the documents of a source as the tasks of the stage read them."""
-    files = list_inputs(source)
-    require_column(files, max_document_bytes)
-    pieces = [piece for file in files for piece in cut_file(file, split_bytes)]
+    pieces = [piece for file in list_inputs(source) for piece in cut_file(file, split_bytes)]
     return [
         document.decode()
         for batch in read_documents(pieces, invalid_utf8, max_document_bytes, bad_rows)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from pydantic import ValidationError
 
 from services.common.artifacts.corpus import CorpusManifest, CorpusPayload
 from services.common.testing.seeds import draw_seed
-from services.common.testing.waiting import wait_until
-from services.tokenizer import duplicates
 from services.tokenizer.document_hashes import normalise
-from services.tokenizer.duplicates import DigestTask
 from services.tokenizer.tests.builders import (
     PIECES,
     decode_documents,
-    is_anything_published,
     make_documents,
     make_text,
     published,
     run,
-    start,
     write_recipe,
 )
 
@@ -160,37 +151,6 @@ def test_a_vocabulary_is_trained_on_the_documents_that_are_kept(
     assert counts.documents_duplicate == 100
     text_bytes = counts.splits["train"].text_bytes
     assert f"{text_bytes:,} bytes of text" in capsys.readouterr().err
-
-
-def test_a_killed_command_goes_on_with_the_digests_that_it_has(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents = [make_text(2_000, seed=seed % 200) for seed in range(300)]
-    text = Text(tmp_path, model, (documents, 1))
-    undisturbed = text.publish("undisturbed", corpus__split_bytes=20_000)[1]
-
-    root = tmp_path / "fsx"
-    process = start(text.write_recipe(corpus__split_bytes=20_000, tokenizer__num_workers=2), root)
-    wait_until(lambda: list(root.rglob("000003.digests.json")), process=process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not is_anything_published(root)
-    done = {path.name for path in root.rglob("*.digests.json")}
-
-    made: list[str] = []
-    original = duplicates._digest
-
-    def digest_and_record(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
-        made.append(f"{task.group:06d}.digests.json")
-        return original(task)
-
-    monkeypatch.setattr(duplicates, "_digest", digest_and_record)
-    again = text.publish("fsx", corpus__split_bytes=20_000)[1]
-    assert again.content_digest == undisturbed.content_digest
-    assert again.corpus.documents_duplicate == 100
-    assert len(done) >= 1
-    assert not done & set(made)
-    assert len(done) + len(made) == len(documents) * 2_000 // 20_000 + 1
 
 
 @pytest.mark.parametrize(("field", "change"), [("documents_duplicate", 1), ("documents_read", 1)])

@@ -126,7 +126,7 @@ def test_an_error_in_a_worker_process_is_the_stages_error(tmp_path: Path, capsys
         tokenizer__train__max_bytes=9_000,
     )  # fmt: skip
     assert run(recipe, tmp_path / "fsx") == 3
-    assert "00006.txt: document 1 " in capsys.readouterr().err
+    assert "00006.txt: document 1: " in capsys.readouterr().err
 
 
 def test_dry_run_computes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,10 +85,6 @@ class Encoded:
                 tokens_xxh3=f"{index}",
                 starts_xxh3="",
             )
-        counts: dict[str, Any] = dict.fromkeys(
-            (*("documents_checked", "documents_read", "documents_empty", "documents_too_short"),
-             *("documents_duplicate", "documents_not_sampled", "documents_with_invalid_utf8")), 0,
-        )  # fmt: skip
         encoded = EncodedPartition(
             index=index,
             key="",
@@ -99,7 +95,7 @@ class Encoded:
             files_without_text=(),
             max_document_bytes=100,
             parts=parts,
-            **counts,
+            counts={"documents_duplicate": 0},
         )
         task.marker_path.write_bytes(encoded.model_dump_json().encode())
         return task, encoded

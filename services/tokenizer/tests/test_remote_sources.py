@@ -22,7 +22,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.tests.builders import make_documents, published, run, write_recipe
+from services.tokenizer.tests.builders import PIECES, make_documents, published, run, write_recipe
 from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write_gzip, write_jsonl, write_parquet
 
 # Web servers and stores
@@ -53,7 +53,7 @@ def serve(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[
             thread.join()
 
 
-def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path) -> None:
+def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path, model: Path) -> None:
     """A source is the address of a file, a glob or a folder."""
     site = tmp_path / "site"
     (site / "texts").mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path) -> Non
     write_jsonl(site / "texts" / "b.jsonl")
     write_gzip(site / "texts" / "c.jsonl.gz")
     names = ["a.parquet", "b.jsonl", "c.jsonl.gz"]
-    settings: dict[str, Any] = {"tokenizer__train__vocab_size": 310, "model__vocab_size": 310}
+    settings: dict[str, Any] = {"tokenizer__model": str(model), "model__vocab_size": PIECES}
     with serve(site) as address:
         sources = {
             "files": [f"{address}/texts/{name}" for name in names],

@@ -15,8 +15,7 @@ import torch
 from services.common.artifacts.checkpoint import INDEX_FILE, ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.program.state import StateKind, StateSlice
-from services.trainer.checkpoints.safetensors_file import open_tensors, write_tensors
-from services.trainer.checkpoints.shards import Place, Places, Shapes
+from services.trainer.checkpoints.shards import Place, Places, Shapes, open_tensors, write_tensors
 
 Rows = Mapping[tuple[StateKind, str], np.ndarray]
 """Slices of tensors, by kind and parameter: int64 [slices, 7] of `StateSlice.row` and the number of the shard."""

@@ -40,8 +40,7 @@ from services.trainer.checkpoints.lookup import (
     verify_sizes,
 )
 from services.trainer.checkpoints.retention import discard_newer
-from services.trainer.checkpoints.safetensors_file import open_tensors
-from services.trainer.checkpoints.shards import Place, Places, SliceReader, read_header
+from services.trainer.checkpoints.shards import Place, Places, SliceReader, open_tensors, read_header
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event

@@ -27,7 +27,7 @@ from services.common.artifacts.store import (
     require_in_place,
 )
 from services.common.errors import ArtifactError, TryAgain, UnreadableError
-from services.common.input.problem_list import list_names, list_problems
+from services.common.problem_list import list_names, list_problems
 from services.common.program.mesh import Mesh
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.steps import checkpoint_steps

@@ -20,7 +20,7 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.manifest import sync_folder
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input.problem_list import list_names
+from services.common.problem_list import list_names
 from services.common.program.initial_weights import VOCABULARY_WEIGHTS
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model

@@ -18,8 +18,8 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
 from services.common.hardware.faults import naming_hardware_faults
-from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher, run_workers
+from services.common.problem_list import list_problems
 from services.common.process.telemetry import configure_logging
 from services.common.program.step import Program
 from services.common.recipe.changes import changed_fields

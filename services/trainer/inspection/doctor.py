@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from services.common.artifacts.lock import find_holder
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.upstream import open_corpus, stage_command
 from services.common.artifacts.verification import verify_on_nodes
-from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError
-from services.common.input.files import is_damage
+from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError, is_damage
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import LostTask, choose_launcher
 from services.common.process.progress import show_progress
@@ -55,20 +54,33 @@ slowest.
 """
 
 
-def doctor(arguments: Namespace, recipe: Recipe) -> int:
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What a person chose on the command line."""
+
+    recipe_path: Path
+    root: Path
+    launch: str
+    corpus: Path | None
+    cache: Path | None
+    is_quick: bool
+    """Whether sizes of files are compared instead of checksums."""
+
+
+def doctor(options: DoctorOptions, recipe: Recipe) -> int:
     """Print the table, and return 0 or the exit code of the most serious problem."""
-    findings = Doctor(arguments, recipe).check()
-    print(f"{format_table(findings)}\n\n{recipe.name} in {arguments.root}: {summarize(findings)}")
+    findings = Doctor(options, recipe).check()
+    print(f"{format_table(findings)}\n\n{recipe.name} in {options.root}: {summarize(findings)}")
     return exit_code(findings)
 
 
 class Doctor:
     """Checks a run; later checks use what earlier ones have opened."""
 
-    def __init__(self, arguments: Namespace, recipe: Recipe) -> None:
-        self._arguments, self._recipe, self._root = arguments, recipe, Path(arguments.root)
-        self._level: Level = "size" if arguments.quick else "full"
-        self._launcher = choose_launcher(arguments.launch)
+    def __init__(self, options: DoctorOptions, recipe: Recipe) -> None:
+        self._options, self._recipe, self._root = options, recipe, options.root
+        self._level: Level = "size" if options.is_quick else "full"
+        self._launcher = choose_launcher(options.launch)
         self._corpus: Artifact[CorpusManifest] | None = None
         self._cache: Artifact[CompileCacheManifest] | None = None
         self._program, self._num_checkpoints = "", 0
@@ -89,7 +101,7 @@ class Doctor:
         return findings + run_check("nodes", self._check_nodes, inline)
 
     def _make(self, stage: Any) -> str:
-        return stage_command(stage, self._arguments.recipe, self._root)
+        return stage_command(stage, self._options.recipe_path, self._root)
 
     def _check_recipe(self) -> Iterator[Finding]:
         recipe, parallel = self._recipe, self._recipe.parallel
@@ -101,12 +113,12 @@ class Doctor:
         )
 
     def _check_corpus(self) -> Iterator[Finding]:
-        self._corpus = open_corpus(self._recipe, self._arguments.recipe, self._root, self._arguments.corpus)
+        self._corpus = open_corpus(self._recipe, self._options.recipe_path, self._root, self._options.corpus)
         yield self._verify("corpus", self._corpus, self._make("tokenizer"))
 
     def _check_cache(self) -> Iterator[Finding]:
         self._program = fingerprint(program_facts(self._recipe))  # needed even if there is no cache
-        opened = open_cache(self._recipe, self._arguments.recipe, self._root, self._arguments.cache, allow_cold=False)
+        opened = open_cache(self._recipe, self._options.recipe_path, self._root, self._options.cache, allow_cold=False)
         self._cache = opened[0]
         if self._cache is None:
             yield ok("compile cache", "none needed: compile.enabled = false")
@@ -171,7 +183,7 @@ class Doctor:
         check, train = "checkpoints", job.recipe.train
         if train.initial_weights:
             none = ArtifactError(f"{job.run}: its weights (train.initial_weights) are not imported yet")
-            command = stage_command("trainer", self._arguments.recipe, job.root, "import", "--from", "FOLDER")
+            command = stage_command("trainer", self._options.recipe_path, job.root, "import", "--from", "FOLDER")
             yield problem(check, none, command)
             return
         if train.branch:
@@ -181,7 +193,7 @@ class Doctor:
         yield ok(check, f"none of {job.run}: it starts at step {train.first_step}")
 
     def _check_nodes(self) -> Iterator[Finding]:
-        recipe, launch, root = self._recipe, self._arguments.launch, self._root
+        recipe, launch, root = self._recipe, self._options.launch, self._root
         is_cluster = launch == "ray" and cluster_address() is not None
         on_node = recipe.cluster.trainer_workers_per_node if is_cluster else recipe.parallel.num_workers
         requirements = NodeRequirements(

@@ -238,7 +238,7 @@ def require_commits(place: Path) -> None:
         for folder in (full, other):
             folder.mkdir()
             (folder / "file").write_bytes(b"\0" * 4096)
-        with (full / "file").open("rb") as held, (full / "file").open("rb") as second:
+        with (full / "file").open("r+b") as held, (full / "file").open("r+b") as second:  # NFS locks no reader
             fcntl.flock(held, fcntl.LOCK_EX)
             try:
                 fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input.problem_list import shorten
+from services.common.problem_list import shorten
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.report.comparison import write_comparison
 from services.trainer.runs.listing import STATUS_HEADINGS, UNKNOWN, describe_status, find_run, print_json, print_table

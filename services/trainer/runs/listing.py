@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input.problem_list import list_names
+from services.common.problem_list import list_names
 from services.trainer.checkpoints.lookup import list_runs_command
 from services.trainer.runs.status import RunStatus, read_statuses, run_names
 

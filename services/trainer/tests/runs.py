@@ -32,8 +32,7 @@ from services.common.testing.manifests import Fields, forge
 from services.trainer.__main__ import main
 from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.loader import find_checkpoint, load_part
-from services.trainer.checkpoints.safetensors_file import ORIGIN
-from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.checkpoints.shards import ORIGIN, ShardReader
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job
 from services.trainer.metrics.records import read_metrics

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.errors import Interrupted, TryAgain
+from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.common.program.step import Program
@@ -62,14 +62,6 @@ def end_in_evaluation(patch: pytest.MonkeyPatch, number: int, end: Callable[[], 
 
     patch.setattr(Program, "train_step", begin)
     patch.setattr(Program, "evaluate", interrupted)
-
-
-def test_a_rollback_drops_the_evaluations_of_the_steps_that_it_abandons(new_job: Callable[..., Job]) -> None:
-    job = new_job(**RECIPE)
-    train(job, ALONE)
-    drop_evaluations_after(job.run_folder, 4)
-
-    assert list(evaluations(job)) == [0, 4]
 
 
 def assert_equal_runs(job: Job, straight: Job) -> None:
@@ -143,9 +135,7 @@ def test_a_stop_ends_the_evaluation_at_a_start(new_job: Callable[..., Job], stra
     ("reason", "end", "evaluated"),
     [
         (StopReason.STOP_FILE, "after step 1", [0]),
-        (StopReason.PREEMPTION, "before the first step", []),
         (StopReason.SIGTERM, "before the first step", []),
-        (StopReason.INTERRUPT, "before the first step", []),
     ],
 )
 def test_only_signals_end_the_evaluation_at_a_start_that_begins_after_them(
@@ -153,7 +143,7 @@ def test_only_signals_end_the_evaluation_at_a_start_that_begins_after_them(
 ) -> None:
     job = new_job(**RECIPE)
     request_stop(job.run_folder, reason)
-    with pytest.raises((TryAgain, Interrupted), match=end):
+    with pytest.raises(TryAgain, match=end):
         train(job, ALONE)
     assert list(evaluations(job)) == evaluated
 
@@ -200,3 +190,5 @@ def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callabl
     train(job, ALONE)
     assert_equal_runs(job, straight)
     assert not lacks_last_evaluation(job, 8)
+    drop_evaluations_after(job.run_folder, 4)  # as a rollback does
+    assert list(evaluations(job)) == [0, 4]

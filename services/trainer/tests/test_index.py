@@ -21,7 +21,7 @@ from services.common.program.process_group import ProcessGroup
 from services.common.testing.manifests import forge, in_all_of_state, reseal
 from services.trainer.checkpoints.loader import find_checkpoint, load_part
 from services.trainer.checkpoints.lookup import Verify, open_checkpoint, verify_checkpoint, verify_state
-from services.trainer.checkpoints.safetensors_file import ORIGIN
+from services.trainer.checkpoints.shards import ORIGIN
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.tests.runs import flip_a_bit, problem_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from services.trainer.metrics.events import EventTail, read_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run, summarize
 from services.trainer.tests import work
+from services.trainer.tests.builders import make_recipe
 from services.trainer.tests.runs import checkpoints, state_hash
 
 Numbers = npt.NDArray[np.float64]
@@ -210,8 +212,8 @@ def test_a_rollback_without_an_old_checkpoint_goes_to_the_oldest_and_skips_less(
     assert newest(job).skipped_batches == (BatchRange(first=6, last=14),)
 
 
-def test_batches_after_skipped_ranges_move(new_job: Callable[..., Job]) -> None:
-    detector = SpikeDetector(new_job(**work.SPIKY).recipe)
+def test_batches_after_skipped_ranges_move(tmp_path: Path) -> None:
+    detector = SpikeDetector(make_recipe(tmp_path, **work.SPIKY))
     skipped = (BatchRange(first=2, last=3), BatchRange(first=5, last=5))
     detector.go_back(LossSpikes(skipped_batches=skipped))
     assert [detector.batch_of(step) for step in range(5)] == [0, 1, 4, 6, 7]
@@ -220,8 +222,8 @@ def test_batches_after_skipped_ranges_move(new_job: Callable[..., Job]) -> None:
     assert [detector.batch_of(step) for step in range(3)] == [0, 6, 7]
 
 
-def test_the_checkpoints_of_a_rollback_are_few_and_always_there(new_job: Callable[..., Job]) -> None:
-    recipe, kept = new_job(**work.SPIKY | {"checkpoint__interval_steps": "1"}).recipe, set[int]()
+def test_the_checkpoints_of_a_rollback_are_few_and_always_there(tmp_path: Path) -> None:
+    recipe, kept = make_recipe(tmp_path, **work.SPIKY | {"checkpoint__interval_steps": "1"}), set[int]()
     train_settings = recipe.train
     for step in range(1, 500):
         kept = retention.rollback_checkpoints([*kept, step], train_settings) | {step}
@@ -232,10 +234,8 @@ def test_the_checkpoints_of_a_rollback_are_few_and_always_there(new_job: Callabl
 
 
 @pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 100), marks=pytest.mark.slow)], ids=str)
-def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(
-    new_job: Callable[..., Job], seeds: range
-) -> None:
-    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=64)
+def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(tmp_path: Path, seeds: range) -> None:
+    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=64)
     for seed in seeds:
         generator = np.random.default_rng(seed)
         losses, norms = loss_curve(generator, 160, recipe)
@@ -244,9 +244,9 @@ def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(
         assert first_spike(SpikeDetector(recipe), losses, norms) == 140 + recipe.train.loss_spike_patience_steps, seed
 
 
-def test_a_slow_divergence_is_found_near_its_begin(new_job: Callable[..., Job]) -> None:
+def test_a_slow_divergence_is_found_near_its_begin(tmp_path: Path) -> None:
     """A limit that followed the rising losses would find it late, and leave out the wrong batches."""
-    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=128)
+    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=128)
     for rise in (0.01, 0.02):
         losses = 3 + 0.03 * np.random.default_rng(0).standard_normal(600)
         losses[400:] += rise * np.arange(200)
@@ -279,8 +279,8 @@ def first_spike(detector: SpikeDetector, losses: Numbers, norms: Numbers) -> int
     return None
 
 
-def test_the_limit_means_something_in_the_first_descent(new_job: Callable[..., Job]) -> None:
-    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0)
+def test_the_limit_means_something_in_the_first_descent(tmp_path: Path) -> None:
+    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0)
     detector, begin = SpikeDetector(recipe), untrained_loss(recipe.model)
     for step, loss in enumerate(np.linspace(begin, 0.6 * begin, 128).tolist(), start=1):
         detector.add(step, loss, 1.0, detector.deviation(loss, 1.0))
@@ -289,8 +289,8 @@ def test_the_limit_means_something_in_the_first_descent(new_job: Callable[..., J
     assert detector.limits()[0] < 0.75 * begin  # mean + 6 standard deviations would be 1.5 times `begin`
 
 
-def test_a_high_gradient_norm_confirms_nothing_but_begins_a_spike(new_job: Callable[..., Job]) -> None:
-    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=16, loss_spike_patience_steps=4)
+def test_a_high_gradient_norm_confirms_nothing_but_begins_a_spike(tmp_path: Path) -> None:
+    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=16, loss_spike_patience_steps=4)
     detector = SpikeDetector(recipe)
     steps = [(3.0, 1.0)] * 16 + [(3.0, 50.0)] + [(3.0, 1.0)] * 3 + [(3.0, 50.0)] * 2 + [(5.0, 1.0)] * 4
     verdicts = [

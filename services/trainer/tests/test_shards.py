@@ -22,8 +22,7 @@ from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
 from services.common.testing.manifests import forge, reseal
 from services.trainer.__main__ import main
-from services.trainer.checkpoints.safetensors_file import ORIGIN
-from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.checkpoints.shards import ORIGIN, ShardReader
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.tests.builders import write_recipe

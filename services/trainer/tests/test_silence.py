@@ -17,15 +17,16 @@ WORLD = 8
 ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
-@pytest.fixture
-def job(new_job: Callable[..., Job]) -> Job:
-    return new_job(parallel__data_parallel_size=str(WORLD), batch__global_batch_size=str(4 * WORLD))
+@pytest.fixture(scope="module")
+def job(new_shared_job: Callable[..., Job]) -> Job:
+    return new_shared_job(parallel__data_parallel_size=str(WORLD), batch__global_batch_size=str(4 * WORLD))
 
 
 def live(
     job: Job, limit: float, waited: float, frozen: Collection[int] = (), unheard: Collection[int] = (), start: int = 0
 ) -> None:
     """Let all ranks wait in step 7; frozen ones stand still from its first second on, and others have no file."""
+    forget_heartbeats(job.run_folder)
     for rank in sorted({*range(WORLD)} - set(unheard)):
         # Ranks start one after the other, and each has written its newest heartbeat at another moment.
         age = rank / WORLD * heartbeat_seconds(limit)
@@ -38,14 +39,8 @@ def live(
 @pytest.mark.parametrize("limit", [4.0, 120.0])
 @pytest.mark.parametrize(
     ("frozen", "unheard", "silent"),
-    [
-        ((), (), []),
-        ((1,), (), [1]),
-        ((0,), (), [0]),
-        ((), (4, 5), [4, 5]),
-        ((1, 7), (4, 5), [1, 4, 5, 7]),
-    ],
-    ids=["none", "a worker", "the first", "a node that never spoke", "several"],
+    [((), (), []), ((0,), (), [0]), ((), (4, 5), [4, 5]), ((1, 7), (4, 5), [1, 4, 5, 7])],
+    ids=["none", "the first", "a node that never spoke", "several"],
 )
 def test_the_silent_workers_of_a_hang_are_named(
     job: Job, limit: float, frozen: tuple[int, ...], unheard: tuple[int, ...], silent: list[int]

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError, StorageError
-from services.common.input.files import read_file
-from services.common.recipe.packed_recipe import MOST_RECIPE_BYTES, RECIPE_VARIABLE, unpack_recipe
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 
 JOB_ID = "AWS_BATCH_JOB_ID"
 JOB_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
@@ -202,7 +201,7 @@ def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
             f"job again."
         )
     try:
-        is_there = read_file(path, max_bytes=MOST_RECIPE_BYTES) == content
+        is_there = path.read_bytes() == content
     except OSError:  # the write replaces what is at this path, or its error names the path
         is_there = False
     if not is_there:
@@ -215,7 +214,7 @@ def require_recipe(command: StageCommand) -> None:
     if command.recipe.absolute().parent != command.root.absolute() / RECIPES:
         return
     try:
-        digest = hashlib.sha256(read_file(command.recipe, max_bytes=MOST_RECIPE_BYTES)).hexdigest()
+        digest = hashlib.sha256(command.recipe.read_bytes()).hexdigest()
     except OSError as error:
         raise RecipeError(
             f"{command.recipe}: {error.strerror}. The command that submits a job provides this recipe: submit again."

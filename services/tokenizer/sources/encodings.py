@@ -1,4 +1,4 @@
-"""Decodes text from outside: UTF-8, or what a byte-order mark names."""
+"""Encodings of text files by their byte-order marks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,3 @@ _ENCODING_OF_MARK = {  # UTF-32's little-endian mark begins with that of UTF-16
 def encoding_of_mark(content: bytes) -> str | None:
     """Return the codec of the byte-order mark that `content` begins with. The codec drops the mark."""
     return next((name for mark, name in _ENCODING_OF_MARK.items() if content.startswith(mark)), None)
-
-
-def decode_text(content: bytes) -> str:
-    """Decode UTF-8, or what the byte-order mark names, without the mark. Raises `UnicodeDecodeError`."""
-    return content.decode(encoding_of_mark(content) or "utf-8")
