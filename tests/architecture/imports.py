@@ -47,25 +47,6 @@ def _imports_in(source: str, with_optional: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def words_of(path: Path) -> list[str]:
-    """Return the strings and the names that the code of a file uses, without docstrings and comments."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    words: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
-            words.append(node.value)
-        elif isinstance(node, ast.Name):
-            words.append(node.id)
-        elif isinstance(node, ast.Attribute):
-            words.append(node.attr)
-        elif isinstance(node, ast.alias):
-            words.append(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            words.append(node.module or "")
-    return words
-
-
 def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool = True) -> set[str]:
     """Return `start` and all first-party modules that it imports, directly or through others."""
     seen: set[str] = set()
@@ -77,13 +58,6 @@ def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool
         imported = {name for full in names for name in (full, full.rpartition(".")[0]) if name in modules}
         waiting |= (imported | CHOSEN_AT_RUN_TIME.get(module, set()) & modules.keys()) - seen
     return seen
-
-
-def calls_of(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield every call in a file: the function as it is written, and whether the call has arguments."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), bool(node.args or node.keywords)
 
 
 def third_parties_of(path: Path, *, with_optional: bool = True) -> set[str]:

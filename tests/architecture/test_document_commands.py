@@ -55,45 +55,10 @@ def test_programs_exist_with_their_options(document: Document, helps: dict[str, 
     assert [problem for words in commands for problem in problems_of_program(words, helps, recipe_keys)] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("make dmeo", "make dmeo: no such target"),
-        ("make demo RECIPY=recipes/tiny-cpu.toml", "make demo: takes no RECIPY"),
-        ("make deploy-stage STAGE=trainer TARGET=batch MODE=isolated", "make deploy-stage: takes no MODE"),
-    ],
-)
-def test_a_wrong_make_command_is_noticed(line: str, problem: str) -> None:
-    assert problems_of_make(line.split()) == [problem]
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("python services.trainer --recipy FILE", "services.trainer: no option --recipy"),
-        ("python services.trainer exprot --output DIR", "services.trainer: no subcommand exprot"),
-        ("python services.trainer export --prompt If", "services.trainer export: no option --prompt"),
-        ("python services.trainer --train.max_step=5", "services.trainer: no recipe key train.max_step"),
-        ("python services.trainr", "services.trainr: no such module"),
-        ("make stage-run STAGE=trainer COMMAND='export --ouput DIR'", "services.trainer export: no option --ouput"),
-        ("make benchmark-trainer ARGS='--megabytes 3'", "benchmarks.trainer: no option --megabytes"),
-    ],
-)
-def test_a_wrong_program_is_noticed(line: str, problem: str, helps: dict[str, str], recipe_keys: set[str]) -> None:
-    (words,) = programs_in(shlex.split(line))
-    assert problems_of_program(words, helps, recipe_keys) == [problem]
-
-
 def test_the_help_of_a_stage_names_its_subcommands(helps: dict[str, str]) -> None:
     listed = {(command.module, command.subcommand) for command in list_commands() if command.subcommand}
     unnamed = [pair for pair in listed if STAGES.match(pair[0]) and not re.search(rf"\b{pair[1]}\b", helps[pair[0]])]
     assert unnamed == []
-
-
-def test_no_table_of_the_reference_is_empty(reference: Path) -> None:
-    for page in reference.iterdir():
-        rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(("|", "make "))]
-        assert len(rows) > 10, page.name
 
 
 def programs_in(words: list[str]) -> Iterator[list[str]]:

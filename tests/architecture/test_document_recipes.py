@@ -28,7 +28,3 @@ def test_a_snippet_makes_a_branch_of_the_demo(snippet: str) -> None:
 
     assert branch
     assert branch.run.startswith(f"{demo.name}-")
-
-
-def test_the_pages_have_snippets() -> None:
-    assert len(SNIPPETS) == 5

@@ -6,7 +6,6 @@ import fnmatch
 import re
 import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from tests.architecture.documents import Document, read_documents
-from tests.architecture.imports import REPOSITORY, imports_of, modules_of
+from tests.architecture.imports import REPOSITORY
 
 DOCUMENTS = read_documents()
 TOP = ("services", "deploy", "k8s", "infra", "images", "tests", "benchmarks", "recipes", "docs", "lockfiles")
@@ -52,33 +51,6 @@ def test_schemas_that_are_named_are_those_of_the_code(document: Document) -> Non
     assert set(re.findall(r"\b(?:corpus|compile_cache|checkpoint)/\d+\b", document.text)) <= schemas
 
 
-def test_a_wrong_link_path_or_module_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# The page\n\n[a](page.md), [b](#the-page), [c](other.md), [d](page.md#the-other)\n"
-        "`services/trainer/loop.py`, `services/trainer/lop.py`, `loop.py`, `lop.py`\n\n    cp recipes/tiny.toml .\n"
-    )
-    document = Document(str(page))
-    assert [link for link in document.links() if not leads_somewhere(document, link)] == [
-        "other.md",
-        "page.md#the-other",
-    ]
-    assert missing_paths(document) == ["recipes/tiny.toml", "services/trainer/lop.py"]
-    assert missing_modules(document) == ["lop.py", "services/trainer/lop.py"]
-
-
-def test_the_architecture_page_lists_what_the_rooms_of_deploy_import() -> None:
-    rows = re.findall(r"^    ([\w.]+) +-> +(\S.*)$", Document("docs/architecture.md").text, re.MULTILINE)
-    listed = {room: imported.split(", ") for room, imported in rows}
-    rooms = {*listed, *(name for imported in listed.values() for name in imported)}
-    found: dict[str, set[str]] = {room: set() for room in listed}
-    for module, path in modules_of(REPOSITORY, "deploy", "k8s").items():
-        room = room_of(module, rooms)
-        first_party = {name for name in imports_of(path) if name.partition(".")[0] in TOP}
-        found[room] |= {room_of(name, rooms) for name in first_party} - {room}
-    assert {room: set(imported) for room, imported in listed.items()} == found
-
-
 def test_the_architecture_page_names_every_room() -> None:
     """Folders with Python code, down to those of the services' rooms."""
     text = Document("docs/architecture.md").text
@@ -95,17 +67,6 @@ def test_the_architecture_page_names_every_room() -> None:
         if path.parent.name not in ("tests", "testing", "userdata")
     }
     assert sorted(room for room in rooms if f"{room}/" not in text and f"{room}`" not in text) == []
-
-
-@cache
-def tracked() -> list[str]:
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    return subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
-
-
-def room_of(name: str, rooms: set[str]) -> str:
-    """The innermost of the rooms that a module is in; the module itself if it is in none."""
-    return max((room for room in rooms if f"{name}.".startswith(f"{room}.")), key=len, default=name)
 
 
 def leads_somewhere(document: Document, link: str) -> bool:

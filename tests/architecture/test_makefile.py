@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +11,6 @@ from images.platforms import REPOSITORY
 from tests.makefile import read_headings, read_help, read_rules, read_variables
 
 WIDTH = 100
-PROGRAMS = {
-    "infra/__main__.py": "$(infra)",
-    "images/__main__.py": "images",
-    "k8s/client/__main__.py": "$(cluster)",
-}
-"""Programs that read variables from the environment, and the word by which the Makefile's recipes run them."""
 RULES = read_rules()
 LISTED = [target for targets in read_headings().values() for target in targets]
 
@@ -50,14 +42,6 @@ def test_a_recipe_uses_no_variable_that_its_help_leaves_out(target: str) -> None
     assert names <= {*read_variables(target)}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_reads_no_variable_that_no_help_explains(program: str) -> None:
-    read = set(re.findall(r'"([A-Z][A-Z_]+)"', Path(REPOSITORY / program).read_text(encoding="utf-8")))
-    targets = [target for target in LISTED if PROGRAMS[program] in RULES[target][1]]
-    assert read
-    assert read <= {name for target in targets for name in read_variables(target)}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_deploy_command_takes_the_variables_of_its_help(command: str) -> None:
     taken = {target: {name for name, each in VARIABLES.items() if each.is_taken(command, target)} for target in TARGETS}
@@ -67,16 +51,3 @@ def test_a_deploy_command_takes_the_variables_of_its_help(command: str) -> None:
         others = set.union(*(taken[other] for other in TARGETS if other != target))
         only = {name for name, text in explained.items() if f"TARGET={target} only" in text}
         assert only == (taken[target] - others if command != DEMO else set())
-
-
-@pytest.mark.parametrize("words", [["runs"], ["report", "RUN=a"], ["compare", "RUNS=a,b"]])
-def test_runs_are_looked_for_in_the_default_root(words: list[str]) -> None:
-    done = subprocess.run(["make", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert '--root "./fsx"' in done.stdout
-
-
-def test_an_unknown_target_is_refused() -> None:
-    words = ["make", "help", "TARGET=deploy"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "deploy" in done.stderr

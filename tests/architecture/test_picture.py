@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.site.picture import MOST_BYTES, find_page, take_picture
-from services.common.errors import ArtifactError, DeviceError
+from services.common.errors import ArtifactError
 from services.common.testing.browser import find_browser
 from tests.architecture.imports import REPOSITORY
 
@@ -37,9 +37,3 @@ def test_a_picture_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
     picture = take_picture(page, width=640, height=480)
     assert picture.startswith(b"\x89PNG")
     assert struct.unpack(">II", picture[16:24]) == (640, 480)
-
-
-def test_without_a_browser_the_package_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DeviceError, match="chromium"):
-        take_picture(tmp_path / "page.html", width=640, height=480)

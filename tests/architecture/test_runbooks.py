@@ -13,16 +13,13 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import botocore.session
 import pytest
-import yaml
 from botocore import xform_name
 from botocore.exceptions import UnknownServiceError
 from botocore.model import ServiceModel
 
-from images.__main__ import main as images
 from tests.architecture.documents import Document, read_runbooks
 from tests.architecture.imports import REPOSITORY
 
@@ -65,48 +62,10 @@ def test_what_needs_a_cluster_or_an_account_exists(page: Document) -> None:
     assert [problem for line, programs in lines for problem in problems_of(line, programs)] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("helm list", "helm: no program of these pages"),
-        ("kubectl -n millrace get pods -l ray.io/node=head", "ray.io/node: no label of the manifests"),
-        ("aws fsx describe-datas", "aws fsx describe-datas: no such operation"),
-        ("aws fxs describe-backups", "aws fxs: no such service"),
-        ("aws eks list-access-entries --cluster millrace", "aws eks list-access-entries: no option --cluster"),
-    ],
-)
-def test_a_wrong_command_is_noticed(line: str, problem: str) -> None:
-    assert list(problems_of(line, {"kubectl", "aws"})) == [problem]
-
-
 def test_the_index_lists_every_page() -> None:
     index = next(page for page in RUNBOOKS if page.path.stem == "README")
     listed = {link for link in index.links() if "/" not in link}
     assert {page.path.name for page in RUNBOOKS} - {"README.md"} == {link.partition("#")[0] for link in listed}
-
-
-def test_the_index_leads_each_alert_to_its_page() -> None:
-    rules = yaml.safe_load((REPOSITORY / "k8s/monitoring/rules.yaml").read_text(encoding="utf-8"))
-    alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
-    pages = {
-        (alert["labels"]["condition"], Path(alert["annotations"]["runbook_url"]).name): alert["alert"]
-        for alert in alerts
-    }
-    rows = index_rows()
-    others = {(condition, page): alert for (condition, page), alert in pages.items() if page != "README.md"}
-    assert [alert for (condition, page), alert in others.items() if condition not in rows.get(page, "")] == []
-
-
-def index_rows() -> dict[str, str]:
-    """Rows of the index by the name of the page to which they lead."""
-    text = (REPOSITORY / "docs/operations/runbooks/README.md").read_text(encoding="utf-8")
-    return {row[1]: row[0] for row in re.finditer(r"^\|.*\]\(([a-z-]+\.md)\) \|$", text, re.MULTILINE)}
-
-
-def test_images_platforms_prints_what_an_upgrade_has_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert images(["platforms"]) == 0
-    printed = capsys.readouterr().out
-    assert [word for word in ("Python", "Ray", "SDK", "driver", "device plugin", "AMI") if word not in printed] == []
 
 
 def problems_of(line: str, programs: set[str]) -> Iterator[str]:

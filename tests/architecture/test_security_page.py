@@ -54,11 +54,6 @@ def test_no_library_is_told_to_run_code_that_comes_with_data() -> None:
     assert [str(path) for path in list_sources() if RUNS_CODE.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_what_runs_code_is_noticed() -> None:
-    for line in ("load_dataset(name, trust_remote_code=True)", "torch.load(file, weights_only = False)"):
-        assert RUNS_CODE.search(line)
-
-
 def test_every_pin_of_every_lock_has_a_hash_and_every_install_asks_for_it() -> None:
     for lock in (REPOSITORY / "lockfiles").glob("*.txt"):
         pins = re.findall(r"^\S+==\S+.*\n.*", lock.read_text(encoding="utf-8"), re.MULTILINE)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from images.platforms import REPOSITORY
-from infra.account.session import STACK_TAG
-from infra.workloads import kubernetes_cluster
 from k8s.objects.api import Api, Object
 from k8s.objects.operator import POD_GROUP
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, load_images, make_site
 from tests.cluster.kit import cluster, fake_nodes
-from tests.command import call
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -147,78 +138,3 @@ def test_beside_it_an_operator_of_our_own_runs_a_stage_and_theirs_notice_nothing
         for name in ("millrace", "millrace-stage"):
             assert api.find("Queue", name) is None
             assert api.find("PriorityClass", name) is None
-
-
-@pytest.fixture
-def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """EKS of a simulated AWS, whose cluster millrace is this one, with a node group of the stack and one of theirs."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-        ("AWS_ACCESS_KEY_ID", "nobody"),
-        ("AWS_SECRET_ACCESS_KEY", "nothing"),
-    ):
-        monkeypatch.setenv(name, value)
-    eks = boto3.client("eks", region_name="us-west-2")
-    role = "arn:aws:iam::123456789012:role/nodes"
-    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": ["subnet-1"]})
-    for name, tags in (("trainium", {STACK_TAG: "millrace"}), (NAMESPACE, {})):
-        size = {"minSize": 0, "maxSize": 4, "desiredSize": 2}
-        eks.create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=name,
-            nodeRole=role,
-            subnets=["subnet-1"],
-            scalingConfig=size,
-            tags=tags,
-        )
-    monkeypatch.setattr(kubernetes_cluster, "find_endpoint", lambda account, name: f"https://{cluster.ADDRESS}:6443")
-    yield eks
-    server.stop()
-
-
-@pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
-def test_infra_down_takes_down_what_millrace_made_and_they_notice_nothing(
-    harness: Harness,
-    theirs: list[Object],
-    account: Any,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """The team keeps its cluster, load balancer, claim and nodes."""
-    variables = tmp_path / "mine.tfvars"
-    variables.write_text('region = "us-west-2"\nzone_id = "usw2-az4"\n', encoding="utf-8")
-    path = f"{cluster.BIN}{os.pathsep}{os.environ['PATH']}"
-    for name, value in (
-        ("VARS", str(variables)),
-        ("YES", "1"),
-        ("OVERLAY", str(harness.overlay)),
-        ("KUBECONFIG", str(cluster.KUBECONFIG)),
-        ("PATH", path),
-    ):
-        monkeypatch.setenv(name, value)
-    harness.succeed("cluster-up")
-    before = seen(harness.api, theirs)
-
-    refused = call(capfd, "infra.__main__", "down")
-
-    assert refused.returncode == 4, refused.stderr
-    for each in (f"namespace  {NAMESPACE}", f"service  {NAMESPACE}/notebook", f"node group  {NAMESPACE}"):
-        assert each in re.sub(r"  +", "  ", refused.stderr)
-    assert harness.api.find("RayCluster", "millrace") is not None
-
-    monkeypatch.setenv("KEEP_CLUSTER", "true")
-    done_down = call(capfd, "infra.__main__", "down")
-
-    assert done_down.returncode == 0, done_down.stderr
-    assert seen(harness.api, theirs) == before
-    for name in ("millrace", "millrace-setup"):
-        assert harness.api.find("Namespace", name) is None
-    groups = [
-        account.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"]
-        for name in ("trainium", NAMESPACE)
-    ]
-    assert [group["scalingConfig"]["desiredSize"] for group in groups] == [0, 2]

@@ -9,25 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import yaml
 
 from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
 from infra.shapes import find_shape
-from k8s.client.overlay import render
-from k8s.objects.api import Api, Object
-from k8s.objects.deploy_job import render_deploy_job
-from k8s.objects.recipe import render_recipe_config_map
+from k8s.objects.api import Api
 from k8s.objects.record import read_record
-from k8s.objects.worker_group import replace_group
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
-from tests.k8s.builders import deployment_of
-from tests.k8s.rendered import groups_of, write_overlay_on_eks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -130,43 +122,6 @@ def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(harness: Harness
     leave("neighbour")
 
 
-def test_a_compile_on_cpu_nodes_waits_for_no_trainium_node(harness: Harness, compiler_on_cpu_nodes: None) -> None:
-    """All Trainium nodes are taken; the tasks fill two pods of the worker group of the overlay eks."""
-    occupy("neighbour", NODES)
-    arguments = "--parallel.device=xla --train.reduction=fast --compile.num_workers=4"
-    harness.succeed("deploy-stage", STAGE="compiler", TAG=name_of("head"), FOLLOW="0", ARGS=arguments)
-    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
-    assert sorted(harness.bound("compiler")) == ["cpu-0", "cpu-1"]
-    leave("neighbour")
-
-
-@pytest.fixture
-def compiler_on_cpu_nodes(harness: Harness, tmp_path: Path) -> Iterator[None]:
-    on_trainium = harness.worker_group("compiler").spec
-    folder = write_overlay_on_eks(tmp_path, COMPILER_POOL="cpu")
-    on_cpu_nodes = groups_of(render(folder))["compiler"]
-    for group in (on_trainium, on_cpu_nodes):  # what a deployment sets here is not taken back
-        group["template"]["spec"]["containers"][0] |= {"image": name_of("head"), "imagePullPolicy": "Never"}
-    replace_group(harness.api, harness.worker_group("compiler"), on_cpu_nodes)
-    machines = [cpu_machine(f"cpu-{number}") for number in range(2)]
-    cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": machines}))
-    try:
-        yield
-    finally:
-        harness.stop("compiler")
-        cluster.kubectl("delete", "node", *(machine["metadata"]["name"] for machine in machines))
-        replace_group(harness.api, harness.worker_group("compiler"), on_trainium)
-
-
-def cpu_machine(name: str) -> Object:
-    made = fake_nodes.fake_node(name)
-    made["metadata"]["labels"] |= {"node.kubernetes.io/instance-type": "m7i.8xlarge", "millrace.dev/pool": "cpu"}
-    # Jobs, which would be over at once on a node that starts no container, go to the real one.
-    made["spec"] = {"taints": [{"key": "fake", "effect": "PreferNoSchedule"}]}
-    resources = fake_nodes.resources_of(find_shape("m7i.8xlarge"))
-    return made | {"status": {"capacity": resources, "allocatable": resources}}
-
-
 def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(harness: Harness) -> None:
     publish_corpus(harness)
     said = refused(
@@ -242,27 +197,6 @@ def group_says(harness: Harness, name: str) -> str:
     return " ".join(str(each.get("message")) for each in events)
 
 
-def test_of_two_people_who_deploy_at_once_one_is_refused(harness: Harness) -> None:
-    both = [
-        harness.start("deploy-stage", STAGE="compiler", NODES=str(nodes), TAG=name_of("head"), FOLLOW="0")
-        for nodes in (1, 2)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 4], said
-    loser = said[0] if both[0].returncode else said[1]
-    assert "make stop-stage STAGE=" in loser or "make stage-status" in loser
-    wanted = harness.record("compiler").deployment.nodes
-    wait_until(lambda: len(harness.ready("compiler")) == wanted, MINUTE)
-
-
-def test_a_second_call_follows_the_first_and_another_request_is_named(harness: Harness) -> None:
-    deploy(harness)
-    assert "already runs this deployment" in deploy(harness)
-    said = refused(harness, nodes=1)
-    assert "nodes 1 instead of 2" in said
-    assert "make stop-stage STAGE=compiler" in said
-
-
 @pytest.mark.parametrize("moment", ["sent", "placing", "placed"])
 def test_whoever_is_killed_the_deployment_goes_on(harness: Harness, moment: str) -> None:
     """The client for good, the deploy Job's pod with and without notice."""
@@ -322,15 +256,6 @@ def test_a_stage_whose_job_is_deleted_goes_down(harness: Harness) -> None:
     wait_until(lambda: harness.is_down("compiler"), 2 * MINUTE)
 
 
-def test_a_stage_on_a_dead_node_goes_down(harness: Harness, dead_node: Callable[[], str]) -> None:
-    """The pod on the dead node is Terminating for ever, and KubeRay counts it."""
-    deploy(harness, DRAIN="5")
-    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
-    dead = dead_node()
-    wait_until(lambda: is_dead(dead), 3 * MINUTE)
-    harness.stop("compiler")
-
-
 def test_a_gang_that_lost_a_node_stands_again(harness: Harness, dead_node: Callable[[], str]) -> None:
     deploy(harness, DRAIN="5")
     wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
@@ -339,19 +264,6 @@ def test_a_gang_that_lost_a_node_stands_again(harness: Harness, dead_node: Calla
     wait_until(lambda: len(harness.ready("compiler")) == 2 and dead not in harness.bound("compiler"), 6 * MINUTE)
     assert len(set(before) & set(harness.bound("compiler"))) == 1
     assert "which is unreachable: removed by force" in cluster_log(harness, "compiler")
-
-
-def test_stop_stage_takes_down_what_is_on_a_dead_node_where_no_job_does(
-    harness: Harness, dead_node: Callable[[], str]
-) -> None:
-    deploy(harness, DRAIN="5")
-    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
-    abandon(harness)
-    dead = dead_node()
-    wait_until(lambda: is_dead(dead), 3 * MINUTE)
-    said = harness.succeed("stop-stage", STAGE="compiler")
-    assert f"is on node {dead}, which is unreachable: removed by force" in said
-    assert harness.is_down("compiler")
 
 
 @pytest.fixture
@@ -369,10 +281,6 @@ def dead_node(harness: Harness) -> Iterator[Callable[[], str]]:
         number = int(name.removeprefix("trn1-"))
         fake_nodes.remove_fake(1, first=number)
         fake_nodes.fake(1, first=number)
-
-
-def is_dead(node: str) -> bool:
-    return "node.kubernetes.io/unreachable" in cluster.kubectl("get", "node", node, "-o", "json")
 
 
 def abandon(harness: Harness) -> None:
@@ -408,68 +316,3 @@ def reap() -> str:
         return cluster.kubectl("-n", "millrace", "logs", "job/reap-now")
     finally:
         cluster.kubectl("-n", "millrace", "delete", "job", "reap-now")
-
-
-def test_a_deploy_job_s_pod_on_a_dead_node_is_replaced(harness: Harness) -> None:
-    """The node answers nobody from the start on, so that the pod is said to run there by hand."""
-    cluster.kubectl("cordon", "node-a")
-    cluster.kubectl("apply", "-f", "-", input=json.dumps(dead_machine("dead-0")))
-    cluster.kubectl("patch", "node", "dead-0", "--subresource=status", "-p", json.dumps(HEALTHY))
-    try:
-        send(harness)
-        wait_until(lambda: deploy_pods_on(harness, "dead-0"), MINUTE)
-        (lost,) = deploy_pods_on(harness, "dead-0")
-        running = json.dumps({"status": {"phase": "Running"}})
-        cluster.kubectl("-n", "millrace", "patch", "pod", lost, "--subresource=status", "-p", running)
-        cluster.kubectl("uncordon", "node-a")
-        wait_until(lambda: deploy_pod(harness) not in ("", lost), 4 * MINUTE)
-        wait_until(lambda: len(harness.ready("compiler")) == 2, 2 * MINUTE)
-        assert deploy_pods_on(harness, "dead-0") == [lost], "it is Terminating, and the other did not wait for that"
-    finally:
-        cluster.kubectl("uncordon", "node-a")
-        cluster.kubectl("delete", "node", "dead-0")
-    harness.stop("compiler")
-
-
-def send(harness: Harness) -> None:
-    """Create the deploy Job without preflight, which would need a node for its own pod."""
-    forget(harness)
-    stage = harness.worker_group("compiler")
-    deployment = deployment_of("compiler", image=name_of("head"), drain_seconds=5)
-    harness.api.create(render_recipe_config_map("compiler", "", deployment.recipe_digest))
-    harness.api.create(render_deploy_job(stage, deployment))
-
-
-def forget(harness: Harness) -> None:
-    """The ended Job of an earlier deployment, in whose place a client puts its own."""
-    cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--ignore-not-found")
-
-
-HEALTHY = {"status": {"conditions": [{"type": "Ready", "status": "True", "reason": "Fake", "message": "said by hand"}]}}
-
-
-def dead_machine(name: str) -> Object:
-    made = fake_nodes.fake_node(name)
-    made["metadata"]["labels"] = {"kubernetes.io/hostname": name}
-    made["spec"] = {}
-    return made
-
-
-def deploy_pods_on(harness: Harness, node: str) -> list[str]:
-    pods = harness.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
-    return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
-
-
-def test_a_dry_run_s_manifests_are_what_an_api_server_takes(harness: Harness) -> None:
-    said = harness.succeed("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1", OUTPUT="yaml")
-    text = said[said.index("---\n") :]
-    assert [each["kind"] for each in yaml.safe_load_all(text)] == [
-        "ConfigMap",
-        "Job",
-        "PodGroup",
-        "RayCluster",
-        "RayJob",
-    ]
-    without_the_patch = "---\n".join(part for part in text.split("---\n") if "kind: RayCluster\n" not in part)
-    forget(harness)
-    cluster.kubectl("apply", "--dry-run=server", "-f", "-", input=without_the_patch)

@@ -17,7 +17,7 @@ from images.platforms import REPOSITORY
 from infra.shapes import find_shape
 from services.common.errors import DeviceError, TryAgain
 from services.common.testing.waiting import wait_until
-from tests.cluster.kit import cluster, fake_nodes, node_images
+from tests.cluster.kit import cluster, fake_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -95,36 +95,6 @@ def test_a_gang_is_placed_whole_or_not_at_all() -> None:
     assert bound("pair") == 0
     fake_nodes.fake(2)
     wait_until(lambda: bound("pair") == 2)
-
-
-def test_lost_nodes_are_gone_from_the_cluster() -> None:
-    fake_nodes.fake(2, first=10)
-    resources = get("node", "trn1-11")["status"]["allocatable"]
-    assert (resources["hugepages-2Mi"], resources["ephemeral-storage"]) == ("10Gi", "1000Gi")
-    fake_nodes.remove_fake(1, first=10)
-    names = {each["metadata"]["name"] for each in get("nodes")["items"]}
-    assert "trn1-10" not in names
-    assert "trn1-11" in names
-    fake_nodes.remove_fake(1, first=11)
-
-
-def test_an_image_is_known_by_its_digest_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = node_images.references()["millrace.test/pause:1"]
-    monkeypatch.setattr(node_images, "copy", lambda images: pytest.fail("copied again") if images else None)
-    node_images.load("millrace.test/pause:1")
-    container = {"name": "work", "image": f"millrace.test/pause@{digest}", "imagePullPolicy": "Never"}
-
-    apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "exact"}, "spec": {"containers": [container]}})
-
-    wait_until(lambda: get("pod", "exact")["status"]["phase"] == "Running")
-    assert get("pod", "exact")["status"]["containerStatuses"][0]["imageID"].endswith(digest)
-    wait_until(lambda: digest in json.dumps(get("node", "node-a")["status"]["images"]))
-
-
-def test_up_again_changes_nothing() -> None:
-    before = get("node", "node-a")["metadata"]["uid"]
-    cluster.up()
-    assert get("node", "node-a")["metadata"]["uid"] == before
 
 
 def test_down_leaves_no_process_no_mount_and_no_bridge() -> None:

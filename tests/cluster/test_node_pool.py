@@ -4,8 +4,6 @@ it has. The Jobs, their pods' deaths, the operator and Volcano are real.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +20,7 @@ from k8s.objects.node_shares import read_share_book
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, load_images, make_house
 from tests.cluster.kit import cluster, fake_nodes
-from tests.cluster.test_gangs import MINUTE, abandon, cluster_log, deploy, deploy_pod, reap, refused, status
+from tests.cluster.test_gangs import MINUTE, abandon, cluster_log, deploy, deploy_pod, reap, status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -132,12 +130,6 @@ def test_a_deployment_raises_the_group_from_zero_and_lowers_it_again(harness: Ha
     wait_until(lambda: is_given_back(harness, node_group), MINUTE)
 
 
-def test_more_nodes_than_the_group_may_have_are_refused(harness: Harness, node_group: NodeGroup) -> None:
-    said = refused(harness, nodes=MOST + 1)
-    assert f"NODES=5 needs 5 nodes of node group {POOL}, whose limit is 4" in said
-    assert node_group.size == 0
-
-
 def test_a_deploy_job_whose_pod_is_killed_gives_back_what_it_raised(harness: Harness, node_group: NodeGroup) -> None:
     """First while its nodes start, then while its gang stands."""
     node_group.has_capacity.clear()
@@ -161,24 +153,6 @@ def kill_deploy_pod(harness: Harness) -> None:
     killed = deploy_pod(harness)
     cluster.kubectl("-n", "millrace", "delete", "pod", killed, "--grace-period=0", "--force")
     wait_until(lambda: deploy_pod(harness) not in ("", killed), 3 * MINUTE)
-
-
-def test_a_node_comes_for_a_subcommand_and_goes_with_it(harness: Harness, node_group: NodeGroup) -> None:
-    """The one-off's pod finds no node of its pool here; the Job that holds the node is real."""
-    image = f"millrace/tokenizer@sha256:{'0' * 64}"
-    process = harness.start("stage-run", STAGE="tokenizer", COMMAND="artifacts list .", TAG=image)
-    wait_until(lambda: node_group.size == 1, 2 * MINUTE)
-    [one_off] = read_share_book(harness.api).pools[POOL].nodes
-    assert f"node group {POOL}: 1 of 1 are ready; {one_off} holds 1" in wait_for_ready_node(harness, one_off)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(MINUTE) == 130
-    wait_until(lambda: is_given_back(harness, node_group), 3 * MINUTE)
-    assert harness.api.find("Job", one_off) is None
-
-
-def wait_for_ready_node(harness: Harness, one_off: str) -> str:
-    wait_until(lambda: f"1 of 1 are ready; {one_off} holds 1" in status(harness), 2 * MINUTE)
-    return status(harness)
 
 
 def test_nodes_that_nobody_holds_any_more_go(harness: Harness, node_group: NodeGroup) -> None:

@@ -1,13 +1,12 @@
 """Preflight names the cause for which a deployment cannot run, from what a real cluster answers, and sends nothing.
 
-The causes that nodes and recipes decide alone are in tests/k8s/test_preflight.py.
+The causes that nodes and recipes decide alone are in tests/k8s.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,8 +17,8 @@ from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK, Right
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import replace_group
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import Harness, held_images, load_images, make_house, name_of
-from tests.cluster.kit import cluster, fake_nodes, node_images
+from tests.cluster.harness import Harness, load_images, make_house, name_of
+from tests.cluster.kit import cluster, fake_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -106,40 +105,6 @@ def test_a_claim_that_does_not_exist(harness: Harness) -> None:
     assert "claim fsx-claim, which worker group compiler mounts, does not exist (found: fsx)" in said
 
 
-def test_a_claim_that_is_not_bound(harness: Harness) -> None:
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "unbound"},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "storageClassName": "",
-            "volumeName": "nowhere",
-            "resources": {"requests": {"storage": "1Gi"}},
-        },
-    }
-    harness.api.create(claim)
-
-    def rename(group: Object) -> None:
-        group["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"] = "unbound"
-
-    try:
-        with group_changed(harness, rename):
-            _, said = refused(harness)
-    finally:
-        harness.api.delete("PersistentVolumeClaim", "unbound")
-    assert "claim unbound is Pending, not Bound: its volume nowhere" in said
-
-
-def test_a_routing_resource_that_is_not_declared(harness: Harness) -> None:
-    def forget(group: Object) -> None:
-        group["resources"].pop("stage_compiler")
-
-    with group_changed(harness, forget):
-        _, said = refused(harness)
-    assert "worker group compiler does not declare the Ray resource stage_compiler" in said
-
-
 def test_more_pods_than_there_are_nodes(harness: Harness) -> None:
     _, said = refused(harness, NODES="3")
     assert "2 nodes could take compiler pods, with room for 2 of 3" in said
@@ -162,18 +127,6 @@ def test_an_image_that_no_node_has(harness: Harness) -> None:
     assert name_of("head") in said
 
 
-def test_an_image_of_another_platform(harness: Harness) -> None:
-    """Ray would refuse its nodes one by one, after they were paid for."""
-    name = "millrace/head:other-platform"
-    dockerfile = f"FROM {name_of('head')}\nENV MILLRACE_VARIANT=neuron\n"
-    subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
-    node_images.load(name)
-    wait_until(lambda: f"docker.io/{name}" in held_images(), seconds=120)
-    _, said = refused(harness, TAG=name)
-    assert "has variant neuron, but the Ray head has cpu" in said
-    assert "MODE=isolated" in said
-
-
 def test_an_artifact_that_is_missing(harness: Harness) -> None:
     code, said = refused(harness, "trainer", RECIPE=str(REPOSITORY / "recipes/tiny-cpu.toml"))
     assert code == 3
@@ -192,40 +145,6 @@ def test_a_root_that_the_stages_cannot_write(harness: Harness) -> None:
     assert "/fsx" in said
 
 
-def test_a_secret_that_is_missing(harness: Harness) -> None:
-    cluster.stop("kuberay-operator")  # it would make it anew
-    try:
-        with without(harness, "Secret", "millrace"):
-            code, said = refused(harness)
-    finally:
-        cluster.start_kuberay()
-    assert code == 4
-    assert "Secret millrace (the Ray token) is missing" in said
-
-
-def test_a_priority_class_and_an_account_that_are_missing(harness: Harness) -> None:
-    with without(harness, "ServiceAccount", "compiler"):
-        assert "service account compiler does not exist" in refused(harness)[1]
-
-    def misname(group: Object) -> None:
-        group["template"]["spec"]["priorityClassName"] = "urgent"
-
-    with group_changed(harness, misname):
-        assert "PriorityClass urgent, which worker group compiler names, does not exist" in refused(harness)[1]
-
-
-def test_a_job_without_its_rights(harness: Harness) -> None:
-    binding = json.loads(cluster.kubectl("-n", "millrace", "get", "rolebinding", "deployer", "-o", "json"))
-    cluster.kubectl("-n", "millrace", "delete", "rolebinding", "deployer")
-    try:
-        _, said = refused(harness)
-    finally:
-        for field in ("uid", "resourceVersion", "creationTimestamp"):
-            binding["metadata"].pop(field)
-        cluster.kubectl("create", "-f", "-", input=json.dumps(binding))
-    assert "the deploy Job's account may not create rayjobs: k8s/base/deployer.yaml grants it" in said
-
-
 def test_a_person_without_rights(harness: Harness) -> None:
     """A user whom no role knows is told what is missing, not shown a traceback."""
     config = harness.root.parent / "nobody.kubeconfig"
@@ -235,17 +154,4 @@ def test_a_person_without_rights(harness: Harness) -> None:
     done = harness.run("stage-status", KUBECONFIG=str(config))
     assert done.code == 4
     assert "system:serviceaccount:default:default" in done.said
-    assert "Traceback" not in done.said
-
-
-def test_a_stage_a_cluster_and_a_recipe_that_do_not_exist(harness: Harness) -> None:
-    assert harness.run("deploy-stage", STAGE="trainr").code == 2
-    assert harness.run("deploy-stage", STAGE="trainer", RECIPE="recipes/none.toml").code == 2
-    nowhere = harness.root.parent / "nowhere.kubeconfig"
-    text = json.loads(cluster.KUBECONFIG.read_text())
-    text["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
-    nowhere.write_text(json.dumps(text))
-    done = harness.run("stage-status", KUBECONFIG=str(nowhere))
-    assert done.code == 4
-    assert "does not answer" in done.said
     assert "Traceback" not in done.said

@@ -6,16 +6,11 @@ The images of the other tests are brought to the node, and never pulled.
 from __future__ import annotations
 
 import copy
-import hashlib
-import io
 import json
 import os
-import struct
 import subprocess
-import tarfile
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,11 +18,7 @@ import pytest
 from images.build import build_images, push_images
 from images.docker import docker
 from images.platforms import REPOSITORY
-from images.registry import find_image
 from k8s.objects.api import Api, Object
-from k8s.objects.deploy_job import render_deploy_job
-from k8s.objects.deployment import RECORD_VERSION, Deployment
-from k8s.objects.names import DEPLOYMENT_LABEL, job_name
 from services.common.errors import DeviceError
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, make_house, name_of
@@ -205,57 +196,6 @@ def test_an_image_that_is_not_in_the_registry(training: Place) -> None:
     assert "not found" in said
 
 
-def test_an_image_for_another_processor(place: Place, tmp_path: Path) -> None:
-    """A plain image is pulled, and does not run; one of a list is not even pulled."""
-    plain = place.push(make_arm_image(tmp_path), "tokenizer", "arm-cpu")
-    for name in (plain, push_list(place, plain)):
-        code, said = place.refused(TAG=name)
-        assert code == 4
-        assert "another processor" in said
-
-
-def make_arm_image(folder: Path) -> str:
-    """An image of one program, for arm64, as `docker save` would write it."""
-    program = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHI", 2, 183, 1) + bytes(40)
-    layer = folder / "layer.tar"
-    with tarfile.open(layer, "w") as archive:
-        entry = tarfile.TarInfo("bin/sh")
-        entry.size, entry.mode = len(program), 0o755
-        archive.addfile(entry, io.BytesIO(program))
-    files = [f"sha256:{hashlib.sha256(layer.read_bytes()).hexdigest()}"]
-    config = {
-        "architecture": "arm64",
-        "os": "linux",
-        "config": {"Env": ["PATH=/bin"]},
-        "rootfs": {"type": "layers", "diff_ids": files},
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    names = [{"Config": "config.json", "RepoTags": ["millrace-test/tokenizer:arm"], "Layers": ["layer.tar"]}]
-    (folder / "manifest.json").write_text(json.dumps(names), encoding="utf-8")
-    with tarfile.open(folder / "image.tar", "w") as archive:
-        for name in ("layer.tar", "config.json", "manifest.json"):
-            archive.add(folder / name, name)
-    docker("load", "--input", str(folder / "image.tar"))
-    return "millrace-test/tokenizer:arm"
-
-
-def push_list(place: Place, image: str) -> str:
-    """A list of images by platform, in which there is this one alone, for arm64; its name."""
-    held = find_image(image)
-    assert held
-    manifest = f"http://{place.registry}/v2/millrace/tokenizer/manifests"
-    accept = {"Accept": "application/vnd.docker.distribution.manifest.v2+json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{manifest}/{held.digest}", headers=accept)) as answer:
-        media_type, size = answer.headers["Content-Type"], len(answer.read())
-    platform = {"os": "linux", "architecture": "arm64"}
-    entry = {"mediaType": media_type, "size": size, "digest": held.digest, "platform": platform}
-    kind = "application/vnd.docker.distribution.manifest.list.v2+json"
-    body = json.dumps({"schemaVersion": 2, "mediaType": kind, "manifests": [entry]}).encode()
-    headers = {"Content-Type": kind}
-    with urllib.request.urlopen(urllib.request.Request(f"{manifest}/list-cpu", body, headers, method="PUT")):
-        return f"{place.registry}/millrace/tokenizer:list-cpu"
-
-
 def test_the_head_is_not_changed_under_a_stage(training: Place, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {name_of('head')}\nLABEL another=yes\n", encoding="utf-8")
     docker("build", "--quiet", "--tag", "millrace-test/head:next", str(tmp_path))
@@ -324,45 +264,3 @@ def test_only_what_a_deployment_set_is_kept(
         return
     with pytest.raises(DeviceError, match=said):
         training.harness.api.apply(body, is_trial=True)
-
-
-@pytest.mark.parametrize(("tag", "is_refused"), [("unset", True), ("1", False)])
-def test_what_runs_on_a_schedule_keeps_its_image(place: Place, tag: str, is_refused: bool) -> None:
-    pod = {"restartPolicy": "Never", "containers": [{"name": "c", "image": f"millrace/head:{tag}"}]}
-    body = {
-        "apiVersion": "batch/v1",
-        "kind": "CronJob",
-        "metadata": {"name": "scheduled"},
-        "spec": {"schedule": "@daily", "jobTemplate": {"spec": {"template": {"spec": pod}}}},
-    }
-    if not is_refused:
-        place.harness.api.apply(body, is_trial=True)
-        return
-    with pytest.raises(DeviceError, match="without the head's image"):
-        place.harness.api.apply(body, is_trial=True)
-
-
-def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place) -> None:
-    harness = training.harness
-    stage = harness.worker_group("compiler")
-    record: Deployment = replace(harness.record("trainer").deployment, stage="compiler", id="a1b2c3")
-    newer = json.loads(record.to_json()) | {"version": RECORD_VERSION + 1, "hosts": 3}
-    job = render_deploy_job(stage, record)
-    job["spec"]["template"]["spec"]["containers"][0]["args"] = [json.dumps(newer)]
-    harness.api.create(job)
-    try:
-        wait_until(lambda: is_failed(harness.api.find("Job", job_name("compiler"))), 5 * MINUTE)
-        assert len(harness.api.find_all("Pod", f"{DEPLOYMENT_LABEL}=a1b2c3")) == 1
-        said = harness.succeed("stage-status")
-        assert f"Job deploy-compiler: its record has version {RECORD_VERSION + 1}" in said
-        assert "git pull" in said
-        told = (harness.api.find("Job", job_name("compiler")) or {})["metadata"]["annotations"]["millrace.dev/outcome"]
-        assert json.loads(told)["exit_code"] == 4
-        assert "make cluster-up HEAD_TAG=" in told
-    finally:
-        harness.api.delete("Job", job_name("compiler"))
-
-
-def is_failed(job: Object | None) -> bool:
-    conditions = (job or {}).get("status", {}).get("conditions") or []
-    return any(each["type"] == "Failed" and each["status"] == "True" for each in conditions)

@@ -252,10 +252,3 @@ def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: Ha
     committed = sorted((untrained.root / "checkpoint").glob("*/step-*/manifest.json"))
     assert f"step-{taken[-1]:08d}" == committed[-1].parent.name, "steps after the newest checkpoint are lost"
     assert untrained.record("trainer").outcome.exit_code == EXIT_AGAIN  # type: ignore[union-attr]
-
-
-def test_a_stage_with_a_cluster_of_its_own(untrained: Harness) -> None:
-    said = deploy(untrained, MODE="isolated", ARGS="--train.max_steps=40")
-    assert "a Ray cluster of its own" in said
-    assert steps(untrained)[-1] == 40
-    wait_until(lambda: len(untrained.api.find_all("RayCluster")) == 1, 2 * MINUTE)

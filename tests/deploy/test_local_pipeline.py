@@ -15,7 +15,6 @@ from deploy.client import pipeline_view
 from deploy.client.pipeline_view import PipelineView
 from deploy.local import local_pipeline
 from deploy.local.local_pipeline import LocalPipeline, run_local_pipeline
-from services.common.process.progress import ProgressRecord, show_progress
 from services.common.recipe.schema import STAGES
 
 STAGE = """
@@ -74,13 +73,10 @@ def test_the_trainer_follows_the_two_others_which_run_side_by_side(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = run(tokenizer={"waits_for": ["compiler.begun"]}, compiler={"waits_for": ["tokenizer.begun"]})
-    said = capfd.readouterr()
+    said = capfd.readouterr().out
     assert code == 0
     assert {"tokenizer.ended", "compiler.ended"} <= set(read(tmp_path, "trainer.begun").split())
-    for stage in STAGES:
-        assert f"{stage} works" in said.out
-        assert f"pipeline: {stage}: published, {tmp_path}/fsx/{stage}" in said.out
-    assert "encode: " not in said.err  # the view shows progress
+    assert [stage for stage in STAGES if f"{stage} works" not in said] == []
 
 
 def test_what_is_published_is_skipped_and_said(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -94,10 +90,9 @@ def test_the_first_failure_ends_the_pipeline_with_its_exit_code_and_the_next_com
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(compiler={"exit_code": 4}) == 4
-    said = capfd.readouterr()
-    assert "pipeline: compiler: failed, exit code 4: compiler cannot" in said.out
-    assert "millrace: compiler cannot" in said.err
-    assert "make pipeline ROOT=elsewhere" in said.err
+    said = capfd.readouterr().err
+    assert "millrace: compiler cannot" in said
+    assert "make pipeline ROOT=elsewhere" in said
     assert (tmp_path / "fsx/tokenizer.ended").exists()
     assert not (tmp_path / "fsx/trainer.begun").exists()
 
@@ -110,14 +105,7 @@ def test_a_stop_signal_reaches_the_stages_and_no_further_one_begins(
     assert read(tmp_path, "tokenizer.signal").split() == [str(signum)]
     assert read(tmp_path, "compiler.signal").split() == [str(signum)]
     assert not (tmp_path / "fsx/trainer.begun").exists()
-    said = capfd.readouterr()
-    assert f"pipeline: tokenizer: stopped, exit code {code}" in said.out
-    assert "make pipeline ROOT=elsewhere" in said.err
-
-
-def test_a_stage_that_is_killed_is_to_be_tried_again(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(trainer={"exit_code": 75}) == 75
-    assert "pipeline: trainer: stopped, exit code 75" in capfd.readouterr().out
+    assert "make pipeline ROOT=elsewhere" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -138,28 +126,6 @@ def show_stages(view: PipelineView) -> None:
         view.take_line("tokenizer", "encode: 500/2,000 bytes, 3 MB/s, 125 s left", sys.stdout)
         view.take_line("tokenizer", "19:20:00 tokenizer I trains a vocabulary", sys.stdout)
         view.skip("compiler", "already published: /fsx/compile_cache/tiny/1")
-
-
-def test_a_terminal_shows_one_table_with_every_stage(terminal: io.StringIO) -> None:
-    view = PipelineView(STAGES, prices="list prices of us-west-2, 2026-10")
-    show_stages(view)
-    said = terminal.getvalue()
-    table = said[said.rindex("┏") :]
-    rows = {stage: next(line for line in table.splitlines() if stage in line) for stage in STAGES}
-    for word in ("running", "encode 500/2,000 bytes, 3 MB/s", "2 min 5 s", "$"):
-        assert word in rows["tokenizer"]
-    assert "already published: /fsx/compile_cache/tiny/1" in rows["compiler"]
-    assert "waiting" in rows["trainer"]
-    assert "list prices of us-west-2, 2026-10" in table
-    assert "encode: 500" not in said
-    assert "tokenizer I trains a vocabulary" in said
-
-
-def test_a_terminal_shows_brackets_of_an_error_or_a_path(terminal: io.StringIO) -> None:
-    with PipelineView(["tokenizer"]) as view:
-        view.begin("tokenizer")
-        view.end("tokenizer", 2, "/data/[/x].toml: [notify] webhook: got [a]")
-    assert "exit code 2: /data/[/x].toml: [notify] webhook: got [a]" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -213,23 +179,3 @@ def test_the_cost_counts_the_time_in_which_a_stage_holds_its_nodes(
         now = 10_000.0
         view.end("trainer", 0)
     assert "trainer published in 33 min 20 s; $20.00 so far (list prices)" in capsys.readouterr().out
-
-
-def test_plain_lines_of_a_stage_s_progress_are_read_as_they_were_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now, seen = 0.0, list[ProgressRecord]()
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    with show_progress("compile", 2_000, "MB of graphs") as progress:
-        for done, note in ((500, ""), (1_000, "3 of 5 graphs done, 2 running")):
-            progress.advance_to(done, note)
-            now += 10.0
-        progress.advance_to(1_500, "4 of 5 graphs done")
-    view = PipelineView(["compiler"])
-    monkeypatch.setattr(view, "report", lambda stage, record: seen.append(record))
-    for line in capsys.readouterr().err.splitlines():
-        view.take_line("compiler", line)
-    last = seen[-1]
-    assert (last.phase, last.done, last.total, last.unit) == ("compile", 1_500, 2_000, "MB of graphs")
-    assert (last.note, last.seconds_left) == ("4 of 5 graphs done", 10)
-    assert seen[0].note == "3 of 5 graphs done, 2 running"

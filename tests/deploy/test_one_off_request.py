@@ -6,7 +6,6 @@ import pytest
 
 from deploy.client.one_off_request import (
     OneOffRequest,
-    describe_judge,
     identify,
     needs_recipe,
     read_one_off_request,
@@ -38,7 +37,6 @@ def test_a_command_is_split_as_a_shell_would_and_seen_by_none() -> None:
         ({"COMMAND": "summary '"}, "COMMAND=summary '"),
         ({"COMMAND": "summary --recipe x"}, "COMMAND: .*--recipe"),
         ({"COMMAND": "summary --root=/x"}, "COMMAND: .*--root"),
-        ({"COMMAND": "artifacts show s3://KEY:SECRETSECRET@bucket/x"}, "COMMAND: "),
         ({"HOURS": "0.01"}, "HOURS=0.01: .*48 hours"),
         ({"HOURS": "100"}, "HOURS=100: .*48 hours"),
         ({"MEMORY": "much"}, "MEMORY=much"),
@@ -65,11 +63,6 @@ def test_an_image_says_which_subcommands_it_has(
 ) -> None:
     with pytest.raises(error, match=said):
         require_known(asked(COMMAND=word), IMAGE, labels)
-
-
-def test_a_checkout_that_judges_for_the_image_says_so() -> None:
-    assert "this checkout" in describe_judge({})
-    assert describe_judge({LABEL: "plan"}) == ""
 
 
 def test_a_newer_image_may_have_one_that_this_checkout_does_not_know() -> None:

@@ -16,7 +16,6 @@ from images.docker import docker, inspect_image, require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
 from services.common.errors import DeviceError
-from services.common.testing.manifests import reseal
 from tests.images.checkout import commit, git
 from tests.small import write_notes, write_small_recipe
 
@@ -117,12 +116,6 @@ def test_the_compiler_and_the_trainer_share_every_layer_up_to_the_trainer_s_own_
     assert shared == [True] * (len(shared) - 4) + [False] * 4
 
 
-def test_small_images_have_no_torch_and_no_compiler(images: dict[str, str]) -> None:
-    look = "command -v g++ gcc cc pip uv; ls /opt/venv/lib/python3*/site-packages | grep -ix 'torch\\|nvidia'; true"
-    for service in ("tokenizer", "head"):
-        assert docker("run", "--rm", "--entrypoint", "bash", images[service], "-c", look) == ""
-
-
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_login_shell_finds_ray_as_kuberay_starts_it(images: dict[str, str], service: str) -> None:
     answer = docker("run", "--rm", "--entrypoint", "bash", images[service], "-lc", "ray --version; id -u; id -un")
@@ -156,16 +149,6 @@ def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
         assert producers["checkpoint"]["git_sha"] == git(checkout, "rev-parse", "HEAD")
     finally:
         git(checkout, "reset", "--quiet", "--hard", "HEAD~1")
-
-
-def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[str, str], tmp_path: Path) -> None:
-    root = make_root(tmp_path / "fsx")
-    assert run_stage(checkout, "tokenizer", root).returncode == 0
-    manifest = next(root.glob("corpus/*/*/manifest.json"))
-    reseal(manifest.parent, lambda fields: fields.update(schema="corpus/4"))
-    refused = run_stage(checkout, "trainer", root)
-    assert refused.returncode == 3
-    assert "'corpus/4'" in refused.stderr
 
 
 def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: dict[str, str], tmp_path: Path) -> None:
@@ -271,16 +254,6 @@ def test_an_image_without_a_library_gets_no_tag(
     assert inspect_image(neuron_images["trainer"])["Id"] == before
 
 
-def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: dict[str, str], tmp_path: Path) -> None:
-    recipe = write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
-    root = make_root(tmp_path / "fsx")
-    done = run_images(checkout, "demo", STAGE="tokenizer", VARIANT="neuron", ROOT=str(root), RECIPE=str(recipe),
-                      OPTIONS=OPTIONS)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    producer = json.loads(next(root.glob("corpus/*/*/manifest.json")).read_text())["producer"]
-    assert producer["image"] == neuron_images["tokenizer"]
-
-
 @pytest.fixture(scope="module")
 def trn2_base(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables that build on a stand-in for Ubuntu with Neuron's packages and for the indexes of wheels."""
@@ -331,40 +304,6 @@ def test_a_trn2_image_has_torch_neuron_beside_the_versions_of_its_lock(
     assert "toolz" not in pins_of(REPOSITORY / f"lockfiles/{service}-trn2.txt")
     assert runtime == "0 aws-neuronx-collectives.so aws-neuronx-runtime-lib.so aws-neuronx-tools.so"
     assert labels_of(trn2_images[service])["millrace.neuron-driver"] == "2.31.7.0"
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"NEURON_FIND_LINKS": "", "NEURON_INDEX_URL": "http://127.0.0.1:1"}, ("torch-neuronx==", "NEURON_INDEX_URL=")),
-        ({"TORCH_FIND_LINKS": "", "TORCH_INDEX_URL": "http://127.0.0.1:1"}, ("torch==2.13.0", "TORCH_INDEX_URL=")),
-    ],
-    ids=["neuron", "torch"],
-)
-def test_an_index_of_trn2_that_does_not_answer_ends_the_build_with_the_way_out(
-    checkout: Path, trn2_base: dict[str, str], variables: dict[str, str], said: tuple[str, ...]
-) -> None:
-    done = run_images(checkout, "build", STAGE="compiler", **(trn2_base | variables))
-    assert done.returncode == 4
-    assert all(each in done.stderr for each in said), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("python", "variables", "said"),
-    [
-        ("3.12.0", {"UV_PYTHON_INSTALL_MIRROR": "http://127.0.0.1:1"}, ("3.12.0", "UV_PYTHON_INSTALL_MIRROR=")),
-        ("", {"NEURON_APT_URL": "http://127.0.0.1:1"}, ("aws-neuronx-runtime-lib=2.35.30.0", "NEURON_APT_URL=")),
-    ],
-    ids=["python", "runtime"],
-)
-def test_what_the_base_of_trn2_lacks_and_nobody_gives_is_named(
-    checkout: Path, trn2_base: dict[str, str], python: str, variables: dict[str, str], said: tuple[str, ...]
-) -> None:
-    """A slim Python in place of Ubuntu: it lacks Neuron's packages, and the Python if another one is pinned."""
-    base = {"BASE": trn2_base["SLIM_BASE"], "PINNED_PYTHON": python or trn2_base["PINNED_PYTHON"]}
-    done = run_images(checkout, "build", STAGE="compiler", **(trn2_base | base | variables))
-    assert done.returncode == 4
-    assert all(each in done.stderr for each in said), done.stderr
 
 
 # Writes where the Neuron tools write, some of them whatever the variables say.
@@ -426,33 +365,6 @@ def test_triton_can_build_what_starts_its_kernels_in_a_cuda_image(cuda_trainer: 
     built = docker("run", "--rm", "--user", "0", "--entrypoint", "bash", cuda_trainer, "-c", BUILDS_WITH_TRITON)
     where, name = built.splitlines()
     assert where == f"/scratch/{name}"
-
-
-def test_an_index_that_does_not_give_torch_ends_the_build_with_the_way_out(checkout: Path) -> None:
-    done = run_images(checkout, "build", STAGE="compiler", TORCH_INDEX_URL="http://127.0.0.1:1/cpu")
-    assert done.returncode == 4
-    assert "torch==2.13.0" in done.stderr
-    assert "TORCH_INDEX_URL=" in done.stderr
-
-
-def test_a_base_that_cannot_be_pulled_is_named_with_the_way_out(checkout: Path) -> None:
-    done = run_images(checkout, "build", STAGE="tokenizer", BASE="127.0.0.1:1/nothing:1")
-    assert done.returncode == 4
-    assert "127.0.0.1:1/nothing:1" in done.stderr
-    assert "make base-image" in done.stderr
-
-
-def test_sources_that_no_commit_has_are_not_pushed(checkout: Path, images: dict[str, str]) -> None:
-    work = checkout / "services/tokenizer/pack.py"
-    original = work.read_text(encoding="utf-8")
-    work.write_text(original + "\n", encoding="utf-8")
-    try:
-        done = run_images(checkout, "build", STAGE="tokenizer", PUSH="127.0.0.1:1")
-    finally:
-        work.write_text(original, encoding="utf-8")
-    assert done.returncode == 2
-    assert "-dirty" in done.stderr
-    assert "building" not in done.stdout
 
 
 def test_plain_docker_build_makes_the_same_image(checkout: Path, images: dict[str, str]) -> None:

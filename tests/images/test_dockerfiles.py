@@ -11,7 +11,6 @@ import pytest
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
-from services.common.hardware.instance_types import SHAPES_JSON
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
 from tests.images.dockerfiles import (
@@ -22,19 +21,6 @@ from tests.images.dockerfiles import (
     stages_of_image,
 )
 
-GOOD = """
-ARG BASE=python:3.11.14-slim
-FROM ${BASE} AS build
-ARG PIP_INDEX_URL
-RUN pip install something
-FROM ${BASE}
-RUN set -eu; apt-get update; apt-get install --no-install-recommends g++; rm -rf /var/lib/apt/lists/*
-WORKDIR /app
-COPY code /app
-USER 10001:10001
-ENTRYPOINT ["python"]
-"""
-
 
 def lines_of(name: str) -> list[str]:
     return (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
@@ -43,30 +29,6 @@ def lines_of(name: str) -> list[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_dockerfile_keeps_the_rules(service: str) -> None:
     assert breaches_of(read_dockerfile(service)) == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "rule"),
-    [
-        ("python:3.11.14-slim", "python", "no tag"),
-        ("python:3.11.14-slim", "python:latest", "latest"),
-        ("USER 10001:10001", "USER root", "unprivileged"),
-        ("USER 10001:10001\n", "", "unprivileged"),
-        ("COPY code", "ADD code", "ADD instead"),
-        (" --no-install-recommends", "", "no-install-recommends"),
-        ("; rm -rf /var/lib/apt/lists/*", "", "lists stay"),
-        ("set -eu; ", "", "goes on after an error"),
-        ("pip install", "sudo pip install", "sudo"),
-        ("WORKDIR /app", "WORKDIR app", "relative"),
-        ('["python"]', "python", "shell form"),
-        ("WORKDIR /app", "ARG PIP_INDEX_URL\nWORKDIR /app", "history"),
-        ("RUN pip", "RUN --mount=type=cache,target=/root pip", "only BuildKit"),
-    ],
-)
-def test_a_broken_rule_is_noticed(old: str, new: str, rule: str) -> None:
-    assert breaches_of(GOOD) == []
-    assert old in GOOD
-    assert rule in " ".join(breaches_of(GOOD.replace(old, new)))
 
 
 def test_labels_name_schemas_that_exist_and_every_schema_has_one_image_that_writes_it() -> None:
@@ -140,12 +102,6 @@ def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(
     assert {word for word in installed if not word.startswith("-")} == packages
 
 
-def test_an_image_has_no_code_of_tests() -> None:
-    assert {"services/common/testing", "services/**/tests"} <= set(lines_of(".dockerignore"))
-    image_sources = 'files(name="image_sources", sources=["**/*.py", "!testing/**", "!**/tests/**"])'
-    assert image_sources in lines_of("services/common/BUILD")
-
-
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> None:
     """The check sees only the modules that it is made of, so that a change of other code does not repeat it."""
@@ -157,29 +113,6 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     checked = closure_of(modules_of(REPOSITORY), {"services.common.hardware.image_platform"})
     assert {f"{module.replace('.', '/')}.py" for module in checked} == set(copied)
     assert "code" not in stages_of_image(text)
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_every_image_has_the_table_of_instance_types(service: str) -> None:
-    """The Dockerfile copies it to where `services.common` reads it, a build may read it, Pants passes it, and a change
-    of it is a new tag."""
-    table = SHAPES_JSON.relative_to(REPOSITORY).as_posix()
-    text = read_dockerfile(service)
-    assert ("COPY", f"{table} /app/{table}") in instructions_of(text)
-    assert any(("COPY", "--from=code /app/infra /app/infra") in stage for stage in stages_of_image(text).values())
-    assert f"!{table}" in lines_of(".dockerignore")
-    assert '"infra:shapes",' in "".join(lines_of("images/BUILD"))
-    assert table in sources_of(service, "cpu")
-
-
-def test_the_trainer_s_image_has_what_its_pages_are_made_of() -> None:
-    """A build may read it, Pants passes it, and a change of it is a new tag."""
-    report = REPOSITORY / "services/trainer/report"
-    [patterns] = [line for line in lines_of("services/trainer/BUILD") if line.startswith("page = ")]
-    passed = {path for pattern in re.findall(r'"(.*?)"', patterns) for path in report.parent.glob(pattern)}
-    assert passed == {path for path in report.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert "!services/trainer/report/**/*.*" in lines_of(".dockerignore")
-    assert ":(glob)services/trainer/report/**" in sources_of("trainer", "cpu")
 
 
 def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:

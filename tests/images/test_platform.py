@@ -89,27 +89,6 @@ def test_a_cluster_is_told_before_it_gives_nodes(
     assert f"{variant} image" in json.loads(done.stdout)["problem"]
 
 
-@pytest.mark.parametrize("variant", ["cuda", "neuron", "trn2"])
-def test_an_image_for_another_device_still_shows_what_a_recipe_means(
-    options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    for stage in STAGES_WITH_PROGRAM:
-        done = call(capfd, f"services.{stage}.__main__", *options, "--dry-run")
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("variant", ["cuda", "neuron", "trn2"])
-def test_the_tokenizer_needs_no_device(
-    options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    ready = call(capfd, "services.common.process.readiness", "--stage", "tokenizer", *options)
-
-    assert ready.returncode == 0, ready.stdout
-    assert json.loads(ready.stdout)["platform"]["variant"] == variant
-
-
 @pytest.mark.parametrize("service", SERVICES)
 def test_what_a_service_requires_is_what_its_image_is_checked_for(service: str) -> None:
     shared = ["common/program"] if service in STAGES_WITH_PROGRAM else []
@@ -123,23 +102,6 @@ def required_by(*folders: str) -> set[str]:
     lines = [line for text in texts for line in text.splitlines() if line[:1] not in ("", "#")]
     with_ray_train = {"ray.train"} if "ray[default,train]" in lines else set()
     return {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines} | with_ray_train
-
-
-BROKEN_RICH = """
-raise AttributeError("_ARRAY_API not found")
-"""
-
-
-def test_a_library_that_is_there_and_breaks_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rich.py").write_text(BROKEN_RICH, encoding="utf-8")
-
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    done = run("services.common.hardware.image_platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
-
-    assert done.returncode == 4, done.stderr
-    assert "rich" in done.stderr
-    assert "_ARRAY_API not found" in done.stderr
-    assert "make images STAGE=head VARIANT=cpu" in done.stderr
 
 
 @pytest.mark.parametrize("variant", NEURON_LIBRARIES)
@@ -161,37 +123,6 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
     assert NEURON_LIBRARIES[variant][0] in started.stderr
     assert "no device" in started.stderr
     assert f"make images VARIANT={variant}" in started.stderr
-
-
-def test_where_images_are_built_torch_does_not_load_torch_neuron(tmp_path: Path) -> None:
-    """TorchNeuron registers itself with torch, which then imports it as a part of its own import."""
-    for library in NEURON_LIBRARIES["trn2"]:
-        (tmp_path / f"{library}.py").write_text('raise RuntimeError("no device")', encoding="utf-8")
-    about = tmp_path / "torch_neuronx-2.13.3.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-neuronx\nVersion: 2.13.3.0\n", encoding="utf-8")
-    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_neuronx = torch_neuronx:load\n", encoding="utf-8")
-    trn2 = {
-        "MILLRACE_SERVICE": "compiler",
-        "MILLRACE_VARIANT": "trn2",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
-    }
-
-    built = run("services.common.hardware.image_platform", "--without-device", **trn2)
-    started = run("services.common.hardware.image_platform", **trn2)
-
-    assert built.returncode == 0, built.stderr
-    assert "torch-neuronx        2.13.3.0" in built.stdout
-    assert started.returncode == 4
-    assert "torch is broken on the trn2 variant" in started.stderr
-
-
-@pytest.mark.parametrize("variant", NEURON_LIBRARIES)
-@pytest.mark.parametrize("service", ["tokenizer", "head"])
-def test_images_without_the_program_need_no_neuron_library(service: str, variant: str) -> None:
-    done = run("services.common.hardware.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT=variant)
-
-    assert done.returncode == 0, done.stderr
 
 
 def check_build(folder: Path, service: str, **modules: str) -> subprocess.CompletedProcess[str]:
@@ -229,9 +160,3 @@ def test_a_cuda_image_without_cuda_is_not_built(tmp_path: Path, torch: str, trit
     assert done.returncode == 4, done.stderr
     assert told in done.stderr
     assert "make images STAGE=compiler VARIANT=cuda" in done.stderr
-
-
-def test_cuda_images_without_the_program_need_no_torch(tmp_path: Path) -> None:
-    done = check_build(tmp_path, "head", torch=TORCH_FOR_CPUS, triton=NO_TRITON)
-
-    assert done.returncode == 0, done.stderr

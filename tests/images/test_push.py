@@ -96,8 +96,3 @@ def test_a_push_that_another_one_overtook(front: ImmutableTags, images: list[Ima
     front.hidden_reads = 1
     with pytest.raises(DeviceError, match=inspect_image(other.names[-1])["Id"]):
         push_images([other], "cpu", front.address)
-
-
-def test_a_registry_that_does_not_answer_is_named(images: list[Image]) -> None:
-    with pytest.raises(DeviceError, match=r"127\.0\.0\.1:1/millrace/tokenizer"):
-        push_images(images, "cpu", "127.0.0.1:1")

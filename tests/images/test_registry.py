@@ -13,7 +13,7 @@ import pytest
 
 from images.pin import pin
 from images.platforms import PLATFORMS, read_digests
-from images.registry import read_labels, resolve_digest, split_name
+from images.registry import read_labels, split_name
 from services.common.errors import DeviceError
 
 MANIFEST = b'{"schemaVersion": 2, "config": {"digest": "sha256:5"}}'
@@ -85,11 +85,6 @@ def test_a_registry_that_does_not_know_changes_nothing(registry: str, tmp_path: 
         pin(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_page_in_place_of_a_manifest_has_no_digest(registry: str) -> None:
-    with pytest.raises(DeviceError, match=f"{registry}/neuron/base:page"):
-        resolve_digest(f"{registry}/neuron/base:page")
 
 
 def test_labels_are_read_where_blobs_are_redirected_to_a_signed_address(registry: str) -> None:

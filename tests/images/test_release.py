@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY
 from images.release import bumped, release
 from services.common.errors import DeviceError, MillraceError, RecipeError
-from tests.images.checkout import CHANGELOG, commit, git, make_checkout, make_shallow_checkout, write
+from tests.images.checkout import CHANGELOG, commit, git, make_checkout, write
 
 
 def state(repository: Path) -> tuple[str, str, str]:
@@ -106,11 +105,6 @@ def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path,
     assert state(repository) == before
 
 
-def test_a_shallow_clone_is_not_released(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="git fetch --unshallow"):
-        release("trainer", "minor", make_shallow_checkout(tmp_path))
-
-
 def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
     change_a_schema(repository)
@@ -118,8 +112,3 @@ def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> 
     write(corpus, corpus.read_text().replace('"corpus/4"', '"corpus/5"'))
     commit(repository, "Give the corpus schema its next number")
     assert release("trainer", "minor", repository) == "trainer-v0.2.0"
-
-
-def test_the_changelogs_of_this_repository_have_a_place_for_what_comes() -> None:
-    for path in REPOSITORY.glob("services/*/CHANGELOG.md"):
-        assert "## [Unreleased]\n" in path.read_text(encoding="utf-8")

@@ -74,11 +74,6 @@ def test_sources_that_no_commit_has_are_in_the_tag(tmp_path: Path) -> None:
     assert changed(committed, third) == {"trainer"}
 
 
-def test_outside_of_a_checkout_the_commit_is_unknown(tmp_path: Path) -> None:
-    write(tmp_path / "services/trainer/VERSION", "0.1.0\n")
-    assert describe_build("trainer", "neuron", tmp_path).commit_tag == "0.1.0-gunknown-neuron"
-
-
 def test_a_version_is_released_only_at_the_sources_of_its_tag(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
     assert not is_released(describe_build("trainer", "cpu", repository), repository)

@@ -13,7 +13,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from images.platforms import read_platforms
 from infra.shapes import read_shapes
 from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NEURON, POOL_LABEL
-from tests.architecture.rules import STAGES
+from services.common.recipe.schema import STAGES
 from tests.k8s.rendered import (
     Thing,
     cluster_of,
@@ -31,7 +31,6 @@ SETUP = dict.fromkeys(
     ("NetworkPolicy/deny", "PersistentVolumeClaim/fsx-setup", "Job/file-system-owner"), "millrace-setup"
 )
 OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume", "ClusterRole", "ClusterRoleBinding"}
-FOLDERS_OF_AN_IMAGE = {"HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", "NEURON_COMPILE_CACHE_URL"}
 # Who deploys: an administrator maps people to it. They look at these of the whole cluster, and ask what they may.
 PEOPLE = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "millrace-deployers"}
 LOOKED_AT = {"nodes", "queues", "priorityclasses"}
@@ -44,12 +43,6 @@ ONE_OFFS = [
     {"millrace.dev/component": "one-off-nodes", "millrace.dev/stage": "trainer"},
 ]
 OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
-LONGEST_CLUSTER_NAME = 53  # the operator refuses a longer one
-LONGEST_POD_PREFIX = 50  # the operator cuts <cluster>-<group> there, so that two groups' pods could be called the same
-
-
-def every_stage_has_a_group(things: list[Thing]) -> list[str]:
-    return [] if list(groups_of(things)) == list(STAGES) else [f"groups are {list(groups_of(things))}, not {STAGES}"]
 
 
 def a_stage_has_one_name(things: list[Thing]) -> list[str]:
@@ -99,33 +92,6 @@ def _named_by(pod: Thing) -> set[str]:
     }
 
 
-def every_pod_mounts_the_file_system(things: list[Thing]) -> list[str]:
-    problems = []
-    for name, pod in pods_of(things).items():
-        mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
-        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-        if "persistentVolumeClaim" not in volumes.get(mounts.get("/fsx", ""), {}):
-            problems.append(f"{name}: no claim is mounted at /fsx")
-        problems += [f"{name}: no volume {each}" for each in mounts.values() if each not in volumes]
-    return problems
-
-
-def every_pod_can_write_where_its_image_writes(things: list[Thing]) -> list[str]:
-    """An image's temporary folders, home and working directory are at /scratch, and its root is read-only."""
-    problems = []
-    for name, pod in pods_of(things).items():
-        container = pod["spec"]["containers"][0]
-        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"] if not mount.get("readOnly")}
-        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-        if "emptyDir" not in volumes.get(mounts.get("/scratch", {}).get("name", ""), {}):
-            problems.append(f"{name}: no folder of its own is mounted at /scratch")
-        moved = [each["name"] for each in container.get("env", []) if each["name"] in FOLDERS_OF_AN_IMAGE]
-        problems += [f"{name}: {variable} is the image's to say" for variable in moved]
-        if "workingDir" in container:
-            problems.append(f"{name}: the working directory is the image's to say")
-    return problems
-
-
 def a_claim_and_its_volume_hold_each_other(things: list[Thing]) -> list[str]:
     """Else another claim takes the volume, or deleting the claim deletes the artifacts."""
     problems = []
@@ -169,15 +135,6 @@ def the_cluster_is_guarded_where_it_is(things: list[Thing]) -> list[str]:
     bound = [each["spec"]["policyName"] for each in of_kind(things, "ValidatingAdmissionPolicyBinding").values()]
     problems = [f"namespace {each} is guarded, not {namespace}" for each in guarded - {namespace}]
     return problems + [f"policy {name} is not bound" for name in policies if name not in bound]
-
-
-def names_fit_into_pods_names(things: list[Thing]) -> list[str]:
-    cluster = cluster_of(things)["metadata"]["name"]
-    prefixes = [f"{cluster}-{group}" for group in groups_of(things)]
-    problems = [f"{each}: longer than {LONGEST_POD_PREFIX}" for each in prefixes if len(each) > LONGEST_POD_PREFIX]
-    if len(cluster) > LONGEST_CLUSTER_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", cluster):
-        problems.append(f"{cluster}: no name for a RayCluster")
-    return problems
 
 
 def ray_is_the_pinned_version(things: list[Thing]) -> list[str]:
@@ -407,15 +364,11 @@ def _quantities(resources: Thing) -> dict[str, Decimal]:
 
 
 EVERYWHERE: list[Rule] = [
-    every_stage_has_a_group,
     a_stage_has_one_name,
     what_pods_name_is_there,
-    every_pod_mounts_the_file_system,
-    every_pod_can_write_where_its_image_writes,
     a_claim_and_its_volume_hold_each_other,
     everything_is_in_one_namespace,
     the_cluster_is_guarded_where_it_is,
-    names_fit_into_pods_names,
     ray_is_the_pinned_version,
     ray_reads_the_groups_as_meant,
     policies_select_pods_that_there_are,

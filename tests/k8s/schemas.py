@@ -24,9 +24,13 @@ Kind = tuple[str, str]  # apiVersion and kind
 
 GO_MOD = REPOSITORY / "tests/cluster/kit/go.mod"
 KUBERNETES = "k8s.io/kubernetes"
-TYPES_OF = {  # module -> where it has the definitions of its types
-    "github.com/ray-project/kuberay/ray-operator": "config/crd/bases",
-    "volcano.sh/volcano": "installer/helm/chart/volcano/crd/bases",
+TYPES_OF = {  # module -> the definitions of its types that the manifests use
+    "github.com/ray-project/kuberay/ray-operator": [
+        f"config/crd/bases/ray.io_{name}.yaml" for name in ("rayclusters", "rayjobs")
+    ],
+    "volcano.sh/volcano": [
+        f"installer/helm/chart/volcano/crd/bases/scheduling.volcano.sh_{name}.yaml" for name in ("podgroups", "queues")
+    ],
 }
 WITHOUT_SCHEMA = {"PodMonitor"}  # the Prometheus operator is no part of the test cluster
 
@@ -50,9 +54,10 @@ def read_schemas() -> dict[Kind, Schema]:
     swagger = json.loads((folders[KUBERNETES] / "api/openapi-spec/swagger.json").read_text(encoding="utf-8"))
     shared = {name: closed(schema) for name, schema in swagger["definitions"].items()} | WRITTEN_IN_TWO_WAYS
     schemas = _kinds_of_kubernetes(swagger["definitions"])
-    for module, place in TYPES_OF.items():
-        for path in sorted((folders[module] / place).glob("*.yaml")):
-            schemas |= _kinds_of_type(yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
+    for module, names in TYPES_OF.items():
+        for name in names:
+            text = (folders[module] / name).read_text(encoding="utf-8")
+            schemas |= _kinds_of_type(yaml.load(text, yaml.CSafeLoader))
     return {kind: schema | {"definitions": shared} for kind, schema in schemas.items()}
 
 

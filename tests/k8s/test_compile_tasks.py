@@ -12,12 +12,10 @@ from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from images.platforms import REPOSITORY
 from k8s.client.compile_tasks import check_trace
-from k8s.client.deployment_plan import describe_plan
 from k8s.client.resolved_deployment import ResolvedDeployment, resolve
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
-from services.common.hardware.image_platform import BACKENDS
 from services.common.recipe.schema import Compile
 from services.compiler.estimate import CPU_NODE_TYPE, Rate, size_of
 from services.compiler.fan_out import make_tasks
@@ -25,7 +23,6 @@ from services.compiler.graph_plan import describe_plan as describe_graphs
 from services.compiler.modules import Module
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.rules import node_types_that_ray_reads
 
 RECIPE = REPOSITORY / "recipes/llama2-7b-trn1.toml"
 GIB = 2**30
@@ -90,14 +87,6 @@ def test_a_task_that_fits_on_no_pod_is_refused_at_once(compiler: WorkerGroup) ->
         resolved(compiler, "--compile.task_memory_gib=128")
 
 
-@pytest.mark.parametrize("arguments", [("--parallel.device=cpu",), ("--compile.enabled=false",)])
-def test_other_compilers_keep_the_recipe_s_nodes(compiler: WorkerGroup, arguments: tuple[str, ...]) -> None:
-    deployment = resolved(compiler, *arguments, "--compile.num_workers=8", nodes=2).deployment
-
-    assert (deployment.nodes, deployment.arguments) == (2, (*arguments, "--compile.num_workers=8"))
-    assert resolved(compiler, *arguments, "--compile.num_workers=8").deployment.nodes == 1
-
-
 def test_where_graphs_are_traced_follows_the_pods(compiler: WorkerGroup, compiler_on_trainium: WorkerGroup) -> None:
     """COMPILER_POOL of the overlay's settings moves both."""
     on_cpu, on_device = resolved(compiler), resolved(compiler_on_trainium)
@@ -115,24 +104,6 @@ def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(compiler: Wo
     assert "COMPILER_POOL=trainium" in said
 
 
-def test_what_a_person_is_shown(compiler: WorkerGroup, compiler_on_trainium: WorkerGroup) -> None:
-    found = resolved(compiler, nodes=2)
-    said = describe_plan(compiler, found.deployment, found.outline)
-
-    assert "tasks       6 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
-    assert "traces      without a device\n" in said
-    assert "arguments   --compile.trace_on=cpu --compile.num_workers=6" in said
-    assert "holds       2 x m7i.8xlarge" in said
-
-    found = resolved(compiler_on_trainium)
-    said = describe_plan(compiler_on_trainium, found.deployment, found.outline)
-    assert "cost        1 x trn1.32xlarge x $21.50 = $21.50 an hour" in said
-    graphs = len(BACKENDS["xla"].graphs)  # all of them at a time, where each hour is paid for
-    assert f"tasks       {graphs} graphs at a time, each with 8 CPUs and 32 GiB, 13 on a pod" in said
-    assert "traces      on a device of its pods, whose nodes are held and paid for" in said
-    assert "COMPILER_POOL=cpu" in said
-
-
 def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tmp_path: Path) -> None:
     """`services.compiler plan` without options is about the pods that a deployment brings up."""
     asked = compiler.requests
@@ -148,13 +119,3 @@ def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tm
     for arguments in ((nodes, workers), (workers,)):
         deployment = resolved(compiler, *arguments).deployment
         assert (deployment.nodes, deployment.arguments) == (3, (*arguments, ON_CPU))
-
-
-def test_a_pod_is_counted_as_ray_counts_it(overlays: dict[str, list[Thing]], compiler_on_cpus: list[Thing]) -> None:
-    for things in (*overlays.values(), compiler_on_cpus):
-        group, ray = worker_group_of(cluster_of(things), "compiler"), node_types_that_ray_reads(things)["compiler"]
-        assert (group.ray_cpus, group.ray_memory_bytes) == (ray["resources"]["CPU"], ray["resources"]["memory"])
-
-
-def test_a_recipe_for_neuron_has_compile_tasks() -> None:
-    assert read_requested_recipe(RECIPE).outline.has_compile_tasks

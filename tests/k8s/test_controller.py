@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,6 @@ def test_retries_count_disturbances_since_the_newest_checkpoint(
 
 def record_of(attempts: tuple[Outcome, ...], **changes: Any) -> Record:
     return Record(deployment_of(**changes), "u", "1", attempts, {}, None, "", False, False, "now")
-
-
-def test_no_retry_is_none_whatever_was_committed() -> None:
-    assert not may_try_again(record_of((MOVED,), retries=0))
 
 
 @pytest.mark.parametrize(
@@ -184,19 +179,6 @@ def test_a_lost_node(taints: list[Thing], conditions: list[Thing], is_lost: bool
     assert (loss is not None, bool(loss and loss.is_fault)) == (is_lost, has_fault)
 
 
-def test_a_fault_is_named() -> None:
-    loss = loss_of(node("n", [], [READY, FAULT]))
-    assert loss
-    assert FAULT["type"] in loss.text
-    assert FAULT["reason"] in loss.text
-
-
-def test_a_node_that_is_no_object_any_more_is_lost_for_certain() -> None:
-    loss = loss_of(None)
-    assert loss
-    assert loss.is_certain
-
-
 def pod(name: str, on: str, component: str = "trainer", **metadata: Any) -> Thing:
     labels = {"millrace.dev/component": component, "ray.io/node-type": "worker"}
     return {
@@ -247,15 +229,6 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
     assert len(said) == len(set(said)), "nothing is said twice"
 
 
-def test_an_idle_stage_s_pods_on_lost_nodes_need_no_notice(clock: Clock, nodes_and_pods: MemoryApi) -> None:
-    """Between attempts such pods are deleted, because KubeRay makes no others while they exist."""
-    lost = LostPods(nodes_and_pods, "trainer", print)  # type: ignore[arg-type]
-    lost.remove(is_idle=True)
-    clock.now += 331
-    lost.remove(is_idle=True)
-    assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "starts"]
-
-
 def test_a_pod_that_looks_well_leaves_a_node_with_a_fault_while_its_stage_is_idle(clock: Clock) -> None:
     """The kubelet calls pods ready whatever their devices are."""
     well = pod("works", "faulty") | {"status": {"phase": "Running", "conditions": [READY]}}
@@ -272,18 +245,6 @@ def test_a_pod_that_looks_well_leaves_a_node_with_a_fault_while_its_stage_is_idl
     assert api.names("Pod") == []
     lost.remove(is_idle=True)
     assert lost.faults == ""
-
-
-def test_a_node_that_comes_back_keeps_its_pods(clock: Clock, nodes_and_pods: MemoryApi) -> None:
-    lost = LostPods(nodes_and_pods, "trainer", print)  # type: ignore[arg-type]
-    lost.remove(is_idle=True)
-    nodes_and_pods.merge("Node", "dark", node("dark", [], [READY]))
-    clock.now += 331
-    lost.remove(is_idle=True)
-    assert "stuck" in nodes_and_pods.names("Pod")
-    nodes_and_pods.merge("Node", "dark", node("dark", [], [{"type": "Ready", "status": "Unknown"}]))
-    lost.remove(is_idle=True)
-    assert "stuck" in nodes_and_pods.names("Pod"), "its time begins anew"
 
 
 def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Clock) -> None:
@@ -330,13 +291,3 @@ def snapshot(**changes: Any) -> StageSnapshot:
 )
 def test_what_nobody_holds_is_an_orphan(seen: StageSnapshot, expected: str) -> None:
     assert describe_orphan(seen) == expected
-
-
-def test_merging_is_what_an_api_server_does() -> None:
-    """The double that these tests stand on."""
-    api = MemoryApi({"kind": "Node", "metadata": {"name": "n"}, "spec": {"a": 1, "b": {"c": 2}}})
-    read = copy.deepcopy(api.find("Node", "n"))
-    api.merge("Node", "n", {"spec": {"b": {"d": 3}, "a": None}})
-    assert api.find("Node", "n")["spec"] == {"b": {"c": 2, "d": 3}}  # type: ignore[index]
-    with pytest.raises(Exception, match="resourceVersion"):
-        api.merge("Node", "n", {"metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}})  # type: ignore[index]

@@ -83,252 +83,151 @@ def ended(exit_code: int, is_driver_stopped: bool = False, is_rayjob_kept: bool 
     )
 
 
+def taken_down(rayjobs: frozenset[str], are_pods_kept: bool = False) -> TakeDown:
+    return TakeDown(ended_rayjobs=rayjobs, are_pods_kept=are_pods_kept, waits_for=Awaited.OPERATOR)
+
+
 def over(exit_code: int) -> EndDeployment:
     return EndDeployment(outcome=Outcome(exit_code, ""))
 
 
-Row = tuple[str, Observation, Action, tuple[str, ...]]
-"""A name, an observation, the action without its prose, and names and values that the prose contains."""
+Row = tuple[str, Observation, Action]
+"""A name, an observation, and the action without its prose."""
 
 OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
 NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False, "joined": 0}
 GANG = Awaited.GANG
+PLACE, EMPTY, HOLD = PlaceGang(nodes=8, waits_for=GANG), EmptyGroup(waits_for=GANG), HoldNodes(waits_for=GANG)
+DELETE_OLDER = DeleteOlderRayJobs(waits_for=Awaited.OLDER_RAYJOBS)
 WITHOUT_RAYJOB: list[Row] = [
-    ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EmptyGroup(waits_for=GANG), ("trainer",)),
-    (
-        "terminating pods",
-        seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)),
-        EmptyGroup(waits_for=GANG),
-        ("trainer",),
-    ),
-    ("more pods than nodes", seen((LOST,), gang=gang(4, replicas=8)), EmptyGroup(waits_for=GANG), ("trainer",)),
-    ("an empty group", seen(gang=gang(**NO_PODS)), PlaceGang(nodes=8, waits_for=GANG), ("0 -> 8", IMAGE)),
-    ("too few pods", seen(gang=gang(replicas=4, pods=4)), PlaceGang(nodes=8, waits_for=GANG), ("4 -> 8",)),
-    ("pods that are not ready", seen(gang=gang(missing="7 of 8")), PlaceGang(nodes=8, waits_for=GANG), ("7 of 8",)),
-    (
-        "a head that does not answer",
-        seen(gang=gang(joined=0, ray_error="refused")),
-        PlaceGang(nodes=8, waits_for=GANG),
-        ("refused",),
-    ),
-    ("pods that have not joined", seen(gang=gang(joined=7)), PlaceGang(nodes=8, waits_for=GANG), ("7 of 8",)),
-    ("a whole gang", seen(gang=gang()), StartAttempt(nodes=8), ("trainer-abc123-1", IMAGE)),
-    ("a smaller gang", seen((LOST,), gang=gang(4)), StartAttempt(nodes=4), ("trainer-abc123-2",)),
-    ("an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS)), StartAttempt(nodes=8), ("trainer-abc123-1",)),
-    (
-        "an isolated attempt beside kept pods",
-        seen(mode="isolated", gang=gang(**OTHER_PODS)),
-        EmptyGroup(waits_for=GANG),
-        (),
-    ),
+    ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EMPTY),
+    ("terminating pods", seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)), EMPTY),
+    ("more pods than nodes", seen((LOST,), gang=gang(4, replicas=8)), EMPTY),
+    ("an empty group", seen(gang=gang(**NO_PODS)), PLACE),
+    ("too few pods", seen(gang=gang(replicas=4, pods=4)), PLACE),
+    ("pods that are not ready", seen(gang=gang(missing="7 of 8")), PLACE),
+    ("a head that does not answer", seen(gang=gang(joined=0, ray_error="refused")), PLACE),
+    ("pods that have not joined", seen(gang=gang(joined=7)), PLACE),
+    ("a whole gang", seen(gang=gang()), StartAttempt(nodes=8)),
+    ("a smaller gang", seen((LOST,), gang=gang(4)), StartAttempt(nodes=4)),
+    ("an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS)), StartAttempt(nodes=8)),
+    ("an isolated attempt beside kept pods", seen(mode="isolated", gang=gang(**OTHER_PODS)), EMPTY),
     (
         "a lost node without a spare",
-        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited(Awaited.GANG, LONG)),
+        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited(GANG, LONG)),
         ShrinkGang(nodes=4),
-        ("8 nodes", "301 s", "room for 7"),
     ),
-    (
-        "a missing node before the first attempt",
-        seen(gang=gang(missing="7 of 8", room=7), **waited(Awaited.GANG, LONG)),
-        PlaceGang(nodes=8, waits_for=GANG),
-        ("7 of 8",),
-    ),
-    (
-        "the end of the wait",
-        seen(gang=gang(missing="7 of 8"), **waited(Awaited.GANG, PATIENCE + 1)),
-        over(75),
-        ("1800 s", "7 of 8"),
-    ),
-    (
-        "a longer wait after a loss",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited(Awaited.GANG, PATIENCE + 1)),
-        PlaceGang(nodes=8, waits_for=GANG),
-        ("7 of 8",),
-    ),
+    ("a missing node before the first attempt", seen(gang=gang(missing="7 of 8", room=7), **waited(GANG, LONG)), PLACE),
+    ("the end of the wait", seen(gang=gang(missing="7 of 8"), **waited(GANG, PATIENCE + 1)), over(75)),
+    ("a longer wait after a loss", seen((LOST,), gang=gang(missing="7 of 8"), **waited(GANG, PATIENCE + 1)), PLACE),
     (
         "the end of the wait after a loss",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited(Awaited.GANG, LOSS_PATIENCE + 1)),
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited(GANG, LOSS_PATIENCE + 1)),
         over(75),
-        ("20000 s", "7 of 8"),
     ),
     (
         "a shrunk gang, with a wait of its own",
         seen((LOST,), gang=gang(4, missing="3 of 4"), **waited(Awaited.NOTHING, PATIENCE + 1)),
         PlaceGang(nodes=4, waits_for=GANG),
-        ("3 of 4",),
     ),
-    ("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), HoldNodes(waits_for=GANG), (UNRAISED.report,)),
-    (
-        "a pool to raise for an isolated attempt",
-        seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)),
-        HoldNodes(waits_for=GANG),
-        (UNRAISED.report,),
-    ),
+    ("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
+    ("a pool to raise for an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
     (
         "nodes that start for an isolated attempt",
         seen(mode="isolated", gang=gang(**NO_PODS, pool=PoolState(report="2 of 8"))),
         Wait(waits_for=GANG),
-        ("2 of 8",),
     ),
-    (
-        "nodes that start",
-        seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))),
-        PlaceGang(nodes=8, waits_for=GANG),
-        ("7 of 8", "7 nodes are ready"),
-    ),
+    ("nodes that start", seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))), PLACE),
     (
         "nodes that do not come",
-        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), **waited(Awaited.GANG, PATIENCE + 1)),
+        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), **waited(GANG, PATIENCE + 1)),
         over(75),
-        ("1800 s", "7 of 8", "no room"),
     ),
-    (
-        "a pool that EKS does not raise",
-        seen(gang=gang(pool=UNRAISED), **waited(Awaited.GANG, PATIENCE + 1)),
-        over(75),
-        ("1800 s", UNRAISED.report),
-    ),
-    (
-        "a pool that may not be raised",
-        seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))),
-        over(4),
-        ("denied",),
-    ),
+    ("a pool that EKS does not raise", seen(gang=gang(pool=UNRAISED), **waited(GANG, PATIENCE + 1)), over(75)),
+    ("a pool that may not be raised", seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))), over(4)),
     (
         "another stage's nodes that start beside a whole gang",
         seen(gang=gang(pool=PoolState(report="9 of 10 nodes are ready"))),
         StartAttempt(nodes=8),
-        (),
     ),
-    (
-        "a RayJob of an earlier deployment",
-        seen(older_rayjobs=1),
-        DeleteOlderRayJobs(waits_for=Awaited.OLDER_RAYJOBS),
-        ("RayJob",),
-    ),
+    ("a RayJob of an earlier deployment", seen(older_rayjobs=1), DELETE_OLDER),
     (
         "an older RayJob that the operator does not remove",
         seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, OPERATOR_SECONDS + 1)),
-        DeleteOlderRayJobs(waits_for=Awaited.OLDER_RAYJOBS),
-        ("60 s", "grep kuberay"),
+        DELETE_OLDER,
     ),
-    (
-        "an older RayJob that stays",
-        seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, PATIENCE + 1)),
-        over(75),
-        ("RayJob", "1800 s"),
-    ),
+    ("an older RayJob that stays", seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, PATIENCE + 1)), over(75)),
     (
         "pods that the operator does not make",
-        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited(Awaited.GANG, OPERATOR_SECONDS + 1)),
-        PlaceGang(nodes=8, waits_for=GANG),
-        ("7 of 8", "60 s", "grep kuberay"),
+        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited(GANG, OPERATOR_SECONDS + 1)),
+        PLACE,
     ),
 ]
 WITH_RAYJOB: list[Row] = [
-    ("a running driver", seen(**driver(JobStatus.RUNNING)), Wait(waits_for=Awaited.NOTHING), ("attempt 1",)),
-    (
-        "a pending driver",
-        seen(**driver(JobStatus.PENDING), missing="7 of 8"),
-        Wait(waits_for=Awaited.DRIVER_RESOURCE),
-        ("7 of 8",),
-    ),
+    ("a running driver", seen(**driver(JobStatus.RUNNING)), Wait(waits_for=Awaited.NOTHING)),
+    ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), Wait(waits_for=Awaited.DRIVER_RESOURCE)),
     (
         "a driver that stays pending",
         seen(**driver(JobStatus.PENDING), **waited(Awaited.DRIVER_RESOURCE, PENDING_SECONDS + 1)),
         ended(75, is_driver_stopped=True),
-        ("300 s", "stage_trainer"),
     ),
-    ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver(), ("ann",)),
-    (
-        "a driver to stop in a later attempt",
-        seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)),
-        StopDriver(),
-        ("ann",),
-    ),
-    ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0, is_rayjob_kept=True), ()),
-    (
-        "a driver that was stopped",
-        seen(stop="ann", **driver(JobStatus.STOPPED)),
-        ended(75, is_rayjob_kept=True),
-        ("ann",),
-    ),
+    ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
+    ("a driver to stop in a later attempt", seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
+    ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0, is_rayjob_kept=True)),
+    ("a driver that was stopped", seen(stop="ann", **driver(JobStatus.STOPPED)), ended(75, is_rayjob_kept=True)),
     (
         "a driver with an error",
         seen(**driver(JobStatus.FAILED, 3, "millrace: no corpus")),
         ended(3, is_rayjob_kept=True),
-        ("no corpus",),
     ),
     (
         "a driver that was lost with its node",
         seen(**driver(JobStatus.FAILED, None, "died")),
         ended(75, is_rayjob_kept=True),
-        ("died",),
     ),
     (
         "an ended RayJob while Ray does not answer",
         seen(**placed(jobDeploymentStatus="Complete", jobStatus="SUCCEEDED"), ray_error="refused"),
         ended(0, is_rayjob_kept=True),
-        (),
     ),
-    ("a stop before Ray knows the job", seen(stop="ann", **placed()), ended(75), ("ann",)),
-    ("a job to submit", seen(**placed()), Wait(waits_for=Awaited.SUBMISSION), ("operator",)),
+    ("a stop before Ray knows the job", seen(stop="ann", **placed()), ended(75)),
+    ("a job to submit", seen(**placed()), Wait(waits_for=Awaited.SUBMISSION)),
     (
         "a job that is not submitted",
         seen(**placed(jobDeploymentStatus="Initializing"), **waited(Awaited.SUBMISSION, SUBMIT_SECONDS + 1)),
         ended(75),
-        ("300 s", "Initializing", "k8s/README.md"),
     ),
-    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), Wait(waits_for=Awaited.HEAD), ("head",)),
+    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), Wait(waits_for=Awaited.HEAD)),
     (
         "a head that does not come back",
         seen(**placed(jobStatus="RUNNING"), ray_error="refused", **waited(Awaited.HEAD, HEAD_LOST_SECONDS + 1)),
         ended(75),
-        ("refused",),
     ),
     (
         "a starting cluster of an isolated attempt",
         seen(mode="isolated", **placed(), cluster_event="FailedMount: no claim"),
         Wait(waits_for=Awaited.OWN_CLUSTER),
-        ("FailedMount: no claim",),
     ),
     (
         "a cluster of an isolated attempt that does not start",
         seen(mode="isolated", **placed(), missing="0 of 8", **waited(Awaited.OWN_CLUSTER, PATIENCE + 1)),
         ended(75),
-        ("1800 s", "0 of 8"),
     ),
 ]
 ENDING: list[Row] = [
-    ("success", seen((DONE,)), over(0), ("done",)),
-    ("no retry left", seen((LOST, LOST)), over(75), ("2 attempts",)),
-    ("an error", seen((LOST, Outcome(3, "no corpus"))), over(3), ("no corpus",)),
-    ("a stop before the first attempt", seen(stop="ann"), over(75), ("ann",)),
-    ("a stop after an attempt", seen((LOST,), stop="ann"), over(75), (LOST.message,)),
-    (
-        "an outcome",
-        seen((DONE,), DONE),
-        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=False, waits_for=Awaited.OPERATOR),
-        (),
-    ),
+    ("success", seen((DONE,)), over(0)),
+    ("no retry left", seen((LOST, LOST)), over(75)),
+    ("an error", seen((LOST, Outcome(3, "no corpus"))), over(3)),
+    ("a stop before the first attempt", seen(stop="ann"), over(75)),
+    ("a stop after an attempt", seen((LOST,), stop="ann"), over(75)),
+    ("an outcome", seen((DONE,), DONE), taken_down(RAYJOBS)),
     (
         "an outcome that the operator does not see",
         seen((DONE,), DONE, **waited(Awaited.OPERATOR, SETTLE_SECONDS)),
-        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=Awaited.OPERATOR),
-        (),
+        taken_down(frozenset()),
     ),
-    (
-        "KEEP=1",
-        seen((DONE,), DONE, keep=True),
-        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=True, waits_for=Awaited.OPERATOR),
-        (),
-    ),
-    (
-        "KEEP=1 without an attempt",
-        seen((), LOST, keep=True),
-        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=Awaited.OPERATOR),
-        (),
-    ),
+    ("KEEP=1", seen((DONE,), DONE, keep=True), taken_down(RAYJOBS, are_pods_kept=True)),
+    ("KEEP=1 without an attempt", seen((), LOST, keep=True), taken_down(frozenset())),
 ]
 ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *ENDING]
 
@@ -341,23 +240,14 @@ def without_prose(action: Action) -> Action:
     return replace(action, outcome=replace(action.outcome, message="")) if isinstance(action, EndDeployment) else action
 
 
-def prose_of(action: Action) -> str:
-    message = action.outcome.message if isinstance(action, EndDeployment) else getattr(action, "message", "")
-    return f"{action.report} {message}"
-
-
-@pytest.mark.parametrize(("observation", "expected", "mentions"), [pytest.param(*row[1:], id=row[0]) for row in ALL])
-def test_an_observation_decides_the_action(
-    observation: Observation, expected: Action, mentions: tuple[str, ...]
-) -> None:
-    action = decide(observation)
-    assert without_prose(action) == expected
-    assert [each for each in mentions if each not in prose_of(action)] == []
+@pytest.mark.parametrize(("observation", "expected"), [pytest.param(*row[1:], id=row[0]) for row in ALL])
+def test_an_observation_decides_the_action(observation: Observation, expected: Action) -> None:
+    assert without_prose(decide(observation)) == expected
 
 
 def test_every_state_and_every_action_is_in_the_table() -> None:
-    assert {observation.state for _, observation, _, _ in ALL} == set(State)
-    assert {type(action) for _, _, action, _ in ALL} == set(Action.__subclasses__())
+    assert {observation.state for _, observation, _ in ALL} == set(State)
+    assert {type(action) for _, _, action in ALL} == set(Action.__subclasses__())
 
 
 def test_a_gang_that_was_not_observed_is_a_bug() -> None:

@@ -16,7 +16,6 @@ from k8s.client.deployment_plan import describe_plan
 from k8s.client.node_pool_checks import check_pool, check_reservation
 from k8s.client.stage_preflight import check_in_pods
 from k8s.controller import head_facts
-from k8s.controller.node_pool import write_share
 from k8s.objects import eks
 from k8s.objects.names import (
     REGION_ANNOTATION,
@@ -24,7 +23,6 @@ from k8s.objects.names import (
     node_pool_annotation,
     node_price_annotation,
 )
-from k8s.objects.node_shares import read_share_book
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, deployment_of, outline_of
@@ -78,91 +76,54 @@ def problems(group: WorkerGroup, nodes: int = 2, api: MemoryApi | None = None, *
     return check_pool(api or MemoryApi(), group, nodes, SEEN | changes)  # type: ignore[arg-type]
 
 
+OTHER_SHAPE = SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
-        ({}, []),
-        ({"status": "UPDATING"}, []),
-        ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, []),
-        ({"status": "DELETING"}, ["node group millrace/trainium is DELETING, not ACTIVE"]),
-        ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, ["not ACTIVE: NodeCreationFailure: x"]),
-        ({"max_size": 1}, ["NODES=2 needs 2 nodes of node group millrace/trainium, whose limit is 1"]),
-        ({"max_size": 1}, ["raise trainium.max_nodes of the infrastructure"]),
-        (
-            {"desired_size": 3},
-            ["NODES=2 needs 5 nodes of node group millrace/trainium (3 were there before), whose limit is 4"],
-        ),
-        ({"instance_types": ["trn1.32xlarge"]}, []),
-        (
-            {"instance_types": ["trn1.2xlarge"]},
-            ["has nodes of type trn1.2xlarge, but trainer pods are sized for trn1.32"],
-        ),
-        (
-            {"labels": SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}},
-            ["has nodes of type trn1n.32xlarge, but trainer pods are sized for trn1.32xlarge: set trainium.shape"],
-        ),
-        ({"labels": {"millrace.dev/pool": "trainium"}}, []),
-        ({"labels": {}}, ["have millrace.dev/pool=nothing, and trainer pods select millrace.dev/pool=trainium"]),
-        ({"taints": [TAINT | {"key": "other"}]}, ["have taints that trainer pods do not tolerate: other:NoSchedule"]),
-        ({"subnets": ["subnet-1", "subnet-2"]}, ["has the 2 subnets subnet-1, subnet-2, so a gang of trainer pods"]),
+        ({}, None),
+        ({"status": "UPDATING"}, None),
+        ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, None),
+        ({"instance_types": ["trn1.32xlarge"]}, None),
+        ({"labels": {"millrace.dev/pool": "trainium"}}, None),
+        ({"status": "DELETING"}, "DELETING"),
+        ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, "NodeCreationFailure: x"),
+        ({"max_size": 1}, "limit is 1"),
+        ({"desired_size": 3}, "limit is 4"),
+        ({"instance_types": ["trn1.2xlarge"]}, "trn1.2xlarge"),
+        ({"labels": OTHER_SHAPE}, "trn1n.32xlarge"),
+        ({"labels": {}}, "millrace.dev/pool=trainium"),
+        ({"taints": [TAINT | {"key": "other"}]}, "other:NoSchedule"),
+        ({"subnets": ["subnet-1", "subnet-2"]}, "subnet-1, subnet-2"),
     ],
 )
-def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[str, Any], said: list[str]) -> None:
+def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[str, Any], named: str | None) -> None:
     found = problems(trainer, **changes)
-    assert len(found) == len(said), found
-    assert all(part in text for part, text in zip(said, found, strict=True))
+    assert len(found) == (named is not None), found
+    assert named is None or named in found[0]
+
+
+TYPE = "cluster.trainer_instance_type"
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides", "said"),
+    ("stage", "overrides", "named"),
     [
-        ("trainer", {}, ""),
-        ("trainer", {"cluster.trainer_instance_type": "trn1.32xlarge"}, ""),
-        (
-            "trainer",
-            {"cluster.trainer_instance_type": "trn1n.32xlarge"},
-            "cluster.trainer_instance_type is trn1n.32xlarge, but the trainer's nodes are trn1.32xlarge",
-        ),
-        (
-            "trainer",
-            {"cluster.trainer_workers_per_node": "64"},
-            "trainer_workers_per_node is 64, but a trn1.32xlarge has 32 NeuronCores",
-        ),
-        ("compiler", {"cluster.trainer_instance_type": "trn1n.32xlarge"}, ""),
-        (
-            "trainer",
-            {"cluster.trainer_instance_type": "trn2.48xlarge"},
-            "cluster.trainer_instance_type is trn2.48xlarge, but the trainer's nodes are trn1.32xlarge",
-        ),
-        ("compiler", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
-        ("tokenizer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
+        ("trainer", {TYPE: "trn1.32xlarge"}, ""),
+        ("trainer", {TYPE: "trn1n.32xlarge"}, "trn1n.32xlarge"),
+        ("trainer", {"cluster.trainer_workers_per_node": "64"}, "trainer_workers_per_node is 64"),
+        ("compiler", {TYPE: "trn2.48xlarge"}, ""),
+        ("tokenizer", {TYPE: "trn2.48xlarge"}, ""),
     ],
 )
 def test_a_recipe_for_other_nodes_is_named(
-    compiler_on_cpus: list[Thing], stage: str, overrides: dict[str, str], said: str
+    compiler_on_cpus: list[Thing], stage: str, overrides: dict[str, str], named: str
 ) -> None:
     """The compiler's CPU nodes compile for whatever the recipe says and its image, which is asked later, accepts."""
     group = worker_group_of(cluster_of(compiler_on_cpus), stage)
     found = check_instance_type(stage, outline_of(**overrides), group.instance_type, "CHANGE")
-    assert said in found
-    assert bool(said) == bool(found)
-
-
-def test_a_node_that_is_too_small_for_a_pod_is_told_from_the_table(trainer: WorkerGroup) -> None:
-    """No node is there that could be measured."""
-    requests = trainer.cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["resources"]
-    requests["requests"] |= {"cpu": "121"}
-    [said] = problems(trainer)
-    assert "a node of millrace/trainium (trn1.32xlarge) has not enough cpu for one trainer pod" in said
-
-
-def test_what_other_stages_hold_counts(trainer: WorkerGroup) -> None:
-    api: Any = MemoryApi()
-    write_share(api, read_share_book(api), POOL, "compiler", 3, 0)
-    [said] = problems(trainer, api=api, desired_size=3)
-    assert "NODES=2 needs 5 nodes of node group millrace/trainium (compiler holds 3), whose limit is 4" in said
-    write_share(api, read_share_book(api), POOL, "trainer", 1, 0)
-    assert problems(trainer, 1, api=api, desired_size=4) == [], "it takes over what KEEP=1 left it"
+    assert (named in found, bool(found)) == (True, bool(named))
 
 
 def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
@@ -187,28 +148,11 @@ def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
     assert stage.get("nodeSelector") == trainer.head_pod.get("nodeSelector")
 
 
-def test_an_eks_that_does_not_answer_is_asked_again_later(
-    trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
-    seen = {"problem": "describe node group: ThrottlingException", "exit_code": 75}
-    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": seen})}
-    api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
-    [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
-    assert (problem.exit_code, problem.text) == (75, seen["problem"])
-
-
 class Lookout(Pods):
     """An API without a Lease of shares, as before the first deployment with a pool."""
 
     def find(self, kind: str, name: str) -> None:
         return None
-
-
-def test_a_head_s_image_without_pools_is_to_be_updated(trainer: WorkerGroup) -> None:
-    [said] = check_pool(MemoryApi(), trainer, 2, None)  # type: ignore[arg-type]
-    assert "HEAD_TAG=" in said
 
 
 def test_a_head_s_image_says_what_eks_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,16 +187,6 @@ def test_what_eks_refuses_is_a_problem_of_preflight(
         refused.end()
     [problem] = check_pool(MemoryApi(), trainer, 2, json.loads(capsys.readouterr().out)["node_pool"])  # type: ignore[arg-type]
     assert said in problem
-
-
-def test_an_account_without_a_role_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    eks._connect.cache_clear()
-    with pytest.raises(eks.NodeGroupDenied, match="need a Pod Identity association"):
-        eks.describe_node_group(POOL)
-    eks._connect.cache_clear()
 
 
 def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:

@@ -111,28 +111,11 @@ def test_the_stage_is_asked_in_its_own_image_on_a_node_of_its_own(
     assert sorted(api.deleted) == sorted(api.jobs)
 
 
-def test_an_image_that_is_brought_to_the_nodes_is_asked_beside_the_head(overlays: dict[str, list[Thing]]) -> None:
-    api = answers(READY, head=HEAD)
-    look(api, worker_group_of(cluster_of(overlays["local"]), "trainer"))
-    pods = [job["spec"]["template"]["spec"] for job in api.jobs.values()]
-    assert [pod.get("nodeSelector") for pod in pods] == [None, None]
-    assert {pod["containers"][0]["imagePullPolicy"] for pod in pods} == {"Never"}
-
-
 def test_the_stage_s_image_refuses_its_recipe(trainer: WorkerGroup) -> None:
     """The head's image is not asked about it."""
     [problem] = look(answers(READY | {"problem": "unknown key 'train.new'"}, code=2), trainer).problems
     assert problem.exit_code == 2
     assert f"the image {IMAGE} does not accept this recipe: unknown key 'train.new'" in problem.text
-
-
-def test_an_image_that_says_it_in_words_alone_is_heard(trainer: WorkerGroup) -> None:
-    """An image without a structured answer refuses a recipe with an error line."""
-    log = "millrace: /scratch/7.toml: \n  unknown key 'a'.\n  unknown key 'b'."
-    [problem] = look(answers(log, code=2), trainer).problems
-    assert problem.exit_code == 2
-    assert "unknown key 'a'." in problem.text
-    assert "unknown key 'b'." in problem.text
 
 
 def test_a_platform_that_does_not_fit_the_head_s(trainer: WorkerGroup) -> None:
@@ -172,16 +155,6 @@ def test_a_head_of_another_version_is_told_before_anything_is_sent(
     assert re.search(expected, problem.text)
 
 
-def test_a_pull_is_waited_for_and_told(trainer: WorkerGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    api = answers()
-    api._states["stage"] = [waiting("ContainerCreating"), waiting("ErrImagePull", "connection reset"), ended(0)]
-    api._events = [{"reason": "Pulling", "message": "Pulling image"}]
-    assert look(api, trainer).problems == []
-    told = capsys.readouterr().out
-    assert f"asking the trainer's image: pulling {IMAGE} on trn1-0" in told
-    assert "ErrImagePull (connection reset)" in told
-
-
 def test_an_image_that_cannot_be_pulled_is_named(trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     api = answers()
     api._states["stage"] = [
@@ -209,11 +182,3 @@ def test_an_image_for_another_processor_is_told_at_once(trainer: WorkerGroup, st
     [problem] = look(api, trainer).problems
     assert problem.exit_code == 4
     assert "another processor than" in problem.text
-
-
-def test_a_pod_that_is_lost_is_tried_again(trainer: WorkerGroup) -> None:
-    api = answers("")
-    api._states["stage"] = [{"phase": "Failed", "message": "The node was low on resource"}]
-    [problem] = look(api, trainer).problems
-    assert problem.exit_code == 75
-    assert "low on resource" in problem.text

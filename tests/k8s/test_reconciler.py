@@ -16,12 +16,12 @@ from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
-from k8s.controller.reconciler import LOG_SECONDS, LOST_LOG_SECONDS, Reconciler
+from k8s.controller.reconciler import Reconciler
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock
 from tests.k8s.rendered import Thing
-from tests.k8s.world import DARK, LOST, NoLog, Reconcile, World, complete_job, ended, orphan, reap
+from tests.k8s.world import DARK, LOST, Reconcile, World, complete_job, ended, orphan, reap
 
 GRACE_SECONDS = 90.0  # a drain of 60 s and KubeRay's own way down
 
@@ -122,59 +122,6 @@ def test_no_attempt_begins_on_a_node_whose_hardware_has_failed(
     assert began[1] - began[0] > 1_000
 
 
-def test_a_rayjob_that_was_given_up_is_waited_for_until_it_is_gone(
-    world: World, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has said that its driver ended, so the operator might submit it again."""
-    there: list[list[str]] = []
-    delete, asked = world.api.delete, set[str]()
-
-    def delete_slowly(kind: str, name: str, **options: Any) -> None:
-        if kind == "RayJob" and name not in asked:
-            asked.add(name)
-            world.api.merge(kind, name, {"metadata": {"deletionTimestamp": "now"}})
-        else:
-            delete(kind, name, **options)
-
-    def attempt(number: int) -> DriverState | None:
-        there.append(world.api.names("RayJob"))
-        return None if number == 1 else ended(0)
-
-    monkeypatch.setattr(world.api, "delete", delete_slowly)
-    world.attempt = attempt
-    assert reconcile().exit_code == 0
-    assert len(world.record.attempts) == 2
-    assert there[-1] == ["trainer-abc123-2"]
-
-
-@pytest.mark.parametrize(("state", "seconds"), [(LOST, LOST_LOG_SECONDS), (ended(75), LOG_SECONDS)])
-def test_a_lost_driver_s_log_is_not_waited_for(
-    world: World,
-    reconcile: Reconcile,
-    monkeypatch: pytest.MonkeyPatch,
-    state: DriverState,
-    seconds: float,
-) -> None:
-    """The log stream of a node that is gone breaks after minutes, if ever."""
-    closed: list[float] = []
-    monkeypatch.setattr(NoLog, "close", lambda self, timeout_seconds: closed.append(timeout_seconds))
-    world.attempt = lambda number: state if number == 1 else ended(0)
-    reconcile()
-    assert closed == [seconds, LOG_SECONDS]
-
-
-def test_another_stage_s_retries_count_attempts(world: World, reconcile: Reconcile, tmp_path: Path) -> None:
-    """A stage without checkpoints does not count those of a trainer with the same recipe as its progress."""
-
-    def attempt(number: int) -> DriverState:
-        commit(tmp_path, number)
-        return LOST
-
-    world.attempt = attempt
-    reconcile(retries=2, recipe="")
-    assert len(world.record.attempts) == 3
-
-
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:
     """The Job's limit is lowered to its failures so far; before that its pod is replaced however often it fails."""
     limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
@@ -200,16 +147,6 @@ def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reco
     assert reconcile(drain_seconds=60).exit_code == 0
     assert len(world.record.attempts) == 2
     assert GRACE_SECONDS < world.clock.now - began < GRACE_SECONDS + 120
-    assert world.is_down
-
-
-def test_teardown_ends_although_a_node_is_dead(world: World, reconcile: Reconcile) -> None:
-    def attempt(number: int) -> DriverState:
-        world.set_node("n1", *DARK)
-        return ended(0)
-
-    world.attempt = attempt
-    assert reconcile(drain_seconds=60).exit_code == 0
     assert world.is_down
 
 
@@ -292,18 +229,6 @@ def test_what_never_begins_has_a_deadline(
     assert world.is_down
 
 
-def test_a_head_that_is_lost_while_the_driver_is_told_to_stop_is_no_bug(world: World, reconcile: Reconcile) -> None:
-    world.is_head_lost_before_stop = True
-    world.attempt = lambda number: DriverState(JobStatus.PENDING, None, "", 1)
-
-    outcome = reconcile(retries=0)
-
-    assert outcome.exit_code == 75
-    assert "no live Ray node has stage_trainer" in outcome.message
-    assert not world.is_head_lost_before_stop
-    assert world.is_down
-
-
 def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile: Reconcile) -> None:
     world.attempt = lambda number: LOST if number == 1 else ended(0)
     reconcile()
@@ -311,15 +236,6 @@ def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile
     assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"  # type: ignore[index]
     reconcile(id="def456", image="another")
     assert world.api.names("RayJob") == ["trainer-def456-2"]
-
-
-def test_an_ended_rayjob_that_the_operator_does_not_see_is_deleted(
-    world: World, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(world.api, "merge", _but_for(world.api.merge, lambda kind, patch: kind == "RayJob"))
-    reconcile()
-    assert world.api.names("RayJob") == []
-    assert world.is_down
 
 
 def _but_for(merge: Callable[..., Thing], is_ignored: Callable[[str, Thing], bool]) -> Callable[..., Thing]:
@@ -390,12 +306,3 @@ def test_an_image_that_ended_well_is_known_to_the_next_cluster(
     reconcile(id="def456", image="a@sha256:2")
     assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]  # type: ignore[arg-type]
     assert read_good_images(tmp_path, "trainer") == ["a@sha256:1", "a@sha256:2"]
-
-
-def test_a_root_that_keeps_no_history_fails_no_stage(
-    world: World, reconcile: Reconcile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "deploy").touch()
-    assert reconcile(image="a@sha256:1").exit_code == 0
-    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
-    assert "the image is not kept under the root" in capsys.readouterr().out

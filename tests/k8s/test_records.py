@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from k8s.client.status import describe_status
 from k8s.controller import job
 from k8s.controller.head_facts import describe_head
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY, render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment, UnknownRecord
 from k8s.objects.names import OUTCOME_ANNOTATION
-from k8s.objects.record import Outcome, record_of, refuse_record
+from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import worker_group_of
 from tests.k8s.builders import deployment_of
 from tests.k8s.memory_api import MemoryApi
@@ -93,32 +92,9 @@ def test_a_deploy_job_that_cannot_read_its_record_ends_at_once_and_says_which_si
     assert side in capsys.readouterr().out
 
 
-def test_another_deployment_is_not_given_its_outcome(cluster: Thing) -> None:
-    api: Any = MemoryApi(job_with(cluster, record_with()))
-    refuse_record(api, record_with(version=9), UnknownRecord("odd"))
-    assert "annotations" not in api.find("Job", "deploy-trainer")["metadata"]
-
-
 def test_a_client_says_that_it_is_too_old_for_what_is_deployed(cluster: Thing) -> None:
     with pytest.raises(UnknownRecord, match=r"Job deploy-trainer: .*version 9.*git pull"):
         record_of(job_with(cluster, record_with(version=9)))
-
-
-def test_the_other_stages_are_told_of_all_the_same(cluster: Thing) -> None:
-    api: Any = MemoryApi(cluster, job_with(cluster, record_with(version=9)))
-    said = describe_status(api)
-    assert "tokenizer\n  image     millrace/tokenizer:unset" in said
-    assert "git pull" in said
-
-
-def test_how_it_ended_is_read_whatever_else_is_told(cluster: Thing) -> None:
-    made = MemoryApi().create(job_with(cluster, record_with()))
-    made["metadata"]["annotations"] = {
-        "millrace.dev/attempts": '[{"exit_code": 75, "message": "m", "seconds": 3}]',
-        OUTCOME_ANNOTATION: '{"exit_code": 0, "message": "done", "seconds": 3}',
-    }
-    assert record_of(made).attempts == (Outcome(75, "m"),)
-    assert record_of(made).outcome == Outcome(0, "done")
 
 
 def test_a_head_says_which_records_it_reads() -> None:

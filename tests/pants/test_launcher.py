@@ -5,7 +5,6 @@ The programs that it runs are small scripts here: nothing is downloaded.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -108,12 +107,6 @@ def test_without_python_3_9_it_says_what_is_missing_and_what_works(checkout: Che
     assert not (checkout.repository / ".pants-bootstrap").exists()
 
 
-def test_a_python_3_9_that_only_prints_an_error_is_not_used(checkout: Checkout) -> None:
-    write_script(checkout.path / "python3.9", SHIM)
-
-    assert checkout.run("test", "::").returncode == 4
-
-
 def test_the_python_3_9_that_runs_is_found_behind_one_that_does_not(checkout: Checkout) -> None:
     write_script(checkout.path / "python3.9", SHIM)
     write_script(checkout.python, PYTHON)
@@ -127,34 +120,6 @@ def test_the_python_3_9_that_runs_is_found_behind_one_that_does_not(checkout: Ch
     assert "PEX ['known']" in done.stdout
 
 
-def test_pants_is_installed_once(checkout: Checkout) -> None:
-    write_script(checkout.python, PYTHON)
-
-    assert "installing" in checkout.run("list").stderr
-    assert "installing" not in checkout.run("list").stderr
-
-
-def test_an_installation_that_was_killed_is_made_anew(checkout: Checkout) -> None:
-    write_script(checkout.python, PYTHON)
-    killed = checkout.run("list", KILLED="yes")
-    (checkout.repository / ".pants-bootstrap/left").touch()
-
-    done = checkout.run("list")
-
-    assert killed.returncode == -9
-    assert ".pants-bootstrap/bin/pants list" in done.stdout
-    assert not (checkout.repository / ".pants-bootstrap/left").exists()
-
-
-def test_another_version_of_pants_is_installed_anew(checkout: Checkout) -> None:
-    write_script(checkout.python, PYTHON)
-    checkout.run("list")
-    config = checkout.repository / "pants.toml"
-    config.write_text(config.read_text(encoding="utf-8").replace('"2.17.1"', '"2.17.2"'), encoding="utf-8")
-
-    assert "installing pantsbuild.pants==2.17.2" in checkout.run("list").stderr
-
-
 def test_the_launcher_on_path_is_preferred(checkout: Checkout) -> None:
     write_script(checkout.python, PYTHON)
     write_script(checkout.path / "pants", PANTS)
@@ -163,12 +128,6 @@ def test_the_launcher_on_path_is_preferred(checkout: Checkout) -> None:
 
     assert done.stdout.startswith(f"{checkout.path}/pants test ::")
     assert "configured by pants.toml alone" in done.stdout
-
-
-def test_it_does_not_take_itself_for_the_launcher(checkout: Checkout) -> None:
-    done = checkout.run("list", PATH=f"{checkout.repository}{os.pathsep}{checkout.path}")
-
-    assert done.returncode == 4
 
 
 def test_pants_sees_what_the_images_are_built_from(checkout: Checkout) -> None:

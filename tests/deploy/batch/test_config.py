@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.batch.config import PLACES, read_config
+from deploy.batch.config import read_config
 from services.common.errors import RecipeError
-from tests.deploy.batch.builders import VALUES, write_config
+from tests.deploy.batch.builders import write_config
 
 
 def test_a_file_says_queues_roles_and_images(tmp_path: Path) -> None:
@@ -21,10 +21,6 @@ def test_a_file_says_queues_roles_and_images(tmp_path: Path) -> None:
 def test_a_file_that_says_nothing_of_checkpoints_sets_no_bound(tmp_path: Path) -> None:
     config = read_config(write_config(tmp_path / "config.txt", CHECKPOINT_GB="", NOTICE_SECONDS=""))
     assert (config.checkpoint_gb, config.notice_seconds) == (None, 0)
-
-
-def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
-    assert tuple(VALUES)[:7] == PLACES
 
 
 @pytest.mark.parametrize(

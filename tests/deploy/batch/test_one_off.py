@@ -69,20 +69,14 @@ def test_batch_s_own_model_takes_it(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_is_the_stage_on_one_cpu_node_without_a_device(stage: Stage) -> None:
+    """tests/contract/test_one_off.py compares its command, variables and size with those of the other target."""
     definition = definition_of(stage)
     container, nodes = read_container(definition), definition["nodeProperties"]
     assert (definition["type"], nodes["numNodes"]) == ("multinode", 1)
     assert nodes["nodeRangeProperties"][0]["instanceTypes"] == ["m7i.8xlarge"]
-    assert definition["jobDefinitionName"] == f"millrace-{stage}-one-off"
-    assert container["command"] == [
-        *("one-off", "--root", "/fsx", "--require-mount"),
-        *("--", "artifacts", "list", "a b"),
-    ]
     assert container["jobRoleArn"].endswith(f"role/{stage}")
     assert "devices" not in container["linuxParameters"]
-    assert [each["name"] for each in container.get("secrets", [])] == (["HF_TOKEN"] if stage == "tokenizer" else [])
     assert definition["retryStrategy"]["attempts"] == 1
-    assert definition["timeout"] == {"attemptDurationSeconds": 3_600}
 
 
 def test_what_cannot_be_is_refused_before_anything_is_registered(
@@ -100,7 +94,6 @@ def test_what_cannot_be_is_refused_before_anything_is_registered(
     [
         ("SUCCEEDED", 0, "", 0),
         ("FAILED", 3, "", 3),
-        ("FAILED", 75, "", 75),
         ("FAILED", None, "", 75),
         ("FAILED", 137, "OutOfMemoryError: Container killed due to memory usage", 4),
         ("FAILED", 137, "Job attempt duration exceeded timeout", 75),
@@ -123,12 +116,8 @@ def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     )
     assert batch.run_one_off(ask_one_off(), None) == expected
     said = capsys.readouterr().out
-    assert said.startswith(
-        "cost        m7i.8xlarge at $1.61 an hour: $9.68 at most, after 6 h (HOURS=; us-east-1, 2023-08: on-demand"
-    )
-    assert "runs        trainer: summary\n" in said
-    assert "tokens 5\n" in said
-    assert "loss 3.2\n" in said
+    for shown in ("$9.68", "tokens 5\n", "loss 3.2\n"):
+        assert shown in said
     [job] = cloud.submitted
     assert (job["jobQueue"], job["jobName"]) == ("millrace-cpu", "millrace-trainer-one-off-summary")
 
@@ -165,25 +154,6 @@ def test_the_same_of_the_same_person_that_goes_on_is_followed(
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1", ":2"]
 
 
-def test_it_is_no_deployment_of_its_stage(
-    cloud: Cloud,
-    batch: BatchTarget,
-    ask: Ask,
-    ask_one_off: AskOneOff,
-    while_waiting: Script,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A stage may be deployed beside it, and neither a rollback nor the status takes it for one."""
-    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
-    assert cloud.jobs.find_all("trainer") == []
-    assert cloud.jobs.definitions("trainer") == []
-    assert batch.deploy(ask(is_followed=False), None) == 0
-    assert [job.is_one_off for job in cloud.jobs.find_all("trainer")] == [False]
-    capsys.readouterr()
-    batch.show_status()
-    assert "one-off" not in capsys.readouterr().out
-
-
 def test_image_and_recipe_are_those_of_the_newest_deployment(
     cloud: Cloud, batch: BatchTarget, ask: Ask, ask_one_off: AskOneOff, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +166,6 @@ def test_image_and_recipe_are_those_of_the_newest_deployment(
     assert words[words.index("--") + 1 :] == ["export", "--optimizer.learning_rate=0.1", "--output", "hf"]
     variables = {each["name"]: each["value"] for each in container["environment"]}
     assert unpack_recipe(variables[RECIPE_VARIABLE]).decode() == recipe_text()
-    assert "recipe      small, job definition millrace-trainer:1, with --optimizer" in capsys.readouterr().out
 
 
 def test_a_queue_without_nodes_and_a_dry_run_submit_nothing(
@@ -205,7 +174,6 @@ def test_a_queue_without_nodes_and_a_dry_run_submit_nothing(
     file = io.StringIO()
     assert batch.run_one_off(ask_one_off(is_dry_run=True), file) == 0
     assert json.loads(file.getvalue().removeprefix("---\n"))["jobDefinitionName"] == "millrace-trainer-one-off"
-    assert capsys.readouterr().out.endswith("DRY_RUN=1: nothing was changed\n")
     cloud.break_queue("INVALID", "CLIENT_ERROR - no such launch template")
     with pytest.raises(DeviceError, match=r"trainer summary is not submitted, nothing was changed: .*INVALID"):
         batch.run_one_off(ask_one_off(), None)

@@ -5,27 +5,24 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.batch.batch_target import BatchTarget
-from deploy.batch.resolved_job import DEFAULT_RECIPE, find_image
+from deploy.batch.resolved_job import find_image
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe.file import RecipeSource, parse_recipe_source
 from services.common.recipe.schema import STAGES
-from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import Ask, config_of
 from tests.deploy.batch.cloud import TAG, Cloud
 from tests.polling import Script
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "expected"), [("SUCCEEDED", 0, 0), ("FAILED", 3, 3), ("FAILED", 75, 75), ("FAILED", None, 75)]
+    ("status", "code", "expected", "are_attempts_the_main_nodes"),
+    [("SUCCEEDED", 0, 0, True), ("FAILED", 3, 3, False), ("FAILED", 75, 75, True), ("FAILED", None, 75, False)],
 )
-@pytest.mark.parametrize("are_attempts_the_main_nodes", [False, True])
 def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     cloud: Cloud,
     batch: BatchTarget,
@@ -45,35 +42,11 @@ def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     )
     assert batch.deploy(ask(), None) == expected
     said = capsys.readouterr().out
-    assert said.startswith(
-        "cost        1 x trn1.32xlarge x $21.50 = $21.50 an hour; an attempt ends after 24 h: $516.00"
-    )
-    assert "trainer is runnable: MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT" in said
-    assert "step 1\n" in said
-    assert f"trainer ended with exit code {expected}{': the corpus is not there' if expected else ''}" in said
+    for shown in ("$516.00", "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT", "step 1\n", f"exit code {expected}"):
+        assert shown in said
     [job] = cloud.submitted
     assert (job["jobQueue"], job["dependsOn"]) == ("millrace-trainium", [])
     assert job["jobDefinition"].endswith("job-definition/millrace-trainer:1")
-
-
-def test_a_container_that_never_started_says_why(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    not_pulled = "CannotPullContainerError: manifest unknown"
-    while_waiting(lambda: cloud.move("FAILED", reason="Task failed to start", container_reason=not_pulled))
-    assert batch.deploy(ask(), None) == 75
-    assert f"trainer is failed: Task failed to start: {not_pulled}\n" in capsys.readouterr().out
-    batch.show_status()
-    assert f"outcome   exit code 75: Task failed to start: {not_pulled}\n" in capsys.readouterr().out
-
-
-def test_a_recipe_s_name_may_have_what_a_job_s_name_may_not(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, recipe: Path
-) -> None:
-    recipe.write_text(recipe_text(name="llama3.1-tiny"))
-    assert batch.deploy(ask(is_followed=False), None) == 0
-    assert [each["jobName"] for each in cloud.submitted] == ["millrace-trainer-llama3-1-tiny"]
-    assert cloud.submitted[0]["tags"]["millrace.dev/run"] == "llama3.1-tiny"
 
 
 def test_a_stage_that_ended_well_is_not_run_again(
@@ -109,11 +82,8 @@ def test_a_dry_run_shows_cost_definition_and_what_is_new_and_changes_nothing(
     capsys.readouterr()
     assert batch.deploy(ask(arguments=("--train.max_steps=9",), hours=2.0, is_dry_run=True), None) == 0
     said = capsys.readouterr().out
-    assert "an attempt ends after 2 h: $43.00 at most (us-east-1, 2026-06: a third party's list" in said
-    assert "definition  millrace-trainer, as revision 1 except for\n" in said
-    assert "--train.max_steps=9" in said
-    assert "timeout.attemptDurationSeconds: 86400 -> 7200" in said
-    assert said.endswith("DRY_RUN=1: nothing was changed\n")
+    for shown in ("$43.00", "--train.max_steps=9", "timeout.attemptDurationSeconds: 86400 -> 7200"):
+        assert shown in said
     assert (len(cloud.submitted), len(cloud.jobs.definitions("trainer"))) == (1, 1)
     file = io.StringIO()
     batch.deploy(ask(is_dry_run=True, arguments=("--train.max_steps=9",)), file)
@@ -179,25 +149,7 @@ def test_a_pipeline_waits_in_batch_and_stops_at_the_first_that_fails(
     )
     assert batch.run_pipeline(ask(tag=""), None) == 0
     assert len(cloud.submitted) == 5, "the tokenizer had ended well"
-    said = capsys.readouterr()
-    assert "pipeline: compiler: failed, exit code 4" in said.out
-    assert "pipeline: tokenizer: skipped, this deployment ended well" in said.out
-    assert "pipeline: trainer: published" in said.out
-    assert "make pipeline TARGET=batch" in said.err
-
-
-@pytest.mark.usefixtures("working_tree")
-def test_a_pipeline_parses_its_recipe_once(batch: BatchTarget, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[str] = []
-
-    def parse(content: bytes, origin: str) -> RecipeSource:
-        parsed.append(origin)
-        return parse_recipe_source(content, origin)
-
-    request = ask(tag="", recipe=None, is_dry_run=True)
-    monkeypatch.setattr("services.common.recipe.file.parse_recipe_source", parse)
-    assert batch.run_pipeline(request, None) == 0
-    assert parsed == [str(DEFAULT_RECIPE)]
+    assert "make pipeline TARGET=batch" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("working_tree")
@@ -208,39 +160,29 @@ def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud, batch:
     assert cloud.submitted == []
 
 
+TYPE = "--cluster.trainer_instance_type"
+LARGE = (
+    *("--model.hidden_size=8192", "--model.intermediate_size=28672"),
+    *("--model.num_attention_heads=64", "--model.num_hidden_layers=80"),
+)
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error", "named"),
     [
-        ({"nodes": 9}, DeviceError, "NODES=9, .*queue millrace-trainium .*4 nodes of trn1.32xlarge"),
-        ({"tag": "absent"}, DeviceError, "millrace/trainer has no image absent: make images STAGE=trainer"),
-        ({"retries": 10}, RecipeError, "RETRIES=10: "),
-        ({"hours": 0.01}, RecipeError, "HOURS=0.01 is 36 s, .* 60 s"),
-        (
-            {"arguments": ("--cluster.trainer_instance_type=trn1n.32xlarge",)},
-            DeviceError,
-            "trn1n.32xlarge, .*trn1.32xlarge",
-        ),
-        (
-            {"arguments": ("--cluster.trainer_instance_type=trn2.48xlarge",)},
-            DeviceError,
-            "trn2.48xlarge",
-        ),
-        (
-            {
-                "arguments": (
-                    *("--model.hidden_size=8192", "--model.intermediate_size=28672"),
-                    *("--model.num_attention_heads=64", "--model.num_hidden_layers=80"),
-                )
-            },
-            DeviceError,
-            "807 GB.* 157 GB .*checkpoint_gb = 808",
-        ),
+        ({"nodes": 9}, DeviceError, "NODES=9"),
+        ({"tag": "absent"}, DeviceError, "make images STAGE=trainer"),
+        ({"retries": 10}, RecipeError, "RETRIES=10"),
+        ({"hours": 0.01}, RecipeError, "HOURS=0.01"),
+        ({"arguments": (f"{TYPE}=trn1n.32xlarge",)}, DeviceError, "trn1n.32xlarge"),
+        ({"arguments": (f"{TYPE}=trn2.48xlarge",)}, DeviceError, "trn2.48xlarge"),
+        ({"arguments": LARGE}, DeviceError, "checkpoint_gb = 808"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_sent(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, changes: dict[str, Any], error: type[Exception], said: str
+    cloud: Cloud, batch: BatchTarget, ask: Ask, changes: dict[str, Any], error: type[Exception], named: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=named):
         batch.deploy(ask(**changes), None)
     assert cloud.submitted == []
     assert cloud.jobs.definitions("trainer") == []
@@ -264,15 +206,6 @@ def test_after_a_reservation_s_end_no_job_is_sent(cloud: Cloud, ask: Ask, end: s
     assert cloud.submitted == []
 
 
-def test_a_compute_environment_that_is_invalid_is_not_taken_for_valid(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script
-) -> None:
-    cloud.break_queue("INVALID", "CLIENT_ERROR - no such launch template")
-    with pytest.raises(DeviceError, match="is ENABLED and INVALID: CLIENT_ERROR - no such launch template"):
-        batch.deploy(ask(), None)
-    assert cloud.submitted == []
-
-
 def test_a_status_tells_where_each_stage_stands(
     cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,32 +219,3 @@ def test_a_status_tells_where_each_stage_stands(
     assert "  outcome   exit code 3" in tokenizer
     assert "no job that Batch still knows" in compiler
     assert "  now       runnable: CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY" in trainer
-
-
-def test_a_definition_of_somebody_else_under_the_name_is_passed_over(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    size = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "512"}]
-    cloud.batch.register_job_definition(
-        jobDefinitionName="millrace-trainer",
-        type="container",
-        containerProperties={"image": "busybox", "resourceRequirements": size},
-    )
-    while_waiting(lambda: cloud.move("SUCCEEDED", 0))
-    assert batch.show_status() == 0
-    assert batch.deploy(ask(), None) == 0
-    assert "busybox" not in capsys.readouterr().out
-    [job] = cloud.submitted
-    assert job["jobDefinition"].endswith("millrace-trainer:2")
-
-
-def test_the_log_of_an_ended_stage_is_shown_whole(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    while_waiting(lambda: cloud.move("SUCCEEDED", 0, said="first\nlast"))
-    batch.deploy(ask(), None)
-    capsys.readouterr()
-    assert batch.show_log("trainer") == 0
-    assert "first\nlast\n" in capsys.readouterr().out
-    with pytest.raises(DeviceError, match="compiler has no job that Batch still knows"):
-        batch.show_log("compiler")

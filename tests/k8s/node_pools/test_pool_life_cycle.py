@@ -9,7 +9,6 @@ import pytest
 
 from k8s.client.commands import stop_stage
 from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
-from k8s.client.status import describe_status
 from k8s.controller import node_pool, reconciler
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
@@ -17,7 +16,7 @@ from k8s.controller.reconciler import Reconciler
 from k8s.objects import eks
 from k8s.objects.record import ask_to_stop
 from services.common.errors import DeviceError
-from tests.k8s.cloud import POOL, Cloud, Refusal
+from tests.k8s.cloud import POOL, Cloud
 from tests.k8s.node_pools.pool import Killed, Mortal
 from tests.k8s.rendered import Thing, of_kind
 from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, orphan, reap
@@ -62,41 +61,18 @@ def test_the_group_is_lowered_to_what_it_was_and_not_before_the_pods_are_gone(
     assert pods == [0, 0]
 
 
-def test_nodes_that_are_simply_there_are_left_alone(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
-    """A worker group without a pool makes no call to EKS."""
-    cloud.resize(2)
-    world.pass_time()
-    refusals = [Refusal(each, 403, "AccessDeniedException") for each in ("DescribeNodegroup", "UpdateNodegroupConfig")]
-    outcome = reconcile(node_pool="")
-    assert outcome.exit_code == 0
-    assert cloud.sizes == [0, 2]
-    for refusal in refusals:
-        refusal.end()
-
-
-def test_a_stop_gives_the_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
-    def stop() -> None:
+@pytest.mark.parametrize("how", ["stop-stage", "the Job is deleted"])
+def test_who_ends_a_deployment_gives_its_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile, how: str) -> None:
+    def end() -> None:
         cloud.serve(world)
-        if world.drivers and not world.record.stop:
+        if world.drivers and how != "stop-stage":
+            world.api.delete("Job", "deploy-trainer")
+        elif world.drivers and not world.record.stop:
             ask_to_stop(world.api, world.record, "ann")  # type: ignore[arg-type]
 
-    world.watch = stop
+    world.watch = end
     world.attempt = lambda number: RUNNING
-    outcome = reconcile()
-    assert (outcome.exit_code, "ann" in outcome.message) == (75, True)
-    assert cloud.sizes == [0, 2, 0]
-    assert world.is_down
-
-
-def test_a_job_that_somebody_deletes_gives_the_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
-    def delete() -> None:
-        cloud.serve(world)
-        if world.drivers:
-            world.api.delete("Job", "deploy-trainer")
-
-    world.watch = delete
-    world.attempt = lambda number: RUNNING
-    assert "its Job was deleted" in reconcile().message
+    assert reconcile().exit_code == 75
     assert cloud.sizes == [0, 2, 0]
     assert world.is_down
 
@@ -147,20 +123,6 @@ def test_the_nodes_of_a_stage_that_nobody_holds_are_given_back(
     assert f"node group {POOL}: 2 -> 0 nodes" in said
 
 
-@pytest.mark.usefixtures("reconcile")
-def test_nodes_are_given_back_although_somebody_deleted_the_raycluster(world: World, cloud: Cloud) -> None:
-    """The pods go with the RayCluster; RayJobs and PodGroup are left."""
-    orphan(world)
-    world.api.delete("Job", "deploy-trainer")
-    world.api.delete("RayCluster", "millrace")
-    for name in world.api.names("Pod"):
-        world.api.delete("Pod", name, grace_seconds=0)
-    reap(world, 3 * ORPHAN_SECONDS)
-    world.pass_time()
-    assert cloud.sizes == [0, 2, 0]
-    assert world.is_down
-
-
 def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     overlays: dict[str, list[Thing]],
     world: World,
@@ -193,30 +155,8 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     require_nodes_given_back(world.api)  # type: ignore[arg-type]
 
 
-def test_a_deployment_takes_over_the_nodes_that_the_one_before_kept(
-    world: World, cloud: Cloud, reconcile: Reconcile
-) -> None:
-    reconcile(keep=True)
-    reconcile(id="def456", image="another", nodes=3)
-    assert cloud.sizes == [0, 2, 3, 0]
-    assert world.is_down
-
-
 def test_after_a_reservation_no_node_is_asked_for(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     outcome = reconcile(capacity_ends_at="2026-01-31T12:00:00Z")
     assert outcome.exit_code == 75
     assert "AWS removes its nodes from 2026-01-31T11:20Z on" in outcome.message
     assert cloud.sizes == [0]
-
-
-def test_a_status_tells_who_holds_which_nodes(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
-    statuses: list[str] = []
-
-    def attempt(number: int) -> DriverState:
-        statuses.append(describe_status(world.api))  # type: ignore[arg-type]
-        return ended(0)
-
-    world.attempt = attempt
-    reconcile()
-    assert f"nodes     node group {POOL}: 2 of 2 are ready; trainer holds 2" in statuses[0]
-    assert f"nodes     node group {POOL}: no stage holds any, 0 are ready" in describe_status(world.api)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from k8s.objects.names import good_images_annotation
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError, LimitError, RecipeError
+from services.common.errors import LimitError, RecipeError
 from services.common.process.subcommands import LABEL
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import STAGES, Stage
@@ -41,7 +41,8 @@ def test_both_jobs_fit_the_api(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_one_off_is_the_stage_on_a_cpu_node_without_a_device(overlays: dict[str, list[Thing]], stage: Stage) -> None:
+def test_a_one_off_is_a_pod_of_its_stage_on_a_cpu_node(overlays: dict[str, list[Thing]], stage: Stage) -> None:
+    """tests/contract/test_one_off.py has its command, variables and mounts."""
     cluster = cluster_of(overlays["eks"])
     group, cpu_group = worker_group_of(cluster, stage), cpu_group_of(cluster)
     job = render_one_off_job(group, cpu_group, one_off_of(stage))
@@ -50,21 +51,9 @@ def test_a_one_off_is_the_stage_on_a_cpu_node_without_a_device(overlays: dict[st
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (stage, False)
     assert (pod["nodeSelector"], pod.get("tolerations", [])) == ({"millrace.dev/pool": "cpu"}, [])
     assert container["resources"] == cpu_group.container["resources"]
-    assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
-    assert [*container["command"], *container["args"]] == [
-        *("python", "-m", f"services.{stage}", "one-off", "--root", "/fsx"),
-        *("--", "artifacts", "list", "a b"),
-    ]
-    assert {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]} == {
-        "/fsx": None,
-        "/scratch": None,
-    }
     assert pod["securityContext"]["runAsUser"] == 10_001
     assert container["securityContext"]["readOnlyRootFilesystem"]
-    secrets = [each["name"] for each in container["env"] if "valueFrom" in each]
-    assert secrets == (["HF_TOKEN"] if stage == "tokenizer" else [])
     assert job["spec"]["backoffLimit"] == 0
-    assert job["spec"]["activeDeadlineSeconds"] == 3_600
 
 
 def test_memory_brings_its_share_of_a_node(overlays: dict[str, list[Thing]]) -> None:
@@ -83,15 +72,9 @@ def test_what_holds_the_node_has_the_deployer_s_account_and_no_shared_file_syste
 ) -> None:
     job = render_one_off_nodes_job(cpu_group_of(cluster_of(overlays["eks"])), one_off_of())
     pod = job["spec"]["template"]["spec"]
-    [container] = pod["containers"]
     assert job["metadata"]["name"] == "one-off-nodes-trainer-abc123"
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("deployer", {"millrace.dev/pool": "core"})
-    assert [*container["command"], *container["args"]] == [
-        *("python", "-m", "k8s.controller.one_off_nodes"),
-        "one-off-trainer-abc123",
-    ]
     assert [volume["name"] for volume in pod["volumes"]] == ["scratch"]
-    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/scratch"]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_created(api: Cluster, ask: Ask, labels: dict[str, str]) -> None:
@@ -130,9 +113,7 @@ def recipe_of(job: Thing) -> str:
     return unpack_recipe(variables[RECIPE_VARIABLE]).decode() if variables.get(RECIPE_VARIABLE) else ""
 
 
-def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(
-    api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: Cluster, ask: Ask) -> None:
     """A one-off takes the overrides of the newest deployment, so that it finds the run that these named."""
     text = recipe_text(name="deployed")
     deployment = replace(
@@ -144,12 +125,9 @@ def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(
     run(api, ask("export", "--output", "hf", "--train.seed=2", recipe=None, is_followed=False))
     sent = api.sent[-1]
     words = sent["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert words[words.index("--") + 1 :] == [
-        *("export", "--optimizer.learning_rate=0.1", "--train.seed=1", "--output", "hf", "--train.seed=2")
-    ]
+    overrides = ["--optimizer.learning_rate=0.1", "--train.seed=1"]
+    assert words[words.index("--") + 1 :] == ["export", *overrides, "--output", "hf", "--train.seed=2"]
     assert recipe_of(sent) == text
-    told = "recipe      deployed, that of the trainer's newest deployment, with --optimizer.learning_rate=0.1"
-    assert told in capsys.readouterr().out
     run(api, ask(is_followed=False))
     assert recipe_of(api.sent[-1]) == recipe_text(), "RECIPE= names another"
     api.delete("Job", "deploy-trainer")
@@ -159,12 +137,9 @@ def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(
     assert recipe_of(api.sent[-1]) == ""
 
 
-def test_a_dry_run_shows_it_and_creates_nothing(
-    pooled: Cluster, ask: Ask, schemas: dict[Kind, Schema], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster, ask: Ask, schemas: dict[Kind, Schema]) -> None:
     file = io.StringIO()
     assert run(pooled, ask(is_dry_run=True), file) == 0
-    assert capsys.readouterr().out.endswith("\n\nDRY_RUN=1: nothing was changed\n")
     documents = list(yaml.safe_load_all(file.getvalue()))
     assert [problem for each in documents for problem in problems_of(each, schemas)] == []
     assert [each["metadata"]["name"].rpartition("-")[0] for each in documents] == [
@@ -172,13 +147,3 @@ def test_a_dry_run_shows_it_and_creates_nothing(
         "one-off-trainer",
     ]
     assert pooled.sent == []
-
-
-def test_a_cluster_without_cpu_nodes_for_it_says_so(api: Cluster, ask: Ask) -> None:
-    cluster = api.find("RayCluster", "millrace")
-    assert cluster
-    trainer_s = cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["resources"]
-    cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"] = trainer_s
-    api.merge("RayCluster", "millrace", {"spec": cluster["spec"]})
-    with pytest.raises(DeviceError, match=r"worker group tokenizer .* aws.amazon.com/neuron"):
-        run(api, ask())

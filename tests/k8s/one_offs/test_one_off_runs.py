@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from k8s.client import deployment_watch, kuberay_one_off, pull_watch
-from k8s.client.status import describe_status
+from k8s.client import deployment_watch, kuberay_one_off
 from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Outcome
 from services.common.process.entry_point import exit_code_of
-from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, run
+from tests.k8s.one_offs.cluster import POOL, Ask, Cluster, run
 from tests.k8s.rendered import Thing
 from tests.polling import Script
 
@@ -42,18 +41,13 @@ def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
     while_waiting(api.begin_pod, lambda: api.end_pod(code, reason, "tokens 5", "loss 3.2"))
     assert run(api, ask()) == expected
     told = capsys.readouterr().out
-    assert "cost        m7i.8xlarge at $1.61 an hour: $9.66 at most, after 6 h (HOURS=)" in told
-    assert "runs        trainer: summary\n" in told
-    assert "takes       30 CPUs and 112Gi of memory on one node (MEMORY=)" in told
+    assert "$9.66" in told
     assert told.count("tokens 5\nloss 3.2\n") == 1
-    assert f"ended with exit code {expected}" in told
-    assert f"{said}\n" in told
+    assert said in told
     assert api.names("Job") == []
 
 
-def test_one_that_takes_too_long_or_is_lost_is_typed_again(
-    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, ask: Ask, while_waiting: Script) -> None:
     def lose() -> None:
         api.delete("Pod", api.names("Pod")[0], grace_seconds=0)
         api.end_job("Failed")
@@ -62,9 +56,6 @@ def test_one_that_takes_too_long_or_is_lost_is_typed_again(
     assert run(api, ask()) == 75
     while_waiting(api.begin_pod, lambda: api.end_job("Failed", "DeadlineExceeded"))
     assert run(api, ask(hours=0.5)) == 75
-    told = capsys.readouterr().out
-    assert "its pod was lost with its node, or was evicted" in told
-    assert "0.5 h" in told
 
 
 def interrupt() -> None:
@@ -114,19 +105,14 @@ def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
     assert [job["metadata"]["labels"]["millrace.dev/component"] for job in pooled.sent] == ["one-off-nodes", "one-off"]
 
 
+NO_CAPACITY = json.dumps(asdict(Outcome(75, "there is no capacity")))
+
+
 @pytest.mark.parametrize(
-    ("patch", "code", "said"),
+    ("patch", "code", "named"),
     [
-        (
-            {
-                "metadata": {
-                    "annotations": {OUTCOME_ANNOTATION: json.dumps(asdict(Outcome(75, "there is no capacity")))}
-                }
-            },
-            75,
-            "one-off-trainer-.*there is no capacity",
-        ),
-        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "one-off-trainer-.*HEAD_TAG="),
+        ({"metadata": {"annotations": {OUTCOME_ANNOTATION: NO_CAPACITY}}}, 75, "there is no capacity"),
+        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "HEAD_TAG="),
     ],
 )
 def test_a_node_that_does_not_come_ends_it(
@@ -136,7 +122,7 @@ def test_a_node_that_does_not_come_ends_it(
     capsys: pytest.CaptureFixture[str],
     patch: Thing,
     code: int,
-    said: str,
+    named: str,
 ) -> None:
     def refuse() -> None:
         [name] = [each for each in pooled.names("Job") if each.startswith("one-off-nodes-")]
@@ -144,7 +130,7 @@ def test_a_node_that_does_not_come_ends_it(
 
     while_waiting(lambda: pooled.begin_pod(phase="Pending"), refuse)
     assert exit_code_of(lambda: run(pooled, ask())) == code
-    assert re.search(said, capsys.readouterr().err)
+    assert named in capsys.readouterr().err
     assert pooled.one_offs == []
 
 
@@ -155,37 +141,5 @@ def test_one_that_does_not_begin_in_time_is_deleted(
         lambda: api.begin_pod(phase="Pending"), lambda: setattr(clock, "now", clock.now + 1_801), lambda: None
     )
     assert exit_code_of(lambda: run(api, ask())) == 75
-    told = capsys.readouterr()
-    assert "no node has the labels that tokenizer pods select (millrace.dev/pool=cpu)" in told.out
-    assert "did not start within 1800 s (WAIT=)" in told.err
+    assert "WAIT=" in capsys.readouterr().err
     assert api.one_offs == []
-
-
-def test_an_image_that_cannot_be_pulled_ends_it(
-    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pull_watch, "PULL_PATIENCE_SECONDS", -1.0)
-    waiting = {"name": "one-off", "state": {"waiting": {"reason": "ErrImagePull", "message": "manifest unknown"}}}
-    while_waiting(lambda: api.begin_pod(phase="Pending", containerStatuses=[waiting]))
-    assert exit_code_of(lambda: run(api, ask())) == 4
-    assert f"image {IMAGE} cannot be pulled on cpu-0" in capsys.readouterr().err
-    assert api.one_offs == []
-
-
-def test_a_pod_on_a_lost_node_is_removed_by_force(
-    api: Cluster, ask: Ask, while_waiting: Script, clock: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    while_waiting(
-        api.begin_pod,
-        lambda: api.delete("Pod", api.names("Pod")[0]),  # by the node lifecycle controller; kubelet does not answer
-        lambda: setattr(clock, "now", clock.now + 121),
-        lambda: api.end_job("Failed") if not api.names("Pod") else pytest.fail("the pod is still there"),
-    )
-    assert run(api, ask()) == 75
-
-
-def test_a_status_lists_them(api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "one-offs" not in describe_status(api)  # type: ignore[arg-type]
-    run(api, ask("export", "--output", "a b", is_followed=False))
-    [name] = api.one_offs
-    assert f"one-offs\n  {name}  runs, since now: export --output 'a b'" in describe_status(api)  # type: ignore[arg-type]
