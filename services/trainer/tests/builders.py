@@ -30,6 +30,7 @@ from services.common.artifacts.corpus import (
 )
 from services.common.artifacts.corpus_rows import check_rows, digest_checks
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
+from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import Mesh
@@ -40,6 +41,7 @@ from services.common.testing.corpora import corpus_payload
 from services.trainer.command_inputs import new_job
 from services.trainer.corpus import describe_corpus
 from services.trainer.job import Job
+from services.trainer.loop import train
 from services.trainer.run import write_run
 
 SMALL: dict[str, Any] = {
@@ -98,6 +100,13 @@ def building_jobs(folder: Path) -> Iterator[Callable[..., Job]]:
         patch.setattr(tempfile, "tempdir", str(folder))
         patch.setenv("TMPDIR", str(folder))
         yield build
+
+
+def train_new(build: Callable[..., Job], *root: str, **overrides: str) -> Job:
+    """Build a job by `new_job` or `new_shared_job`, and train it with one worker in this process."""
+    job = build(*root, **overrides)
+    train(job, WorkerEnvironment(rank=0, world_size=1))
+    return job
 
 
 def make_corpus(

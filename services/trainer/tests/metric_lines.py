@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,30 @@ ATTEMPT = {
     "graphs_compiled": 0,
     "new_cache_files": 0,
 }
+
+
+def make_steps(num_steps: int, every: int = 100) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run that was killed and skipped steps, with measurements of health `every` steps."""
+    source = random.Random(0)
+    for step in range(1, num_steps + 1):
+        is_skipped = step % 1_000 == 40
+        record = STEP | {
+            "step": step,
+            "loss": math.nan if is_skipped else 2.0 + 6.4 * step**-0.25 + source.gauss(0, 0.05),
+            "gradient_norm": math.inf if is_skipped else 0.6 + 3 / step + abs(source.gauss(0, 0.1)),
+            "step_seconds": 0.4 + abs(source.gauss(0, 0.03)),
+            "is_first_of_process": step % 700 == 1,
+            "time": BEGAN + 0.45 * step,
+            "run_started_at": BEGAN,
+            "tokens": 2_048 * step,
+            "peak_rss_bytes": 7e8 + 1e5 * math.sqrt(step),
+            "restarts": step // 700,
+        }
+        if step % every == 0:
+            record |= {"checkpoint_stall_seconds": 0.02, "clipped_share": 0.1, "largest_logit": 12.0 + source.random()}
+            for name in ("gradient_norm_by_group", "update_ratio_by_group"):
+                record[name] = {group: 0.1 + source.random() for group in ("embedding", "layers 0-0", "head", "norms")}
+        yield record
 
 
 def append(path: Path, line: bytes) -> None:

@@ -101,17 +101,6 @@ def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_paren
     assert state_hash(branch.checkpoint_address(20).path) == state_hash(parent.checkpoint_address(20).path)
 
 
-def test_a_rescue_begins_with_the_parents_weights_and_takes_its_own_rate(
-    parent: Job, branch_off: Callable[..., Job]
-) -> None:
-    rescue = branch_off(parent, 10, optimizer__learning_rate="1e-3")
-    train(rescue, ALONE)
-
-    found, before = numbers(rescue, "loss"), numbers(parent, "loss", after=10)
-    assert found[0] == before[0]  # a loss is measured before the step's update
-    assert found[1] != before[1]
-
-
 def test_a_cool_down_from_a_checkpoint_falls_to_the_minimum_at_its_end(
     parent: Job, branch_off: Callable[..., Job]
 ) -> None:
@@ -119,10 +108,12 @@ def test_a_cool_down_from_a_checkpoint_falls_to_the_minimum_at_its_end(
     branch = branch_off(parent, 10, train__max_steps="14", **cool_down)
     train(branch, ALONE)
 
+    found, before = numbers(branch, "loss"), numbers(parent, "loss", after=10)
+    assert found[0] == before[0]  # a loss is measured before the step's update
+    assert found[1] != before[1]
     peak, least = branch.recipe.optimizer.learning_rate, branch.recipe.optimizer.min_learning_rate
     falls = [1, 1 - 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5]
-    assert numbers(branch, "learning_rate")[0] == peak
-    assert sorted(numbers(branch, "learning_rate")) == pytest.approx(sorted(least + (peak - least) * x for x in falls))
+    assert numbers(branch, "learning_rate") == pytest.approx([least + (peak - least) * x for x in falls])
 
 
 def test_another_batch_size_goes_on_with_the_next_sample(parent: Job, branch_off: Callable[..., Job]) -> None:
@@ -161,13 +152,17 @@ def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_o
     assert samples(again, 10) == expected(again, 0, 8)
 
 
-def test_batches_that_the_parent_left_out_stay_out(
+def test_batches_that_the_parent_left_out_stay_out_and_another_program_compares_no_loss(
     new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
 ) -> None:
     spikes = {**work.SPIKY, "optimizer__weight_decay": "0.2"}  # a run of its own
     parent = new_shared_job(**KEEPING, **spikes)
     work.train_with_a_ruinous_batch(parent, ALONE)
     same, larger = branch_off(parent, 10, **spikes), branch_off(parent, 10, **spikes, batch__global_batch_size="16")
+    watched = [
+        find_checkpoint(replace(same, program_fingerprint=fingerprint), Mesh(0, 1), None)[0].loss_spikes.recent_losses
+        for fingerprint in (parent.program_fingerprint, "other")
+    ]
     train(same, ALONE)
 
     assert numbers(same, "loss") == numbers(parent, "loss", after=10)
@@ -175,14 +170,13 @@ def test_batches_that_the_parent_left_out_stay_out(
     assert left
     assert left.next_sample == 8 * 17  # ten batches and the seven that were left out
     assert larger.lineage.data_offset_samples + 10 * 16 == left.next_sample
+    assert [bool(losses) for losses in watched] == [True, False]
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"train__attention_mask": "block_causal"},
         {"optimizer__learning_rate": "2e-2"},
-        {"train__z_loss": "1e-4"},
         {"corpus__sequence_length": "8"},
         {"batch__global_batch_size": "16"},
     ],
@@ -207,22 +201,10 @@ def test_a_branch_with_other_settings_compares_no_loss_with_its_parents(
     assert inherited == (None if has_other_batches else LossSpikes(skipped_batches=watched.skipped_batches))
 
 
-def test_a_branch_of_another_program_compares_no_loss_with_its_parents(
-    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
-) -> None:
-    parent = new_shared_job("watched", **KEEPING, **work.SPIKY, train__max_steps="8")
-    train(parent, ALONE)
-    found = []
-    for fingerprint in (parent.program_fingerprint, "other"):
-        branch = replace(branch_off(parent, 8, root="watched", **work.SPIKY), program_fingerprint=fingerprint)
-        found.append(len(find_checkpoint(branch, Mesh(0, 1), None)[0].loss_spikes.recent_losses))
-    assert found == [8, 0]
-
-
 def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(
     new_shared_job: Callable[..., Job], branch_off: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent = new_shared_job(**KEEPING, **work.SPIKY, optimizer__weight_decay="0.3")
+    parent = new_shared_job(**KEEPING, **work.SPIKY, optimizer__weight_decay="0.3", train__max_steps="10")
     train(parent, ALONE)
     branch = branch_off(parent, 10, **work.SPIKY, optimizer__weight_decay="0.3", train__max_steps="24")
     train_step = Program.train_step
@@ -240,40 +222,11 @@ def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(
     assert checkpoint_steps(branch.checkpoint_collection)[-1] == 24
 
 
-def test_a_branch_goes_on_where_its_parent_has_written_the_step_again(
-    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
-) -> None:
-    parent = new_shared_job(**KEEPING, optimizer__weight_decay="0.4", train__max_steps="10")
-    train(parent, ALONE)
-    same = {"optimizer__weight_decay": "0.4", "train__max_steps": "20"}
-    branch = branch_off(parent, 5, **same)
-    train(branch, ALONE)
-    shutil.rmtree(parent.checkpoint_collection)
-    with pytest.MonkeyPatch.context() as patch:
-        work.ruin_weights(patch, 2)
-        train(parent, ALONE)
-
-    assert branch_off(parent, 5, **same).run == branch.run
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"model__intermediate_size": "64"}, ["intermediate_size", "32", "64"]),
-        ({"model__num_hidden_layers": "3"}, ["num_hidden_layers", "2", "3"]),
-    ],
-)
-def test_another_model_is_refused_with_both_shapes(
-    parent: Job, branch_off: Callable[..., Job], changed: dict[str, str], named: list[str]
-) -> None:
-    with pytest.raises(RecipeError) as refused:
-        branch_off(parent, 10, **changed)
-    assert all(each in str(refused.value) for each in named)
-
-
-def test_another_vocabulary_is_refused(
+def test_another_model_or_vocabulary_is_refused(
     parent: Job, branch_off: Callable[..., Job], new_shared_job: Callable[..., Job]
 ) -> None:
+    with pytest.raises(RecipeError, match=r"(?s)intermediate_size.*32.*64"):
+        branch_off(parent, 10, model__intermediate_size="64")
     same = branch_off(parent, 10, corpus__rows_per_shard="16")
     other = new_shared_job(kind="tokenizer_json", corpus__min_document_bytes="7")
     found = open_checkpoint(parent.checkpoint_collection, 10)
@@ -287,29 +240,19 @@ def test_a_branch_needs_its_parents_checkpoint_until_it_has_its_own(new_job: Cal
     parent = new_job(train__max_steps="10")
     train(parent, ALONE)
     branch_at = {"train__branch": f'{{ run = "{parent.run}", step = 5 }}', "train__max_steps": "10"}
-    branch = new_job(**branch_at)
-    train(branch, ALONE)
-    shutil.rmtree(parent.checkpoint_address(5).path)
+    branch, damaged = new_job(**branch_at), parent.checkpoint_address(5).path / shard_name(0)
+    flip_a_bit(damaged)
+    with pytest.raises(ArtifactError, match=rf"(?s){checkpoint_id(5)}.*{shard_name(0)}"):
+        train(replace(branch, start_number=1), ALONE)
+    assert checkpoint_steps(branch.checkpoint_collection) == []
 
+    flip_a_bit(damaged)
+    train(branch, ALONE)
+    shutil.rmtree(damaged.parent)
     assert new_job(**branch_at).run == branch.run
-    longer = new_job(**{**branch_at, "train__max_steps": "12"})
-    train(longer, ALONE)
+    train(new_job(**{**branch_at, "train__max_steps": "12"}), ALONE)
     assert checkpoint_steps(branch.checkpoint_collection) == [10, 12]
 
     shutil.rmtree(branch.checkpoint_collection)
     with pytest.raises(ArtifactError, match=rf"{parent.run}.*\b5\b.*\b10\b"):
         new_job(**branch_at)
-    shutil.rmtree(parent.checkpoint_collection)
-    with pytest.raises(ArtifactError, match=rf"{parent.run}.*services.trainer runs"):
-        new_job(**branch_at)
-
-
-def test_a_damaged_parent_is_not_trained_on(new_job: Callable[..., Job]) -> None:
-    parent = new_job(train__max_steps="10")
-    train(parent, ALONE)
-    branch = new_job(train__branch=f'{{ run = "{parent.run}", step = 5 }}')
-    flip_a_bit(parent.checkpoint_address(5).path / shard_name(0))
-
-    with pytest.raises(ArtifactError, match=rf"(?s){checkpoint_id(5)}.*{shard_name(0)}"):
-        train(replace(branch, start_number=1), ALONE)
-    assert checkpoint_steps(branch.checkpoint_collection) == []

@@ -19,11 +19,8 @@ ALONE = WorkerEnvironment(rank=0, world_size=1)
 RECIPE = {"parallel__data_parallel_size": "1", "train__max_steps": "8", "checkpoint__keep_latest": "8"}
 
 
-@pytest.mark.parametrize("interval_steps", [1, 2])
-def test_no_commit_waits_for_a_write(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, interval_steps: int
-) -> None:
-    job, are_written = new_job(**RECIPE, checkpoint__interval_steps=str(interval_steps)), list[bool]()
+def test_no_commit_waits_for_a_write(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, are_written = new_job(**RECIPE, checkpoint__interval_steps="1"), list[bool]()
     write, commit = CheckpointWriter._write, CheckpointWriter._commit
 
     def write_slowly(*arguments: Any) -> Any:
@@ -39,7 +36,7 @@ def test_no_commit_waits_for_a_write(
     monkeypatch.setattr(CheckpointWriter, "_commit", note)
     train(job, ALONE)
 
-    steps = list(range(interval_steps, 9, interval_steps))
+    steps = list(range(1, 9))
     assert list(checkpoints(job.root)) == [f"step-{step:08}" for step in steps]
     assert are_written == [True] * len(steps)
     stalled = [each["step"] for each in read_metrics(job.run_folder).lines if "checkpoint_stall_seconds" in each]

@@ -14,15 +14,10 @@ from services.trainer.data import micro_batches, permute, sample_indices
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1_000, 65_537])
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 65_537])
 def test_an_epoch_visits_every_sample_exactly_once(size: int) -> None:
     order = permute(np.arange(size), size, seed=1, epoch=0)
     assert np.array_equal(np.sort(order), np.arange(size))
-
-
-def test_no_samples_have_no_order() -> None:
-    with pytest.raises(ValueError, match="0 samples"):
-        permute(np.arange(3), 0, seed=1, epoch=0)
 
 
 def test_epochs_and_seeds_have_different_orders_without_a_stride() -> None:
@@ -54,10 +49,11 @@ def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> No
         assert batches[0].shape == (8, 17)
 
 
-def test_positions_begin_again_at_each_document_and_at_each_row(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, train__attention_mask="block_causal")
+def test_positions_begin_again_at_each_document_where_the_recipe_says_so_and_at_each_row(tmp_path: Path) -> None:
+    causal, recipe = make_recipe(tmp_path), make_recipe(tmp_path, train__attention_mask="block_causal")
     corpus = make_corpus(tmp_path, recipe)
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+    assert all(batch.positions is None for batch in micro_batches(stream, causal, 0, Mesh(0, data_parallel_size=1)))
     samples = sample_indices(stream.num_samples, recipe.train.seed, 8, 8)
     places = np.arange(16)
     expected = np.minimum((samples[:, None] * 16 + places) % DOCUMENT_TOKENS, places)
@@ -66,11 +62,3 @@ def test_positions_begin_again_at_each_document_and_at_each_row(tmp_path: Path) 
 
     positions = [batch.positions for batch in batches if batch.positions is not None]
     assert torch.cat(positions).tolist() == expected.tolist()
-
-
-def test_a_row_is_one_document_to_causal_attention(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    corpus = make_corpus(tmp_path, recipe)
-    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
-
-    assert all(batch.positions is None for batch in micro_batches(stream, recipe, 0, Mesh(0, data_parallel_size=1)))

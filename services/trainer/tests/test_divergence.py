@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -31,21 +31,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *steps: work.poison(monkeypatch, *steps)
 
 
-def test_a_run_that_updates_nothing_any_more_ends_with_2_and_says_what_to_change(new_job: Callable[..., Job]) -> None:
+def test_a_run_that_updates_nothing_any_more_ends_with_2(new_job: Callable[..., Job]) -> None:
     job = new_job(**RUINOUS)
     with pytest.raises(RecipeError) as raised:
         train(job, ALONE)
 
     skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]
     assert skipped[-1] - skipped[-12] == 11
-    message = str(raised.value)
-    for part in (
-        f"step {len(skipped)}: 11 steps",
-        "train.max_consecutive_skipped_steps is 10",
-        "optimizer.learning_rate",
-        str(job.checkpoint_collection),
-    ):
-        assert part in message
+    assert "optimizer.learning_rate" in str(raised.value)
     assert read_attempts(job.run_folder).lines[-1]["ended_by"] == "divergence"
 
 
@@ -54,45 +47,39 @@ def test_a_run_that_diverges_keeps_the_checkpoints_from_before(
 ) -> None:
     job = new_job(checkpoint__interval_steps="2")
     poison(*range(5, 40))
-    with pytest.raises(RecipeError, match=r"diverged at step \d+: .*step 4"):
+    with pytest.raises(RecipeError, match="step 4"):
         train(job, ALONE)
     assert list(checkpoints(job.root)) == ["step-00000002", "step-00000004"]
 
 
-def test_weights_that_are_no_numbers_are_not_saved(
+def test_weights_that_are_not_finite_are_not_saved(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = new_job()
-    healthy = Program.train_step
+    job, healthy = new_job(), Program.train_step
 
-    def ruined(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
-        result = healthy(program, step, batches, skipped_steps)
+    def ruined(program: Program, step: int, *arguments: Any) -> object:
+        result = healthy(program, step, *arguments)
         if step == 9:
             program.buckets[0].weights_P[0] = float("inf")
         return result
 
     monkeypatch.setattr(Program, "train_step", ruined)
-    with pytest.raises(RecipeError, match=r"diverged at step 10: its weights .*step 5"):
+    with pytest.raises(RecipeError, match=r"step 10.*step 5"):
         train(job, ALONE)
     assert list(checkpoints(job.root)) == ["step-00000005"]
 
 
-def test_an_interval_that_ends_with_a_skipped_step_ends_with_the_next_update(
+def test_an_interval_or_a_stop_that_meets_a_skipped_step_commits_all_the_same(
     new_job: Callable[..., Job], poison: Callable[..., None]
 ) -> None:
-    job = new_job(train__max_steps="12")
-    poison(9)  # the tenth step
-    train(job, ALONE)
-    assert list(checkpoints(job.root)) == ["step-00000011", "step-00000012"]
-
-
-def test_a_stop_among_skipped_steps_is_committed(new_job: Callable[..., Job], poison: Callable[..., None]) -> None:
-    job = new_job()
+    job = new_job(train__max_steps="7")
+    poison(0, 4)  # the fifth step ends an interval, the next update commits it
     (job.run_folder / STOP_FILE).touch()
-    poison(0)
-    with pytest.raises(TryAgain, match="after step 1"):
+    with pytest.raises(TryAgain):
         train(job, ALONE)
     assert list(checkpoints(job.root)) == ["step-00000001"]
+    train(job, ALONE)
+    assert list(checkpoints(job.root))[-2:] == ["step-00000006", "step-00000007"]
 
 
 def test_skipped_steps_are_in_the_summary_and_the_report_and_resume_gives_the_same_bits(
@@ -104,8 +91,7 @@ def test_skipped_steps_are_in_the_summary_and_the_report_and_resume_gives_the_sa
         train(job, ALONE)
 
     run = open_run(second.root, second.run)
-    assert "skipped       3 of 20 steps" in summarize(run)
-    assert "checkpoints   every 5 steps" in summarize(run)
-    assert "3 of 20 steps" in write_report(run).read_text(encoding="utf-8")
+    for page in (summarize(run), write_report(run).read_text(encoding="utf-8")):
+        assert "3 of 20 steps" in page
     final = [state_hash(checkpoints(job.root)["step-00000020"]) for job in (straight, second)]
     assert final[0] == final[1]

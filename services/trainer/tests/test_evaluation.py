@@ -5,7 +5,6 @@ The numbers are compared with those of transformers on the exported model, and i
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from services.trainer.evaluation.losses import estimate_standard_error
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
 from services.trainer.job import Job
+from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import make_corpus, make_program, make_recipe
 from services.trainer.tests.evaluated import documents_of, evaluate_here, read_split, target_losses
 
@@ -49,7 +49,7 @@ def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_ste
     assert first["loss"] == untrained.loss > last["loss"] + 0.01
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("micro_batch_size", [1, 5])
 def test_the_loss_does_not_depend_on_the_micro_batch(
     evaluated_run: Job, transformers_losses: npt.NDArray[np.float64], micro_batch_size: int
 ) -> None:
@@ -98,11 +98,8 @@ def test_the_standard_error_takes_documents_as_clusters(
     assert found.documents == len(nats)
 
 
-def test_documents_of_one_size_give_the_standard_error_of_their_means() -> None:
-    nats_D = np.random.default_rng(0).normal(3.0, 1.0, 50) * 7
-    sizes_D = np.full(50, 7)
-    assert estimate_standard_error(nats_D, sizes_D) == pytest.approx(np.std(nats_D / 7, ddof=1) / math.sqrt(50))
-    assert estimate_standard_error(nats_D[:1], sizes_D[:1]) is None
+def test_one_document_has_no_standard_error() -> None:
+    assert estimate_standard_error(np.array([21.0]), np.array([7])) is None
 
 
 def test_a_source_has_the_mean_of_its_own_documents(
@@ -155,7 +152,7 @@ def test_a_bounded_evaluation_takes_the_same_rows_from_all_of_the_split(
     assert len(choose_samples(stream, 10**9)) == 81
 
 
-@pytest.mark.parametrize(("rows", "tail_tokens", "num_targets"), [(0, 9, 8), (1, 0, 15), (3, 0, 47), (3, 1, 48)])
+@pytest.mark.parametrize(("rows", "tail_tokens", "num_targets"), [(0, 9, 8), (1, 0, 15), (3, 1, 48)])
 def test_a_split_of_any_size_has_one_loss_for_each_target(
     tmp_path: Path, rows: int, tail_tokens: int, num_targets: int
 ) -> None:
@@ -175,15 +172,11 @@ def test_a_split_of_any_size_has_one_loss_for_each_target(
 
 def test_a_split_without_documents_has_nothing_to_evaluate(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
-    assert Validation(recipe, describe_corpus(make_corpus(tmp_path, recipe)), 0).is_empty
-    other = make_recipe(tmp_path, corpus__validation_fraction="0.2")
-    empty = make_corpus(tmp_path, other, rows=0, tail_tokens=0)
-    assert Validation(other, describe_corpus(empty), None).is_empty
+    empty = make_corpus(tmp_path, recipe, rows=0, tail_tokens=0)
+    assert Validation(recipe, describe_corpus(empty), None).is_empty
 
 
-@pytest.mark.parametrize(
-    "line", [b"{}", b"[]", b"\xff", b'{"step": 0}', b'{"step": -1', b'{"step": 0, "loss": "low", "sources": []}']
-)
+@pytest.mark.parametrize("line", [b"[]", b"\xff", b'{"step": 0}', b'{"step": -1'])
 def test_a_bad_record_is_passed_over_and_counted(evaluated_run: Job, tmp_path: Path, line: bytes) -> None:
     content = (evaluated_run.run_folder / EVALUATIONS_FILE).read_bytes()
     (tmp_path / EVALUATIONS_FILE).write_bytes(content + line + b"\n" + content)
@@ -193,10 +186,8 @@ def test_a_bad_record_is_passed_over_and_counted(evaluated_run: Job, tmp_path: P
     assert found.unreadable == 1
 
 
-def test_records_are_json_that_another_program_reads(evaluated_run: Job) -> None:
-    lines = [json.loads(line) for line in (evaluated_run.run_folder / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 3]
-    metrics = [json.loads(line) for line in (evaluated_run.run_folder / "metrics.jsonl").read_text().splitlines()]
-    assert [("validation_loss" in each, each["step"]) for each in metrics] == [(False, 1), (False, 2), (True, 3)]
-    assert metrics[-1]["validation_loss"] == lines[-1]["loss"]
-    assert metrics[-1]["validation_tokens"] == TOKENS - 1
+def test_the_record_of_the_evaluated_step_has_its_numbers(evaluated_run: Job) -> None:
+    last = read_evaluations(evaluated_run.run_folder).lines[-1]
+    *others, metrics = read_metrics(evaluated_run.run_folder).lines
+    assert [each["step"] for each in others if "validation_loss" not in each] == [1, 2]
+    assert (metrics["validation_loss"], metrics["validation_tokens"]) == (last["loss"], TOKENS - 1)

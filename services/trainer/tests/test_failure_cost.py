@@ -27,22 +27,11 @@ LLAMA_2_7B = Path(__file__).resolve().parents[3] / "recipes" / "llama2-7b-trn1.t
 TIMES = RunTimes(step_seconds=40.0, write_seconds=69.0, node_wait_seconds=600.0)
 
 
-def planned_goodputs(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, float]:
-    command = ["plan", "--recipe", str(LLAMA_2_7B), "--root", "/nonexistent", *options]
+def test_plan_prints_a_goodput_that_falls_with_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--recipe", str(LLAMA_2_7B), "--root", "/nonexistent", "--nodes=64", "--nodes=1024"]
     assert exit_code_of(lambda: main(command)) == 0
-    found = re.findall(r"goodput, ([\d,]+) nodes? +([\d.]+)%", capsys.readouterr().out)
-    return {nodes: float(share) for nodes, share in found}
-
-
-def test_goodput_falls_with_nodes_and_rises_with_spare_and_reliable_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    few, more, many = planned_goodputs(capsys, "--nodes", "64", "1024").values()
+    few, more, many = map(float, re.findall(r"goodput, [\d,]+ nodes? +([\d.]+)%", capsys.readouterr().out))
     assert few > more > many > 90
-
-    [_, spare] = planned_goodputs(capsys, "--nodes", "1024", "--node-wait-minutes=1").values()
-    [_, reliable] = planned_goodputs(
-        capsys, "--nodes", "1024", "--node-wait-minutes=1", "--node-mtbf-hours=20000"
-    ).values()
-    assert many < spare < reliable
 
 
 def test_a_lost_worker_costs_less_than_a_hung_one_and_a_lost_node() -> None:
@@ -76,8 +65,8 @@ def test_goodput_is_the_share_of_a_failures_period_that_the_failure_leaves() -> 
     costs = failure_costs(load_recipe(LLAMA_2_7B), 64, TIMES)
     period = NODE_MTBF_HOURS * 3600 / 64
 
+    assert goodput(costs, 64, 2 * NODE_MTBF_HOURS) > goodput(costs, 64, NODE_MTBF_HOURS)
     assert goodput(costs, 64, NODE_MTBF_HOURS) == pytest.approx(period / (period + mean_cost_seconds(costs)))
-    assert pytest.approx(6334.7, abs=0.1) == NODE_MTBF_HOURS
 
 
 def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:

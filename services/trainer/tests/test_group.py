@@ -10,8 +10,6 @@ import pytest
 from services.common.errors import DeviceError
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
-from services.common.program.process_group import ProcessGroup
-from services.trainer.agreement.requirements import require_same_program
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_attempts, read_metrics
@@ -46,33 +44,18 @@ def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job
 
 
 def test_a_worker_whose_state_differs_ends_the_run_and_its_state_is_not_saved(new_job: Callable[..., Job]) -> None:
-    job = new_job()
-    with pytest.raises(DeviceError, match=r"after step 10 the workers' states") as raised:
+    job = new_job(train__max_steps="10")
+    with pytest.raises(DeviceError, match=r"(?s)step 10.*rank 1 "):
         run_two(work.train_with_a_faulty_worker, job)
 
-    assert "weights: " in str(raised.value)
-    assert "on rank 1 (" in str(raised.value)
     assert list(checkpoints(job.root)) == ["step-00000005"]
     assert read_attempts(job.run_folder).lines == []
 
 
 def test_workers_on_nodes_of_different_kinds_are_refused_without_a_cache_too(new_job: Callable[..., Job]) -> None:
     job = new_job()
-    with pytest.raises(DeviceError, match=r"environment.DNNL_DEFAULT_FPMATH_MODE: rank \d .*BF16"):
+    with pytest.raises(DeviceError, match=r"DNNL_DEFAULT_FPMATH_MODE.*BF16"):
         run_two(work.train_on_unlike_nodes, job)
+    with pytest.raises(DeviceError, match="000000000000"):  # than the command's
+        train(replace(job, program_fingerprint="0" * 64), ALONE)
     assert not checkpoints(job.root)
-
-
-def test_workers_of_one_program_do_not_send_its_facts(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, group = new_job(), ProcessGroup(rank=0, world_size=1)
-    monkeypatch.setattr(group, "gather", lambda facts: pytest.fail("the facts were sent"))
-
-    require_same_program(job, group)
-
-
-def test_workers_on_another_kind_of_node_than_the_command_are_refused(new_job: Callable[..., Job]) -> None:
-    job = replace(new_job(), program_fingerprint="0" * 64)
-    with pytest.raises(DeviceError, match="000000000000"):
-        train(job, ALONE)

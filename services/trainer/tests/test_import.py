@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Model
@@ -25,19 +24,16 @@ from services.trainer.conversion.hugging_face import HuggingFaceWeights
 from services.trainer.conversion.weight_import import digest_weights, import_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.run import open_run
-from services.trainer.tests.builders import LLAMA_3_1, make_recipe, write_recipe
+from services.trainer.tests.builders import LLAMA_3_1, make_recipe, train_new, write_recipe
 from services.trainer.tests.runs import call_trainer, train_alone
 
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
 def shared_export(new_shared_job: Callable[..., Job]) -> Path:
-    job = new_shared_job(train__max_steps="1")
-    train(job, ALONE)
+    job = train_new(new_shared_job, train__max_steps="1")
     return export(open_run(job.root, job.run), job.root.parent / "hugging-face")
 
 
@@ -53,20 +49,20 @@ def import_from(capfd: pytest.CaptureFixture[str], exported: Path, *options: str
 
 
 def test_weights_of_an_exported_folder_fit_its_vocabulary_and_no_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], new_job: Callable[..., Job]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], new_job: Callable[..., Job], exported: Path
 ) -> None:
     """The exported tokenizer.json is not the corpus's file: it puts BOS before a text."""
-    job = new_job(kind="tokenizer_json", train__max_steps="1")
-    train(job, ALONE)
-    exported = export(open_run(job.root, job.run), tmp_path / "hugging-face")
-    code, printed = import_from(capfd, exported)
-    assert code == 2, printed
+    job = train_new(new_job, kind="tokenizer_json", train__max_steps="1")
+    folder = export(open_run(job.root, job.run), tmp_path / "hugging-face")
+    assert digest_in(import_from(capfd, folder)[1])
 
-    tokenizer = json.loads((exported / "tokenizer.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["merges"].reverse()
-    (exported / "tokenizer.json").write_text(json.dumps(tokenizer))
-    code, printed = import_from(capfd, exported)
-    assert (code, "tokenizer.json" in printed) == (2, True), printed
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (exported / "tokenizer.model").write_bytes(b"another")
+    for each, place in ((folder, "tokenizer.json"), (exported, "tokenizer.model")):
+        code, printed = import_from(capfd, each)
+        assert (code, place in printed) == (2, True), printed
 
 
 def digest_in(printed: str) -> str:
@@ -82,19 +78,14 @@ def test_a_run_begins_with_imported_weights_that_its_recipe_names(
     code, printed = import_from(capfd, exported)
     assert code == 2
     named = f"--train.initial_weights={digest_in(printed)}"
-
-    code, printed = train_alone(capfd, recipe, root, named)
-    assert code == 3
+    assert train_alone(capfd, recipe, root, named)[0] == 3  # not imported yet
 
     code, printed = import_from(capfd, exported, named)
     assert code == 0, printed
-    begin = Path(printed.splitlines()[-1])
-    run = open_run(root, begin.parent.name)
+    run = open_run(root, Path(printed.splitlines()[-1]).parent.name)
     theirs = safetensors.torch.load_file(exported / "model.safetensors")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_weights(run).items())
-
-    code, printed = import_from(capfd, exported, named)
-    assert code == 3
+    assert import_from(capfd, exported, named)[0] == 3
 
     assert train_alone(capfd, recipe, root, named, "--train.max_steps=2")[0] == 0
     assert "resuming after step=0" in (run.folder / "logs" / "rank-00000.log").read_text()
@@ -117,9 +108,7 @@ SIZES = (
         ({"model_type": "mistral"}, RecipeError, "model_type"),
         ({"hidden_act": "gelu"}, RecipeError, "hidden_act"),
         ({"attention_bias": True}, RecipeError, "attention_bias"),
-        ({"mlp_bias": True}, RecipeError, "mlp_bias"),
         ({"tie_word_embeddings": True}, RecipeError, "tie_word_embeddings"),
-        ({"vocab_size": 299}, RecipeError, "vocab_size"),
         ({"vocab_size": 320}, RecipeError, "padded_vocab_size = 320"),
         ({"vocab_size": None}, ArtifactError, "vocab_size"),
         ({"max_position_embeddings": "2048"}, ArtifactError, "max_position_embeddings"),
@@ -137,64 +126,35 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], error
         require_same_model(tmp_path, model)
 
 
-def published(
-    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int, **others: Any
-) -> dict[str, Any]:
-    return {
-        **PLAIN,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": vocabulary,
-        **others,
-    }
-
-
 GROUPED = {"num_key_value_heads": 8, "rope_theta": 500000.0, "attention_bias": False}
 ROPE_3_1 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-PUBLISHED = {
-    "llama2-7b": published(4096, 11008, 32, 32, 32000, num_key_value_heads=32, pretraining_tp=1, rope_scaling=None),
-    "llama2-13b": published(5120, 13824, 40, 40, 32000),  # as before grouped heads, without num_key_value_heads
-    "llama3-8b": published(4096, 14336, 32, 32, 128256, **GROUPED, rope_scaling=None, tie_word_embeddings=False),
-    "llama3.1-8b": published(
-        4096, 14336, 32, 32, 128256, **GROUPED, rope_scaling={**ROPE_3_1, "rope_type": "llama3"}, mlp_bias=False
-    ),
-    "tinyllama-1.1b": published(2048, 5632, 22, 32, 32000, num_key_value_heads=4, pretraining_tp=1, rope_scaling=None),
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "llama2-7b": ((32000, 4096, 11008, 32, 32), {"num_key_value_heads": 32, "pretraining_tp": 1, "rope_scaling": None}),
+    "llama2-13b": ((32000, 5120, 13824, 40, 40), {}),  # as before grouped heads, without num_key_value_heads
+    "llama3-8b": ((128256, 4096, 14336, 32, 32), {**GROUPED, "rope_scaling": None, "tie_word_embeddings": False}),
+    "llama3.1-8b": ((128256, 4096, 14336, 32, 32), {**GROUPED, "rope_scaling": {**ROPE_3_1, "rope_type": "llama3"}}),
+    "tinyllama-1.1b": ((32000, 2048, 5632, 22, 32), {"num_key_value_heads": 4, "rope_scaling": None}),
 }
-"""Return the model's own config.json in the format of transformers 4."""
+PUBLISHED = {name: {**PLAIN, **dict(zip(SIZES, sizes, strict=False)), **more} for name, (sizes, more) in SHAPES.items()}
+"""Each model's own config.json, in the format of transformers 4."""
 
 
-def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
-    rope = {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        "rope_type": "default",
-        **(config.get("rope_scaling") or {}),
-    }
-    others = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    return {**others, "rope_parameters": rope}
-
-
-@pytest.mark.parametrize("write", [dict, as_transformers_5], ids=["transformers 4", "transformers 5"])
 @pytest.mark.parametrize("preset", MODEL_PRESETS)
 def test_the_configurations_that_models_are_published_with_are_those_of_the_presets(
-    tmp_path: Path, preset: str, write: Callable[[dict[str, Any]], dict[str, Any]]
+    tmp_path: Path, preset: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(write(PUBLISHED[preset])))
-
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset]))
     require_same_model(tmp_path, Model(**MODEL_PRESETS[preset]))
-
     for other in set(MODEL_PRESETS) - {preset}:
         with pytest.raises(RecipeError, match="recipe's model"):
             require_same_model(tmp_path, Model(**MODEL_PRESETS[other]))
 
 
-@pytest.mark.parametrize("shape", [LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["3.1", "tied"])
-def test_a_folder_of_any_shape_is_exported_and_imported_with_the_same_bits(
-    tmp_path: Path, new_job: Callable[..., Job], shape: dict[str, str]
+def test_a_folder_of_tied_and_scaled_weights_is_exported_and_imported_with_the_same_bits(
+    tmp_path: Path, new_job: Callable[..., Job]
 ) -> None:
-    job = new_job("begun", train__max_steps="1", **shape)
-    train(job, ALONE)
+    shape = {**LLAMA_3_1, "model__tie_word_embeddings": "true"}
+    job = train_new(new_job, "begun", train__max_steps="1", **shape)
     run = open_run(job.root, job.run)
     folder, weights = export(run, tmp_path / "hugging-face"), load_weights(run)
     named = digest_weights(parameter_shapes(job.recipe.model), weights.__getitem__)
@@ -254,14 +214,6 @@ def test_a_folder_that_is_not_whole_is_refused(
     assert (code, place in printed) == (3, True), printed
 
 
-def test_weights_of_another_vocabulary_are_not_imported(capfd: pytest.CaptureFixture[str], exported: Path) -> None:
-    (exported / "tokenizer.model").write_bytes(b"another")
-
-    code, printed = import_from(capfd, exported)
-
-    assert (code, "tokenizer.model: " in printed) == (2, True)
-
-
 def test_the_files_that_an_index_names_are_imported_in_any_type_that_float32_holds(
     capfd: pytest.CaptureFixture[str], exported: Path
 ) -> None:
@@ -271,18 +223,13 @@ def test_the_files_that_an_index_names_are_imported_in_any_type_that_float32_hol
     files = {name: f"model-{number % 2 + 1:05d}-of-00002.safetensors" for number, name in enumerate(sorted(tensors))}
     (exported / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
-    def write(dtype: torch.dtype) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
         for file in set(files.values()):
             mine = {name: tensor.to(dtype) for name, tensor in tensors.items() if files[name] == file}
             safetensors.torch.save_file(mine, exported / file)
-
-    write(torch.float32)
-    assert digest_in(import_from(capfd, exported)[1]) == digest
-
-    write(torch.bfloat16)
-    rounded = digest_in(import_from(capfd, exported)[1])
-    assert rounded != digest
-    assert import_from(capfd, exported, f"--train.initial_weights={rounded}")[0] == 0
+        found = digest_in(import_from(capfd, exported)[1])
+        assert (found == digest) == (dtype is torch.float32)
+    assert import_from(capfd, exported, f"--train.initial_weights={found}")[0] == 0
 
 
 def test_an_inspected_checkpoint_shows_every_parameter_and_a_digest_of_its_values(
@@ -292,9 +239,6 @@ def test_an_inspected_checkpoint_shows_every_parameter_and_a_digest_of_its_value
     code, printed = call_trainer(capfd, recipe, root, command="inspect-checkpoint")
 
     assert code == 0, printed
-    assert "state       after step 1: 128 tokens, 0 steps skipped" in printed
     assert re.search(r"^digest      [0-9a-f]{32} ", printed, re.MULTILINE)
     assert re.search(r"^model.layers.1.mlp.down_proj.weight +16 x 32 +1 ", printed, re.MULTILINE), printed
-
-    code, printed = call_trainer(capfd, recipe, root, "--step=7", command="inspect-checkpoint")
-    assert (code, "has no checkpoint after step 7. Pass --step with one of 1." in printed) == (3, True), printed
+    assert call_trainer(capfd, recipe, root, "--step=7", command="inspect-checkpoint")[0] == 3

@@ -73,15 +73,12 @@ def find_problem(job: Job, verify: Verify) -> str:
     return ""
 
 
-def test_a_worker_of_another_layout_loads_by_the_index(job: Job) -> None:
+def test_a_worker_of_another_layout_loads_by_the_index_and_misses_what_it_does_not_have(job: Job) -> None:
     assert problem_of_one_of_two(job) == ""
     assert find_problem(job, verify_state(job.recipe, job.corpus)) == ""
 
-
-def test_a_slice_that_the_index_does_not_have_is_missing(job: Job) -> None:
     rewrite_index(job.checkpoint_address(1).path, lambda tables: tables.pop(NORM))
-
-    assert NORM in problem_of_one_of_two(job)
+    assert NORM in problem_of_one_of_two(replace(job, start_number=1))
     assert problem_of(job, 1) == ""  # a worker of the same layout does not read the index
 
 

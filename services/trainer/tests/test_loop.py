@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.artifacts.checkpoint import shard_name
+from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
@@ -18,49 +20,50 @@ from services.common.process.shutdown import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.testing.file_opens import noticing_opens
 from services.trainer.checkpoints.loader import resume
 from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.checkpoints.retention import discard_left_over, discard_old
+from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, count_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
-from services.trainer.tests.builders import make_program
+from services.trainer.tests.builders import make_program, make_recipe, train_new
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def ten_steps(new_shared_job: Callable[..., Job]) -> Job:
+    """A run with checkpoints after steps 5 and 10."""
+    return train_new(new_shared_job, train__max_steps="10")
+
+
+def copy_of(job: Job, folder: Path) -> Job:
+    shutil.copytree(job.root, folder / "copy")
+    return replace(job, root=folder / "copy", attempt=folder.name)
 
 
 def _losses(job: Job) -> list[float]:
     return [record["loss"] for record in read_metrics(job.run_folder).lines]
 
 
-def test_the_loss_falls(new_job: Callable[..., Job]) -> None:
-    job = new_job()
-    train(job, ALONE)
-    losses = _losses(job)
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] - 0.5
-
-
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(
-    new_job: Callable[..., Job], dtype: str
+    new_job: Callable[..., Job], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     types = {"train__dtype": dtype, "train__param_dtype": dtype}
-    straight = new_job("straight", train__max_steps="8", **types)
-    train(straight, ALONE)
-    train(new_job("split", train__max_steps="3", **types), ALONE)
+    straight = train_new(new_job, "straight", train__max_steps="8", **types)
+    train_new(new_job, "split", train__max_steps="3", **types)
     split = new_job("split", train__max_steps="8", **types)
+    monkeypatch.setattr("services.common.program.step.draw_weights", None)  # a run that resumes draws none
     train(split, ALONE)
     assert split.run == straight.run
     assert _losses(split) == _losses(straight)
-    assert state_hash(checkpoints(split.root)["step-00000008"]) == state_hash(
-        checkpoints(straight.root)["step-00000008"]
-    )
+    assert state_hash(split.checkpoint_address(8).path) == state_hash(straight.checkpoint_address(8).path)
 
 
 def test_intervals_and_worker_counts_do_not_make_another_run_but_the_seed_does(new_job: Callable[..., Job]) -> None:
@@ -71,170 +74,108 @@ def test_intervals_and_worker_counts_do_not_make_another_run_but_the_seed_does(n
 
 
 def test_a_run_keeps_attention_within_documents_when_its_recipe_says_so(new_job: Callable[..., Job]) -> None:
-    jobs = [new_job(mask, train__max_steps="2", train__attention_mask=mask) for mask in ("causal", "block_causal")]
+    jobs = [new_job(mask, train__max_steps="1", train__attention_mask=mask) for mask in ("causal", "block_causal")]
     for job in jobs:
         train(job, ALONE)
 
-    causal, block_causal = (read_metrics(job.run_folder).lines for job in jobs)
+    [causal], [block_causal] = (read_metrics(job.run_folder).lines for job in jobs)
     assert jobs[0].run != jobs[1].run
-    assert causal[0]["loss"] != block_causal[0]["loss"]  # of the same weights and tokens
-    assert causal[1]["validation_loss"] != block_causal[1]["validation_loss"]
+    assert causal["loss"] != block_causal["loss"]  # of the same weights and tokens
+    assert causal["validation_loss"] != block_causal["validation_loss"]
 
 
-def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="10")
-    train(job, ALONE)
-    assert problem_of(job, 10) == ""
-
-    flip_a_bit(checkpoints(job.root)["step-00000010"] / shard_name(0))
-
-    assert problem_of(job, 10) == ""  # as this command has found it
-    assert "shard-00000.safetensors: xxh3-128 is" in problem_of(replace(job, start_number=1), 10)
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped bit": lambda newest: flip_a_bit(newest / shard_name(0)),
+    "truncated": lambda newest: os.truncate(newest / shard_name(0), 1_000),
+    "file removed": lambda newest: (newest / shard_name(0)).unlink(),
+    "manifest torn": lambda newest: os.truncate(newest / MANIFEST, 100),
+}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "flipped bit",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("truncated", "file removed", "manifest torn")),
-    ],
-)
-def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Callable[..., Job], damage: str) -> None:
-    job = new_job(train__max_steps="10")
-    train(job, ALONE)
-    expected = state_hash(checkpoints(job.root)["step-00000010"])
-    newest = job.checkpoint_address(10).path
-    match damage:
-        case "flipped bit":
-            flip_a_bit(newest / shard_name(0))
-        case "truncated":
-            (newest / shard_name(0)).write_bytes((newest / shard_name(0)).read_bytes()[:-1])
-        case "file removed":
-            (newest / shard_name(0)).unlink()
-        case "manifest torn":
-            (newest / MANIFEST).write_bytes((newest / MANIFEST).read_bytes()[:100])
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(
+    ten_steps: Job, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    job = copy_of(ten_steps, tmp_path)
+    expected = state_hash(job.checkpoint_address(10).path)
+    damage(job.checkpoint_address(10).path)
 
     found = newest_checkpoint(job.checkpoint_collection)
     train(job, ALONE)
 
     assert completed_step(found) == 5
     assert count_events(job.run_folder) == {"fallback": 1}
-    assert state_hash(checkpoints(job.root)["step-00000010"]) == expected
+    assert state_hash(job.checkpoint_address(10).path) == expected
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
 
+def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(ten_steps: Job, tmp_path: Path) -> None:
+    job = copy_of(ten_steps, tmp_path)
+    assert problem_of(job, 10) == ""
+    for checkpoint in checkpoints(job.root).values():
+        flip_a_bit(checkpoint / shard_name(0))
+
+    assert problem_of(job, 10) == ""  # as this command has verified it
+    assert shard_name(0) in problem_of(replace(job, start_number=1), 10)  # but not once workers were lost
+    with pytest.raises(ArtifactError, match=r"step-00000010(?s:.*)step-00000005"):
+        train(replace(job, attempt="next"), ALONE)
+
+
 def test_a_checkpoint_that_a_node_does_not_see_is_not_passed_over(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    ten_steps: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is intact: from an older one the run would do again what was done, and remove it in the end."""
-    job = new_job(train__max_steps="10")
-    train(job, ALONE)
-    newest, exists = job.checkpoint_address(10).path, Path.exists
+    newest, exists = ten_steps.checkpoint_address(10).path, Path.exists
     monkeypatch.setattr(Path, "exists", lambda path, **options: path != newest and exists(path, **options))
 
     with pytest.raises(ArtifactError, match=newest.name):
-        resume(job, make_program(job.recipe), ProcessGroup(0, 1), [5, 10])
+        resume(ten_steps, make_program(ten_steps.recipe), ProcessGroup(0, 1), [5, 10])
 
 
-def test_a_run_that_resumes_draws_no_initial_weights(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "newest", "damaged", "kept"),
+    [
+        ({"checkpoint__keep_latest": "2"}, 12, (), (10, 12)),
+        ({"checkpoint__keep_latest": "2", "checkpoint__keep_interval_steps": "4"}, 12, (), (4, 8, 10, 12)),
+        ({"checkpoint__keep_latest": "2"}, 12, (8, 10), (6, 8, 10, 12)),  # damaged ones do not count
+        ({"checkpoint__keep_latest": "2"}, 8, (), (6, 8, 10, 12)),  # later ones are damaged: the run would have resumed
+    ],
+)
+def test_the_newest_intact_checkpoints_are_kept_and_those_at_the_long_interval(
+    tmp_path: Path, settings: dict[str, str], newest: int, damaged: tuple[int, ...], kept: tuple[int, ...]
 ) -> None:
-    drawn: list[int] = []
-    monkeypatch.setattr("services.common.program.step.draw_weights", lambda held, *arguments: drawn.append(len(held)))
-
-    train(new_job(train__max_steps="1"), ALONE)
-    assert len(drawn) == 1
-    train(new_job(train__max_steps="2"), ALONE)
-    assert len(drawn) == 1
-
-
-def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="10")
-    train(job, ALONE)
-    for checkpoint in checkpoints(job.root).values():
-        flip_a_bit(checkpoint / shard_name(0))
-    with pytest.raises(ArtifactError, match=r"2 checkpoints(?s:.*)step-00000010(?s:.*)step-00000005"):
-        train(job, ALONE)
-
-
-def test_the_newest_checkpoints_are_kept_and_those_at_the_long_interval(new_job: Callable[..., Job]) -> None:
-    job = new_job(checkpoint__interval_steps="2", checkpoint__keep_interval_steps="6")
-    train(job, ALONE)
-    assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
+    for step in range(2, 13, 2):
+        (tmp_path / checkpoint_id(step)).mkdir()
+        (tmp_path / checkpoint_id(step) / MANIFEST).touch()
+    discard_old(tmp_path, make_recipe(tmp_path, **settings), newest, lambda step: step not in damaged)
+    assert checkpoint_steps(tmp_path) == list(kept)
 
 
 def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NOTICE_VARIABLE, "0.000001")
-    job = new_job(train__max_steps="4", checkpoint__interval_steps="2")
-    train(job, ALONE)
+    job = train_new(new_job, train__max_steps="4", checkpoint__interval_steps="2")
     assert len(warnings_of(EventTail(job).read())) == 1
     assert count_events(job.run_folder) == {"short_notice": 1}
-
-
-def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Callable[..., Job]) -> None:
-    job = new_job(checkpoint__interval_steps="2", train__max_steps="8", checkpoint__keep_latest="10")
-    train(job, ALONE)
-    for step in (4, 6):
-        flip_a_bit(job.checkpoint_address(step).path / shard_name(0))
-    policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
-    recipe = job.recipe.model_copy(update={"checkpoint": policy})
-
-    discard_old(job.checkpoint_collection, recipe, 8, lambda step: step not in (4, 6))
-    assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
-
-    train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
-    assert list(checkpoints(job.root)) == ["step-00000008", "step-00000010"]  # and the older damaged ones may go
-
-
-def test_no_old_checkpoint_is_read_when_old_ones_are_removed(new_job: Callable[..., Job]) -> None:
-    settings = {"checkpoint__interval_steps": "2", "checkpoint__keep_latest": "3"}
-    job = new_job(train__max_steps="4", **settings)
-    train(job, ALONE)
-    older, newest = (job.checkpoint_address(step).path / shard_name(0) for step in (2, 4))
-
-    with noticing_opens(job.checkpoint_collection) as opens:
-        problem_of(job, 4)
-        opens_of_a_load = opens.paths.count(newest)
-        train(new_job(train__max_steps="8", **settings), ALONE)
-
-    assert list(checkpoints(job.root)) == ["step-00000004", "step-00000006", "step-00000008"]
-    assert opens.paths.count(newest) == 2 * opens_of_a_load > 0
-    assert opens.paths.count(older) == 0
 
 
 def test_a_checkpoint_that_was_damaged_at_the_start_does_not_count_among_those_that_are_kept(
     new_job: Callable[..., Job],
 ) -> None:
     settings = {"checkpoint__keep_latest": "2"}
-    job = new_job(train__max_steps="6", checkpoint__interval_steps="2", **settings)
-    train(job, ALONE)
+    job = train_new(new_job, train__max_steps="6", checkpoint__interval_steps="2", **settings)
     flip_a_bit(job.checkpoint_address(6).path / shard_name(0))
 
-    train(new_job(train__max_steps="7", checkpoint__interval_steps="10", **settings), ALONE)
+    train_new(new_job, train__max_steps="7", checkpoint__interval_steps="10", **settings)
 
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (4, 6, 7)]
-
-
-def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Callable[..., Job]) -> None:
-    job, shorter = new_job("a"), new_job("b", train__max_steps="10")
-    train(job, ALONE)
-    train(shorter, ALONE)
-    for step in (15, 20):
-        flip_a_bit(job.checkpoint_address(step).path / shard_name(0))
-    for step in (5, 10):
-        shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
-
-    discard_old(job.checkpoint_collection, job.recipe, 10, lambda step: True)
-
-    assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
 
 def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = new_job()
+    job = new_job(train__max_steps="10")
     weights_before: dict[int, torch.Tensor] = {}
     work.poison(monkeypatch, 8)
     poisoned = Program.train_step
@@ -247,7 +188,7 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     train(job, ALONE)
 
     skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]
-    assert skipped == [0] * 8 + [1] * 12
+    assert skipped == [0] * 8 + [1] * 2
     assert torch.equal(weights_before[8], weights_before[9])
     newest = newest_checkpoint(job.checkpoint_collection)
     assert newest is not None
@@ -255,13 +196,13 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
 
 
 def test_a_stop_file_ends_the_run_with_a_checkpoint_and_is_used_up(new_job: Callable[..., Job]) -> None:
-    job = new_job()
+    job = new_job(train__max_steps="2")
     (job.run_folder / STOP_FILE).touch()
     with pytest.raises(TryAgain, match="stop file after step 1"):
         train(job, ALONE)
     assert list(checkpoints(job.root)) == ["step-00000001"]
     train(job, ALONE)
-    assert "step-00000020" in checkpoints(job.root)
+    assert "step-00000002" in checkpoints(job.root)
 
 
 def test_the_time_limit_ends_the_run_with_a_checkpoint(new_job: Callable[..., Job]) -> None:
@@ -273,8 +214,7 @@ def test_the_time_limit_ends_the_run_with_a_checkpoint(new_job: Callable[..., Jo
 
 
 def test_metrics_have_every_step_once_after_steps_were_done_twice(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="8")
-    train(job, ALONE)
+    job = train_new(new_job, train__max_steps="8")
     (job.checkpoint_address(8).path / MANIFEST).unlink()  # as if killed before the last commit: steps 6 to 8 again
     train(job, ALONE)
     assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 9))

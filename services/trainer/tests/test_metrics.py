@@ -30,6 +30,7 @@ from services.trainer.metrics.records import (
 from services.trainer.metrics.run_numbers import mean_training_loss
 from services.trainer.run import open_run, summarize
 from services.trainer.tests import work
+from services.trainer.tests.builders import train_new
 from services.trainer.tests.metric_lines import STEP, append
 
 HEALTH = ("clipped_share", "gradient_norm_by_group", "update_ratio_by_group", "largest_logit", "activation_rms")
@@ -39,18 +40,7 @@ BAD_LINES = [
     *(b"", b"\0" * 64, b"\xff\xfe", b'{"step": 1', b"7", b"[]", b"null", b"{}"),
     json.dumps({name: value for name, value in STEP.items() if name != "learning_rate"}).encode(),
 ]
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_passed_over_and_counted(tmp_path: Path, line: bytes) -> None:
-    for each in (json.dumps(STEP).encode(), line, json.dumps({**STEP, "step": 4}).encode()):
-        append(tmp_path / METRICS_FILE, each)
-    append(tmp_path / ATTEMPTS_FILE, line)
-
-    found = read_metrics(tmp_path)
-
-    assert ([record["step"] for record in found.lines], found.unreadable) == ([3, 4], 1)
-    assert read_attempts(tmp_path).unreadable == 1
+"""What an interrupted write, a full disk or a person leaves in a file of records."""
 
 
 def test_a_torn_last_line_is_dropped_by_the_next_start(tmp_path: Path) -> None:
@@ -75,11 +65,14 @@ def test_bad_lines_fail_neither_training_nor_the_summary_which_counts_them(new_j
     append(job.run_folder / METRICS_FILE, b"[]")
     run = open_run(job.root, job.run)
     assert [record["step"] for record in StepsNewestFirst(run.folder)] == [3, 2, 1]
+    assert [record["step"] for record in read_metrics(run.folder).lines] == [1, 2, 3]
+    append(run.folder / ATTEMPTS_FILE, b"{}")
+    assert read_attempts(run.folder).unreadable == 1
     assert run.unreadable[METRICS_FILE] == len(BAD_LINES) + 1
     assert f"{len(BAD_LINES) + 1} lines in {job.run_folder / METRICS_FILE}" in summarize(run)
 
 
-@pytest.mark.parametrize("block_bytes", [7, 64, 2**16])
+@pytest.mark.parametrize("block_bytes", [7, 2**16])
 def test_steps_are_read_from_the_end_in_blocks_without_those_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
@@ -115,7 +108,7 @@ def test_the_record_of_a_step_with_a_checkpoint_survives_a_kill_while_it_is_eval
     assert all("validation_loss" in line for line in lines if line["step"] in logged)
 
 
-@pytest.mark.parametrize(("num_steps", "counted"), [(0, 0), (1, 1), (7, 7), (25, 20), (250, 100)])
+@pytest.mark.parametrize(("num_steps", "counted"), [(0, 0), (1, 1), (25, 20), (250, 100)])
 def test_the_mean_loss_is_that_of_the_last_whole_batches(num_steps: int, counted: int) -> None:
     found = mean_training_loss([{"step": step, "loss": float(step)} for step in range(1, num_steps + 1)])
     assert found.get("loss_steps", 0) == counted
@@ -173,7 +166,7 @@ def reduce_numbers(*workers: WorkerNumbers) -> ReducedNumbers:
 def test_goodput_and_restarts_go_on_from_the_checkpoint_that_a_start_continues(new_job: Callable[..., Job]) -> None:
     """Steps that are done again count once, and those of the earlier starts still count."""
     settings = {"parallel__data_parallel_size": "1", "checkpoint__interval_steps": "4"}
-    train(new_job(train__max_steps="4", **settings), ALONE)
+    train_new(new_job, train__max_steps="4", **settings)
     job = new_job(train__max_steps="8", **settings)
     lost = {**read_metrics(job.run_folder).lines[-1], "step": 5, "productive_seconds": 1e6}
     append(job.run_folder / METRICS_FILE, json.dumps(lost).encode())

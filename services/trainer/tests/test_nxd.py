@@ -1,4 +1,4 @@
-"""Runs continue checkpoints of NxD, and export checkpoints for NxD."""
+"""Runs continue checkpoints of NxD, with its optimizer's float32 weights, and export checkpoints for NxD."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ import pytest
 import torch
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model
-from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.checkpoint import NxdWeights, load_rank_file, write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import digest_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.run import open_run
-from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.builders import train_new, write_recipe
 from services.trainer.tests.nxd_files import (
     Files,
     Program,
@@ -42,34 +39,20 @@ from services.trainer.tests.nxd_files import (
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
 
 RANK_0, RANK_3 = "dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_03_pp_rank_00.pt"
-ALONE = WorkerEnvironment(rank=0, world_size=1)
+OF_NXD = ("--format=nxd", "--tensor-parallel-size=2", "--kv-size-multiplier=2", "--qkv-linear")
 
 
 LAYOUTS = [
     (llama(8), NxdLayout(1)),
     (llama(8), NxdLayout(2, fuse_qkv=True)),
-    (llama(8), NxdLayout(4, qkv_linear=True, fuse_qkv=True)),
     (llama(2), NxdLayout(2)),
-    (llama(2), NxdLayout(2, qkv_linear=True)),
     (llama(2), NxdLayout(4, 2, qkv_linear=True)),
     (llama(2), NxdLayout(4, 4, qkv_linear=True, fuse_qkv=True)),
-    (llama(4), NxdLayout(2, 2, qkv_linear=True, fuse_qkv=True)),
     (llama(2, tie_word_embeddings=True), NxdLayout(2, 2, qkv_linear=True)),
 ]
 
 
-def layout_name(value: object) -> str:
-    if isinstance(value, Model):
-        return f"kv{value.num_key_value_heads}" + "-tied" * value.tie_word_embeddings
-    assert isinstance(value, NxdLayout)
-    return (
-        f"tp{value.tensor_parallel_size}-x{value.kv_size_multiplier}"
-        + "-linear" * value.qkv_linear
-        + ("-fused" * value.fuse_qkv)
-    )
-
-
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_weights_come_back_from_nxd_bit_for_bit(tmp_path: Path, model: Model, layout: NxdLayout) -> None:
     weights = draw_weights(model)
 
@@ -87,12 +70,8 @@ def test_weights_come_back_from_nxd_bit_for_bit(tmp_path: Path, model: Model, la
     ("num_key_value_heads", "layout"),
     [
         (8, NxdLayout(2, fuse_qkv=True)),
-        (2, NxdLayout(2)),
-        (2, NxdLayout(2, qkv_linear=True)),
-        (2, NxdLayout(4, 2, qkv_linear=True)),
         (2, NxdLayout(4, 2, qkv_linear=True, fuse_qkv=True)),
         (4, NxdLayout(8, 2, qkv_linear=True, fuse_qkv=True)),
-        (2, NxdLayout(8, 4, qkv_linear=True)),
     ],
 )
 def test_the_files_are_those_of_nxds_converter(tmp_path: Path, num_key_value_heads: int, layout: NxdLayout) -> None:
@@ -127,9 +106,9 @@ def test_the_files_are_those_of_nxds_converter(tmp_path: Path, num_key_value_hea
         assert are_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("by_tensor", [False, True], ids=["whole", "xser"])
+@pytest.mark.parametrize(
+    ("num_stages", "dtype", "by_tensor"), [(1, torch.float32, True), (2, torch.bfloat16, False)], ids=["xser", "whole"]
+)
 def test_a_checkpoint_as_nxd_saves_it_is_read(
     tmp_path: Path, tensor_reference: type, num_stages: int, dtype: torch.dtype, by_tensor: bool
 ) -> None:
@@ -138,11 +117,14 @@ def test_a_checkpoint_as_nxd_saves_it_is_read(
     files = describe_files(model, weights, layout, num_stages)
     for state in files.values():
         state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+        for tensor in state.values():
+            tensor.requires_grad_()
     if by_tensor:
         save_files_by_tensor(tmp_path, files, tensor_reference)
     else:
         save_files(tmp_path, files)
 
+    assert digest_weights(parameter_shapes(model), NxdWeights(tmp_path, model).read)
     assert are_equal(read_all(tmp_path, model), {name: weight.float() for name, weight in weights.items()})
 
 
@@ -185,14 +167,11 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Change:
         (lambda folder, _: (folder / "done").unlink(), "`done`"),
         (lambda folder, _: (folder / "model" / RANK_0).unlink(), "model: "),
         (lambda folder, _: (folder / "model" / RANK_3).unlink(), "num_attention_heads 8"),
-        (lambda folder, _: (folder / "model" / RANK_3).write_bytes(b"PK"), RANK_3),
         (lambda folder, _: os.truncate(folder / "model" / RANK_3, 3_000), RANK_3),
-        (lambda folder, _: torch.save([1], folder / "model" / RANK_3), RANK_3),
         (lambda folder, _: torch.save({"a": print}, folder / "model" / RANK_3), RANK_3),
         (rewrite(lambda files: files[RANK_0].update(more=torch.ones(1))), "more"),
         (rewrite(lambda files: [state.pop(NORM) for state in files.values()]), NORM),
         (rewrite(lambda files: files[RANK_3].pop(HEAD)), HEAD),
-        (rewrite(lambda files: files[RANK_3].update({HEAD: 3})), HEAD),
         (rewrite(lambda files: files[RANK_3].update({HEAD: torch.ones(7, 32)})), HEAD),
         (rewrite(lambda files: files[RANK_3].update({HEAD: torch.ones(6, 32).double()})), HEAD),
         (rewrite(lambda files: files[RANK_3][HEAD][0].fill_(float("nan"))), HEAD),
@@ -221,27 +200,85 @@ def test_a_file_that_would_run_a_program_is_refused_and_runs_none(tmp_path: Path
     assert not made.exists()
 
 
-def test_a_tensor_that_was_saved_with_its_gradient_is_read(tmp_path: Path) -> None:
-    model = llama()
-    weights = draw_weights(model)
-    files = describe_files(model, weights, NxdLayout(4, 2, qkv_linear=True))
-    for state in files.values():
-        for tensor in state.values():
-            tensor.requires_grad_()
-    save_files(tmp_path, files)
+MASTERS = "sharded_master_weights"
+DATA_RANK_1 = "dp_rank_01_tp_rank_00_pp_rank_00.pt"
 
-    assert digest_weights(parameter_shapes(model), NxdWeights(tmp_path, model).read)
+
+def describe_optimizer(files: Files, masters: Files, num_data: int) -> dict[str, Any]:
+    """Describe the optimizer of a run with `use_master_weights_in_ckpt`; norms, without decay, are the second group."""
+    optimizer = {}
+    for name, state in files.items():
+        ordered = sorted(state, key=lambda each: "norm" in each)
+        padded = {}
+        for each in ordered:
+            master = masters[name][each]
+            rows = -(-len(master) // num_data) * num_data
+            padded[each] = torch.cat((master, torch.zeros(rows - len(master), *master.shape[1:])))
+        for rank in range(num_data):
+            shards = {number: padded[each].chunk(num_data)[rank].clone() for number, each in enumerate(ordered)}
+            optimizer[name.replace("dp_rank_00", f"dp_rank_{rank:02d}")] = {
+                "state": {},
+                "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": list(shards)}],
+                "base_state": {
+                    number: {"step": torch.tensor(7.0), "exp_avg": shard} for number, shard in shards.items()
+                },
+                "shape_info": {number: state[each].shape for number, each in enumerate(ordered)},
+                "sharded_master_weights": shards,
+            }
+    return optimizer
+
+
+@pytest.mark.parametrize("by_tensor", [False, True], ids=["whole", "xser"])
+def test_the_optimizers_masters_are_read_where_it_saved_them(
+    tmp_path: Path, tensor_reference: type, by_tensor: bool
+) -> None:
+    model, layout = llama(), NxdLayout(4, 2, qkv_linear=True, fuse_qkv=True)
+    weights = draw_weights(model)
+    masters = describe_files(model, weights, layout, num_stages=2)
+    files = {name: {key: each.bfloat16() for key, each in state.items()} for name, state in masters.items()}
+    for kind, content in (("model", files), ("optim", describe_optimizer(files, masters, num_data=3))):
+        if by_tensor:
+            save_files_by_tensor(tmp_path, content, tensor_reference, kind)
+        else:
+            save_files(tmp_path, content, kind)
     assert are_equal(read_all(tmp_path, model), weights)
 
-
-def test_a_tensors_file_that_was_left_out_is_named(tmp_path: Path, tensor_reference: type) -> None:
-    model = llama()
-    save_files_by_tensor(tmp_path, describe_files(model, draw_weights(model), NxdLayout(2)), tensor_reference)
-    for path in (tmp_path / "model").glob("*.tensors/tensor_0.pt"):
-        path.unlink()
-
-    with pytest.raises(FileNotFoundError, match=r"tensor_0\.pt"):
+    (tmp_path / "optim" / "dp_rank_01_tp_rank_02_pp_rank_00.pt").unlink()
+    with pytest.raises(ArtifactError, match="23 ranks, expected 24"):
         read_all(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda files: [state.pop(MASTERS) for name, state in files.items() if "dp_rank_01" in name], "optim"),
+        (lambda files: files[RANK_0][MASTERS].pop(3), RANK_0),
+        (lambda files: [files[name][MASTERS].pop(3) for name in (RANK_0, DATA_RANK_1)], "gate_up_proj"),
+        (lambda files: files[RANK_0][MASTERS][3].add_(1), "tensor 3"),
+        (lambda files: files[DATA_RANK_1][MASTERS][3].add_(1), "gate_up_proj"),
+        (lambda files: [files.pop(name) for name in list(files)] + [files.update({"__0_0.distcp": {}})], "optim"),
+    ],
+)
+def test_masters_that_are_not_those_of_the_model_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], place: str
+) -> None:
+    model, layout = llama(), NxdLayout(2, qkv_linear=True, fuse_qkv=True)
+    masters = describe_files(model, draw_weights(model), layout)
+    files = {name: {key: each.bfloat16() for key, each in state.items()} for name, state in masters.items()}
+    optimizer = describe_optimizer(files, masters, num_data=2)
+    change(optimizer)
+    save_files(tmp_path, files)
+    save_files(tmp_path, optimizer, kind="optim")
+
+    with pytest.raises(ArtifactError, match=place):
+        read_all(tmp_path, model)
+
+
+def test_an_optimizer_without_masters_leaves_the_models_weights(tmp_path: Path) -> None:
+    files = describe_files(llama(), draw_weights(llama()), NxdLayout(2))
+    save_files(tmp_path, files)
+    save_files(tmp_path, {name: {"state": {}, "param_groups": []} for name in files}, kind="optim")
+    assert are_equal(read_all(tmp_path, llama()), draw_weights(llama()))
 
 
 @pytest.mark.parametrize(
@@ -264,33 +301,24 @@ def test_a_model_that_nxd_cannot_split_is_not_exported(tmp_path: Path, layout: N
 @pytest.fixture(scope="module")
 def trained(new_shared_job: Callable[..., Job]) -> Path:
     """The folder of a root, `a`, with a run of the small recipe."""
-    job = new_shared_job(train__max_steps="1")
-    train(job, ALONE)
+    job = train_new(new_shared_job, train__max_steps="1")
     return job.root.parent
 
 
 def test_a_run_continues_what_was_exported_for_nxd(capfd: pytest.CaptureFixture[str], trained: Path) -> None:
     recipe, root, tag = write_recipe(trained), trained / "a", trained / "nxd" / "step_1"
-    of_nxd = ("--format=nxd", "--tensor-parallel-size=2", "--kv-size-multiplier=2", "--qkv-linear", "--fuse-qkv")
-    code, printed = call_trainer(capfd, recipe, root, *of_nxd, f"--output={tag}", command="export")
+    run = open_run(root, next(root.glob("checkpoint/*")).name)
+    code, printed = call_trainer(capfd, recipe, root, *OF_NXD, "--fuse-qkv", f"--output={tag}", command="export")
     assert code == 0, printed
     made = "checkpoint config.json done model tokenizer.json tokenizer.model tokenizer_config.json"
     assert sorted(path.name for path in tag.iterdir()) == made.split()
 
-    run = open_run(root, next(root.glob("checkpoint/*")).name)
-    export(run, trained / "hugging-face")
-    by_source = {}
-    for source in (tag, trained / "hugging-face"):
-        code, printed = call_trainer(capfd, recipe, root, f"--from={source}", command="import")
-        assert code == 2
-        by_source[source] = re.findall(r'initial_weights = "([0-9a-f]{64})"', printed)
-    assert by_source[tag] == by_source[trained / "hugging-face"] != []
-
-    named = f"--train.initial_weights={by_source[tag][0]}"
+    weights = load_weights(run)
+    named = f"--train.initial_weights={digest_weights(parameter_shapes(run.recipe.model), weights.__getitem__)}"
     code, printed = call_trainer(capfd, recipe, root, f"--from={tag}", named, command="import")
     assert code == 0, printed
     begun = open_run(root, Path(re.findall("^.*/step-00000000$", printed, re.MULTILINE)[0]).parent.name)
-    assert are_equal(load_weights(begun), load_weights(run))
+    assert are_equal(load_weights(begun), weights)
     assert train_alone(capfd, recipe, root, named, "--train.max_steps=2")[0] == 0
 
 
@@ -299,21 +327,17 @@ def test_an_import_from_nxd_says_what_is_wrong(
 ) -> None:
     recipe, root, tag = write_recipe(trained), trained / "a", tmp_path / "nxd" / "step_1"
     before = checkpoints(root)
-    layout = ("--format=nxd", "--tensor-parallel-size=2", "--kv-size-multiplier=2", "--qkv-linear")
-    assert call_trainer(capfd, recipe, root, *layout, f"--output={tag}", command="export")[0] == 0
+    assert call_trainer(capfd, recipe, root, *OF_NXD, f"--output={tag}", command="export")[0] == 0
 
-    def import_from(folder: Path, *options: str) -> tuple[int, str]:
-        return call_trainer(capfd, recipe, root, f"--from={folder}", *options, command="import")
-
-    code, printed = import_from(tag.parent)
-    assert (code, "step_1." in printed) == (3, True), printed
-    code, printed = import_from(tag, "--model.rms_norm_eps=0.1")
-    assert (code, "rms_norm_eps" in printed) == (2, True), printed
-
-    (tag / "config.json").unlink()
-    assert import_from(tag)[0] == 2
-    (tag / "done").unlink()
-    assert import_from(tag)[0] == 3
+    for removed, options, exit_code in (
+        ("", [f"--from={tag.parent}"], 3),
+        ("", [f"--from={tag}", "--model.rms_norm_eps=0.1"], 2),
+        ("config.json", [f"--from={tag}"], 2),
+        ("done", [f"--from={tag}"], 3),
+    ):
+        if removed:
+            (tag / removed).unlink()
+        assert call_trainer(capfd, recipe, root, *options, command="import")[0] == exit_code
     assert checkpoints(root) == before
 
 

@@ -70,15 +70,6 @@ def places_of_row(shard: Path) -> dict[str, Place]:
     return {name: Place(address - base, size) for name, (address, size) in addresses.items()}
 
 
-def test_a_damaged_name_of_a_column_is_damage_of_the_file(published: Artifact[CorpusManifest], corpus: Path) -> None:
-    content = (corpus / SHARD).read_bytes()
-    at = content.rindex(b"doc_starts")  # the schema in the footer, by which the file is opened
-    for damaged in (b"\xff", b"x"):
-        (corpus / SHARD).write_bytes(content[:at] + damaged + content[at + 1 :])
-        with pytest.raises(ArtifactError, match=SHARD):
-            open_stream(corpus, published).read([ROW])
-
-
 def flip(path: Path, at: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
@@ -97,59 +88,39 @@ def rows_found_damaged(stream: TokenStream) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("column", ["ids", "doc_starts", "check"])
-def test_a_flipped_bit_in_any_byte_of_a_row_names_the_row(
-    published: Artifact[CorpusManifest], corpus: Path, column: str
-) -> None:
-    place = places_of_row(corpus / SHARD)[column]
-    intact = (corpus / SHARD).read_bytes()
-    for at in range(place.begin, place.begin + place.size):
-        flip(corpus / SHARD, at, bit=at % 8)
-        with pytest.raises(ArtifactError) as caught:
-            open_stream(corpus, published).read([ROW])
-        (corpus / SHARD).write_bytes(intact)
-
-        assert caught.value.exit_code == 3
-        assert f"{SHARD}: row {ROW_IN_SHARD} of this file, row {ROW} of train" in str(caught.value)
-
-
-@pytest.mark.parametrize("column", ["ids", "doc_starts", "check"])
-def test_only_the_samples_that_use_a_damaged_row_are_lost(
+def test_a_flipped_bit_in_any_byte_of_a_row_names_the_row_and_costs_only_the_samples_that_use_it(
     published: Artifact[CorpusManifest], corpus: Path, column: str
 ) -> None:
     """The last target of the sample before is the first token of the row."""
     expected = open_stream(corpus, published).read(np.arange(81))
-    flip(corpus / SHARD, places_of_row(corpus / SHARD)[column].begin)
+    place = places_of_row(corpus / SHARD)[column]
+    for at in range(place.begin, place.begin + place.size):
+        flip(corpus / SHARD, at, bit=at % 8)
+        with pytest.raises(ArtifactError) as caught:
+            open_stream(corpus, published).read([ROW])
+        assert f"{SHARD}: row {ROW_IN_SHARD} of this file, row {ROW} of train" in str(caught.value)
+        flip(corpus / SHARD, at, bit=at % 8)
 
+    flip(corpus / SHARD, place.begin)
     stream = open_stream(corpus, published)
-
     damaged = rows_found_damaged(stream)
     assert set(damaged) == {ROW - 1, ROW}
     assert all(f"row {ROW} of train" in said for said in damaged.values())
     others = [sample for sample in range(81) if sample not in damaged]
     assert np.array_equal(stream.read(others), expected[others])
+    with pytest.raises(ArtifactError, match=f"row {ROW} of train"):
+        verify_rows_on_nodes(INLINE, corpus, published.manifest.corpus)
 
 
-def test_a_flipped_border_of_document_starts_is_damage_of_a_row_beside_it(
+def test_a_flipped_document_start_is_damage_of_a_row_beside_it_and_ends_an_evaluation(
     published: Artifact[CorpusManifest], corpus: Path
 ) -> None:
-    """An offset is the end of one row's list and the begin of the next one's."""
-    place = places_of_row(corpus / SHARD)["end of doc_starts"]
-    for at in range(place.begin, place.begin + place.size):
-        flip(corpus / SHARD, at, bit=7)
-        damaged = rows_found_damaged(open_stream(corpus, published))
-        flip(corpus / SHARD, at, bit=7)
-        assert set(damaged) == {ROW - 1, ROW, ROW + 1}
-    assert rows_found_damaged(open_stream(corpus, published)) == {}
-
-
-def test_a_flipped_byte_of_document_starts_ends_an_evaluation(
-    published: Artifact[CorpusManifest], corpus: Path
-) -> None:
-    """The starts of all documents are read without the checks of their rows."""
+    """An offset ends one row's list and begins the next. An evaluation reads starts without their rows' checks."""
     places = places_of_row(corpus / SHARD)
-    for place in (places["doc_starts"], places["end of doc_starts"]):
-        for at in range(place.begin, place.begin + place.size):
+    for name, rows in (("doc_starts", {ROW - 1, ROW}), ("end of doc_starts", {ROW - 1, ROW, ROW + 1})):
+        for at in range(places[name].begin, places[name].begin + places[name].size):
             flip(corpus / SHARD, at, bit=7)
+            assert set(rows_found_damaged(open_stream(corpus, published))) == rows
             with pytest.raises(ArtifactError):
                 open_stream(corpus, published).document_begins()
             flip(corpus / SHARD, at, bit=7)
@@ -177,28 +148,16 @@ def swap_rows(folder: Path) -> None:
     (folder / SHARD).write_bytes(content)
 
 
-def swap_shards(folder: Path) -> None:
-    shutil.move(folder / SHARD, folder / "aside")
-    shutil.move(folder / shard_path("train", 0), folder / SHARD)
-    shutil.move(folder / "aside", folder / shard_path("train", 0))
-
-
 def link_a_shard_twice(folder: Path) -> None:
     (folder / SHARD).unlink()
     os.link(folder / shard_path("train", 0), folder / SHARD)
-
-
-def take_the_shard_of_the_other_split(folder: Path) -> None:
-    shutil.copy(folder / shard_path("validation", 1), folder / SHARD)
 
 
 @pytest.mark.parametrize(
     ("change", "damaged_rows"),
     [
         (swap_rows, {ROW, ROW + 3}),
-        (swap_shards, set(range(64))),
         (link_a_shard_twice, set(range(32, 64))),
-        (take_the_shard_of_the_other_split, set(range(32, 64))),
     ],
 )
 def test_an_intact_row_in_another_place_is_damage(
@@ -217,25 +176,12 @@ def test_verify_finds_a_shard_of_another_corpus_whose_rows_fit_their_checks(
     published: Artifact[CorpusManifest], corpus: Path
 ) -> None:
     """A reader cannot tell, and `verify` compares the digest of the checks with the manifest."""
-    counts = published.manifest.corpus.splits["train"]
-    other = CorpusPayload.model_validate(
-        published.manifest.corpus.model_dump()
-        | {
-            "splits": {
-                **published.manifest.corpus.model_dump()["splits"],
-                "train": counts.model_dump() | {"check_digests": ("0" * 32, *counts.check_digests[1:])},
-            }
-        }
-    )
+    mine = published.manifest.corpus
+    values = mine.model_dump()
+    values["splits"]["train"]["check_digests"] = ("0" * 32, *mine.splits["train"].check_digests[1:])
+    other = CorpusPayload.model_validate(values)
 
-    verify_rows_on_nodes(INLINE, corpus, published.manifest.corpus)
+    verify_rows_on_nodes(INLINE, corpus, mine)
     assert rows_found_damaged(TokenStream(corpus, other, "train")) == {}
-    with pytest.raises(ArtifactError, match="those of another corpus"):
+    with pytest.raises(ArtifactError, match=shard_path("train", 0)):
         verify_rows_on_nodes(INLINE, corpus, other)
-
-
-def test_verify_names_the_first_damaged_row(published: Artifact[CorpusManifest], corpus: Path) -> None:
-    flip(corpus / SHARD, places_of_row(corpus / SHARD)["ids"].begin)
-
-    with pytest.raises(ArtifactError, match=f"row {ROW} of train"):
-        verify_rows_on_nodes(INLINE, corpus, published.manifest.corpus)

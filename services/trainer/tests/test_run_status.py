@@ -1,4 +1,4 @@
-"""The state of a run, and the chip-hours and the cost of its commands, as a reader of its folder sees them."""
+"""The state of a run, its phases, chip-hours and cost, as a reader of its folder sees them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,33 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.errors import ArtifactError, TryAgain
 from services.common.hardware.instance_types import read_instance_types
+from services.common.launch.launcher import WorkerEnvironment
 from services.common.recipe.schema import Recipe
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
-from services.trainer.metrics.commands import COMMANDS_FILE, LINE_BYTES, LOST_SECONDS, read_commands, recording_command
+from services.trainer.metrics.commands import (
+    COMMANDS_FILE,
+    LINE_BYTES,
+    LOST_SECONDS,
+    CommandRecord,
+    read_commands,
+    recording_command,
+)
 from services.trainer.metrics.records import METRICS_FILE, read_last_step
 from services.trainer.run import writing_costs
+from services.trainer.runs.cost import divide_training
 from services.trainer.runs.status import RunStatus, read_status
-from services.trainer.tests.metric_lines import make_command
-from services.trainer.tests.test_branch import ALONE
+from services.trainer.tests.metric_lines import BEGAN, make_command
 
 JobBuilder = Callable[..., Job]
+ALONE = WorkerEnvironment(rank=0, world_size=1)
+NOW = BEGAN + 1_000
 
 
 def status_of(job: Job, now: float | None = None) -> RunStatus:
@@ -38,12 +48,6 @@ def on_trainium(job: Job, started_at: datetime | None = None) -> Job:
     values["parallel"] |= {"data_parallel_size": 2}
     recipe = Recipe.model_validate_json(json.dumps(values))
     return replace(job, recipe=recipe, launch="ray", started_at=started_at or job.started_at)
-
-
-def test_a_run_that_nobody_has_trained_is_not_started(new_job: JobBuilder) -> None:
-    job = new_job()
-    assert status_of(job).state == "not started"
-    assert read_status(job.root, "no-such-run").state == "not started"
 
 
 @pytest.mark.parametrize(
@@ -60,13 +64,14 @@ def test_the_state_follows_the_exit_code_of_the_newest_command(
     new_job: JobBuilder, error: BaseException | None, state: str, exit_code: int
 ) -> None:
     job = new_job()
+    assert status_of(job).state == read_status(job.root, "no-such-run").state == "not started"
     with pytest.raises(type(error)) if error else nullcontext(), recording_command(job):
         assert status_of(job).state == "running"
         if error:
             raise error
 
     found = status_of(job)
-    assert (found.state, found.exit_code) == (state, exit_code)
+    assert (found.state, found.exit_code, found.cost) == (state, exit_code, None)  # CPUs have no price
     assert found.error == (str(error) if error else None)
 
 
@@ -82,57 +87,31 @@ def test_a_command_of_another_node_is_lost_once_its_record_stands_still(new_job:
         assert status_of(job, record["seen_at"] + LOST_SECONDS + 1).state == "lost"
 
 
-def test_a_torn_record_of_a_killed_command_harms_no_later_one(new_job: JobBuilder) -> None:
+@pytest.mark.parametrize("damage", [b'{"attempt": "torn', b"\0" * 40 + b"\n", b"{}\n"])
+def test_a_damaged_record_of_a_killed_command_harms_no_later_one(new_job: JobBuilder, damage: bytes) -> None:
     job = new_job()
     with recording_command(job):
         pass
     path = job.run_folder / COMMANDS_FILE
-    path.write_bytes(path.read_bytes() + b'{"attempt": "torn')
+    path.write_bytes(path.read_bytes() + damage)
 
     with pytest.raises(TryAgain), recording_command(job):
         raise TryAgain("é" * 10_000)  # its characters have several bytes in JSON
 
     assert [record.exit_code for record in read_commands(job.run_folder)] == [0, 75]
-    assert path.stat().st_size == 2 * LINE_BYTES
-
-
-@pytest.mark.parametrize("line", [b"\0" * 40, b"{}", b'{"attempt": 1'])
-def test_a_damaged_record_of_a_command_is_left_out(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / COMMANDS_FILE).write_bytes(line + b"\n" + make_command(0, 1).model_dump_json().encode() + b"\n")
-    assert read_commands(tmp_path) == [make_command(0, 1)]
-
-
-def test_a_command_without_a_cluster_holds_one_node_however_many_the_recipe_asks_for(new_job: JobBuilder) -> None:
-    job = on_trainium(new_job())
-    for launch in ("inline", "ray"):
-        with recording_command(replace(job, launch=launch)):
-            pass
-    assert [(each.nodes, each.workers) for each in read_commands(job.run_folder)] == [(1, 2), (2, 2)]
 
 
 def test_chip_hours_and_cost_count_the_nodes_of_all_commands(new_job: JobBuilder) -> None:
     job, price = new_job(), read_instance_types()["trn1.32xlarge"].dollars_per_hour
     assert price
-    for hours in (3, 1):
-        with recording_command(on_trainium(job, datetime.now(UTC) - timedelta(hours=hours))):
+    for hours, launch in ((3, "ray"), (1, "inline")):  # without a cluster a command holds one node
+        with recording_command(replace(on_trainium(job, datetime.now(UTC) - timedelta(hours=hours)), launch=launch)):
             pass
 
+    assert [(each.nodes, each.workers) for each in read_commands(job.run_folder)] == [(2, 2), (1, 2)]
     found = status_of(job)
-    assert found.chip_hours == pytest.approx(4 * 2 * 16, rel=0.01)
-    assert found.cost == pytest.approx(4 * 2 * price, rel=0.01)
-
-
-def test_a_run_on_cpus_has_no_cost_and_its_numbers_are_those_of_its_newest_step(new_job: JobBuilder) -> None:
-    job = new_job(train__max_steps="6", checkpoint__interval_steps="4")
-    with recording_command(job):
-        train(job, ALONE)
-
-    found = status_of(job)
-    assert (found.state, found.step, found.checkpoint_step, found.max_steps) == ("done", 6, 6, 6)
-    assert (found.cost, found.chip_hours) == (None, None)
-    assert found.tokens == found.total_tokens
-    assert found.seconds_left == 0
-    assert None not in (found.loss, found.validation_loss, found.tokens_per_second, found.began_at)
+    assert found.chip_hours == pytest.approx((3 * 2 + 1) * 16, rel=0.01)
+    assert found.cost == pytest.approx((3 * 2 + 1) * price, rel=0.01)
 
 
 def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job: JobBuilder) -> None:
@@ -141,6 +120,10 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     trainium = on_trainium(job)
     with recording_command(trainium):
         train(job, ALONE)
+    found = status_of(job)
+    assert (found.state, found.step, found.checkpoint_step, found.max_steps) == ("done", 6, 6, 6)
+    assert (found.tokens, found.seconds_left) == (found.total_tokens, 0)
+    assert None not in (found.loss, found.validation_loss, found.tokens_per_second, found.began_at)
     shutil.rmtree(job.checkpoint_collection / "step-00000006")
     record, path = read_commands(job.run_folder)[0], job.run_folder / METRICS_FILE
     steps = [step | {"time": step["time"] - 3_600} for step in map(json.loads, path.read_text().splitlines())]
@@ -165,3 +148,43 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     assert cost["lost_node_hours"] == pytest.approx(2 * (redone + newest["restart_seconds"]) / 3_600)
     assert cost["computing_node_hours"] == pytest.approx(2 * newest["productive_seconds"] / 3_600)
     assert cost["computing_node_hours"] + cost["lost_node_hours"] < cost["held_node_hours"]
+
+
+def restart_of(command: CommandRecord, at: float) -> dict[str, Any]:
+    return {"event": "restart", "time": BEGAN + at, "attempt": command.attempt}
+
+
+def attempt_of(started: float, setup_seconds: float, train_seconds: float) -> dict[str, Any]:
+    return {"started_at": BEGAN + started, "setup_seconds": setup_seconds, "train_seconds": train_seconds}
+
+
+def phases_of(*records: Any, events: Any = (), attempts: Any = ()) -> list[tuple[str, float, float]]:
+    """Return the name, the begin after BEGAN, and the seconds of each phase."""
+    found = divide_training(records, events, attempts, NOW)
+    return [(each.name, each.started_at.timestamp() - BEGAN, each.seconds) for each in found]
+
+
+def test_a_run_whose_worker_and_whose_command_were_killed_has_the_time_of_both() -> None:
+    killed = make_command(0, 120)
+    finished = make_command(160, 260, ended_at=BEGAN + 260, exit_code=0)
+    found = phases_of(killed, finished, events=[restart_of(killed, 70)], attempts=[attempt_of(160, 6, 93)])
+    assert found == [("killed", 0, 70), ("killed", 70, 50), ("start", 160, 6), ("train", 166, 93)]
+
+
+def test_workers_that_recorded_their_end_count_once_although_others_follow_them() -> None:
+    command = make_command(0, 200, ended_at=BEGAN + 200, exit_code=0)
+    attempts = [attempt_of(1, 5, 60), attempt_of(70, 5, 120)]
+    found = phases_of(command, events=[restart_of(command, 70)], attempts=attempts)
+    assert [each[:2] for each in found] == [("start", 1), ("train", 6), ("start", 70), ("train", 75)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"exit_code": 75, "ended_at": BEGAN + 50}, ["failed"]),
+        ({"seen_at": NOW - 1}, ["running"]),
+        ({"exit_code": 0, "ended_at": BEGAN + 50}, []),  # it found the run complete
+    ],
+)
+def test_a_command_without_a_recorded_start_is_named_by_its_end(fields: dict[str, Any], names: list[str]) -> None:
+    assert [each[0] for each in phases_of(make_command(0, 50, **fields))] == names

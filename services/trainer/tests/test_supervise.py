@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from services.common.errors import (
     TryAgain,
     WorkersLost,
 )
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.common.testing.waiting import wait_until
 from services.trainer.health.silence import write_heartbeat
@@ -49,7 +50,7 @@ KILLED = "rank 1 (pid 7 on node) was killed by SIGKILL"
     ("error", "starts"), [(WorkersLost(KILLED), 3), (NoRoomForWorkers("no room for 2"), 1), (ArtifactError("x"), 1)]
 )
 def test_lost_workers_are_started_again_but_none_after_another_error(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: MillraceError, starts: int
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: MillraceError, starts: int
 ) -> None:
     job = new_job(train__max_restarts="2")
 
@@ -66,24 +67,70 @@ def test_lost_workers_are_started_again_but_none_after_another_error(
     assert restarts == [("restart", number, KILLED) for number in range(1, starts)]
 
 
-def test_the_launcher_gets_what_the_run_keeps_on_a_cluster(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "cluster", "logical_core_size"),
+    [
+        ("cpu", {}, None),
+        ("neuron", {"trainer_workers_per_node": 64, "trainer_instance_type": "trn2.48xlarge"}, 2),
+        ("neuron", {"trainer_workers_per_node": 128, "trainer_instance_type": "trn2.48xlarge"}, 1),
+    ],
+)
+def test_the_launcher_gets_the_workers_their_cores_and_what_the_run_keeps(
+    new_job: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    cluster: dict[str, Any],
+    logical_core_size: int | None,
 ) -> None:
-    job = new_job(train__max_restarts="2")
-    launcher = FakeLauncher.use(monkeypatch)
-    supervise(job)
+    job, launcher = new_job(train__max_restarts="2"), FakeLauncher.use(monkeypatch)
+    parallel = job.recipe.parallel.model_copy(update={"device": device})
+    parts = {"parallel": parallel, "cluster": job.recipe.cluster.model_copy(update=cluster)}
+    recipe = job.recipe.model_copy(update=parts)
+    supervise(replace(job, recipe=recipe))
 
     (group,) = launcher.groups
-    assert group.spec == describe_workers(job.recipe, job.run_folder, f"millrace-{job.attempt}")
-    assert (group.spec.num_workers, group.max_node_losses, group.name) == (2, 2, job.run)
-    assert job.checkpoint_collection.relative_to(group.storage_path or "") == Path(group.name)
+    assert group.spec == describe_workers(recipe, job.run_folder, f"millrace-{job.attempt}")
+    assert (group.spec.num_workers, group.spec.device, group.spec.logical_core_size) == (2, device, logical_core_size)
+    assert (group.max_node_losses, group.name) == (2, job.run)
+    assert job.checkpoint_collection.relative_to(group.storage_path or "") == Path(job.run)
     pickle.loads(pickle.dumps(group)).stop()
     assert requested_stop(job.run_folder) is StopReason.PREEMPTION
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_what_workers_are_forked_with_leaves_no_thread(new_job: Callable[..., Job], is_compiled: bool) -> None:
-    (module,) = describe_workers(new_job(compile__enabled=str(is_compiled).lower()).recipe, Path()).preload
+def test_a_restart_policy_on_another_node_goes_on_counting(new_job: Callable[..., Job]) -> None:
+    """Ray Train starts the nodes anew after a loss, with the policy as it was when the command began."""
+    job = new_job()
+    assert [RestartPolicy(job)(cause) for cause in ("", *["node 1 of the workers was lost"] * 3)] == [0, 1, 2, 3]
+    assert [each["start"] for each in read_events(job.run_folder)] == [0, 1, 2]
+
+
+def test_restarts_are_counted_since_the_newest_checkpoint_and_each_has_a_start_time_of_its_own(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a new checkpoint the command gives up after `max_restarts`."""
+    job = new_job(train__max_restarts="2")
+    progress, lost_at = iter([1, 2, 3, 3, 3]), list[datetime]()  # steps of the newest checkpoint at each loss
+
+    def lose(job: Job) -> None:
+        folder = job.checkpoint_address(next(progress)).path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "manifest.json").touch()
+        lost_at.append(datetime.now(UTC))
+        raise WorkersLost("rank 1 was killed")
+
+    jobs = FakeLauncher.use(monkeypatch, lose).jobs
+    with pytest.raises(WorkersLost):
+        supervise(job)
+
+    assert [each.start_number for each in jobs] == [0, 1, 2, 3, 4]
+    assert all(lost <= restarted.workers_started_at for lost, restarted in zip(lost_at, jobs[1:], strict=False))
+    assert {each.started_at for each in jobs} == {job.started_at}  # of the command, which the time limit counts from
+    found = [(each["from_step"], each["restarts"]) for each in read_events(job.run_folder)]
+    assert found == [(1, 1), (2, 1), (3, 1), (3, 2)]
+
+
+def test_what_workers_are_forked_with_leaves_no_thread(new_job: Callable[..., Job]) -> None:
+    (module,) = describe_workers(new_job(compile__enabled="true").recipe, Path()).preload
     count = (
         f"import {module}, gc, threading; print(threading.active_count(), gc.isenabled(), gc.get_freeze_count() > 0)"
     )
@@ -101,7 +148,6 @@ def test_what_workers_are_forked_with_leaves_no_thread(new_job: Callable[..., Jo
     ],
 )
 def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_started_again(
-    tmp_path: Path,
     new_job: Callable[..., Job],
     monkeypatch: pytest.MonkeyPatch,
     reason: StopReason,
@@ -125,7 +171,7 @@ def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_starte
 
 
 def test_a_hang_is_recorded_with_its_silent_rank_and_is_the_cause_of_the_restart(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = new_job()
 
@@ -146,42 +192,8 @@ def test_a_hang_is_recorded_with_its_silent_rank_and_is_the_cause_of_the_restart
     assert (restart["event"], restart["cause"]) == ("restart", watchdog["message"])
 
 
-def test_a_plan_on_another_node_goes_on_counting(new_job: Callable[..., Job]) -> None:
-    """Ray Train starts the nodes anew after a loss, with the plan as it was when the command began."""
-    job = new_job()
-    assert RestartPolicy(job)("") == 0
-    for number in (1, 2, 3):
-        assert RestartPolicy(job)("node 1 of the workers was lost") == number
-    assert [each["start"] for each in read_events(job.run_folder)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("workers_per_node", "logical_core_size"), [(64, 2), (128, 1)])
-def test_the_launcher_is_told_what_the_workers_compute_on(
-    tmp_path: Path,
-    new_job: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
-    workers_per_node: int,
-    logical_core_size: int,
-) -> None:
-    launcher = FakeLauncher.use(monkeypatch)
-    job = new_job()
-    cluster = {"trainer_workers_per_node": workers_per_node, "trainer_instance_type": "trn2.48xlarge"}
-    recipe = job.recipe.model_copy(
-        update={
-            "parallel": job.recipe.parallel.model_copy(update={"device": "neuron"}),
-            "cluster": job.recipe.cluster.model_copy(update=cluster),
-        }
-    )
-
-    supervise(replace(job, recipe=recipe))
-
-    place = (2, 1, workers_per_node, job.run_folder)
-    expected = WorkerGroupSpec(*place, "neuron", logical_core_size, kept_folder=f"millrace-{job.attempt}")
-    assert [group.spec for group in launcher.groups] == [expected]
-
-
 def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def complete(job: Job) -> None:
         append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
@@ -190,55 +202,8 @@ def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
 
     FakeLauncher.use(monkeypatch, complete)
     job = new_job()
-
     supervise(job)
-
     assert not (job.run_folder / STOP_FILE).exists()
-
-
-def test_a_restart_has_a_start_time_of_its_own(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the second start's set-up time would include the first start's training."""
-    lost_at: list[datetime] = []
-
-    def lose_once(job: Job) -> None:
-        if not lost_at:
-            lost_at.append(datetime.now(UTC))
-            raise WorkersLost("rank 1 was killed")
-
-    jobs = FakeLauncher.use(monkeypatch, lose_once).jobs
-    job = new_job()
-
-    supervise(job)
-
-    assert jobs[0].workers_started_at == job.workers_started_at
-    assert jobs[1].workers_started_at >= lost_at[0]
-    assert [each.start_number for each in jobs] == [0, 1]
-    assert jobs[1].started_at == job.started_at  # of the command, which the time limit counts from
-
-
-def test_restarts_are_counted_since_the_newest_checkpoint(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The count begins again with each checkpoint; without a checkpoint the command gives up after `max_restarts`."""
-    job = new_job(train__max_restarts="2")
-    progress = iter([1, 2, 3, 3, 3])  # steps of the newest checkpoint when the workers are lost
-
-    def lose(job: Job) -> None:
-        folder = job.checkpoint_address(next(progress)).path
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "manifest.json").touch()
-        raise WorkersLost("rank 1 was killed")
-
-    launcher = FakeLauncher.use(monkeypatch, lose)
-
-    with pytest.raises(WorkersLost):
-        supervise(job)
-
-    assert len(launcher.jobs) == 5
-    found = [(each["from_step"], each["restarts"]) for each in read_events(job.run_folder)]
-    assert found == [(1, 1), (2, 1), (3, 1), (3, 2)]
 
 
 def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

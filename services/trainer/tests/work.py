@@ -94,23 +94,6 @@ def train_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
     train(job, place_on_nodes(environment, 2))
 
 
-def die_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
-    """Rank 1 of the first start, which is the first worker of the second node, is killed in its seventh step."""
-    train_step, patch = Program.train_step, pytest.MonkeyPatch()
-
-    def die(program: Program, step: int, *arguments: Any) -> Any:
-        if step == 6 and environment.rank == 1 and not job.start_number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(program, step, *arguments)
-
-    patch.setattr(Program, "train_step", die)
-    train_on_two_nodes(job, environment)
-
-
-def freeze_on_two_nodes(job: Job, environment: WorkerEnvironment) -> None:
-    train_with_a_worker_that_freezes(job, place_on_nodes(environment, 2))
-
-
 def agree_in_turns(call: tuple[Path, int, int], environment: WorkerEnvironment) -> None:
     """Agree on AGREED_STEPS steps, at one of which one rank hears SIGTERM; in the last one it alone skips the update.
 
