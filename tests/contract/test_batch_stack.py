@@ -59,6 +59,10 @@ def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendere
     assert lines == [line.partition("=")[0] for line in rendered.splitlines()]
     assert set(lines) == set(KEYS)
     assert tuple(lines[: len(PLACES)]) == PLACES
+    assert infra_commands.CONFIG == CONFIG
+    path.write_text(rendered + "SPOT_QUEUE=millrace-spot\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="SPOT_QUEUE"):
+        read_config(path)
 
 
 def test_the_secrets_of_a_container_are_those_that_its_execution_role_reads() -> None:
@@ -66,17 +70,6 @@ def test_the_secrets_of_a_container_are_those_that_its_execution_role_reads() ->
     outputs = (STACK / "outputs.tf").read_text(encoding="utf-8")
     given = {key: re.findall(rf'^ +\["{key}", (var\.\w+) == null', outputs, re.MULTILINE) for key in SECRETS}
     assert given == {key: [name] for key, name in zip(SECRETS, names.split(", "), strict=True)}
-
-
-def test_infra_up_writes_the_file_that_deployments_read() -> None:
-    assert infra_commands.CONFIG == CONFIG
-
-
-def test_a_key_that_only_one_side_knows_is_refused(rendered: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.txt"
-    path.write_text(rendered + "SPOT_QUEUE=millrace-spot\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match="SPOT_QUEUE"):
-        read_config(path)
 
 
 def test_what_is_there_already_has_the_same_keys_on_both_sides(stack: dict[str, Any]) -> None:
@@ -107,6 +100,7 @@ def test_a_checkpoint_of_every_recipe_for_trn1_fits_into_the_stop_timeout() -> N
 def test_a_node_prepares_the_folders_that_a_job_mounts(
     stack: dict[str, Any], module: dict[str, Any], rendered: str, tmp_path: Path
 ) -> None:
+    assert (module["marker"], module["user"]) == (ROOT_MARKER, IMAGE_USER)
     assert module["folders"] == {"file_system": ROOT.path, "scratch": SCRATCH.path}
     assert set(module["folders"].values()) == set(HOST_FOLDERS.values())
     path = tmp_path / "config.txt"
@@ -118,14 +112,6 @@ def test_a_node_prepares_the_folders_that_a_job_mounts(
         )
         sources = {each["host"]["sourcePath"] for each in container["volumes"]}
         assert sources == set(module["folders"].values())
-
-
-def test_a_node_leaves_the_mark_that_a_job_looks_for(module: dict[str, Any]) -> None:
-    assert module["marker"] == ROOT_MARKER
-
-
-def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> None:
-    assert module["user"] == IMAGE_USER
 
 
 def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:

@@ -76,19 +76,17 @@ def structure(value: Any, key: str = "") -> Any:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_golden_manifest_loads(tmp_path: Path, name: str) -> None:
+def test_a_golden_manifest_loads_and_is_written_again_with_the_same_bytes(tmp_path: Path, name: str) -> None:
     manifest = read_golden(name, tmp_path)
 
     assert manifest.schema_id == name.replace("-", "/")
     assert manifest.files
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_writing_a_golden_manifest_again_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
-    manifest = read_golden(name, tmp_path)
     manifest.write(tmp_path)
-
-    assert (tmp_path / MANIFEST).read_bytes() == (GOLDEN / f"{name}.json").read_bytes()
+    content = (GOLDEN / f"{name}.json").read_bytes()
+    assert (tmp_path / MANIFEST).read_bytes() == content
+    (tmp_path / MANIFEST).write_bytes(content.replace(b'"service": "', b'"service": "un'))
+    with pytest.raises(ArtifactError):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -100,26 +98,6 @@ def test_todays_manifests_have_the_structure_of_the_golden_ones(tmp_path: Path, 
 
     golden = json.loads((GOLDEN / f"{name}.json").read_bytes())
     assert structure(json.loads(written.read_bytes())) == structure(golden)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"surprise": 1}, {"files": []}, {"producer": {"service": "x"}}, {"created_at": 5}],
-    ids=lambda c: next(iter(c)),
-)
-def test_a_change_of_structure_would_be_noticed(change: dict[str, Any]) -> None:
-    golden = json.loads((GOLDEN / "corpus-4.json").read_bytes())
-
-    assert structure({**golden, **change}) != structure(golden)
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_an_edited_golden_manifest_is_refused(tmp_path: Path, name: str) -> None:
-    content = (GOLDEN / f"{name}.json").read_text(encoding="utf-8")
-    (tmp_path / MANIFEST).write_text(content.replace('"service": "', '"service": "un'), encoding="utf-8")
-
-    with pytest.raises(ArtifactError, match="the seal says"):
-        read_manifest(tmp_path)
 
 
 def test_every_schema_has_a_golden_manifest_and_a_writer_here() -> None:

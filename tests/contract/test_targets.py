@@ -69,7 +69,7 @@ def on_kuberay(group: WorkerGroup) -> Thing:
     requests = container["resources"]["requests"]
     return {
         "image": repository_of(group.image),
-        "command": _without_recipe(command[4:]),  # after `exec env ATTEMPT NOTICES`, for Ray's shell
+        "command": _without_recipe(command[1:]),  # after `exec`, for Ray's shell
         "cpus": int(requests["cpu"]),
         "memory": parse_quantity(requests["memory"]),
         "shared memory": sum(map(parse_quantity, shared)),
@@ -158,35 +158,20 @@ def change(part: str, to: Callable[[Any], Any]) -> Callable[[Request], None]:
     return apply
 
 
-def without_rules(definition: Request) -> None:
-    definition["retryStrategy"]["evaluateOnExit"].pop()
-
-
-BREACHES: dict[str, tuple[str, Callable[[Request], None]]] = {
-    "image": ("image", change("image", lambda image: image.replace("trainer", "compiler"))),
-    "an option of the command": ("command", change("command", lambda words: [*words, "--train.max_steps=9"])),
-    "Ray's cores": (
-        "Ray's NeuronCores",
-        change("command", lambda words: ["16" if each == "32" else each for each in words]),
-    ),
-    "a device": ("devices", change("linuxParameters", lambda linux: linux | {"devices": linux["devices"][1:]})),
-    "shared memory": ("shared memory", change("linuxParameters", lambda linux: linux | {"sharedMemorySize": 64})),
-    "memory": ("memory", change("resourceRequirements", lambda all_: [all_[0], {"type": "MEMORY", "value": "480000"}])),
-    "a mount": ("mounts", change("mountPoints", lambda mounts: mounts[:1])),
-    "a read-only root": (
-        "mounts",
-        change("mountPoints", lambda mounts: [each | {"readOnly": True} for each in mounts]),
-    ),
-    "a variable": ("environment", change("environment", lambda variables: variables[1:])),
-    "a privilege": ("is privileged", change("privileged", lambda _: True)),
-    "the last retry rule": ("tried again", without_rules),
+BREACHES: dict[str, Callable[[Request], None]] = {
+    "image": change("image", lambda image: image.replace("trainer", "compiler")),
+    "command": change("command", lambda words: [*words, "--train.max_steps=9"]),
+    "devices": change("linuxParameters", lambda linux: linux | {"devices": linux["devices"][1:]}),
+    "memory": change("resourceRequirements", lambda all_: [all_[0], {"type": "MEMORY", "value": "480000"}]),
+    "mounts": change("mountPoints", lambda mounts: [each | {"readOnly": True} for each in mounts]),
+    "environment": change("environment", lambda variables: variables[1:]),
+    "tried again": lambda definition: definition["retryStrategy"]["evaluateOnExit"].pop(),
 }
 
 
 @pytest.mark.parametrize("breach", BREACHES)
 def test_what_one_target_gives_otherwise_is_noticed(manifests: list[Thing], breach: str) -> None:
-    what, apply = BREACHES[breach]
     definition = definition_of("trainer", config_of())
-    apply(definition)
+    BREACHES[breach](definition)
     [said] = differences(on_kuberay(group_of(manifests, "trainer", "trn1.32xlarge")), on_batch(definition))
-    assert said.startswith(f"{what}: ")
+    assert said.startswith(f"{breach}: ")

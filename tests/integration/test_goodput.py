@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.trainer.failure_simulation import SimulatedRun, simulate
 from services.common.recipe.file import load_recipe
-from services.trainer.inspection.goodput import MEASURED_ON, MEASURED_TIMES, NODE_MTBF_HOURS, goodput
+from services.trainer.inspection.goodput import NODE_MTBF_HOURS, goodput
 from services.trainer.inspection.run_plan import Assumptions, run_times
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -51,18 +51,3 @@ def test_the_steps_since_the_newest_committed_checkpoint_are_lost() -> None:
     mean_lost = outcome.lost_steps / 2_000
     assert mean_lost == pytest.approx(run.interval_steps / 2 + 10, rel=0.1), "seed 7"
     assert outcome.committed_step % run.interval_steps == 0
-
-
-def test_the_documents_show_the_times_that_the_plan_goes_by() -> None:
-    page = (PROJECT / "docs" / "benchmarks" / "trainer.md").read_text(encoding="utf-8")
-    rows = {
-        "from the command to the first step": [
-            f"{MEASURED_TIMES[each].first_step_seconds} s" for each in MEASURED_TIMES
-        ],
-        "from a `kill -9` of a worker to the next step": [
-            f"{MEASURED_TIMES[each].restart_seconds} s" for each in MEASURED_TIMES
-        ],
-    }
-    for row, seconds in rows.items():
-        assert f"| {row} | {' | '.join(seconds)} |" in page
-    assert f"on {MEASURED_ON}" in page

@@ -6,7 +6,7 @@
 Each cycle is a pipeline in a root of its own on a small ext4 file system. Its faults follow from the seed and the
 cycle's number (`tests.soak.plan`). A stage whose command is killed, or ends with 5, 75 or 130, is started again, as a
 scheduler does. The results must equal those of one undisturbed run of the same recipe. A soak needs Linux, root,
-e2fsprogs, util-linux, strace and a C++ compiler. It ends with a table in Markdown, and with exit code 1 where the audit
+e2fsprogs and util-linux. It ends with a table in Markdown, and with exit code 1 where the audit
 found something.
 """
 
@@ -26,7 +26,7 @@ from tests.soak.cycle import CycleResult, soaking
 from tests.soak.plan import plan_cycle
 from tests.soak.table import describe_cycle, make_table
 
-TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze", "strace", "c++")
+TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
 MOST_FINDINGS = 20
 
 
@@ -56,9 +56,9 @@ def _require_tools() -> None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if sys.platform != "linux" or os.getuid() != 0 or missing:
         raise DeviceError(
-            f"a soak mounts file systems and traces processes: it needs Linux and root (this is user {os.getuid()} on "
+            f"a soak mounts file systems: it needs Linux and root (this is user {os.getuid()} on "
             f"{sys.platform}), and these programs, of which {', '.join(missing) or 'none'} is missing: "
-            f"{', '.join(TOOLS)}. On Debian: `apt-get install e2fsprogs mount util-linux strace g++`."
+            f"{', '.join(TOOLS)}. On Debian: `apt-get install e2fsprogs mount util-linux`."
         )
 
 

@@ -1,4 +1,4 @@
-"""Audits what a soak's pipeline has left: its steps, weights, artifacts, files, exit codes and memory."""
+"""Audits what a soak's pipeline has left: its steps, weights, artifacts, files, and exit codes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import os
 import re
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import torch
 import xxhash
 
@@ -41,10 +40,6 @@ _IN_RUN_FOLDER = (
     *(r"logs/rank-\d{5}\.log", r"heartbeats/rank-\d{5}\.json", r"tensorboard/events\.out\.tfevents\..+"),
 )
 """Patterns of the files that the folder of a complete run may have."""
-WARM_UP_SECONDS = 30.0
-LEAST_SECONDS = 60.0
-MOST_GROWTH_BYTES = 24 * 2**20
-"""Most growth of a driver's resident memory after its warm-up, by a straight line through the samples."""
 
 
 @dataclass(frozen=True)
@@ -175,29 +170,6 @@ def explain_exit_code(exit_code: int, kinds: Collection[str], was_killed: bool) 
         return None
     faults = ", ".join(sorted(kinds)) or "no fault"
     return f"{exit_code} after {faults}, expected {' or '.join(map(str, sorted(allowed)))}"
-
-
-def measure_growth(samples: Sequence[tuple[float, int]]) -> float | None:
-    """Return by how many bytes per minute memory grows after the warm-up; None for a command that ended too early.
-
-    `samples` has seconds since the start, and bytes. The growth is the slope of a straight line through them.
-    """
-    steady = [sample for sample in samples if sample[0] >= WARM_UP_SECONDS]
-    if not steady or steady[-1][0] - steady[0][0] < LEAST_SECONDS - WARM_UP_SECONDS:
-        return None
-    seconds, bytes_ = np.array(steady, dtype=np.float64).T
-    return float(np.polyfit(seconds / 60, bytes_, 1)[0])
-
-
-def audit_memory(samples: Sequence[tuple[float, int]], log: Path) -> list[Finding]:
-    """Check that a driver's memory stays flat after its warm-up."""
-    growth = measure_growth(samples)
-    if growth is None:
-        return []
-    total = growth * (samples[-1][0] - WARM_UP_SECONDS) / 60
-    if total <= MOST_GROWTH_BYTES:
-        return []
-    return [Finding("the driver's memory grows", f"{growth / 2**20:.1f} MiB a minute, {total / 2**20:.0f} in all", log)]
 
 
 def audit_output(log: Path) -> list[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -31,7 +30,6 @@ from tests.soak.audit import (
     find_orphans,
     read_losses,
 )
-from tests.soak.copies import CopyCheck, check_copy
 from tests.soak.disk import Disk, mounted_disk
 from tests.soak.injection import Injected, Injector
 from tests.soak.plan import LONG_STEPS, SHORT_STEPS, Cycle
@@ -43,13 +41,12 @@ REFERENCE_FILE = "reference.json"
 
 @dataclass(frozen=True)
 class CycleResult:
-    """Outcome of a cycle: its faults, the ends of its commands, the checks of copies, and what the audit found."""
+    """Outcome of a cycle: its faults, the ends of its commands, and what the audit found."""
 
     cycle: Cycle
     seconds: float
     injected: Sequence[Injected]
     ends: Sequence[CommandEnd]
-    copies: Sequence[CopyCheck]
     findings: Sequence[Finding]
 
 
@@ -87,23 +84,12 @@ class Soak:
     injector: Injector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.injector = Injector(self.disk, self.scratch, self.clock_file)
-        self.clock_file.write_bytes(struct.pack("<q", 0))
-        source = Path(__file__).with_name("clock_shift.cpp")
-        subprocess.run(["c++", "-O2", "-shared", "-fPIC", "-o", self.clock_library, source], check=True)
+        self.injector = Injector(self.disk, self.scratch)
         self.recipe = self.folder / "small.toml"
         if not (self.folder / "notes").exists():
             write_notes(self.folder / "notes")
         write_small_recipe(self.recipe, str(self.folder / "notes"))
         self.logs = self.folder / time.strftime("logs-%Y%m%d-%H%M%S")
-
-    @property
-    def clock_file(self) -> Path:
-        return self.folder / "clock-shift"
-
-    @property
-    def clock_library(self) -> Path:
-        return self.folder / "clock_shift.so"
 
     def run_cycle(self, cycle: Cycle) -> CycleResult:
         """Run a pipeline under the cycle's faults, audit its root, and delete the root."""
@@ -117,7 +103,7 @@ class Soak:
                 stage=stage,
                 root=root,
                 options=lambda start, stage=stage: self._options(cycle, stage, root, start),  # type: ignore[misc]
-                environment=self._environment(cycle),
+                environment={"TMPDIR": str(self.scratch.folder)},
                 scratch=self.scratch.folder,
                 logs=logs,
                 injector=self.injector,
@@ -128,11 +114,8 @@ class Soak:
             findings += run.findings
             if not is_done:
                 break
-        copies = list[CopyCheck]()
         if is_done:
             findings += self._audit(cycle, root, reference)
-            copies = [check_copy(root, self.folder / "copy", each, cycle, self._call) for each in cycle.copied]
-            findings += [finding for check in copies for finding in check.findings]
         if findings:
             shutil.copytree(root, logs / "root", symlinks=True)
         shutil.rmtree(root)
@@ -141,7 +124,6 @@ class Soak:
             seconds=time.monotonic() - began_at,
             injected=[each for run in runs for each in run.injected],
             ends=[end for run in runs for end in run.ends],
-            copies=copies,
             findings=findings,
         )
 
@@ -162,10 +144,10 @@ class Soak:
         for kind in ("run", "checkpoint"):  # of a soak that was ended before it had both lengths
             shutil.rmtree(self._base / kind, ignore_errors=True)
         for stage in ("tokenizer", "compiler"):
-            self._call(stage, "--root", str(self._base), expected=0)
+            self._call(stage, "--root", str(self._base))
         states = {}
         for steps in (SHORT_STEPS, LONG_STEPS):
-            self._call("trainer", "--root", str(self._base), *self._training(steps), "--launch=inline", expected=0)
+            self._call("trainer", "--root", str(self._base), *self._training(steps), "--launch=inline")
             states[steps] = digest_state(list(checkpoints(self._base).values())[-1])
         (metrics,) = self._base.glob("run/*/metrics.jsonl")
         (corpus,) = self._base.glob("corpus/*/*/manifest.json")
@@ -196,11 +178,6 @@ class Soak:
         for kind, is_wanted in (("corpus", cycle.has_corpus), ("compile_cache", cycle.has_cache)):
             if is_wanted:
                 shutil.copytree(self._base / kind, root / kind)
-        self.clock_file.write_bytes(struct.pack("<q", 0))
-
-    def _environment(self, cycle: Cycle) -> dict[str, str]:
-        clock = {"LD_PRELOAD": str(self.clock_library), "CLOCK_SHIFT_FILE": str(self.clock_file)}
-        return {"TMPDIR": str(self.scratch.folder), **(clock if cycle.has_own_clock else {})}
 
     def _options(self, cycle: Cycle, stage: Stage, root: Path, start: int) -> list[str]:
         options = ["--recipe", str(self.recipe), "--root", str(root)]
@@ -223,16 +200,11 @@ class Soak:
             "--train.max_restarts=100",
         ]
 
-    def _call(self, stage: str, *options: str, expected: int | None = None) -> tuple[int, str]:
-        """Run a command without faults. Raises `RuntimeError` where its exit code is not the expected one."""
+    def _call(self, stage: str, *options: str) -> None:
+        """Run a command without faults to its end with 0."""
+        command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(self.recipe), *options]
         done = subprocess.run(
-            [sys.executable, "-m", f"services.{stage}", "--recipe", str(self.recipe), *options],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
-        if expected is not None and done.returncode != expected:
+        if done.returncode:
             raise RuntimeError(f"the undisturbed {stage} ended with {done.returncode}:\n{done.stdout}")
-        return done.returncode, done.stdout

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import signal
-import struct
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -19,11 +16,6 @@ from tests.soak.plan import Fault
 from tests.soak.processes import Family, is_worker
 
 T = TypeVar("T")
-
-SHIFTS_SECONDS = (-86_400, -3_600, -61, -1, 1, 61, 3_600, 86_400)
-"""Steps of the wall clock: forwards and backwards, from a second to a day."""
-SLOW_CALLS = "openat,fsync,fdatasync,rename,renameat2,unlink,mkdir,link"
-SLOW_MICROSECONDS = 40_000
 
 
 @dataclass
@@ -51,8 +43,8 @@ class _Lasting:
 class Injector:
     """Injects faults into the command of one stage, and keeps those that last until their time is over."""
 
-    def __init__(self, root_disk: Disk, scratch_disk: Disk, clock_file: Path) -> None:
-        self._root_disk, self._scratch_disk, self._clock_file = root_disk, scratch_disk, clock_file
+    def __init__(self, root_disk: Disk, scratch_disk: Disk) -> None:
+        self._root_disk, self._scratch_disk = root_disk, scratch_disk
         self._lasting: list[_Lasting] = []
         self.has_killed_command = False
         """Whether a fault has killed the running command."""
@@ -83,8 +75,6 @@ class Injector:
                     return f"{1 + len(others)} processes"
                 case "freeze a worker":
                     return self._freeze(_choose(workers, fault), fault)
-                case "freeze the command":
-                    return self._freeze(command, fault)
                 case "SIGTERM" | "SIGINT":
                     return self._signal(command, signal.Signals[fault.kind])
                 case "fill the root's disk" | "fill the scratch disk":
@@ -96,10 +86,6 @@ class Injector:
                     self._root_disk.suspend()
                     self._keep(fault, self._root_disk.resume)
                     return str(self._root_disk.folder)
-                case "slow calls of the file system":
-                    return self._slow(_choose([command, *workers], fault), fault)
-                case "shift the clock":
-                    return self._shift(fault)
         return None
 
     def end_due(self) -> None:
@@ -144,46 +130,6 @@ class Injector:
 
         self._keep(fault, resume)
         return f"pid {process.pid}"
-
-    def _slow(self, process: psutil.Process | None, fault: Fault) -> str | None:
-        if process is None:
-            return None
-        delay = f"inject={SLOW_CALLS}:delay_enter={SLOW_MICROSECONDS}"
-        strace = subprocess.Popen(
-            [
-                "strace",
-                "-f",
-                "-qq",
-                "-o",
-                "/dev/null",
-                "-e",
-                f"trace={SLOW_CALLS}",
-                "-e",
-                delay,
-                "-p",
-                str(process.pid),
-            ],
-            stderr=subprocess.DEVNULL,
-        )
-
-        def detach() -> None:
-            strace.send_signal(signal.SIGINT)
-            try:
-                strace.wait(20)
-            except subprocess.TimeoutExpired:
-                strace.kill()
-                strace.wait()
-
-        self._keep(fault, detach)
-        return f"pid {process.pid}"
-
-    def _shift(self, fault: Fault) -> str:
-        seconds = SHIFTS_SECONDS[int(fault.choice * len(SHIFTS_SECONDS))]
-        with self._clock_file.open("r+b") as file:
-            (before,) = struct.unpack("<q", file.read(8))
-            file.seek(0)
-            file.write(struct.pack("<q", before + seconds))
-        return f"{seconds:+} s"
 
 
 def _choose(candidates: Sequence[T], fault: Fault) -> T | None:

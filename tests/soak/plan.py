@@ -15,24 +15,18 @@ Kind = Literal[
     "kill the command",
     "kill everything at once",
     "freeze a worker",
-    "freeze the command",
     "SIGTERM",
     "SIGINT",
     "fill the root's disk",
     "fill the scratch disk",
     "suspend the root's disk",
-    "slow calls of the file system",
-    "shift the clock",
     "flip a bit of the newest checkpoint",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-IN_PLACE: tuple[Kind, ...] = ("kill a worker", "freeze a worker", "suspend the root's disk", "shift the clock")
+IN_PLACE: tuple[Kind, ...] = ("kill a worker", "freeze a worker", "suspend the root's disk")
 """Faults that the command outlives. A long cycle has these alone, so that one driver lives through all of them."""
 
 Moment = Literal["start", "step", "save"]
-
-Copied = Literal["a corpus row", "the vocabulary", "the compile cache", "a checkpoint"]
-"""Part of a pipeline's artifacts of which a copy gets a flipped bit."""
 
 SHORT_STEPS, LONG_STEPS = 80, 240
 LONG_EVERY, RAY_EVERY = 6, 5
@@ -55,12 +49,12 @@ class Fault:
     seconds: float = 0.0
     """Seconds for which the fault lasts; 0 for a kill or a signal."""
     choice: float = 0.0
-    """Number in [0, 1) that chooses the process, the file or the shift among the possible ones."""
+    """Number in [0, 1) that chooses the process or the file among the possible ones."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """A pipeline from text to a trained model, its faults, and the checks of its copies."""
+    """A pipeline from text to a trained model, and its faults."""
 
     number: int
     max_steps: int
@@ -72,11 +66,7 @@ class Cycle:
     """Whether the root begins with the undisturbed run's corpus; the tokenizer is left out then."""
     has_cache: bool
     """Whether the root begins with the undisturbed run's compile cache; the compiler is left out then."""
-    has_own_clock: bool
-    """Whether the commands run with `clock_shift.cpp`, so that their clock can be shifted."""
     faults: tuple[Fault, ...]
-    copied: tuple[Copied, ...]
-    """Artifacts of which a copy gets a flipped bit when the pipeline has ended."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -94,11 +84,8 @@ def plan_cycle(seed: int, number: int) -> Cycle:
     is_long = number % LONG_EVERY == LONG_EVERY - 1
     max_steps = LONG_STEPS if is_long else SHORT_STEPS
     has_corpus, has_cache = chance.random() < 0.6, chance.random() < 0.9
-    has_own_clock = chance.random() < 0.4
     launch: Literal["inline", "ray"] = "ray" if number % RAY_EVERY == RAY_EVERY - 2 and not is_long else "inline"
-    kinds = [kind for kind in (IN_PLACE if is_long else KINDS) if has_own_clock or kind != "shift the clock"]
-    if has_own_clock:
-        kinds += ["shift the clock"] * 2
+    kinds = IN_PLACE if is_long else KINDS
     faults = [
         *_plan_training(chance, kinds, max_steps, count=8 if is_long else chance.randint(2, 4)),
         *([] if has_corpus else _plan_start(chance, kinds, "tokenizer")),
@@ -112,9 +99,7 @@ def plan_cycle(seed: int, number: int) -> Cycle:
         zero_stages=tuple(chance.choice((0, 1)) for _ in range(6)),
         has_corpus=has_corpus,
         has_cache=has_cache,
-        has_own_clock=has_own_clock,
         faults=tuple(faults),
-        copied=(chance.choice(get_args(Copied)),) if number % 3 else (),
     )
 
 
@@ -123,7 +108,7 @@ def _plan_training(chance: random.Random, kinds: Sequence[Kind], max_steps: int,
     faults = []
     for number in range(count):
         kind, moment = chance.choice(kinds), chance.choice(moments)
-        if kind in ("shift the clock", "flip a bit of the newest checkpoint"):
+        if kind == "flip a bit of the newest checkpoint":
             moment = "step"
         faults.append(
             _draw(chance, kind, "trainer", moment, start=min(number, 2), step=chance.randint(1, int(max_steps * 0.95)))
@@ -137,7 +122,7 @@ def _plan_start(chance: random.Random, kinds: Sequence[Kind], stage: Stage) -> l
 
 
 def _draw(chance: random.Random, kind: Kind, stage: Stage, moment: Moment, start: int = 0, step: int = 0) -> Fault:
-    lasting = {"fill": (4.0, 10.0), "suspend": (1.0, 9.0), "slow": (4.0, 10.0), "freeze": (1.0, 12.0)}
+    lasting = {"fill": (4.0, 10.0), "suspend": (1.0, 9.0), "freeze": (1.0, 12.0)}
     bounds = lasting.get(kind.split()[0], (0.0, 0.0))
     longest_seconds = {"tokenizer": 12.0, "compiler": 40.0, "trainer": 20.0}[stage]
     return Fault(

@@ -19,14 +19,14 @@ from services.common.errors import EXIT_INTERRUPTED, StorageError, TryAgain
 from services.common.recipe.schema import Stage
 from services.trainer.metrics.records import read_last_step
 from services.trainer.tests.runs import flip_a_bit
-from tests.soak.audit import Finding, audit_memory, audit_output, explain_exit_code
+from tests.soak.audit import Finding, audit_output, explain_exit_code
 from tests.soak.injection import Injected, Injector
 from tests.soak.plan import Fault
 from tests.soak.processes import MARK, Family, describe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LOOK_SECONDS = 0.1
-SAMPLE_SECONDS = 1.0
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
 LONGEST_SECONDS = 900.0
 """Seconds after which a command that has not ended counts as hanging."""
 MOST_STARTS = 12
@@ -46,8 +46,6 @@ class CommandEnd:
     seconds: float
     log: Path
     faults: list[Injected]
-    rss_bytes: list[tuple[float, int]]
-    """Seconds since the command's start and resident bytes of its own process, once a second."""
 
 
 @dataclass
@@ -101,14 +99,14 @@ class StageRun:
                 start_new_session=True,
             )
         command = psutil.Process(process.pid)
-        family, samples, met = Family(command, str(log)), list[tuple[float, int]](), list[Injected]()
+        family, met = Family(command, str(log)), list[Injected]()
         self.injector.begin_command()
+        seen_at = 0.0
         while process.poll() is None:
             seconds = time.monotonic() - began_at
             self.injector.end_due()
-            if not samples or seconds - samples[-1][0] >= SAMPLE_SECONDS:
-                with suppress(psutil.Error):
-                    samples.append((seconds, command.memory_info().rss))
+            if seconds - seen_at >= LOOK_SECONDS:
+                seen_at = seconds
                 family.look()
                 self._note_progress()
             if due := self._find_due(start, seconds, begin_step):
@@ -119,7 +117,7 @@ class StageRun:
                     self.injected.append(met[-1])
             if seconds > LONGEST_SECONDS:
                 self._end_hanging(process, log)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._note_progress()
         self.injector.end_of_command()
         left = family.wait_until_gone()
@@ -130,7 +128,7 @@ class StageRun:
                 each.kill()
         if met and process.returncode:
             met[-1].outcome = f"exit code {process.returncode}" if process.returncode > 0 else "the command was killed"
-        return CommandEnd(self.stage, process.returncode, time.monotonic() - began_at, log, met, samples)
+        return CommandEnd(self.stage, process.returncode, time.monotonic() - began_at, log, met)
 
     def _find_due(self, start: int, seconds: float, begin_step: int) -> Fault | None:
         step = self.last_step()
@@ -158,7 +156,7 @@ class StageRun:
         kinds = {each.fault.kind for each in end.faults}
         if why := explain_exit_code(end.exit_code, kinds, self.injector.has_killed_command):
             self.findings.append(Finding("an exit code that is not documented", why, end.log))
-        self.findings += audit_output(end.log) + audit_memory(end.rss_bytes, end.log)
+        self.findings += audit_output(end.log)
         left = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(KERNELS_PREFIX)]
         if left and "kill everything at once" not in kinds:
             names = ", ".join(sorted(str(path) for path in left)[:5])

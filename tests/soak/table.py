@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks.machine import describe_machine
-from tests.soak.audit import measure_growth
 from tests.soak.cycle import CycleResult
 
 
@@ -32,30 +31,20 @@ def make_table(seed: int, results: Sequence[CycleResult]) -> str:
         seconds = [each.recovery_seconds for each in chosen if each.recovery_seconds is not None]
         median, slowest = (f"{statistics.median(seconds):.0f} s", f"{max(seconds):.0f} s") if seconds else ("", "")
         rows.append(f"| {kind} | {len(chosen)} | {_count(each.outcome for each in chosen)} | {median} | {slowest} |")
-    copies = [check for result in results for check in result.copies]
-    for copied in sorted({check.copied for check in copies}):
-        chosen_copies = [check for check in copies if check.copied == copied]
-        outcomes = _count("not found" if check.findings else check.outcome for check in chosen_copies)
-        rows.append(f"| flip a bit of a copy: {copied} | {len(chosen_copies)} | {outcomes} | | |")
     return "\n".join([*rows, "", *_describe_audit(seed, results)])
 
 
 def _describe_audit(seed: int, results: Sequence[CycleResult]) -> list[str]:
     ends = [end for result in results for end in result.ends]
-    growths = [growth for end in ends if (growth := measure_growth(end.rss_bytes)) is not None]
     findings = [finding for result in results for finding in result.findings]
     minutes = sum(result.seconds for result in results) / 60
     passed = sum(not result.findings for result in results)
-    steady = (
-        f"{statistics.median(growths) / 2**20:+.2f} MiB a minute in the median of {len(growths)}" if growths else "none"
-    )
     return [
         f"Machine: {describe_machine()}. Seed {seed}.",
         "",
         f"- {len(results)} pipelines in {minutes:.0f} minutes, {sum(len(r.injected) for r in results)} faults; "
         f"{passed} passed the audit, with {len(findings)} findings.",
         f"- {len(ends)} starts of commands: exit codes {_count(str(end.exit_code) for end in ends)}.",
-        f"- Memory of drivers that lived longer than a minute: {steady}; most {max(growths, default=0) / 2**20:+.2f}.",
     ]
 
 

@@ -23,7 +23,6 @@ from services.trainer.checkpoints.shards import write_shard
 from tests.soak.audit import (
     Finding,
     audit_artifacts,
-    audit_memory,
     audit_misses,
     audit_output,
     audit_steps,
@@ -31,13 +30,11 @@ from tests.soak.audit import (
     digest_state,
     explain_exit_code,
     find_orphans,
-    measure_growth,
 )
 from tests.soak.plan import KINDS, LONG_EVERY, plan_cycle
 
 TOKENS_PER_STEP = 8
 LOSSES = {step: 5.0 / step for step in range(1, 9)}
-MEBIBYTE = 2**20
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -157,15 +154,6 @@ def test_an_exit_code_has_to_be_the_documented_one_of_a_fault(
     exit_code: int, kinds: set[str], is_documented: bool
 ) -> None:
     assert (explain_exit_code(exit_code, kinds, was_killed=False) is None) == is_documented
-
-
-def test_growing_memory_of_a_driver_is_found_and_the_steps_of_its_start_are_not(tmp_path: Path) -> None:
-    flat = [(float(second), (200 if second < 20 else 400) * MEBIBYTE) for second in range(300)]
-    growing = [(second, bytes_ + int(second * MEBIBYTE / 4)) for second, bytes_ in flat]
-    assert audit_memory(flat, tmp_path) == []
-    [finding] = audit_memory(growing, tmp_path)
-    assert "15.0 MiB a minute" in finding.detail
-    assert measure_growth(flat[:50]) is None
 
 
 def test_a_traceback_is_found(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import time
 from contextlib import suppress
@@ -31,9 +30,7 @@ def main(argv: list[str]) -> int:
         "bug": bug,
         "one-line": one_line,
         "many-lines": many_lines,
-        "lost-pipe": lost_pipe,
         "workers": workers,
-        "tasks": tasks,
     }
     return behaviours[behaviour](arguments)
 
@@ -101,25 +98,10 @@ def many_lines(arguments: list[str]) -> int:
     return 0
 
 
-def lost_pipe(arguments: list[str]) -> int:
-    """Write to a pipe that has no reader."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.write(writer, b"lost")
-    return 0
-
-
 def workers(arguments: list[str]) -> int:
     """Start two workers that block; the arguments after the folder are modules that they import before."""
     folder, *preload = arguments
     run_workers(inline, work.block, Path(folder), WorkerGroupSpec(2, 1, 1, Path(folder), preload=tuple(preload)))
-    return 0
-
-
-def tasks(arguments: list[str]) -> int:
-    """Run two tasks that block."""
-    folder = Path(arguments[0])
-    list(inline.map_tasks(work.block_on, [folder, folder], 2))
     return 0
 
 

@@ -108,24 +108,28 @@ def test_tasks_beside_workers_run_on_every_node_of_the_stage_although_all_cpus_a
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "threads"), [(3, 1), (2, 5)], ids=["more workers than nodes", "more threads than CPUs"]
+    ("num_workers", "threads", "per_node", "device", "wanted"),
+    [
+        (3, 1, 1, "cpu", r"3 x \(CPU 1, stage_trainer 0.99\)(.|\n)*CPU 4, stage_trainer 1\n"),
+        (2, 5, 1, "cpu", r"2 x \(CPU 5, "),
+        (7, 1, 4, "xla", r"2 x \(CPU 4, neuron_cores 4, (.|\n)*neuron_cores 3, stage_trainer 1\n"),
+        (6, 1, 3, "cuda", r"2 x \(CPU 3, GPU 3, (.|\n)*GPU 2, stage_trainer 1\n"),
+    ],
+    ids=["nodes", "CPUs", "NeuronCores", "GPUs"],
 )
 def test_workers_that_the_nodes_cannot_hold_end_the_command(
-    tmp_path: Path, launcher: Launcher, impatient: None, num_workers: int, threads: int
+    tmp_path: Path,
+    launcher: Launcher,
+    impatient: None,
+    num_workers: int,
+    threads: int,
+    per_node: int,
+    device: str,
+    wanted: str,
 ) -> None:
-    wanted = rf"{num_workers} x \(CPU {threads}, stage_trainer 0.99\)(.|\n)*CPU 4, stage_trainer 1\n"
-
+    spec = WorkerGroupSpec(num_workers, threads, per_node, tmp_path, device=device)
     with pytest.raises(NoRoomForWorkers, match=wanted):
-        run_workers(launcher, work.write_node, tmp_path, WorkerGroupSpec(num_workers, threads, 1, tmp_path))
-
-
-def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
-    dict(launcher.map_tasks(work.square, range(1), 1))  # joins the cluster
-    holders = [ray.remote(num_cpus=0, resources={"stage_trainer": 0.5})(_Holder).remote() for _ in range(2)]
-    ray.get([holder.hold.remote() for holder in holders])
-
-    with pytest.raises(NoRoomForWorkers, match="2 x"):
-        run_workers(launcher, work.write_node, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
+        run_workers(launcher, work.write_node, tmp_path, spec)
 
 
 def test_workers_on_neuron_cores_know_theirs_and_meet_on_the_first_node(
@@ -171,15 +175,6 @@ def test_workers_on_neuron_cores_know_theirs_and_meet_on_the_first_node(
     assert on_interfaces[0] == {address}
 
 
-def test_each_node_needs_a_neuron_core_for_each_of_its_workers(
-    tmp_path: Path, launcher: Launcher, impatient: None
-) -> None:
-    wanted = r"2 x \(CPU 4, neuron_cores 4, stage_trainer 0.99\)(.|\n)*neuron_cores 3, stage_trainer 1\n"
-
-    with pytest.raises(NoRoomForWorkers, match=wanted):
-        run_workers(launcher, work.write_environment, tmp_path, WorkerGroupSpec(7, 1, 4, tmp_path, device="xla"))
-
-
 def test_workers_on_gpus_each_take_that_of_their_place_on_the_node(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,13 +188,6 @@ def test_workers_on_gpus_each_take_that_of_their_place_on_the_node(
 
     assert taken == ["0-of-4-on-0", "1-of-4-on-1", "2-of-4-on-0", "3-of-4-on-1"]
     assert not any("CUDA_VISIBLE_DEVICES" in each for each in work.read_environments(tmp_path))
-
-
-def test_more_workers_than_gpus_do_not_fit_a_node(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
-    wanted = r"2 x \(CPU 3, GPU 3, stage_trainer 0.99\)(.|\n)*GPU 2, stage_trainer 1\n"
-
-    with pytest.raises(NoRoomForWorkers, match=wanted):
-        run_workers(launcher, work.write_rank, tmp_path, WorkerGroupSpec(6, 1, 3, tmp_path, device="cuda"))
 
 
 def test_a_worker_that_has_imported_torch_xla_is_refused(

@@ -54,15 +54,6 @@ def test_a_fault_of_the_hardware_ends_with_75_and_names_host_and_device(
     assert "NeuronCore 5" in told
 
 
-def test_a_fault_outside_of_workers_ends_with_75_too() -> None:
-    """A compiler that traces on a device raises such an error."""
-
-    def work() -> int:
-        raise RuntimeError("NRT_EXEC_HW_ERR_NC_UE")
-
-    assert exit_code_of(work) == 75
-
-
 @pytest.mark.parametrize("said", NO_FAULTS)
 def test_what_the_program_did_wrong_stays_a_bug(said: str) -> None:
     with pytest.raises(RuntimeError, match=r".") as caught, naming_hardware_faults():

@@ -91,12 +91,6 @@ def test_a_holders_child_neither_frees_nor_keeps_the_lock(lock: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_an_error_of_the_block_frees_the_lock(lock: Path) -> None:
-    with pytest.raises(ZeroDivisionError), hold_lock(lock):
-        raise ZeroDivisionError
-    assert find_holder(lock) is None
-
-
 def test_a_mount_without_flock_is_a_storage_error(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

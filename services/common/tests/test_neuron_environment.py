@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from services.common.launch.launcher import (
 from services.common.launch.neuron_environment import (
     CONTRADICTING_VARIABLES,
     NodeNetwork,
-    find_free_port,
     find_network,
     join_address,
     neuron_environment,
@@ -63,12 +61,8 @@ def test_the_last_worker_of_two_trn1_nodes_has_core_31_and_meets_the_others_on_t
         "FI_EFA_USE_DEVICE_RDMA": "1",
         "FI_EFA_FORK_SAFE": "1",
     }
-
-
-def test_a_node_without_efa_is_not_told_to_use_it() -> None:
-    variables = neuron_environment(SPEC, LAST_OF_64, ROOT, NodeNetwork("eth0", has_efa=False))
-
-    assert not [name for name in variables if name.startswith("FI_")]
+    without_efa = neuron_environment(SPEC, LAST_OF_64, ROOT, NodeNetwork("eth0", has_efa=False))
+    assert not [name for name in without_efa if name.startswith("FI_")]
 
 
 def test_torch_neuron_chooses_its_core_itself_and_is_told_how_large_one_is() -> None:
@@ -77,20 +71,6 @@ def test_torch_neuron_chooses_its_core_itself_and_is_told_how_large_one_is() -> 
     assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert variables["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:40001"
     assert variables.keys().isdisjoint(OF_ONE_CORE)
-
-
-@pytest.mark.parametrize(("host", "joined"), [("10.0.0.1", "10.0.0.1:40001"), ("fd00::1", "[fd00::1]:40001")])
-def test_an_address_of_ipv6_is_told_from_its_port(host: str, joined: str) -> None:
-    assert join_address(host, 40_001) == joined
-
-
-def test_a_port_that_is_found_is_free() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", find_free_port("127.0.0.1")))
-
-
-def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:
-    assert find_network("127.0.0.1").interface == LOOPBACK_INTERFACE
 
 
 def test_an_address_that_no_interface_has_is_named_with_those_that_are_there() -> None:
@@ -106,7 +86,8 @@ def test_efa_is_there_where_the_pod_has_one_of_its_devices(
     for name in device_files:
         (tmp_path / name).touch()
 
-    assert find_network("127.0.0.1").has_efa is has_efa
+    assert find_network("127.0.0.1") == NodeNetwork(LOOPBACK_INTERFACE, has_efa)
+    assert join_address("fd00::1", 40_001) == "[fd00::1]:40001"
 
 
 def test_what_contradicts_the_variables_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

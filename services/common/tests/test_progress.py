@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 import urllib.request
 from pathlib import Path
 
 import pytest
-import rich.console
 
 from services.common.artifacts.manifest import PhaseTimer
 from services.common.launch.metrics_export import export_metrics
@@ -67,18 +65,8 @@ def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(
         now = 255.0
         progress.advance_to(532)
 
-    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
-    none = "training: {}/1,000 steps".format
-    assert said == [
-        none(500),
-        "245 s left",
-        none(510),
-        none(501),
-        none(511),
-        "240 s left",
-        none(522),
-        "234 s left",
-    ]
+    seconds_left = [int(each) for each in re.findall(r"(\d+) s left", capsys.readouterr().err)]
+    assert seconds_left == [245, 240, 234]
 
 
 def test_a_hang_is_said_as_such_and_is_no_part_of_the_time_left(
@@ -101,71 +89,12 @@ def test_a_hang_is_said_as_such_and_is_no_part_of_the_time_left(
             progress.advance_to(second + 101)
             now += 1.0
 
-    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
-    left = [int(text.removesuffix(" s left").replace(",", "")) for text in said if text.endswith(" s left")]
+    printed = capsys.readouterr().err.replace(",", "")
+    left = [int(each) for each in re.findall(r"(\d+) s left", printed)]
     assert left == sorted(left, reverse=True)
     assert (max(left), min(left)) == (989, 840)
-    hung = [text for text in said if text.startswith("no steps for ")]
-    assert (hung[0], hung[-1], len(hung)) == ("no steps for 61 s", "no steps for 3,541 s", 59)
-
-
-def test_a_terminal_s_bar_says_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=200)
-    monkeypatch.setattr("rich.console.Console", lambda **_: console)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr(progress_display, "NO_PROGRESS_SECONDS", 0.0)
-    with show_progress("training", 100, "steps") as progress:
-        progress.advance_to(1)
-
-    assert isinstance(console.file, io.StringIO)
-    assert re.search(r"1/100 steps.* no steps for 0 s", console.file.getvalue())
-
-
-def test_slow_pieces_are_no_hang_before_several_of_them_would_have_been_done(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    with show_progress("training", 100, "steps") as progress:
-        for second in range(3_000):
-            progress.advance_to(second // 100)
-            now += 1.0
-        for _ in range(600):
-            progress.advance_to(29)
-            now += 1.0
-
-    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
-    hung = [text for text in said if text.startswith("no steps for ")]
-    # Of the first two nobody knows how long a step takes.
-    assert hung[:3] == ["no steps for 60 s", "no steps for 60 s", "no steps for 500 s"]
-    assert "7,100 s left" in said
-
-
-def test_a_start_that_hangs_is_said_before_its_first_piece(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    with show_progress("training", 100, "steps") as progress:
-        for _ in range(125):
-            progress.wait()
-            now += 1.0
-
-    assert capsys.readouterr().err.splitlines()[:2] == [
-        "training: 0/100 steps, no steps for 60 s",
-        "training: 0/100 steps, no steps for 120 s",
-    ]
-
-
-def test_frequent_progress_is_one_line_at_the_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_display, "PLAIN_PROGRESS_SECONDS", 1e9)
-    with show_progress("encode", 100, "bytes") as progress:
-        for done in range(101):
-            progress.advance_to(done)
-
-    assert capsys.readouterr().err == "encode: 100/100 bytes\n"
+    hung = [int(each) for each in re.findall(r"no steps for (\d+) s", printed)]
+    assert (hung[0], hung[-1], len(hung)) == (61, 3_541, 59)
 
 
 def test_another_program_reads_a_stage_s_progress_from_its_file(

@@ -71,119 +71,113 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path, key: str, te
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "message"),
+    ("key", "text"),
     [
-        ("train.max_steps", '"500"', "train.max_steps: got '500', expected: a valid integer"),
-        ("train.max_steps", "5.5", "train.max_steps: got 5.5, expected: a valid integer"),
-        ("train.max_steps", "0", "train.max_steps: got 0, expected: greater than 0"),
-        ("compile.enabled", "1", "compile.enabled: got 1, expected: a valid boolean"),
-        ("corpus.name", "2024", "corpus.name: got 2024, expected: a valid string"),
-        ("corpus.name", "../up", "corpus.name: got '../up', expected:"),
-        ("corpus.validation_fraction", "1", "expected: less than 1"),
-        ("optimizer.learning_rate", "inf", "optimizer.learning_rate: got inf, expected: a finite number"),
-        ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected: a finite number"),
-        ("train.z_loss", "-1e-4", "train.z_loss: got -0.0001, expected: greater than or equal to 0"),
-        ("train.dtype", "float16", "train.dtype: got 'float16', expected: 'float32' or 'bfloat16'"),
-        ("model.preset", '["llama2-7b"]', "model.preset: got ['llama2-7b'], expected: a valid string"),
-        ("corpus.sources", "[]", "corpus.sources: got [], expected:"),
-        ("corpus.sources.uri", "x", "--corpus.sources.uri: sources is a value, not a section."),
+        *(("train.max_steps", text) for text in ('"500"', "5.5", "0", "1e999", str(2**63))),
+        *(("optimizer.learning_rate", text) for text in ("inf", "nan", "1e999")),
+        ("compile.enabled", "1"),
+        ("corpus.name", "2024"),
+        ("corpus.name", "../up"),
+        *((key, "n" * (MAX_NAME_LENGTH + 1)) for key in ("name", "corpus.name")),
+        ("corpus.validation_fraction", "1"),
+        ("train.z_loss", "-1e-4"),
+        ("train.dtype", "float16"),
+        ("model.preset", '["llama2-7b"]'),
+        ("corpus.sources", "[]"),
+        ("corpus.sources.uri", "x"),
+        ("name.x", "1"),
+        ("train.", "1"),
+        ("tokenizer.model", "a\0b"),
+        ("tokenizer.model", "https://me:secret@example.com/a.model"),
+        ("tokenizer.model", "https://example.com/a?X-Amz-Signature=0"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
-    tmp_path: Path, key: str, text: str, message: str
-) -> None:
-    with pytest.raises(RecipeError) as caught:
+def test_a_value_that_a_key_cannot_have_is_refused_with_the_key(tmp_path: Path, key: str, text: str) -> None:
+    with pytest.raises(RecipeError, match=key.removesuffix(".x")):
         load_small(tmp_path, {key: text})
 
-    assert message in str(caught.value)
+
+XLA = {"parallel.device": "xla", "train.reduction": "fast"}
+INSTANCE = "cluster.trainer_instance_type"
+BRANCH = '{ run = "small-01234567", step = 5 }'
+EIGHT = {
+    "parallel.tensor_parallel_size": "8",
+    "model.hidden_size": "96",
+    "model.intermediate_size": "96",
+    "model.num_attention_heads": "8",
+    "model.num_key_value_heads": "2",
+    "model.vocab_size": "301",  # padded
+    "tokenizer.train.vocab_size": "301",
+}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "both"),
     [
-        ({"batch.global_batch_size": "7"}, "batch: global_batch_size 7 .* micro_batch_size 2"),
+        ({"batch.global_batch_size": "7"}, "global_batch_size 7 .* micro_batch_size 2"),
         ({"parallel.data_parallel_size": "3"}, "4 micro-batches per step .* parallel.data_parallel_size 3"),
-        (
-            {"parallel.device": "xla"},
-            "'xla' needs compile.enabled = true and train.reduction = 'fast'",
-        ),
-        (
-            {"parallel.device": "xla", "train.reduction": "fast", "cluster.min_nodes": "1"},
-            "cluster.min_nodes 1 .* parallel.device 'xla'",
-        ),
+        ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "a power of two .* got 6"),
+        ({"parallel.device": "xla"}, "'xla' needs .*train.reduction = 'fast'"),
+        (XLA | {"cluster.min_nodes": "1"}, "cluster.min_nodes 1 .* parallel.device 'xla'"),
         (
             {"parallel.device": "neuron", "parallel.tensor_parallel_size": "2", "cluster.min_nodes": "1"},
-            "cluster.min_nodes 1 .* parallel.device 'neuron': the graphs name the workers",
+            "cluster.min_nodes 1 .* parallel.device 'neuron'",
         ),
-        (
-            {"parallel.device": "xla", "train.reduction": "fast", "cluster.trainer_instance_type": "trn2.48xlarge"},
-            "trn1, and cluster.trainer_instance_type is trn2.48xlarge, .* 'neuron'",
-        ),
-        (
-            {"parallel.device": "cuda", "cluster.trainer_instance_type": "trn2.48xlarge"},
-            "'cuda' needs GPUs, and cluster.trainer_instance_type trn2.48xlarge has NeuronCores",
-        ),
-        (
-            {"parallel.device": "neuron", "cluster.trainer_instance_type": "p5.48xlarge"},
-            "'neuron' needs NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
-        ),
-        (
-            {"parallel.device": "xla", "train.reduction": "fast", "cluster.trainer_instance_type": "p5.48xlarge"},
-            "'xla' needs NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
-        ),
-        ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
+        (XLA | {INSTANCE: "trn2.48xlarge"}, "trn2.48xlarge, .* 'neuron'"),
+        ({"parallel.device": "cuda", INSTANCE: "trn2.48xlarge"}, "'cuda' .* trn2.48xlarge"),
+        ({"parallel.device": "neuron", INSTANCE: "p5.48xlarge"}, "'neuron' .* p5.48xlarge"),
+        (XLA | {INSTANCE: "p5.48xlarge"}, "'xla' .* p5.48xlarge"),
         (
             {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": "3"},
-            "the 4 workers .* must be a multiple of cluster.trainer_workers_per_node 3",
+            "the 4 workers .* cluster.trainer_workers_per_node 3",
         ),
         (
             {"parallel.data_parallel_size": "2", "cluster.trainer_workers_per_node": "4"},
-            "the 2 workers .* must be a multiple of cluster.trainer_workers_per_node 4",
+            "the 2 workers .* cluster.trainer_workers_per_node 4",
         ),
-        ({"model.padded_vocab_size": "299"}, "padded_vocab_size 299 must not be below vocab_size 300"),
-        ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
-        ({"optimizer.min_learning_rate": "1"}, "optimizer: min_learning_rate 1.0 .* learning_rate 0.01"),
-        ({"optimizer.warmup_steps": "20"}, "optimizer: warmup_steps 20 .* decay_steps 20"),
-        ({"optimizer.schedule": "wsd"}, "optimizer: schedule 'wsd' needs cooldown_steps"),
-        ({"optimizer.cooldown_steps": "5"}, "optimizer: schedule 'cosine' has no cooldown_steps, got 5"),
-        ({"optimizer.schedule": "constant"}, "optimizer: schedule 'constant' has no decay_steps, got 20"),
+        ({"model.padded_vocab_size": "299"}, "padded_vocab_size 299 .* vocab_size 300"),
+        ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300"),
+        ({"optimizer.min_learning_rate": "1"}, "min_learning_rate 1.0 .* learning_rate 0.01"),
+        ({"optimizer.warmup_steps": "20"}, "warmup_steps 20 .* decay_steps 20"),
+        ({"optimizer.schedule": "wsd"}, "'wsd' needs cooldown_steps"),
+        ({"optimizer.cooldown_steps": "5"}, "'cosine' has no cooldown_steps, got 5"),
+        ({"optimizer.schedule": "constant"}, "'constant' has no decay_steps, got 20"),
         (
             {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": "19"},
-            "optimizer: warmup_steps 2 and cooldown_steps 19 overlap before decay_steps 20",
+            "warmup_steps 2 and cooldown_steps 19 .* decay_steps 20",
         ),
-        (
-            {"train.branch": '{ run = "small-01234567", step = 5 }', "train.initial_weights": "0" * 64},
-            "train.branch small-01234567 and train.initial_weights 000000000000",
-        ),
-        (
-            {"train.branch": '{ run = "small-01234567", step = 20 }'},
-            "train.branch.step 20 must be below train.max_steps 20",
-        ),
-        ({"optimizer.warmup_begin_step": "5"}, "optimizer.warmup_begin_step 5 must not be above 0"),
-        ({"tokenizer.model": "a.model"}, "give exactly one of tokenizer.model"),
-        ({"model.num_attention_heads": "3"}, "hidden_size 16 must be an even multiple of num_attention_heads 3"),
-        ({"model.num_attention_heads": "16"}, "hidden_size 16 must be an even multiple of num_attention_heads 16"),
+        ({"train.branch": BRANCH, "train.initial_weights": "0" * 64}, "train.branch .* train.initial_weights"),
+        ({"train.branch": BRANCH, "train.max_steps": "5"}, "train.branch.step 5 .* train.max_steps 5"),
+        ({"optimizer.warmup_begin_step": "5"}, "optimizer.warmup_begin_step 5"),
+        ({"tokenizer.model": "a.model"}, "tokenizer.model"),
+        ({"model.num_attention_heads": "3"}, "hidden_size 16 .* num_attention_heads 3"),
+        ({"model.num_attention_heads": "16"}, "hidden_size 16 .* num_attention_heads 16"),
         (
             {"model.num_attention_heads": "4", "model.num_key_value_heads": "3"},
-            "num_attention_heads 4 must be a multiple of num_key_value_heads 3",
+            "num_attention_heads 4 .* num_key_value_heads 3",
         ),
-        ({"train.param_dtype": "bfloat16"}, "train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got 'float32'"),
-        (
-            {"parallel.reduce_dtype": "bfloat16"},
-            "parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got 'float32'",
-        ),
-        ({"compile.flags": '["--model-type transformer"]'}, "'--model-type transformer' .* '--optlevel=2'"),
-        ({"compile.flags": '["O1"]'}, "'O1' is not a compiler flag"),
-        ({"compile.flags": '["--target=trn1"]'}, "--target is set by the compiler stage"),
-        ({"compile.flags": '["--cache_dir=/tmp"]'}, "--cache_dir is an option of libneuronxla"),
-        ({"model.preset": "llama9"}, "unknown preset 'llama9'; known: llama2-7b, llama2-13b, llama3-8b, llama3.1-8b"),
+        ({"train.param_dtype": "bfloat16"}, "train.param_dtype 'bfloat16' .* 'float32'"),
+        ({"parallel.reduce_dtype": "bfloat16"}, "parallel.reduce_dtype 'bfloat16' .* 'float32'"),
+        ({"compile.flags": '["--model-type transformer"]'}, "'--model-type transformer'"),
+        ({"compile.flags": '["O1"]'}, "'O1'"),
+        ({"compile.flags": '["--target=trn1"]'}, "--target"),
+        ({"compile.flags": '["--cache_dir=/tmp"]'}, "--cache_dir"),
+        ({"model.preset": "llama9"}, "'llama9'; .*llama2-7b"),
+        (EIGHT | {"model.num_attention_heads": "4"}, "model.num_attention_heads 4 .* parallel.tensor_parallel_size 8"),
+        (EIGHT | {"model.intermediate_size": "100"}, "model.intermediate_size 100 .* parallel.tensor_parallel_size 8"),
+        (EIGHT | {"corpus.sequence_length": "12"}, "corpus.sequence_length 12 .* parallel.tensor_parallel_size 8"),
+        (EIGHT | {"model.num_attention_heads": "24", "model.num_key_value_heads": "3"}, "model.num_key_value_heads 3"),
     ],
 )
 def test_sections_that_disagree_are_refused_with_both_values(
-    tmp_path: Path, overrides: dict[str, str], message: str
+    tmp_path: Path, overrides: dict[str, str], both: str
 ) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=both):
         load_small(tmp_path, overrides)
+
+
+def test_tensor_parallel_workers_take_equal_parts_of_everything(tmp_path: Path) -> None:
+    assert load_small(tmp_path, EIGHT).parallel.num_workers == 8
 
 
 def test_a_wrong_seed_is_one_problem_though_the_seed_of_the_data_follows_from_it(tmp_path: Path) -> None:
@@ -199,72 +193,14 @@ def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) ->
     assert load_small(tmp_path, overrides).batch.num_micro_batches == 6
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"name = ", "not a TOML file"),
-        (b"\xff", "not a TOML file"),
-        ("name".encode("utf-16"), "not a TOML file"),
-        (b"x = " + b"[" * 5_000 + b"]" * 5_000, "not a TOML file"),
-        (b"", "name: missing. Every recipe needs it"),
-    ],
-)
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+@pytest.mark.parametrize("content", [b"name = ", b"name = '\xff'", b"", None])
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.toml"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
 
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=r"bad\.toml"):
         load_recipe(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("absent.toml", "no such recipe"),
-        (".", "cannot be read"),
-        ("small.toml/x", "cannot be read"),
-    ],
-)
-def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str, message: str) -> None:
-    write_recipe(tmp_path)
-
-    with pytest.raises(RecipeError, match=message):
-        load_recipe(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "message"),
-    [
-        ("train.max_steps", str(2**63), "train.max_steps: an integer of more than 64 bits"),
-        ("train.max_steps", "1e999", "train.max_steps: got inf, expected"),
-        ("optimizer.learning_rate", "1e999", "optimizer.learning_rate: got inf, expected"),
-        ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected"),
-        ("model.vocab_size", '"' + "x" * 100_000 + '"', "model.vocab_size: got 'xxx"),
-        ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 99. more"),
-        ("corpus.sources", '[{ uri = "a\\u0000b" }]', r"corpus.sources.0.uri: 'a\\x00b' has a NUL character"),
-        ("tokenizer.model", "a\0b", r"tokenizer.model: 'a\\x00b' has a NUL character"),
-        ("..", "1", "unknown key"),
-        ("train.", "1", "unknown key 'train.'"),
-        ("name.x", "1", "name is a value, not a section"),
-        ("tokenizer.model", "https://me:secret@example.com/a.model", "tokenizer.model: an address with a password"),
-        ("tokenizer.model", "https://example.com/a?X-Amz-Signature=0", "tokenizer.model: an address with a password"),
-    ],
-)
-def test_an_override_that_no_recipe_can_hold_is_a_recipe_error(
-    tmp_path: Path, key: str, text: str, message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
-        load_small(tmp_path, {key: text})
-
-    assert len(str(caught.value)) < 8_000
-
-
-@pytest.mark.parametrize("key", ["name", "corpus.name"])
-def test_the_longest_name_leaves_room_for_what_is_added_to_it(tmp_path: Path, key: str) -> None:
-    assert load_small(tmp_path, {key: "n" * MAX_NAME_LENGTH})
-
-    with pytest.raises(RecipeError, match=f"{key}: got 'nnn.*, expected: String should have at most 128 characters"):
-        load_small(tmp_path, {key: "n" * (MAX_NAME_LENGTH + 1)})
 
 
 def test_the_longest_name_can_be_published_and_found(tmp_path: Path) -> None:
@@ -297,36 +233,6 @@ def test_a_key_beside_a_preset_overrides_it() -> None:
     model = Model.model_validate({"preset": "llama2-7b", "num_hidden_layers": 2})
 
     assert (model.num_hidden_layers, model.hidden_size) == (2, 4096)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            {"model.num_attention_heads": "4"},
-            "model.num_attention_heads 4 .* parallel.tensor_parallel_size 8.*Possible sizes: 1, 2, 4$",
-        ),
-        (
-            {"model.num_key_value_heads": "1", "model.intermediate_size": "100"},
-            "model.intermediate_size 100 .* parallel.tensor_parallel_size 8",
-        ),
-        ({"corpus.sequence_length": "12"}, "corpus.sequence_length 12 .* parallel.tensor_parallel_size 8"),
-        (
-            {"model.num_attention_heads": "24", "model.num_key_value_heads": "3"},
-            "model.num_key_value_heads 3 and.*sizes: 1$",
-        ),
-    ],
-)
-def test_tensor_parallel_workers_need_equal_parts_of_everything(
-    tmp_path: Path, overrides: dict[str, str], message: str
-) -> None:
-    eight = {"model.hidden_size": "96", "model.intermediate_size": "96", "parallel.tensor_parallel_size": "8"}
-    heads = {"model.num_attention_heads": "8", "model.num_key_value_heads": "2"}
-    heads |= {"model.vocab_size": "301", "tokenizer.train.vocab_size": "301"}  # padded
-    assert load_small(tmp_path, {**eight, **heads}).parallel.num_workers == 8
-
-    with pytest.raises(RecipeError, match=message):
-        load_small(tmp_path, {**eight, **heads, **overrides})
 
 
 def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.recipe.derived import derive, describe
+from services.common.recipe.derived import derive
 from services.common.recipe.schema import Cluster, stage_nodes
 from services.common.testing.recipes import load_small, make_recipe
 
@@ -98,10 +98,3 @@ def test_a_gang_of_split_models_goes_on_with_whole_ones(tmp_path: Path) -> None:
 
     assert cluster.fewer_nodes(num_workers=16, tensor_parallel_size=4, num_micro_batches=8) == (4, 2)
     assert cluster.fewer_nodes(num_workers=16, tensor_parallel_size=1, num_micro_batches=8) == (4, 2, 1)
-
-
-def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:
-    shown = describe(make_recipe(tmp_path), None)
-
-    assert '"rows_per_shard": 32768' in shown
-    assert "steps per epoch" in shown

@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-from services.common.testing.recipes import make_recipe, recipe_text
+from services.common.testing.recipes import recipe_text
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 
@@ -26,28 +25,12 @@ def test_a_wait_ends_with_what_the_process_said() -> None:
         wait_until(lambda: False, process=process)
 
 
-def test_a_wait_sees_what_a_process_did_last(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    with start(f"import pathlib; pathlib.Path({str(made)!r}).touch()") as process:
-        process.wait()
-        wait_until(made.exists, process=process)
-
-
-def test_a_wait_has_its_time() -> None:
-    with pytest.raises(AssertionError, match=r"did not happen in 0\.01 seconds"):
-        wait_until(lambda: False, 0.01)
-
-
 def test_a_change_adds_a_key_replaces_one_or_takes_a_section_away() -> None:
     changed = tomllib.loads(recipe_text(name="ä", train__seed=7, train__max_steps=1, tokenizer__train=None))
 
     assert (changed["name"], changed["train"]) == ("ä", {"max_steps": 1, "seed": 7})
     assert "tokenizer" not in changed
     assert "max_steps" not in tomllib.loads(recipe_text(train__max_steps=None))["train"]
-
-
-def test_overrides_are_read_as_on_a_command_line(tmp_path: Path) -> None:
-    assert make_recipe(tmp_path, train__max_steps="7", name="other").train.max_steps == 7
 
 
 def test_a_seed_is_printed_and_can_be_drawn_again(

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,18 +27,20 @@ DISK = OSError(28, "No space left on device")
 RESET = ConnectionResetError("by peer")
 
 
-@pytest.fixture(params=[(), PRELOAD], ids=["started", "forked"])
-def new_spec(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], WorkerGroupSpec]:
-    """Return a maker of groups whose workers are new interpreters, or forks of a process with their imports."""
-    return lambda num_workers: WorkerGroupSpec(num_workers, 1, num_workers, tmp_path, preload=request.param)
+@pytest.fixture
+def spec(tmp_path: Path) -> WorkerGroupSpec:
+    """A group of two forks of a process with their imports."""
+    return WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
 
 
+# Workers are new interpreters, or forks of a process with their imports.
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["started", "forked"])
 def test_workers_know_their_places_and_have_the_variables_of_the_command(
-    tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, spec: WorkerGroupSpec, monkeypatch: pytest.MonkeyPatch, preload: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("MILLRACE_AFTER", "the fork server's start")
 
-    run_workers(inline, work.write_environment, tmp_path, new_spec(2))
+    run_workers(inline, work.write_environment, tmp_path, replace(spec, preload=preload))
 
     found = work.read_environments(tmp_path)
     assert [each["MILLRACE_AFTER"] for each in found] == ["the fork server's start"] * 2
@@ -47,21 +49,18 @@ def test_workers_know_their_places_and_have_the_variables_of_the_command(
 
 
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 19_000])
-def test_the_error_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec], message: str) -> None:
+def test_the_error_of_a_worker_comes_back_as_itself(spec: WorkerGroupSpec, message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        run_workers(inline, work.raise_on_last_rank, message, new_spec(2))
+        run_workers(inline, work.raise_on_last_rank, message, spec)
 
     assert str(caught.value) == message
 
 
-def test_a_bug_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
+def test_a_killed_worker_is_named_with_its_signal_and_a_bug_is_itself(spec: WorkerGroupSpec) -> None:
+    with pytest.raises(WorkersLost, match=r"rank 1 .*SIGKILL"):
+        run_workers(inline, work.die_on_last_rank, None, spec)
     with pytest.raises(KeyError, match="bug"):
-        run_workers(inline, work.fail_with_a_bug, None, new_spec(1))
-
-
-def test_a_killed_worker_is_named_with_its_signal(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
-    with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+ on .*\) was killed by SIGKILL"):
-        run_workers(inline, work.die_on_last_rank, None, new_spec(2))
+        run_workers(inline, work.fail_with_a_bug, None, spec)
 
 
 class Plan:
@@ -79,10 +78,11 @@ class Plan:
 
 
 @pytest.mark.parametrize(("restarts", "is_enough"), [(2, True), (1, False)])
-def test_lost_workers_start_again_as_long_as_the_caller_says(tmp_path: Path, restarts: int, is_enough: bool) -> None:
+def test_lost_workers_start_again_as_long_as_the_caller_says(
+    tmp_path: Path, spec: WorkerGroupSpec, restarts: int, is_enough: bool
+) -> None:
     """Workers of each start form a group of their own, and meet none of the start before."""
     plan = Plan(restarts)
-    spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
     group = WorkerGroup(pickle.dumps((work.die_in_two_starts, tmp_path)), spec, plan)
 
     if is_enough:
@@ -97,39 +97,30 @@ def test_lost_workers_start_again_as_long_as_the_caller_says(tmp_path: Path, res
     assert len(plan.losses) == 3
 
 
-def test_a_definite_error_restarts_nothing(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
+def test_a_definite_error_restarts_nothing(spec: WorkerGroupSpec) -> None:
     plan = Plan(5)
 
     with pytest.raises(ArtifactError):
-        inline.run_workers(WorkerGroup(pickle.dumps((work.raise_on_last_rank, "damage")), new_spec(2), plan))
+        inline.run_workers(WorkerGroup(pickle.dumps((work.raise_on_last_rank, "damage")), spec, plan))
 
     assert plan.losses == [""]
 
 
-@pytest.fixture(params=[(), PRELOAD], ids=["started", "forked"])
-def parent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that has started two workers."""
-    command = [sys.executable, "-m", "services.common.tests.stage", "workers", str(tmp_path), *request.param]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
-    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_nothing_is_left_of_a_program_that_is_killed(parent: subprocess.Popen[bytes]) -> None:
-    started = psutil.Process(parent.pid).children(recursive=True)
-    assert len(started) >= 2
-    parent.kill()
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["started", "forked"])
+def test_workers_have_own_sessions_and_end_with_a_killed_program(tmp_path: Path, preload: tuple[str, ...]) -> None:
+    """A signal to the command's group, as a terminal's Ctrl-C, reaches the command alone."""
+    command = [sys.executable, "-m", "services.common.tests.stage", "workers", str(tmp_path), *preload]
+    parent = subprocess.Popen(command, cwd=REPOSITORY)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+        assert [os.getsid(pid) for pid in pids] == pids
+        started = psutil.Process(parent.pid).children(recursive=True)
+    finally:
+        parent.kill()
+        parent.wait()
 
     wait_until(lambda: not any(process.is_running() for process in started))
-
-
-def test_workers_are_in_sessions_of_their_own(parent: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """So a signal to the command's group, as a terminal's Ctrl-C, reaches the command alone."""
-    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-
-    assert [os.getsid(pid) for pid in pids] == pids
 
 
 @pytest.mark.parametrize(
@@ -140,17 +131,12 @@ def test_workers_are_in_sessions_of_their_own(parent: subprocess.Popen[bytes], t
         ([RESET, DISK], None, DISK),
         ([BUG, DAMAGE], "rank 2", DAMAGE),
         ([LOST], None, LOST),
+        *((raised, "rank 1 ended with -9", TryAgain("rank 1 ended with -9")) for raised in ([], [LOST], [RESET])),
     ],
 )
 def test_of_several_failures_the_one_that_caused_the_others_is_raised(
     raised: list[Exception], lost: str | None, expected: Exception
 ) -> None:
-    assert name_the_cause(raised, lost) is expected
+    cause = name_the_cause(raised, lost)
 
-
-@pytest.mark.parametrize("raised", [[], [LOST], [RESET], [RuntimeError("connection closed")]])
-def test_a_dead_worker_explains_what_its_peers_raise(raised: list[Exception]) -> None:
-    cause = name_the_cause(raised, "rank 1 ended with -9")
-
-    assert isinstance(cause, TryAgain)
-    assert str(cause) == "rank 1 ended with -9"
+    assert (isinstance(cause, type(expected)), str(cause)) == (True, str(expected))

@@ -119,11 +119,6 @@ def die_on_last_rank(argument: None, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
-def block_on(folder: Path) -> None:
-    (folder / f"pid-{os.getpid()}").touch()
-    threading.Event().wait()
-
-
 def block(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"pid-{os.getpid()}").touch()
     threading.Event().wait()

@@ -38,22 +38,14 @@ SOONER = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_H
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
-def test_a_plan_that_cannot_be_traced_says_why_and_what_to_do_on_its_first_line(
+def test_a_plan_that_cannot_be_traced_names_the_missing_library(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = str(REPOSITORY / "recipes/llama2-7b-trn1.toml")
 
     assert exit_code_of(lambda: main(["plan", "--recipe", recipe])) == 4
 
-    first, command, _ = capsys.readouterr().err.splitlines()
-    assert "torch_xla" in first
-    assert "make torch29" in first
-    assert command.split() == [".venv-torch29/bin/python", "-m", "services.compiler", "plan", "--recipe", recipe]
-
-
-def test_a_plan_for_another_device_has_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(lambda: main(["plan", "--recipe", str(REPOSITORY / "recipes/tiny-cpu.toml")])) == 2
-    assert "parallel.device is 'cpu'" in capsys.readouterr().err
+    assert "torch_xla" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -90,7 +82,6 @@ def _published(root: Path) -> list[Path]:
     ("number", "exit_code"),
     [
         (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
@@ -115,13 +106,6 @@ def test_without_a_compiler_the_message_names_the_package(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert exit_code_of(lambda: main(options)) == 4
     assert "apt-get install g++" in capfd.readouterr().err
-    assert not (tmp_path / "fsx").exists()
-
-
-def test_a_recipe_that_compiles_nothing_publishes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(tmp_path / "fsx"), "--compile.enabled=false"]
-    assert exit_code_of(lambda: main(options)) == 0
-    assert "nothing to compile" in capfd.readouterr().out
     assert not (tmp_path / "fsx").exists()
 
 

@@ -39,7 +39,7 @@ _WORDS = (
 SMALL: dict[str, Any] = {
     "name": "test",
     "corpus__name": "test",
-    "corpus__rows_per_shard": 8,
+    "corpus__rows_per_shard": 64,
     "corpus__validation_fraction": 0.0,
     "tokenizer__train__vocab_size": VOCAB_SIZE,
     "tokenizer__train__max_bytes": 200_000,

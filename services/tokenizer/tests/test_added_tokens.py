@@ -62,9 +62,6 @@ def make(kind: str) -> str:
                 [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
             )
             return train(tokenizer, trainers.BpeTrainer, vocab_size=size, initial_alphabet=list("</s>|unkimd_"))
-        case "characters without pieces":
-            tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-            return train(tokenizer, trainers.BpeTrainer, vocab_size=size)
         case "T5":
             tokenizer = tokenizers.Tokenizer(models.Unigram())
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -115,7 +112,7 @@ def load(folder: Path, kind: str, added: str) -> tuple[Path, Vocabulary, Checked
 
 
 @pytest.mark.parametrize("added", ADDED)
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Llama 2", "characters without pieces", "T5", "BERT"])
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Llama 2", "T5", "BERT"])
 def test_ids_are_those_of_the_unchanged_file_and_names_of_special_tokens_are_text(
     tmp_path: Path, kind: str, added: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import zipfile
@@ -60,31 +59,15 @@ FOLDERS: dict[str, Mapping[str, str | bytes]] = {
     "characters that end lines elsewhere": {"a.txt": "a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\nh\x00i"},
     "no end of the last line, and empty files": {"a.txt": "", "b.txt": "x\ny", "c.txt": "\n", "d.txt": ""},
     "a byte-order mark": {"a.txt": "\ufeffhello\nworld\n".encode()},
-    "more than a chunk of 10 MB": {"a.txt": "".join(f"{n} {'x' * 900_000}\r\n" for n in range(24)) + "end"},
-    "compressed text": {"a.txt.gz": gzip.compress(TEN_LINES.encode()), "b.txt": "x\n"},
     "a zip archive": {"a.zip": archive({"b.txt": TEN_LINES, "a.txt": "x\n"})},
-    "names": {"a b.txt": "1\n", "ä [1].txt": "2\n", "q?x*.txt": "3\n", "sub/folder/z.txt": "4\n"},
     "whole documents by the card": {"README.md": card(sample_by="document"), "data/a.txt": TEN_LINES},
-    "paragraphs by the card": {"README.md": card(sample_by="paragraph"), "data/a.txt": "a\nb\n\nc\n\n\nd\n"},
-    "kept ends of lines by the card": {"README.md": card(keep_linebreaks=True), "data/a.txt": "a\r\nb\n"},
     "JSON lines": {"a.jsonl": objects("x", None, "", "\u00e9\n"), "b.jsonl": "\n" + objects("y") + "\n\n"},
-    "JSON lines without the key": {"a.jsonl": objects("x"), "b.jsonl": '{"id": 1}\n' + objects("y")},
-    "other endings of JSON": {
-        "a.ndjson": objects("x"),
-        "b.json": objects("y"),
-        "c.jsonl.gz": gzip.compress(objects("z").encode()),
-    },
     "an array": {"a.json": json.dumps([{"text": "x"}, {"text": None}, {"text": "y"}], indent=1)},
-    "an array of strings": {"a.json": '["x", "y"]'},
     "objects over several lines": {"a.json": '{\n "text": "x"\n}\n{\n "text": "y"\n}\n'},
     "a field by the card": {"README.md": card(field="rows"), "data/a.json": '{"rows": [{"text": "x"}, {"text": "y"}]}'},
     "an all-null part": {"a.jsonl": objects("x"), "b.jsonl": objects(None, None), "c.jsonl": objects("y")},
-    "an empty part": {"a.jsonl": "", "b.jsonl": objects("x"), "c.jsonl": ""},
-    "nothing but nulls": {"a.jsonl": objects(None, None), "b.jsonl": objects(None)},
     "CSV": {"a.csv": 'id,text\n1,x\n2,"y, ""z""\nand more"\n\n3,\n4,NA\n', "b.csv": "id,text\n5,007\n6,8\n"},
-    "tabs": {"a.tsv": "id\ttext\n1\tx, y\n"},
     "a separator by the card": {"README.md": card(sep=";"), "data/a.csv": "id;text\n1;x, y\n2;z\n"},
-    "a CSV of more than a chunk": {"a.csv": "text\n" + "word\n" * 10_000 + "12\n" * 3},
     "Parquet": {"a.parquet": parquet(text=["x", None, "", "y", "z"]), "b.parquet": parquet(text=["w"])},
     "columns and filters by the card": {
         "README.md": card(filters=[["lang", "==", "en"]]),
@@ -157,17 +140,6 @@ def test_what_has_no_column_of_text_is_refused(
 ) -> None:
     with pytest.raises(error, match="folder"):
         read(write(tmp_path / "folder", files))
-
-
-@pytest.mark.parametrize("uri", ["", "datasets://"])
-def test_a_source_without_a_name_is_refused(tmp_path: Path, uri: str) -> None:
-    assert run(write_recipe(tmp_path, uri), tmp_path / "fsx") == 2
-
-
-def test_a_format_beside_a_data_set_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "folder", {"a.txt": TEN_LINES})
-    source = f'[[corpus.sources]]\nuri = "datasets://{folder}"\nformat = "text"\n'
-    assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == 2
 
 
 def test_a_first_part_without_text_does_not_decide_that_there_is_none(tmp_path: Path) -> None:

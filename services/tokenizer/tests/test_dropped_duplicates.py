@@ -59,9 +59,7 @@ def make_repeated(chosen: random.Random, count: int) -> list[bytes]:
     return [chosen.choice(texts) + chosen.choice([b"", b"", b"\n", b" \r\n"]) for _ in range(count)]
 
 
-def test_the_first_source_keeps_a_document_and_every_pass_drops_the_same(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_source_keeps_a_document_and_every_pass_drops_the_same(tmp_path: Path, model: Path) -> None:
     x, y, z, w = make_documents(4)
     text = Text(tmp_path, model, ([x, y, x, z + b"\n"], 2), ([b"\r\n" + y, w, z], 1))
 
@@ -70,13 +68,10 @@ def test_the_first_source_keeps_a_document_and_every_pass_drops_the_same(
     assert decode_documents(path, "train") == [x, y, z + b"\n", w, x, y, z + b"\n"]
     assert manifest.corpus.documents_read == 2 * 4 + 3
     assert [source.documents_duplicate for source in manifest.corpus.sources] == [2, 2]
-    assert "4 exact duplicates dropped" in capsys.readouterr().out
     assert "duplicates" in {phase.name for phase in manifest.corpus.phases}
 
 
-@pytest.mark.parametrize(
-    "runs", [((10**9, 1), (300, 1), (1_000, 2)), pytest.param(((10**9, 1), (1, 4)), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("runs", [((10**9, 1), (1_000, 2)), pytest.param(((10**9, 1), (1, 4)), marks=pytest.mark.slow)])
 def test_any_partitions_and_processes_keep_what_a_set_keeps(
     tmp_path: Path, model: Path, runs: Sequence[tuple[int, int]]
 ) -> None:
@@ -138,19 +133,6 @@ def test_repaired_documents_are_compared_as_they_are_stored(tmp_path: Path, mode
 
     counts = published(tmp_path / "fsx").manifest.corpus
     assert (counts.documents_read, counts.documents_duplicate, counts.documents_with_invalid_utf8) == (3, 1, 2)
-
-
-def test_a_vocabulary_is_trained_on_the_documents_that_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents = make_documents(200, mean_bytes=100)
-    text = Text(tmp_path, None, (documents + documents[::2], 1))
-
-    counts = text.publish("fsx", corpus__validation_fraction=0.2)[1].corpus
-
-    assert counts.documents_duplicate == 100
-    text_bytes = counts.splits["train"].text_bytes
-    assert f"{text_bytes:,} bytes of text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("field", "change"), [("documents_duplicate", 1), ("documents_read", 1)])

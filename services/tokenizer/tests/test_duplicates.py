@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from services.common.launch import inline
@@ -19,7 +17,6 @@ from services.tokenizer import duplicates
 from services.tokenizer.document_hashes import normalise
 from services.tokenizer.duplicates import FindTask, find_duplicates
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.tasks import map_array
 from services.tokenizer.tests.builders import write_documents, write_recipe
 from services.tokenizer.tests.plans import write_plan
 
@@ -141,49 +138,3 @@ def test_a_bucket_is_sorted_in_60_bytes_a_digest(tmp_path: Path) -> None:
     assert num_found == count
     assert np.array_equal(found, digests + count)
     assert peak < 60 * 2 * count
-
-
-@dataclass(frozen=True)
-class Cost:
-    opens: int
-    bytes_of_digests: int
-
-
-@pytest.fixture
-def find_and_count(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cost]:
-    """Find duplicates, and count the opens of all tasks and the bytes of the groups' files."""
-    opened: list[Path] = []
-
-    def map_and_record(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[np.uint64]:
-        opened.append(path)
-        return map_array(path, dtype)
-
-    def find(folder: Path, documents: Sequence[bytes], expected: list[int], **limits: int) -> Cost:
-        opened.clear()
-        assert Finder(folder, documents).find(split_bytes=1, **limits) == expected
-        by_tasks = opened[: -len(documents)]  # the test reads the list of every partition
-        digests = {path for path in by_tasks if path.suffix == ".digests"}
-        return Cost(len(by_tasks), sum(path.stat().st_size for path in digests))
-
-    monkeypatch.setattr(duplicates, "map_array", map_and_record)
-    return find
-
-
-@pytest.mark.parametrize(("groups", "buckets"), [(60, 1), (60, 10), (7, 1), (7, 10)])
-def test_cost_is_24_bytes_a_document_and_two_opens_for_each_group_and_bucket(
-    tmp_path: Path, find_and_count: Callable[..., Cost], groups: int, buckets: int
-) -> None:
-    documents = [b"text %d" % number for number in range(60)]
-    cost = find_and_count(tmp_path, documents, [], digests_per_bucket=60 // buckets, max_groups=groups)
-
-    assert cost == Cost(opens=groups * (2 * buckets + 1), bytes_of_digests=24 * len(documents) + 8 * groups)
-
-
-def test_one_document_again_and_again_is_in_a_bucket_once_for_each_group(
-    tmp_path: Path, find_and_count: Callable[..., Cost]
-) -> None:
-    """A page that says "not found" may be a tenth of a crawl, and all of its copies have one digest."""
-    expected = list(range(1, 60))
-    cost = find_and_count(tmp_path, [b"not found"] * 60, expected, digests_per_bucket=4, max_groups=4)
-
-    assert cost == Cost(opens=4 * (2 * 1 + 1), bytes_of_digests=4 * (8 + 24) + 8 * 56)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import glob
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from services.common.errors import ArtifactError, MillraceError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources import file_discovery
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.tests import virtual_time
 from services.tokenizer.tests.stored_documents import read_all
 
 
@@ -29,6 +30,13 @@ def write_tree(folder: Path, *names: str | bytes) -> Path:
         else:
             path.write_text(f"{os.fsencode(name)!r}\n")
     return folder
+
+
+def write_to_memory(names: Iterable[str]) -> None:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    for name in names:
+        fsspec.filesystem("memory").pipe_file(f"/{name}", b"x\n")
 
 
 def names_of(uri: str | Path, **keys: Any) -> list[str]:
@@ -74,7 +82,6 @@ HIDDEN = (
 )
 
 
-@pytest.mark.parametrize("file_system", ["local", "remote"])
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -83,29 +90,19 @@ HIDDEN = (
         *("x", "x/.y", "__pycache__", "config.json", "README.md", "._a.txt", "*/__y/**", "[_]*"),
     ],
 )
-def test_hidden_files_are_those_of_datasets(tmp_path: Path, pattern: str, file_system: str) -> None:
+def test_hidden_files_are_those_of_datasets(tmp_path: Path, pattern: str) -> None:
     """A folder is read as its pattern `**`; the end marker `_SUCCESS` has no rows."""
     data_files = pytest.importorskip("datasets.data_files")
     write_tree(tmp_path, *HIDDEN)
     path = tmp_path / "data" / pattern
     resolved = data_files.resolve_pattern(f"{path}/**" if path.is_dir() else str(path), str(tmp_path))
-    base = str(tmp_path)
-    if file_system == "remote":
-        store = virtual_time.register()
-        for name in HIDDEN:
-            store.pipe_file(f"/{name}", b"x\n")
-        base = "counting:/"
 
-    found = names_of(f"{base}/data/{pattern}", format="text")
+    found = names_of(path, format="text")
+    write_to_memory(HIDDEN)
+    assert names_of(f"memory://data/{pattern}", format="text") == found
 
     expected = {path.partition("/data/")[2] for path in resolved if not path.endswith("_SUCCESS")}
     assert set(found) == expected
-    virtual_time.CountingFileSystem.forget()
-
-
-def test_the_files_that_hold_no_documents_are_those_of_datasets() -> None:
-    data_files = pytest.importorskip("datasets.data_files")
-    assert set(data_files.FILES_TO_IGNORE) == {*file_discovery.IGNORED} - {"state.json"}
 
 
 def test_what_writers_leave_beside_their_parts_is_no_document(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,40 +168,26 @@ def test_files_of_any_name_are_read(tmp_path: Path) -> None:
         ("*/", ["out.jsonl/part-0", "out.jsonl/part-1.gz", "out.jsonl/part-2.json", "x/b.jsonl"]),
     ],
 )
-@pytest.mark.parametrize("file_system", ["local", "remote"])
-def test_a_folder_that_spark_has_written_is_data(
-    tmp_path: Path, uri: str, expected: list[str], file_system: str
-) -> None:
+def test_a_folder_that_spark_has_written_is_data(tmp_path: Path, uri: str, expected: list[str]) -> None:
     parts = ["part-0", "part-1.gz", "part-2.json", ".part-0.crc", "_SUCCESS", "._SUCCESS.crc"]
     files = ["data/a.jsonl", "data/x/b.jsonl", *(f"data/out.jsonl/{part}" for part in parts)]
     write_tree(tmp_path, *files)
-    base = str(tmp_path)
-    if file_system == "remote":
-        store = virtual_time.register()
-        for name in files:
-            store.pipe_file(f"/{name}", b"x\n")
-        base = "counting:/"
+    write_to_memory(files)
+    for base in (str(tmp_path), "memory:/"):
+        found = list_inputs(Source(uri=f"{base}/data/{uri}"))
 
-    found = list_inputs(Source(uri=f"{base}/data/{uri}"))
-
-    assert [file.uri.partition("/data/")[2] for file in found] == expected
-    assert {file.format for file in found} == {"jsonl"}
-    virtual_time.CountingFileSystem.forget()
+        assert [file.uri.partition("/data/")[2] for file in found] == expected
+        assert {file.format for file in found} == {"jsonl"}
 
 
 @pytest.mark.parametrize(
     ("uri", "exit_code", "written"),
     [
         ("data/[en]/*.txt", 3, "data/[[]en]/*.txt"),
-        ("data/[en]/a*.txt", 3, "data/[[]en]/a*.txt"),
         ("data/[[]e*", 3, "data/[[]e*/"),
         ("data/x/*", 3, "data/x/.*"),
-        ("data/x", 3, "data/x/.*"),
         ("data/y", 2, "data/y/README.md"),
         ("data/model", 2, None),
-        ("data/model/*.json", 2, None),
-        ("data/model/tokenizer.json", 2, None),
-        ("simplecache::file://data", 2, None),
     ],
 )
 def test_what_is_refused_can_be_written_in_another_way(
@@ -212,7 +195,7 @@ def test_what_is_refused_can_be_written_in_another_way(
 ) -> None:
     write_tree(tmp_path, "data/[en]/a.txt", "data/x/.b.txt", "data/y/README.md", "data/model/tokenizer.json")
     with pytest.raises(MillraceError) as caught:
-        names_of(uri if "::" in uri else f"{tmp_path}/{uri}")
+        names_of(tmp_path / uri)
     assert caught.value.exit_code == exit_code
     if written:
         assert names_of(f"{tmp_path}/{written}")

@@ -1,94 +1,75 @@
-"""Planning and reading a corpus of many files: requests are counted, and shared among the workers."""
+"""Planning and reading a corpus of many files: two requests to the store for a file, and the largest task first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from services.common.launch import inline
-from services.common.launch.launcher import Launcher
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.partition_plan import PlanFolder, plan_partitions
+from services.tokenizer.partition_plan import plan_partitions
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import BLOCK_FILES
-from services.tokenizer.tasks import TaskSequence, map_largest_first
-from services.tokenizer.tests import virtual_time
+from services.tokenizer.tasks import map_largest_first
 from services.tokenizer.tests.builders import write_recipe
-from services.tokenizer.tests.virtual_time import CountingFileSystem, VirtualLauncher
 
 LINE = b'{"text": "a document of a million"}\n'
 REQUESTS_PER_FILE = 2
 """An encode task opens a file, and asks at the end whether it has changed. The plan opens one small file of a block."""
 
 
+class CountingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system in memory, on which a list of a folder, a question about a file and an open are a request each."""
+
+    protocol = "counting"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    requests: ClassVar[list[str]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("counting://", "memory://")))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self.requests.append(f"ls {path}")
+        return super().ls(path, detail=detail, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        self.requests.append(f"info {path}")
+        return super().info(path, **options)
+
+    def _open(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self.requests.append(f"open {path}")
+        return super()._open(path, *arguments, **options)
+
+
 @pytest.fixture
 def store() -> Iterator[CountingFileSystem]:
-    made = virtual_time.register()
-    yield made
-    CountingFileSystem.forget()
+    fsspec.register_implementation("counting", CountingFileSystem, clobber=True)
+    yield fsspec.filesystem("counting")
+    CountingFileSystem.store.clear()
 
 
-def fill(store: CountingFileSystem, num_files: int) -> None:
-    for number in range(num_files):
+def test_a_file_costs_two_requests(tmp_path: Path, store: CountingFileSystem) -> None:
+    num_blocks = 2
+    for number in range(num_blocks * BLOCK_FILES):
         store.pipe_file(f"/texts/{number:06d}.jsonl", LINE)
-    store.requests.update(dict.fromkeys(store.requests, 0))
+    recipe = load_recipe(write_recipe(tmp_path, "counting://texts", corpus__split_bytes=64 * len(LINE)))
+    store.requests.clear()
 
+    plan = plan_partitions(tmp_path / "plan", recipe, list_corpus_inputs(recipe).listings, inline)
+    for index in range(len(plan.read_partitions())):
+        ranges = plan.read_partition(index).file_ranges
+        assert sum(map(len, read_documents(ranges, "reject", 1_000))) == len(ranges)
 
-def recipe_over_store(folder: Path, files_per_partition: int) -> Recipe:
-    return load_recipe(
-        write_recipe(
-            folder,
-            "counting://texts",
-            corpus__split_bytes=files_per_partition * len(LINE),
-            tokenizer__num_workers=16,
-        )
-    )
-
-
-def read_partition(task: tuple[Path, int]) -> int:
-    """Read the documents of a partition as an encode task does, and return their number."""
-    partition = PlanFolder(task[0]).read_partition(task[1])
-    return sum(map(len, read_documents(partition.file_ranges, "reject", 1_000)))
-
-
-def read_all(plan: PlanFolder, launcher: Launcher, num_workers: int) -> int:
-    partitions = plan.read_partitions()
-    tasks = TaskSequence(len(partitions), lambda index: (plan.path, index))
-    return sum(
-        count for _, count in map_largest_first(launcher, read_partition, tasks, partitions["bytes"], num_workers)
-    )
-
-
-def count_requests(folder: Path, store: CountingFileSystem, num_files: int, num_workers: int) -> tuple[int, int]:
-    """Plan and read `num_files` files. Return the number of requests, and of those in a row on the slowest way."""
-    fill(store, num_files)
-    recipe = recipe_over_store(folder, files_per_partition=64)
-    recipe = recipe.model_copy(update={"tokenizer": recipe.tokenizer.model_copy(update={"num_workers": num_workers})})
-    launcher = VirtualLauncher()
-
-    inputs = list_corpus_inputs(recipe)
-    plan = plan_partitions(folder / "plan", recipe, inputs.listings, cast("Launcher", launcher))
-    assert read_all(plan, cast("Launcher", launcher), num_workers) == num_files
-
-    return store.count(), store.count() - launcher.saved
-
-
-def test_workers_share_the_requests_for_the_files(tmp_path: Path, store: CountingFileSystem) -> None:
-    requests, in_a_row = count_requests(tmp_path, store, num_files=4 * BLOCK_FILES, num_workers=4)
-    assert 0 <= requests - REQUESTS_PER_FILE * 4 * BLOCK_FILES <= 5 + 4  # those of the folder, and of the blocks
-    assert requests > 3.9 * in_a_row
-
-
-@pytest.mark.slow
-def test_16_workers_share_the_requests_for_100_000_files(tmp_path: Path, store: CountingFileSystem) -> None:
-    requests, in_a_row = count_requests(tmp_path, store, num_files=100_000, num_workers=16)
-    assert 0 <= requests - REQUESTS_PER_FILE * 100_000 <= 5 + 100_000 / BLOCK_FILES + 1
-    assert requests > 14 * in_a_row
+    # Those of the folder and of the blocks come on top.
+    assert 0 <= len(store.requests) - REQUESTS_PER_FILE * num_blocks * BLOCK_FILES <= 5 + num_blocks
 
 
 @pytest.mark.parametrize("damaged", ["files", "ranges", "partitions", "plan.json"])

@@ -64,10 +64,7 @@ def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: P
     documents = make_short(2_000, seed=1)
     texts = source(write_lines(tmp_path / "a.jsonl", documents), 0.25)
 
-    made = [
-        mixer.mix(texts, arguments=arguments)
-        for arguments in ([], [], ["--corpus.split_bytes=5000"], ["--corpus.split_bytes=333"])
-    ]
+    made = [mixer.mix(texts, arguments=arguments) for arguments in ([], ["--corpus.split_bytes=5000"])]
 
     assert len({corpus.manifest.content_digest for corpus in made}) == 1
     kept = decode_documents(made[0].path, "train")
@@ -81,9 +78,7 @@ def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: P
 def test_what_a_smaller_weight_takes_a_larger_one_takes_too(tmp_path: Path, mixer: Mixer) -> None:
     """A larger weight adds documents and removes none."""
     path = write_lines(tmp_path / "a.jsonl", make_short(400, seed=1))
-    kept = [
-        Counter(decode_documents(mixer.mix(source(path, weight)).path, "train")) for weight in (0.1, 0.4, 0.9, 1, 1.3)
-    ]
+    kept = [Counter(decode_documents(mixer.mix(source(path, weight)).path, "train")) for weight in (0.4, 1, 1.3)]
     assert all(smaller < larger for smaller, larger in pairwise(kept))
 
 
@@ -266,14 +261,3 @@ def test_a_document_of_two_sources_is_chosen_alike_in_both(tmp_path: Path, mixer
     assert {kept[document] for document in left + right} == {0, 1}
     assert 100 < sum(document in kept for document in shared) < 160
     assert any(document in validation for document in shared)
-
-
-@pytest.mark.parametrize(("weight", "expected"), [("0", "greater than 0"), ("-1", "greater than 0"), ("101", "100")])
-def test_a_weight_that_means_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], weight: str, expected: str
-) -> None:
-    sources = f'[[corpus.sources]]\nuri = "a.txt"\nweight = {weight}\n'
-    assert run(write_recipe(tmp_path, sources=sources), tmp_path / "fsx") == 2
-    message = capsys.readouterr().err
-    assert "corpus.sources.0.weight" in message
-    assert expected in message

@@ -81,12 +81,9 @@ def test_branches_become_commits_and_all_else_stays(tmp_path: Path, hub: str) ->
     done = run_pin(recipe, hub)
 
     assert done.returncode == 0, done.stderr
-    assert f"refs/convert/parquet is {COMMIT}" in done.stdout
     expected = before.replace('"refs/convert/parquet"', f'"{COMMIT}"').replace('"main"', f'"{COMMIT[::-1]}"')
     assert recipe.read_text(encoding="utf-8") == expected
     assert [source.revision for source in load_recipe(recipe).corpus.sources] == [COMMIT, None, COMMIT[::-1], "f" * 40]
-    assert run_pin(recipe, hub).returncode == 0
-    assert recipe.read_text(encoding="utf-8") == expected
 
 
 def test_a_revision_that_is_not_there_pins_nothing(tmp_path: Path, hub: str) -> None:
@@ -97,15 +94,4 @@ def test_a_revision_that_is_not_there_pins_nothing(tmp_path: Path, hub: str) -> 
 
     assert done.returncode == 2
     assert "'mian'" in done.stderr
-    assert recipe.read_bytes() == before
-
-
-def test_a_hub_that_does_not_answer_pins_nothing(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, sources=SOURCES)
-    before = recipe.read_bytes()
-
-    done = run_pin(recipe, "http://127.0.0.1:9")
-
-    assert done.returncode == 4
-    assert "hf://datasets/owner/name" in done.stderr
     assert recipe.read_bytes() == before

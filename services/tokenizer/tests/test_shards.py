@@ -31,7 +31,8 @@ from services.tokenizer.tests.builders import (
 def make_corpus(folder: Path, **overrides: Any) -> Path:
     """Write a recipe over 90 documents of 30 kB. Both splits of its corpus have several shards."""
     text = write_documents(folder / "text", make_documents(90, mean_bytes=350))
-    return write_recipe(folder, text, corpus__validation_fraction=0.2, corpus__split_bytes=2_000, **overrides)
+    settings = {"corpus__validation_fraction": 0.2, "corpus__split_bytes": 2_000, "corpus__rows_per_shard": 8}
+    return write_recipe(folder, text, **settings | overrides)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]
     """A corpus of 200 documents in about 200 shards of 8 rows of 16 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
     text = write_documents(folder / "text", [*make_documents(200, mean_bytes=200), b"a", b"b", b"c"])
-    assert run(write_recipe(folder, text, corpus__validation_fraction=0.2), folder / "fsx") == 0
+    recipe = write_recipe(folder, text, corpus__validation_fraction=0.2, corpus__rows_per_shard=8)
+    assert run(recipe, folder / "fsx") == 0
     return published(folder / "fsx")
 
 
@@ -163,7 +165,12 @@ def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, t
     # With a token for each digit, for the space before the first one, BOS and EOS these are 16 + tokens_beyond tokens.
     digits = "".join(str(index % 7) for index in range(16 + tokens_beyond - 3)).encode()
     text = write_documents(tmp_path / "text", [digits])
-    recipe = write_recipe(tmp_path, text, tokenizer__model=make_digit_model(tmp_path), model__vocab_size=300)
+    settings: dict[str, Any] = {
+        "tokenizer__model": make_digit_model(tmp_path),
+        "model__vocab_size": 300,
+        "corpus__rows_per_shard": 8,
+    }
+    recipe = write_recipe(tmp_path, text, **settings)
     assert run(recipe, tmp_path / "fsx") == 0
     corpus = published(tmp_path / "fsx")
     plain = read_stream(corpus.path, "train").tokens

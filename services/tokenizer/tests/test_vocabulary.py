@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs, list_corpus_inputs
 from services.tokenizer.document_hashes import are_for_validation
@@ -27,14 +22,12 @@ from services.tokenizer.tests.builders import (
     REPOSITORY,
     VOCAB_SIZE,
     make_documents,
-    make_text,
     published,
     run,
     write_documents,
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
-from services.tokenizer.vocabulary.description import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
@@ -55,11 +48,6 @@ def test_a_trained_vocabulary_has_llama2s_settings() -> None:
     assert len(model.encode("123456", out_type=str)) == 7
     assert "▁▁▁▁" in pieces_of(model.serialized_model_proto())
     assert model.decode(model.encode("  \ufb01 ½ Å\r\n")) == "  \ufb01 ½ Å\r\n"
-
-
-def test_the_same_text_gives_the_same_bytes() -> None:
-    documents = make_documents(60)
-    assert train_vocabulary(documents, VOCAB_SIZE) == train_vocabulary(documents, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("line", [b"xylophone " * 500_000, b"\xe2\x96\x85 xylophone \xe2\x96\x85", b"\0 xylophone \0"])
@@ -191,36 +179,3 @@ def test_a_given_model_goes_into_the_corpus_and_counts_as_an_input(tmp_path: Pat
         assert [link.schema_id for link in corpus.manifest.inputs] == ["text/1", "vocabulary/1"]
         ids.add(corpus.manifest.id)
     assert len(ids) == 2
-
-
-def test_a_model_without_byte_pieces_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    model = io.BytesIO()
-    text = iter(make_text(20_000).decode().splitlines())
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=text, model_writer=model, model_type="bpe", vocab_size=100, minloglevel=2
-    )
-    describe_vocabulary(model.getvalue(), Tokenizer(model="given"))
-    assert "no byte pieces" in caplog.text
-
-
-INTERRUPTED_WHILE_READING = """
-import _thread, threading, time
-from services.tokenizer.vocabulary.training import train_vocabulary
-
-def read_slowly():
-    threading.Timer(0.3, _thread.interrupt_main).start()
-    for number in range(100_000):
-        time.sleep(0.001)
-        yield b"line %d of the text" % number
-
-try:
-    train_vocabulary(read_slowly(), 320)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-def test_ctrl_c_while_text_is_read_ends_the_process_in_order() -> None:
-    command = [sys.executable, "-c", INTERRUPTED_WHILE_READING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

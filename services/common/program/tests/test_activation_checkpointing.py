@@ -14,7 +14,7 @@ from services.common.recipe.schema import ActivationCheckpointing, Recipe
 from services.common.testing.models import initialize
 from services.common.testing.recipes import recipe_text
 
-LENGTH = 64
+LENGTH = 32
 GROUPED = Recipe.model_validate(tomllib.loads(recipe_text(model__num_hidden_layers=3))).model
 
 

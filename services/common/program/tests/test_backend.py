@@ -107,24 +107,14 @@ def test_one_worker_needs_no_others() -> None:
     assert backend.defer({"half": torch.tensor(0.5), "yes": torch.tensor(True)}).read() == {"half": 0.5, "yes": 1.0}
 
 
-def test_eager_workers_do_not_wait_for_the_import_of_inductor() -> None:
+def test_eager_workers_import_no_inductor_and_reuse_memory() -> None:
     program = f"""
-import sys, torch
+import resource, sys, torch
 from {Mesh.__module__} import Mesh
 from {TorchNative.__module__} import TorchNative
 TorchNative(Mesh(0, 1), 1, "exact")
 assert torch.are_deterministic_algorithms_enabled()
 assert "torch._inductor" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_tensors_take_the_memory_of_those_that_are_gone() -> None:
-    program = f"""
-import resource, torch
-from {Mesh.__module__} import Mesh
-from {TorchNative.__module__} import TorchNative
-TorchNative(Mesh(0, 1), 1, "exact")
 def count_pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 counts = []

@@ -99,7 +99,7 @@ def measure_in_plain_torch(recipe: Recipe) -> dict[str, float | dict[str, float]
     }
 
 
-@pytest.mark.parametrize("model", ["plain", "one key-value head"])
+@pytest.mark.parametrize("model", ["plain", "one key-value head, 301 ids"])
 def test_the_numbers_are_those_of_a_whole_model_in_plain_torch(
     folder: Path, alone: dict[str, HealthNumbers], together: list[dict[str, HealthNumbers]], model: str
 ) -> None:
@@ -122,12 +122,6 @@ def test_the_numbers_have_the_same_bits_for_one_and_two_model_replicas_and_chang
                 assert found[name] == alone[model][name], (layout, name)  # type: ignore[literal-required]
             assert found["weights_digest"] == alone[model]["weights_digest"]
     assert alone[model]["weights_digest"] == alone[model]["unmeasured_weights_digest"]
-
-
-def test_a_model_in_bfloat16_is_measured_by_its_master_weights(folder: Path, alone: dict[str, HealthNumbers]) -> None:
-    expected = measure_in_plain_torch(make_recipe(folder, **work.HEALTH_MODELS["plain"]))
-    for name, value in expected.items():
-        assert alone["bfloat16"][name] == pytest.approx(value, rel=0.05), name  # type: ignore[literal-required]
 
 
 def test_a_measurement_exchanges_two_numbers_a_block_and_three_a_bucket(
@@ -155,9 +149,7 @@ def test_a_measurement_exchanges_two_numbers_a_block_and_three_a_bucket(
     ("num_layers", "groups"),
     [
         (1, ["layers 0-0"]),
-        (2, ["layers 0-0", "layers 1-1"]),
         (6, ["layers 0-1", "layers 2-2", "layers 3-4", "layers 5-5"]),
-        (32, ["layers 00-07", "layers 08-15", "layers 16-23", "layers 24-31"]),
         (126, ["layers 000-031", "layers 032-062", "layers 063-094", "layers 095-125"]),
     ],
 )

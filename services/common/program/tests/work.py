@@ -259,10 +259,8 @@ def _of_ids(number: str) -> dict[str, str]:
 
 
 ODD_VOCABULARIES: dict[str, dict[str, str]] = {
-    "301 ids": _of_ids("301"),
     "301 ids, z-loss and documents": {**_of_ids("301"), **WITH_DOCUMENTS},
     "301 ids, tied": {**_of_ids("301"), "model__tie_word_embeddings": "true"},
-    "rows of a published model": {"model__padded_vocab_size": "310"},
     "a shard of padding alone": {"model__padded_vocab_size": "901"},
 }
 """Overrides by which shards of the vocabulary have padding, where 2 or 4 workers share a model. 300 ids fill the first
@@ -288,9 +286,8 @@ def train_odd_vocabularies(folder: Path, environment: WorkerEnvironment) -> None
 HEALTH_STEPS = 2
 _SMALL = {"compile__enabled": "false", "optimizer__max_grad_norm": "0.5", "optimizer__weight_decay": "0.1"}
 HEALTH_MODELS = {
-    "301 ids": {**_SMALL, **_of_ids("301"), "model__num_key_value_heads": "2"},
     "plain": {**_SMALL, "model__num_key_value_heads": "2"},
-    "one key-value head": {**_SMALL, "model__num_key_value_heads": "1"},
+    "one key-value head, 301 ids": {**_SMALL, **_of_ids("301"), "model__num_key_value_heads": "1"},
     "bfloat16": {**_SMALL, "model__num_key_value_heads": "2", **WITH_ROUNDED_WEIGHTS},
 }
 HEALTH_LAYOUTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,3 @@ def overwrite(path: Path, position: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(position)
         file.write(content)
-
-
-def cut_off(path: Path, size: int) -> None:
-    os.truncate(path, size)

@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import lzma
-import random
 import tarfile
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.errors import ArtifactError, MillraceError, RecipeError
+from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
-from services.common.testing.seeds import draw_seed
-from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_parquet, write_table
+from services.tokenizer.tests.bad_input.stage import TEXTS, jsonl, write_parquet, write_table
 from services.tokenizer.tests.stored_documents import read_all
 
 ARTICLE = '<doc id="12" title="%s" nonfiltered="1" processed="1" dbindex="0">\n%s\n\nENDOFARTICLE.\n</doc>\n'
@@ -92,19 +90,18 @@ DAMAGED: list[tuple[str, Callable[[Path], bytes]]] = [
     ("packed.parquet.gz", lambda folder: gzip.compress(parquet(folder))),
     *(
         (f"cut-{share}.arrow", lambda folder, share=share, writer=writer: _cut(arrow(folder, writer), share))
-        for share in (0, 0.3, 0.99)
+        for share in (0, 0.5)
         for writer in (pa.ipc.new_file, pa.ipc.new_stream)
     ),
     # A killed writer leaves a stream without the mark of its end, and Arrow reads it without an error.
     ("open.arrow", lambda folder: arrow(folder)[:-8]),
-    *((f"cut-{share}.tgz", lambda _, share=share: _cut(archive(*ARTICLES), share)) for share in (0.1, 0.5, 0.9)),
+    *((f"cut-{share}.tgz", lambda _, share=share: _cut(archive(*ARTICLES), share)) for share in (0.1, 0.9)),
     # The checksum of gzip follows the archive's padding, which a reader of archives need not read.
     ("checksum.tgz", lambda _: gzip.compress(archive(*ARTICLES, mode="w") + bytes(2**20))[:-8] + bytes(8)),
     ("no-archive.tgz", lambda _: gzip.compress("".join(ARTICLES).encode())),
     *((f"empty.jsonl{ending}", lambda _: b"") for ending in CODECS),
     *((f"plain.jsonl{ending}", lambda _: LINES) for ending in CODECS),
     *((f"cut.jsonl{ending}", lambda _, pack=pack: pack(LINES)[:-1]) for ending, pack in CODECS.items()),
-    *((f"half.jsonl{ending}", lambda _, pack=pack: _cut(pack(LINES), 0.5)) for ending, pack in CODECS.items()),
     *((f"bit.jsonl{ending}", lambda _, e=ending: flipped(CODECS[e](LINES), 900)) for ending in (".gz", ".bz2", ".xz")),
 ]  # fmt: skip
 
@@ -135,14 +132,11 @@ def bad_line(line: bytes) -> bytes:
         ("a.jsonl", bad_line(b'{"text": "x"} {"text": "y"}'), "a.jsonl:23: .*character 15"),
         ("a.jsonl", bad_line(b"\0" * 100), "a.jsonl:23: .*character 1"),
         ("a.jsonl", bad_line(b'{"text": ["x"]}'), "a.jsonl:23: 'text' is list"),
-        ("a.jsonl", bad_line(b'{"text": 1.5}'), "a.jsonl:23: 'text' is float"),
         ("a.json", b'[{"text": "a"}, {"text": "b"}', "a.json: .*2 elements"),
         ("a.json", b'[{"text": "a"}, {"text": "b', "a.json: element 2"),
-        ("a.json", b'[{"text": "a"}, {"text" "b"}, {"text": "c"}]', "a.json: element 2"),
         ("a.json", b'[{"text": "a"}] [{"text": "b"}]', "a.json: .*end"),
         ("a.json", b'[{"text": "a"}, 7]', "a.json: element 2"),
         ("a.json", b'[{"text": "a"}, {"text": ["b"]}]', "a.json: element 2"),
-        ("a.json", b'{\n "text": "a"\n}\n{\n "text": ', "a.json: element 2"),
         ("a.tgz", archive("".join(ARTICLES), CUT_ARTICLE), "a.tgz: raw.en/englishText_1:"),
         ("a.tgz", archive(CUT_ARTICLE + ARTICLES[2]), "a.tgz: raw.en/englishText_0:"),
         ("a.tgz", archive(ARTICLES[0] + "nobody's line\n"), "a.tgz: raw.en/englishText_0:"),
@@ -180,47 +174,3 @@ def test_a_column_that_is_missing_or_holds_no_text_is_refused(tmp_path: Path, ta
             read_all(source(tmp_path / name))
     with pytest.raises(RecipeError, match=r"a\.parquet"):
         read_all(source(tmp_path))
-
-
-def test_a_damaged_file_ends_the_stage(stage: Stage, tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(flipped_in_parquet(tmp_path))
-    assert "a.parquet: " in stage.refuse(3, tmp_path / "a.parquet")
-
-
-EXTREMES = [b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\xff" * 7 + b"\x7f"]
-WHOLE: dict[str, bytes] = {
-    "a.jsonl": LINES,
-    **{f"a.jsonl{ending}": compress(LINES) for ending, compress in CODECS.items()},
-    "raw.tar": archive("".join(ARTICLES[:9]), mode="w"),
-    "raw.tgz": archive("".join(ARTICLES[:9])),
-}
-
-
-def damage(content: bytes, chosen: random.Random) -> bytes:
-    """Damage a file at random. Its start, its end and the rest are damaged equally often."""
-    start, end = chosen.choice([(0, len(content)), (0, min(len(content), 600)), (max(0, len(content) - 1_500), None)])
-    at = chosen.randrange(start, len(content) if end is None else end)
-    match chosen.randrange(4):
-        case 0:
-            return content[:at] + bytes([content[at] ^ 1 << chosen.randrange(8)]) + content[at + 1 :]
-        case 1:
-            return content[:at]
-        case 2:
-            extreme = chosen.choice(EXTREMES)
-            return content[:at] + extreme + content[at + len(extreme) :]
-        case _:
-            return content[:at] + chosen.randbytes(chosen.randrange(1, 20)) + content[at + 1 :]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_damaged_bytes_are_read_or_refused_and_never_a_bug(tmp_path: Path, name: str) -> None:
-    chosen = random.Random(draw_seed())
-    path = tmp_path / name
-    for number in range(40):
-        path.write_bytes(damage(WHOLE[name], chosen))
-        print(f"damaged file {number}, kept as {path}")
-        try:
-            read_all(source(path), 3_000, invalid_utf8="replace")
-        except MillraceError as error:
-            assert isinstance(error, ArtifactError | RecipeError)  # noqa: PT017 - most damage is no error
-            assert name in str(error)  # noqa: PT017
