@@ -43,7 +43,7 @@ from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, meas
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
 from benchmarks.trainer.workbench import Workbench
-from services.common.hardware.gpus import find_peak
+from services.common.hardware.gpus import sum_peaks
 from services.common.recipe.derived import causal_flops_per_token, palm_flops_per_token, tokens_per_step
 
 REPOSITORY = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
     for row, all_ in measured.items():
         peak = statistics.median(peak for each in all_ for peak in each.peaks)
         peers = [rate for name, rate in rates.items() if not name.startswith("ours") and _is_like(name, row)]
-        loop, datasheet = rates.get("hugging_face_eager"), find_peak(all_[0].device_name)
+        loop, datasheet = rates.get("hugging_face_eager"), sum_peaks([all_[0].device_name])
         cells = [
             f"{rates[row]:,.0f}",
             f"{tokens / min(_seconds(all_)):,.0f}",

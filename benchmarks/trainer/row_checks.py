@@ -114,7 +114,7 @@ def _prepare_step(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Callable[
 
     def step(number: int) -> None:
         result = program.train_step(number, list(micro_batches(stream, recipe, number, mesh)))
-        program.backend.defer(result._asdict()).read()
+        program.backend.read(result._asdict())
 
     for number in range(STEPS_LEFT_OUT):
         step(number)

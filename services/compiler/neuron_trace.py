@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from services.common.program.backends.neuron_xla import NeuronXla
-from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.xla_environment import CACHE_VARIABLE, CPU, NEURON, PJRT_VARIABLE
 from services.common.program.mesh import Mesh
 from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
@@ -99,8 +98,8 @@ class TracedXla(NeuronXla):
         # As torch_xla's `sync` does: collectives are chained, and the next graph would contain those of this one.
         lazy._set_all_reduce_token(str(self.device), None)
 
-    def cache_report(self) -> CacheReport:
-        return CacheReport(self._graphs_kept)
+    def graphs_compiled(self) -> int:
+        return self._graphs_kept
 
     def _keep(self, key: str) -> None:
         """Write a graph to the cache unless the cache holds it compiled."""

@@ -12,12 +12,11 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from services.common.process.entry_point import run_program
 from services.common.program.backends.choice import choose_backend
-from services.common.program.backends.protocol import Backend, CacheReport
+from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.process_group import ProcessGroup
@@ -37,13 +36,16 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
     rank, is_for_plan = int(argv[1]), argv[2:] == [FOR_PLAN]
-    report = trace(recipe, tell=lambda phase: print(phase, flush=True), rank=rank, is_for_plan=is_for_plan)
-    (folder / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+    graphs_compiled = trace(recipe, tell=lambda phase: print(phase, flush=True), rank=rank, is_for_plan=is_for_plan)
+    (folder / "report.json").write_text(json.dumps({"graphs_compiled": graphs_compiled}), encoding="utf-8")
     return 0
 
 
-def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0, is_for_plan: bool = False) -> CacheReport:
-    """Run PHASES as one rank of the recipe's workers, and call `tell` with the name of every phase at its end."""
+def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0, is_for_plan: bool = False) -> int:
+    """Run PHASES as one rank of the recipe's workers, and call `tell` with the name of every phase at its end.
+
+    Returns the number of graphs that the cache did not hold.
+    """
     world_size = recipe.parallel.num_workers
     device = recipe.parallel.device
     choose_backend(device).world_collectives(device)  # torch has to know the device before a group names it
@@ -51,7 +53,7 @@ def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0, is_for_pla
     backend = make_backend(recipe, make_mesh(recipe, rank, world_size), is_for_plan)
     run_phases(recipe, backend, tell)
     group.leave()
-    return backend.cache_report()
+    return backend.graphs_compiled()
 
 
 def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backend:
@@ -73,7 +75,10 @@ def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backe
 
 
 def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
-    """Run PHASES with synthetic tokens, and call `tell` with the name of every phase at its end."""
+    """Run PHASES with synthetic tokens, and call `tell` with the name of every phase at its end.
+
+    Returns the number of graphs that the cache did not hold.
+    """
     program = Program(recipe, backend, draws_weights=False)
     num_micro_batches = min(len(backend.mesh.share(recipe.batch.num_micro_batches)), MAX_MICRO_BATCHES)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]

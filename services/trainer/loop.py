@@ -182,7 +182,7 @@ class Training:
         result = self._program.train_step(step, batches, self._skipped.total)
         # While the device computes. After a rollback the next batch is another one, which is then read when due.
         prefetch_batch(self._tokens, recipe, self._spikes.batch_of(step + 1), self._backend.mesh, offset)
-        numbers = self._backend.defer(result._asdict()).read()
+        numbers = self._backend.read(result._asdict())
         is_applied = bool(numbers["is_applied"])
         self._skipped.count(is_applied)
         self._done, self._is_program_new = step + 1, False
@@ -386,7 +386,7 @@ class Training:
                 "workers": self._environment.world_size,
                 "launch": self._job.launch,
                 "ended_by": self._describe_end(),
-                "graphs_compiled": self._group.maximum(self._backend.cache_report().graphs_compiled),
+                "graphs_compiled": self._group.maximum(self._backend.graphs_compiled()),
                 "new_cache_files": self._group.maximum(new_cache_files(self._job)),
                 "slowest_checkpoint_seconds": self._writer.slowest_seconds,
             }
@@ -438,7 +438,7 @@ class Training:
 
     def _is_finite(self) -> bool:
         """See `ShardedState.is_finite`; waits for the device."""
-        return bool(self._backend.defer({"is_finite": self._program.state.is_finite()}).read()["is_finite"])
+        return bool(self._backend.read({"is_finite": self._program.state.is_finite()})["is_finite"])
 
     def _describe_end(self) -> str:
         if self._divergence or isinstance(self._fault, RecipeError):

@@ -118,7 +118,7 @@ def run_steps(folder: Path, environment: WorkerEnvironment) -> None:
     for step in range(case.steps):
         batches = micro_batches_of(recipe, step)
         result = program.train_step(step, [batches[n] for n in mesh.share(len(batches))])
-        values = backend.defer(result._asdict()).read()
+        values = backend.read(result._asdict())
         for name, found in numbers.items():
             found.append(values[name])
     own_batches = batches[mesh.index("data") :: mesh.data_parallel_size]

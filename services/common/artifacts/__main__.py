@@ -20,7 +20,7 @@ from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id
 from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError, is_damage, unreadable
 from services.common.launch.launcher import INLINE, LAUNCHERS, choose_launcher
-from services.common.problem_list import ProblemList
+from services.common.problem_list import list_problems
 from services.common.process.command_line import ROOT, make_app, one_of, run_app
 from services.common.process.entry_point import run_program
 
@@ -65,19 +65,19 @@ def verify(
     folders, launcher = _find_published(folder), choose_launcher(launch)
     if not folders:
         raise ArtifactError(f"{folder}: no published artifact here (no {MANIFEST} below it).")
-    damaged = ProblemList()
+    damaged: list[str] = []
     for path in folders:
         try:
             manifest = read_manifest(path)
             verify_artifact(path, manifest, launcher)
         except ArtifactError as error:
-            damaged.add("damaged artifacts", str(error))
+            damaged.append(str(error))
             print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {path}", flush=True)
         else:
             size = total_bytes(manifest.files)
             print(f"ok       {path}  {manifest.schema_id}  {len(manifest.files)} files, {size:,} bytes", flush=True)
     if damaged:
-        raise ArtifactError("\n".join(damaged.lines()))
+        raise ArtifactError("\n".join(list_problems(damaged, "damaged artifacts")))
     return 0
 
 
@@ -97,18 +97,19 @@ def show(
 @app.command("list")
 def list_artifacts(folder: Folder = ROOT) -> int:
     """Print a line for each published artifact below DIR, oldest first; exit with 3 for a damaged manifest."""
-    published, damaged = [], ProblemList()
+    published: list[tuple[Path, Manifest]] = []
+    damaged: list[str] = []
     for path in _find_published(folder):
         try:
             published.append((path, read_manifest(path)))
         except ArtifactError as error:
-            damaged.add("damaged artifacts", str(error))
+            damaged.append(str(error))
     for path, manifest in sorted(published, key=lambda each: (each[1].created_at, str(each[0]))):
         size = total_bytes(manifest.files)
         made_by = f"{manifest.producer.service} {manifest.producer.version}"
         print(f"{manifest.created_at:%Y-%m-%d %H:%M}  {manifest.schema_id:<16} {size:>15,}  {made_by:<16} {path}")
     if damaged:
-        raise ArtifactError("\n".join(damaged.lines()))
+        raise ArtifactError("\n".join(list_problems(damaged, "damaged artifacts")))
     return 0
 
 

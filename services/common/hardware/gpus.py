@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.common.errors import DeviceError
@@ -113,14 +113,8 @@ def _read_mib(text: str) -> int | None:
     return int(text) * MIB if text.isdecimal() else None
 
 
-def find_peak(name: str) -> float | None:
-    """Return a GPU's dense bfloat16 FLOP/s by the driver's name for it; None for a name outside the table."""
-    tflops = PEAK_TFLOPS.get(name)
-    return tflops * TERA if tflops else None
-
-
-def sum_peaks(names: Iterable[str]) -> float | None:
+def sum_peaks(names: Sequence[str]) -> float | None:
     """Return the dense bfloat16 FLOP/s of all these GPUs together; None without GPUs, or where a peak is unknown."""
-    peaks = [find_peak(name) for name in names]
-    known = [peak for peak in peaks if peak is not None]
-    return sum(known) if known and len(known) == len(peaks) else None
+    if not names or not PEAK_TFLOPS.keys() >= set(names):
+        return None
+    return sum(PEAK_TFLOPS[name] for name in names) * TERA

@@ -148,13 +148,13 @@ def explain(error: BaseException) -> MillraceError | Stopped | None:
             f"out of memory: {error or 'an allocation failed'}. Use more memory, or fewer workers a node."
         )
     if isinstance(error, OSError):
-        return explain_os_error(error)
+        return _explain_os_error(error)
     if type(error).__name__ in _PARSE_ERRORS:
         return ArtifactError(f"a file cannot be parsed: {type(error).__name__}: {error}")
     return explain_hardware_fault(error) if isinstance(error, RuntimeError) else None
 
 
-def explain_os_error(error: OSError) -> MillraceError | None:
+def _explain_os_error(error: OSError) -> MillraceError | None:
     """Return the error that a user can act on, by errno; None for others, such as those of a network."""
     where, why = error.filename or "the file system", error.strerror
     if error.errno in STORAGE_ERRNOS:

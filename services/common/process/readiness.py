@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +33,6 @@ from services.common.hardware.image_platform import WITH_PROGRAM, describe_platf
 from services.common.process.command_line import (
     ROOT,
     Context,
-    Given,
     RecipeCommand,
     RecipePath,
     Root,
@@ -71,7 +69,7 @@ def check(
     ] = False,
 ) -> int:
     """Check a stage's recipe, image, root and inputs."""
-    upstream: list[dict[str, str]] = []
+    upstream: list[Artifact[Any]] = []
     problem: MillraceError | None = None
     try:
         given = read_given(context, recipe_path, root)
@@ -79,17 +77,25 @@ def check(
             require_backend(given.recipe.parallel.device)
         require_writable(root)
         if stage == "trainer":
-            for artifact in upstream_of(given, corpus, cache, allow_cold_compile=allow_cold_compile):
-                upstream.append(_describe(artifact))
+            upstream.append(open_corpus(given.recipe, recipe_path, root, corpus))
+            if cache:
+                upstream.append(open_artifact(cache.absolute(), CompileCacheManifest))
+            elif given.recipe.compile.enabled and not allow_cold_compile:
+                upstream.append(find_cache(given.recipe, recipe_path, root))
     except (RecipeError, ArtifactError, DeviceError, StorageError) as error:
         problem = error
     return _report(upstream, problem)
 
 
-def _report(upstream: list[dict[str, str]], problem: MillraceError | None) -> int:
+def _report(upstream: list[Artifact[Any]], problem: MillraceError | None) -> int:
     found = describe_platform()
     platform = {name: found[name] for name in ("variant", "python", "ray")}
-    print(json.dumps({"platform": platform, "upstream": upstream, "problem": str(problem) if problem else None}))
+    manifests = [each.manifest for each in upstream]
+    links = [
+        {"schema": each.schema_id, "name": each.name, "id": each.id, "content_digest": each.content_digest}
+        for each in manifests
+    ]
+    print(json.dumps({"platform": platform, "upstream": links, "problem": str(problem) if problem else None}))
     return problem.exit_code if problem else 0
 
 
@@ -100,33 +106,7 @@ def require_writable(root: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".readiness-", dir=root) as folder:
             (Path(folder) / "file").write_bytes(b"a few bytes, which a full file system refuses")
     except OSError as error:
-        if error.errno in STORAGE_ERRNOS:
-            raise explain_storage_error(error) from error
-        raise
-
-
-def upstream_of(
-    given: Given, corpus: Path | None, cache: Path | None, *, allow_cold_compile: bool
-) -> Iterator[Artifact[Any]]:
-    """Open the artifacts that the trainer reads, corpus and compile cache.
-
-    Raises `ArtifactError` for the first one that is missing or does not fit.
-    """
-    yield open_corpus(given.recipe, given.recipe_path, given.root, corpus)
-    if cache:
-        yield open_artifact(cache.absolute(), CompileCacheManifest)
-    elif given.recipe.compile.enabled and not allow_cold_compile:
-        yield find_cache(given.recipe, given.recipe_path, given.root)
-
-
-def _describe(artifact: Artifact[Any]) -> dict[str, str]:
-    manifest = artifact.manifest
-    return {
-        "schema": manifest.schema_id,
-        "name": manifest.name,
-        "id": manifest.id,
-        "content_digest": manifest.content_digest,
-    }
+        raise (explain_storage_error(error) if error.errno in STORAGE_ERRNOS else error) from None
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from services.common.errors import EXIT_INTERRUPTED, TryAgain
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 # `timeout` signals its child and then the child's process group; for a terminal that closes, both the kernel and the
@@ -37,9 +39,6 @@ TRAINER_NOTICE_SECONDS = 300
 CHECKPOINTS_PER_NOTICE = 3
 """Checkpoint times that a notice should hold: a stop waits for its step and for a checkpoint that is being written."""
 
-_EXIT_STOPPED = 75
-_EXIT_INTERRUPTED = 130
-
 
 class Stopped(BaseException):
     """A signal ended the work. It is no `Exception`, because libraries catch those and go on."""
@@ -51,7 +50,7 @@ class Stopped(BaseException):
 
 
 def exit_code_after(signum: int) -> int:
-    return _EXIT_INTERRUPTED if signum == signal.SIGINT else _EXIT_STOPPED
+    return EXIT_INTERRUPTED if signum == signal.SIGINT else TryAgain.exit_code
 
 
 def name_signal(signum: int) -> str:

@@ -1,24 +1,18 @@
 """The process group of all workers on their hosts, over gloo whatever their devices are.
 
-What all workers tell each other goes through a binomial tree. Each worker is at most log2(workers) messages away from
-rank 0 and has as many connections at most, and workers with neighbouring ranks, which share a node, come together
-first. A collective of gloo over all workers is a ring, with two messages in a row for each of them.
-
 Where a device's collectives have to form the first group of all, that is torch's group WORLD, and the hosts' group is
 formed beside it. Everywhere else WORLD is the hosts' group.
 """
 
 from __future__ import annotations
 
-import operator
 import os
-import pickle  # nosec B403 # bytes that workers of the same run made
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +20,6 @@ import torch.distributed as dist
 from services.common.errors import WorkersLost
 
 R = TypeVar("R")
-V = TypeVar("V")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
@@ -49,21 +42,6 @@ class Store(Protocol):
         ...
 
 
-class Tree(NamedTuple):
-    """A worker's neighbours in the binomial tree of all workers, whose root is rank 0."""
-
-    parent: int | None
-    children: tuple[int, ...]
-    """Ranks in ascending order. Child `rank + 2**i` stands for itself and up to 2**i - 1 ranks after it."""
-
-    @classmethod
-    def of(cls, rank: int, world_size: int) -> Self:
-        powers = [1 << exponent for exponent in range(max(1, world_size - 1).bit_length())]
-        parents = [rank - power for power in powers if rank & power]
-        below = [power for power in powers if power < (rank & -rank or world_size)]
-        return cls(parents[0] if parents else None, tuple(rank + each for each in below if rank + each < world_size))
-
-
 class ProcessGroup:
     """One worker's connection to all other workers of the run.
 
@@ -80,12 +58,10 @@ class ProcessGroup:
         is_fake: bool = False,
     ) -> None:
         """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
-        self.rank, self.world_size, self._host, self._is_fake = rank, world_size, host, is_fake
-        self._tree = Tree(None, ()) if is_fake else Tree.of(rank, world_size)
+        self.rank, self.world_size, self._host = rank, world_size, host
+        self._is_alone = world_size == 1 or is_fake
         self.store = store
         """Store of the small values by which the workers have found each other; None for a single worker."""
-        self.timeout = COLLECTIVE_TIMEOUT
-        """Limit of the collectives that this worker begins now."""
 
     @classmethod
     def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO) -> Self:
@@ -94,18 +70,16 @@ class ProcessGroup:
 
         `world` is the torch.distributed backend of torch's own group of all workers.
         """
-        if world_size > 1:
-            os.environ.setdefault(LAZY_CONNECTIONS, "1")
-            with naming_lost_workers():
-                store = _open_store(rendezvous, world_size)
-                dist.init_process_group(
-                    world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, store=store
-                )
-                host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
-            group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
-            connect_by(group._connect)
-            return group
-        return cls(rank, world_size)
+        if world_size == 1:
+            return cls(rank, world_size)
+        os.environ.setdefault(LAZY_CONNECTIONS, "1")
+        with naming_lost_workers():
+            store = _open_store(rendezvous, world_size)
+            dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, store=store)
+            host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
+        group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
+        connect_by(group._connect)
+        return group
 
     @classmethod
     def fake(cls, world_size: int, rank: int = 0, device: str = "cpu") -> Self:
@@ -121,8 +95,10 @@ class ProcessGroup:
         return cls(rank, world_size, is_fake=True)
 
     def _connect(self) -> None:
+        """Run each kind of collective once, where gloo would connect workers later."""
         self.barrier()
-        self.begin_maximum([0.0])()
+        self.gather(None)
+        self._broadcast(None)
 
     def leave(self) -> None:
         if dist.is_initialized():
@@ -130,7 +106,7 @@ class ProcessGroup:
 
     def maximum(self, value: int) -> int:
         """Return the largest of the workers' integers on every worker, so that all decide alike."""
-        return self.reduce(value, max)
+        return int(self.begin_maximum([value])()[0])
 
     def begin_maximum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Begin to find the largest of the workers' numbers at each place, and return the function that waits for them.
@@ -138,62 +114,37 @@ class ProcessGroup:
         Workers give equally many numbers, none of them NaN, which gloo may pass over.
         """
         largest = torch.tensor(numbers, dtype=torch.float64)
-        if self.world_size == 1 or self._is_fake:
+        if self._is_alone:
             return largest.tolist
         with naming_lost_workers():
-            work = _require_work(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True))
+            work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True)
+        assert work is not None, "this process is not in the group"
 
         def finish() -> list[float]:
             with naming_lost_workers():
-                work.wait(self.timeout)
+                work.wait()
             return cast("list[float]", largest.tolist())
 
         return finish
 
-    def reduce(self, value: V, join: Callable[[V, V], V]) -> V:
-        """Return what `join` makes of all workers' values, which can be pickled, on every worker.
+    def barrier(self) -> None:
+        """Return once every worker has called this."""
+        self.maximum(0)
 
-        `join` gets the values of neighbouring ranks, those of the lower ranks first. It costs two messages a worker,
-        at most 2 log2(workers) of them in a row. Their bytes are those of what `join` returns.
-        """
-        return cast("V", self._spread(self._join_below(value, join)))
-
-    def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return every worker's facts in the order of their ranks, on every worker: bytes grow with the workers."""
-        return self.reduce([facts], operator.add)
-
-    def collect(self, item: V) -> list[V]:
-        """Return every worker's item in the order of their ranks on rank 0, and an empty list on the others.
-
-        A worker sends its own item and those of the ranks below it in the tree, so half of all workers send one.
-        """
-        items = self._join_below([item], operator.add)
-        return items if self.rank == 0 else []
+    def gather(self, item: R) -> list[R]:
+        """Return every worker's item, a picklable object, in the order of their ranks, on every worker."""
+        items = [item] * self.world_size
+        if not self._is_alone:
+            with naming_lost_workers():
+                dist.all_gather_object(items, item, group=self._host)
+        return items
 
     def tell(self, work: Callable[[], R]) -> R:
         """Run `work` on rank 0 alone while the others wait, and return its result, a picklable object, on every worker.
 
-        Each worker receives the object once. An error of `work` is raised on rank 0, and ends the group.
+        An error of `work` is raised on rank 0, and ends the group.
         """
-        return cast("R", self._spread(self.wait_for_work(work if self.rank == 0 else lambda: None)))
-
-    def tell_each(self, work: Callable[[], tuple[R, Sequence[V]]]) -> tuple[R, V]:
-        """Do as `tell` does with `work` that returns an object for all workers and one item for each rank.
-
-        Each worker returns the object and its own item. A worker receives its own item and those of the ranks below it
-        in the tree, so half of all workers receive one.
-        """
-        told, items = self.wait_for_work(work if self.rank == 0 else lambda: (cast("R", None), ()))
-        if self._tree.parent is not None:
-            told, items = self._receive(self._tree.parent)
-        for child in reversed(self._tree.children):
-            first = child - self.rank
-            self._send(child, (told, items[first : 2 * first]))
-        return told, items[0]
-
-    def barrier(self) -> None:
-        """Return once every worker has called this."""
-        self.maximum(0)
+        return self._broadcast(self.wait_for_work(work if self.rank == 0 else lambda: cast("R", None)))
 
     def wait_for_work(self, work: Callable[[], R]) -> R:
         """Run `work`, which may take hours on some workers, and return its result once all have finished theirs.
@@ -213,35 +164,13 @@ class ProcessGroup:
                 future.result()
         return future.result()
 
-    def _join_below(self, value: V, join: Callable[[V, V], V]) -> V:
-        """Return what `join` makes of the values of this worker and of all below it, and send it to the parent."""
-        for child in self._tree.children:
-            value = join(value, self._receive(child))
-        if self._tree.parent is not None:
-            self._send(self._tree.parent, value)
-        return value
-
-    def _spread(self, value: object) -> object:
-        """Return rank 0's value on every worker."""
-        if self._tree.parent is not None:
-            value = self._receive(self._tree.parent)
-        for child in reversed(self._tree.children):  # the child with the most workers below it first
-            self._send(child, value)
-        return value
-
-    def _send(self, rank: int, value: object) -> None:
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        with naming_lost_workers():
-            for part in (torch.tensor([len(content)]), content):
-                _require_work(dist.isend(part, rank, group=self._host)).wait(self.timeout)
-
-    def _receive(self, rank: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
-        with naming_lost_workers():
-            _require_work(dist.irecv(length, rank, group=self._host)).wait(self.timeout)
-            content = torch.empty(int(length.item()), dtype=torch.uint8)
-            _require_work(dist.irecv(content, rank, group=self._host)).wait(self.timeout)
-        return pickle.loads(content.numpy().tobytes())  # nosec B301 # bytes that a worker of the same run made
+    def _broadcast(self, item: R) -> R:
+        """Return rank 0's item on every worker."""
+        items = [item]
+        if not self._is_alone:
+            with naming_lost_workers():
+                dist.broadcast_object_list(items, src=0, group=self._host)
+        return items[0]
 
 
 def _open_store(rendezvous: str, world_size: int) -> Any:
@@ -252,11 +181,6 @@ def _open_store(rendezvous: str, world_size: int) -> Any:
     host, _, port = place.rpartition(":")
     client = dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
     return dist.PrefixStore(start, client)  # type: ignore[attr-defined]
-
-
-def _require_work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is not in the group"
-    return work
 
 
 def connect_by(collective: Callable[[], object]) -> None:

@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class StepResult(NamedTuple):
-    """Results of one train step, each [1] on the device; `Backend.defer` reads them."""
+    """Results of one train step, each [1] on the device; `Backend.read` waits for them."""
 
     loss: Tensor
     """Mean loss over the global batch, in nats per token."""

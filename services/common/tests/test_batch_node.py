@@ -22,7 +22,7 @@ from services.common.launch.batch.node import (
     require_recipe,
     require_root,
 )
-from services.common.recipe.packed_recipe import MOST_RECIPE_BYTES, RECIPE_VARIABLE, pack_recipe, unpack_recipe
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe, unpack_recipe
 from services.common.testing.recipes import recipe_text
 from services.common.tests.builders import REPOSITORY
 

@@ -10,7 +10,6 @@ from services.common.errors import DeviceError
 from services.common.hardware.gpus import (
     VISIBLE_VARIABLE,
     describe_kinds,
-    find_peak,
     list_gpus,
     list_visible_gpus,
     sum_peaks,
@@ -53,7 +52,7 @@ def test_a_slice_of_a_gpu_has_neither_its_memory_nor_its_peak(monkeypatch: pytes
 
     (found,) = list_visible_gpus()
     assert found.memory_bytes is None
-    assert find_peak(found.name) is None
+    assert sum_peaks([found.name]) is None
 
 
 def test_memory_that_the_driver_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,10 +77,10 @@ def test_without_the_drivers_tool_the_message_says_where_it_comes_from(monkeypat
 
 
 def test_a_gpu_has_the_peak_of_its_own_name_and_of_no_similar_one() -> None:
-    assert find_peak("NVIDIA H200") == 989e12
-    assert find_peak("NVIDIA H100 PCIe") == 756e12
-    assert find_peak("NVIDIA H200 MIG 1g.18gb") is None
-    assert find_peak("H200") is None
+    assert sum_peaks(["NVIDIA H200"]) == 989e12
+    assert sum_peaks(["NVIDIA H100 PCIe"]) == 756e12
+    assert sum_peaks(["NVIDIA H200 MIG 1g.18gb"]) is None
+    assert sum_peaks(["H200"]) is None
 
 
 def test_peaks_add_up_where_all_are_known() -> None:

@@ -18,7 +18,6 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from services.common.artifacts.files import list_files
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
@@ -69,8 +68,8 @@ class GraphKeeper(TorchNative):
     def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
         return torch.compile(function, backend=aot_autograd(fw_compiler=self._keep), dynamic=True, fullgraph=True)
 
-    def cache_report(self) -> CacheReport:
-        return CacheReport(self._graphs_compiled)
+    def graphs_compiled(self) -> int:
+        return self._graphs_compiled
 
     def require_warm_cache(self) -> None:
         pass  # a failed test then shows all missed graphs, not the first alone
@@ -114,7 +113,7 @@ def begin(gang: Gang, environment: WorkerEnvironment) -> int:
     program.measure_health(0, 0, True, share)
     group.barrier()
     group.leave()
-    return program.backend.cache_report().graphs_compiled
+    return program.backend.graphs_compiled()
 
 
 def resume(gang: Gang, environment: WorkerEnvironment) -> int:
@@ -131,7 +130,7 @@ def resume(gang: Gang, environment: WorkerEnvironment) -> int:
     program.train_step(7, share)
     program.measure_health(7, 0, True, share)
     group.barrier()
-    missed = program.backend.cache_report().graphs_compiled
+    missed = program.backend.graphs_compiled()
     if rank == 0:
         try:
             program.train_step(8, share)

@@ -5,7 +5,6 @@ All workers call every function that takes the process group, in the same order.
 
 from __future__ import annotations
 
-import operator
 import socket
 
 from services.common.errors import DeviceError
@@ -23,7 +22,7 @@ def require_same_program(job: Job, group: ProcessGroup) -> None:
     compare fingerprints, and each receives the facts of all others only where two differ.
     """
     facts = program_facts(job.recipe)
-    are_equal = len(group.reduce({fingerprint(facts)}, operator.or_)) == 1
+    are_equal = len(set(group.gather(fingerprint(facts)))) == 1
     for rank, theirs in enumerate([] if are_equal else group.gather(facts)):
         if theirs != facts:
             difference = explain_difference(theirs, facts, sides=(f"rank {rank}", f"rank {group.rank}"))
@@ -41,26 +40,23 @@ def require_same_state(program: Program, group: ProcessGroup, step: int) -> None
     """Raise `DeviceError` unless all workers with the same part of the model hold the same bits.
 
     The check reads the whole state, which a GPU copies to the host. Where no two workers have the same part it reads
-    nothing. Workers exchange one digest for each part of the model and group of tensors, whatever their number, and
-    each worker receives the digests of all others only where two differ.
+    nothing. Workers exchange one digest for each group of tensors.
     """
     if program.backend.mesh.data_parallel_size == 1:
         return
     part, digests = program.backend.mesh.index("tensor"), program.state.digests()
-    found = group.reduce({(part, tensors, digest) for tensors, digest in digests.items()}, operator.or_)
-    if len(found) == len({(part, tensors) for part, tensors, _ in found}):
-        return
-    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": digests})
     holders: dict[tuple[int, str], dict[int, list[str]]] = {}
-    for rank, worker in enumerate(workers):
-        for tensors, digest in worker["digests"].items():
-            ranks_by_digest = holders.setdefault((worker["part"], tensors), {})
-            ranks_by_digest.setdefault(digest, []).append(f"{rank} ({worker['host']})")
+    for rank, (host, their_part, theirs) in enumerate(group.gather((socket.gethostname(), part, digests))):
+        for tensors, digest in theirs.items():
+            ranks_by_digest = holders.setdefault((their_part, tensors), {})
+            ranks_by_digest.setdefault(digest, []).append(f"{rank} ({host})")
     differences = [
         f"  {tensors}: " + "; ".join(f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in held.items())
         for (_, tensors), held in holders.items()
         if len(held) > 1
     ]
+    if not differences:
+        return
     raise DeviceError(
         f"after step {step} the workers' states differ, but must be equal bit for bit:\n"
         + "\n".join(differences)

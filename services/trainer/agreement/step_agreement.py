@@ -116,7 +116,7 @@ def require_same_outcome(agreed: AgreedStep, is_applied: bool, group: ProcessGro
     """
     if not (agreed.is_applied_by_some and agreed.is_skipped_by_some):
         return
-    outcomes = [each["is_applied"] for each in group.gather({"is_applied": is_applied})]
+    outcomes = group.gather(is_applied)
     fewer = min((True, False), key=outcomes.count)
     ranks = [rank for rank, outcome in enumerate(outcomes) if outcome is fewer]
     raise WorkersLost(

@@ -171,15 +171,15 @@ def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> 
 
     Returns rank 0's finding, and the first worker's problem with the checkpoint; an empty text if it is intact.
     """
-    told, own_shard = group.tell_each(partial(find_checkpoint, job, program.backend.mesh, step))
+    told, own_shards = group.tell(partial(find_checkpoint, job, program.backend.mesh, step))
     if told.checkpoint is None:
         return told, told.problem
     _require_seen(told.checkpoint, group)
     with program.state.writing() as held:
-        problem = group.wait_for_work(partial(load_part, job, told.checkpoint, own_shard, held))
+        problem = group.wait_for_work(partial(load_part, job, told.checkpoint, own_shards[group.rank], held))
     if not group.maximum(bool(problem)):
         return told, ""
-    return told, next(each["problem"] for each in group.gather({"problem": problem}) if each["problem"])
+    return told, next(filter(None, group.gather(problem)))
 
 
 def find_checkpoint(job: Job, mesh: Mesh, step: int | None) -> tuple[CheckpointFinding, list[OwnShard | None]]:
@@ -285,10 +285,10 @@ def load_weights(
     Raises `ArtifactError` where a file is damaged or the checkpoint is not of the program's model.
     """
     mesh = program.backend.mesh
-    checkpoint, own_shard = group.tell_each(lambda: describe_checkpoint(find(), job.recipe, mesh))
+    checkpoint, own_shards = group.tell(lambda: describe_checkpoint(find(), job.recipe, mesh))
     with program.state.writing() as held:
         weights = {piece: tensor for piece, tensor in held.items() if piece.kind == "weight"}
-        group.wait_for_work(partial(read_part, job, checkpoint, own_shard, weights))
+        group.wait_for_work(partial(read_part, job, checkpoint, own_shards[group.rank], weights))
 
 
 def _require_seen(checkpoint: FoundCheckpoint, group: ProcessGroup) -> None:
@@ -298,7 +298,7 @@ def _require_seen(checkpoint: FoundCheckpoint, group: ProcessGroup) -> None:
     """
     is_unseen = not checkpoint.path.exists()
     if group.maximum(is_unseen):
-        unseen = [rank for rank, each in enumerate(group.gather({"is_unseen": is_unseen})) if each["is_unseen"]]
+        unseen = [rank for rank, each in enumerate(group.gather(is_unseen)) if each]
         raise ArtifactError(
             f"{checkpoint.path}: rank 0 sees this checkpoint, but {len(unseen)} of {group.world_size} workers do not, "
             f"rank {unseen[0]} for one. Mount the same volume on all nodes."

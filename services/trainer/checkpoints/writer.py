@@ -198,7 +198,7 @@ class CheckpointWriter:
     def _commit(self) -> None:
         assert self._writing
         entry, self._writing = self._writing.result(), None
-        entries = self._group.collect(entry)
+        entries = self._group.gather(entry)
         if self._group.rank == 0:
             self._committing = self._thread.submit(self._publish, entries)
 

@@ -98,7 +98,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
         load_weights(job, program, group, lambda: _open_checkpoint(evaluation_job))
         evaluation = Validation(job.recipe, job.corpus, evaluation_job.num_tokens).evaluate(program)
         misses = {
-            "graphs_compiled": group.maximum(program.backend.cache_report().graphs_compiled),
+            "graphs_compiled": group.maximum(program.backend.graphs_compiled()),
             "new_cache_files": group.maximum(new_cache_files(job)),
         }
         if evaluation and group.rank == 0:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import resource
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -63,8 +61,8 @@ class MetricsRecorder:
         self._step_flops = {name: flops * self._step_tokens for name, flops in per_token.items()}
         self._workers_of_node = workers_of_node
         is_cuda = backend.device.type == "cuda"
-        gpus = group.reduce(Counter([torch.cuda.get_device_name(backend.device) if is_cuda else ""]), operator.add)
-        self._published_peak = published_peak(job.recipe, list(gpus.elements()))
+        gpus = group.gather(torch.cuda.get_device_name(backend.device) if is_cuda else "")
+        self._published_peak = published_peak(job.recipe, gpus)
         self._gemm_flops_per_second = math.nan
         self._counted_steps, self._counted_seconds = 0, 0.0
         self._record: dict[str, Any] = {}
@@ -88,7 +86,7 @@ class MetricsRecorder:
             step_seconds=step_seconds,
             data_seconds=data_seconds,
             loss_max=program.largest_loss(),
-            graphs_compiled=self._backend.cache_report().graphs_compiled,
+            graphs_compiled=self._backend.graphs_compiled(),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
             peak_device_bytes=torch.cuda.max_memory_allocated(self._backend.device) if is_cuda else math.nan,
         )
@@ -116,7 +114,7 @@ class MetricsRecorder:
             self._writer.log(self._record)
         if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
-            self._gemm_flops_per_second = self._group.reduce(self._measure_peak(), operator.add)
+            self._gemm_flops_per_second = sum(self._group.gather(self._measure_peak()))
 
     def _add_mean_speed(self, seconds: float) -> None:
         self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.problem_list import shorten
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.report.comparison import write_comparison
 from services.trainer.runs.listing import STATUS_HEADINGS, UNKNOWN, describe_status, find_run, print_json, print_table
@@ -18,7 +17,7 @@ COMPARE = "compare"
 """Name of the trainer's command that compares runs. It takes no recipe."""
 MAX_RUNS = 8
 """Runs that are compared at most: the page has as many colours."""
-_MAX_CHARACTERS = 60
+_MAX_LENGTH = 60
 
 
 def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
@@ -63,7 +62,10 @@ def differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
     for name in dict.fromkeys(name for recipe in recipes for name in recipe):
         values = [_write(recipe[name]) if name in recipe else UNKNOWN for recipe in recipes]
         if len(set(values)) > 1:
-            yield (name, *(shorten(value, _MAX_CHARACTERS) for value in values))
+            yield (
+                name,
+                *(each if len(each) <= _MAX_LENGTH else f"{each[:_MAX_LENGTH]} [...]" for each in values),
+            )
 
 
 def _flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

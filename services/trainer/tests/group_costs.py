@@ -65,7 +65,7 @@ def count_group_costs(folder: Path, environment: WorkerEnvironment) -> None:
     placed = place_on_nodes(environment, environment.world_size // WORKERS_OF_NODE)
     with joined_group(placed) as group:
         agreement = StepAgreement(group)
-        group.gather({"rank": group.rank})
+        group.gather(group.rank)
         for _ in range(3):
             agreement.begin(WorkerStep(StopReason.NONE, written_step=1))
             assert agreement.finish().is_applied_by_some

@@ -13,7 +13,7 @@ from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, queue_of, read_
 from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import deliver_recipe, read_command
-from services.common.recipe.packed_recipe import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE
+from services.common.recipe.packed_recipe import MAX_RECIPE_CHARACTERS, RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, Stage
 from tests.deploy.batch.builders import VALUES, config_of, job_deployment_of
 
@@ -122,7 +122,7 @@ def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None
     command = read_command(words[words.index("--") + 1 :])
     deliver_recipe(command, variables)
     assert command.recipe.read_text() == deployment.recipe_text
-    with pytest.raises(RecipeError, match="16,384 when packed"):
+    with pytest.raises(RecipeError, match="16,384"):
         definition_of(recipe_text="".join(f"# {number**9}\n" for number in range(4_000)))
     assert len(variables[RECIPE_VARIABLE]) < len(deployment.recipe_text) * 2
 
@@ -149,6 +149,6 @@ def test_a_definition_with_the_longest_recipe_is_no_longer_than_batch_takes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 KiB, by its service quotas; a node of trn2 has the most devices to name."""
-    monkeypatch.setattr("deploy.batch.job_definition.pack_recipe", lambda content: "x" * MOST_RECIPE_CHARACTERS)
+    monkeypatch.setattr("deploy.batch.job_definition.pack_recipe", lambda content: "x" * MAX_RECIPE_CHARACTERS)
     definition = definition_of(stage, config={"TRAINIUM_SHAPE": "trn2.48xlarge"}, nodes=4)
     assert len(json.dumps(definition)) <= 24 * 1024

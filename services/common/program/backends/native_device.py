@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -90,7 +89,8 @@ def open_device(name: Device, local_rank: int) -> torch.device:
     if NATIVE_DEVICES[name].hides_others:
         return torch.device(name)
     variable = NATIVE_DEVICES[name].visible_variable
-    visible = _visible_devices(variable, torch.get_device_module(name).device_count())
+    listed = os.environ.get(variable, ",".join(map(str, range(torch.get_device_module(name).device_count()))))
+    visible = [each for each in listed.split(",") if each]
     if local_rank >= len(visible):
         raise DeviceError(
             f"worker {local_rank} of this node has no {name} device: this process sees {len(visible)} of them "
@@ -151,15 +151,3 @@ def require_device(name: Device, is_absence_fine: bool = False) -> None:
             f"({variable}={os.environ.get(variable, 'not set')}). Run on a machine that has one and its driver"
             f"{compiles}, or choose another device: --parallel.device=cpu"
         )
-
-
-def _visible_devices(variable: str, num_devices: int) -> list[str]:
-    """Return the names of the devices that the process may use: numbers (ranges are expanded), or a vendor's ids."""
-    if variable not in os.environ:
-        return [str(number) for number in range(num_devices)]
-    visible: list[str] = []
-    for name in filter(None, os.environ[variable].split(",")):
-        first, dash, last = name.partition("-")
-        is_range = dash and re.fullmatch(r"\d+", first) and re.fullmatch(r"\d+", last)
-        visible += [str(number) for number in range(int(first), int(last) + 1)] if is_range else [name]
-    return visible

@@ -1,4 +1,4 @@
-"""The facts that decide TorchNeuron's graphs and their bits, and what slows a recipe down there."""
+"""The facts that decide TorchNeuron's graphs and their bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.errors import DeviceError
 from services.common.hardware.image_platform import version_of
-from services.common.hardware.instance_types import GIB, TRN1, family_of, read_instance_types
+from services.common.hardware.instance_types import TRN1, family_of, read_instance_types
 from services.common.program.backends.environment_facts import require_flags, variables_of
 from services.common.recipe.schema import Recipe
 
@@ -21,8 +21,6 @@ TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """Variable that names the family of instances for which graphs are compiled, where no device tells it."""
 CORE_SIZE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 """Variable with the number of physical cores of a logical one, which the launcher sets for workers."""
-FLASH_SEQUENCE_MULTIPLE, MOST_FLASH_HEAD_DIM = 512, 128
-"""Sequences and heads that TorchNeuron's flash attention takes."""
 _GRAPH_VARIABLES = ("NEURON_CC_", "NEURON_COMPILER_", "NEURON_LOGICAL_NC_", "NEURON_PLATFORM_", "TORCH_NEURONX_")
 # These say where graphs are kept and compiled, or what the recipe says: workers and traces get them, and the command's
 # own environment has none of them.
@@ -101,26 +99,3 @@ def _core_size(recipe: Recipe) -> str:
 def _target_of(instance_type: str) -> str:
     """Return neuronx-cc's target for the instances: trn2 for trn2u too."""
     return family_of(instance_type)[: len(TRN1)]
-
-
-def slow_paths(recipe: Recipe) -> dict[str, str]:
-    """Return what the recipe does that leaves the fast kernels of TorchNeuron, by the part of the step.
-
-    A public copy of its source from before its beta has one flash attention, in NKI.
-    """
-    length, model, parallel = recipe.corpus.sequence_length, recipe.model, recipe.parallel
-    reasons = []
-    if length % FLASH_SEQUENCE_MULTIPLE:
-        reasons.append(f"corpus.sequence_length {length:,} is no multiple of {FLASH_SEQUENCE_MULTIPLE}")
-    if model.head_dim > MOST_FLASH_HEAD_DIM:
-        reasons.append(f"a head has {model.head_dim} dimensions, more than {MOST_FLASH_HEAD_DIM}")
-    if recipe.train.attention_mask == "block_causal":
-        reasons.append("train.attention_mask = 'block_causal' gives it a mask")
-    if not reasons:
-        return {}
-    scores = recipe.batch.micro_batch_size * model.num_attention_heads // parallel.tensor_parallel_size * length**2
-    size = f"{scores * (4 if recipe.train.dtype == 'float32' else 2) / GIB:,.2f} GiB"
-    return {
-        "attention": f"TorchNeuron's flash attention does not take this recipe, because {' and '.join(reasons)}: a "
-        f"layer keeps all scores in memory, {size} a copy, which the estimate of memory leaves out"
-    }

@@ -24,7 +24,6 @@ from services.common.program.backends import neuron_distributed
 from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
 from services.common.program.backends.environment_facts import require_flags
 from services.common.program.backends.fenced_checkpointing import run_fenced
-from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.xla_environment import (
     CACHE_VARIABLE,
     FLAGS_VARIABLE,
@@ -229,8 +228,9 @@ class NeuronXla:
         with self._naming_missing_graphs():
             self._xla.sync()
 
-    def defer(self, values: Mapping[str, Tensor]) -> Pending:
-        return Pending(values, self._naming_missing_graphs)
+    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        with self._naming_missing_graphs():
+            return {name: value.item() for name, value in values.items()}
 
     def autocast(self, dtype: str) -> AbstractContextManager[Any]:
         return torch.autocast("xla", torch.bfloat16, enabled=dtype == "bfloat16")
@@ -244,8 +244,8 @@ class NeuronXla:
     def require_warm_cache(self) -> None:
         self._shim = forbid_compiler()
 
-    def cache_report(self) -> CacheReport:
-        return CacheReport(count_modules() - self._num_modules)
+    def graphs_compiled(self) -> int:
+        return count_modules() - self._num_modules
 
     @contextmanager
     def _naming_missing_graphs(self) -> Iterator[None]:
@@ -257,17 +257,6 @@ class NeuronXla:
             if refusal:
                 raise refusal from error
             raise
-
-
-class Pending:
-    """`DeferredRead` of values whose graph has ended: a read waits for the device, and begins no other graph."""
-
-    def __init__(self, values: Mapping[str, Tensor], watch: Callable[[], AbstractContextManager[None]]) -> None:
-        self._values, self._watch = values, watch
-
-    def read(self) -> dict[str, float]:
-        with self._watch():
-            return {name: value.item() for name, value in self._values.items()}
 
 
 class _Fence(torch.autograd.Function):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,22 +17,6 @@ from services.common.program.snapshot import Snapshots
 from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class CacheReport:
-    """Compile-cache misses of this process."""
-
-    graphs_compiled: int
-    """Number of graphs that were compiled because the cache did not hold them."""
-
-
-class DeferredRead(Protocol):
-    """Scalars that the device may still be computing."""
-
-    def read(self) -> dict[str, float]:
-        """Wait for the device and return the values by name."""
-        ...
 
 
 class Collectives(Protocol):
@@ -184,8 +167,8 @@ class Backend(Collectives, Protocol):
         """End the graph of everything computed since the last call; the device may run it."""
         ...
 
-    def defer(self, values: Mapping[str, Tensor]) -> DeferredRead:
-        """Return a read of these device scalars for later. The program reads no device value in another way."""
+    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Wait for the device and return these scalars. The program reads no device scalar in another way."""
         ...
 
     def autocast(self, dtype: str) -> AbstractContextManager[Any]:
@@ -210,6 +193,6 @@ class Backend(Collectives, Protocol):
         """Forbid compilation from now on."""
         ...
 
-    def cache_report(self) -> CacheReport:
-        """Return how many graphs the cache did not hold."""
+    def graphs_compiled(self) -> int:
+        """Return the number of graphs that were compiled because the cache did not hold them."""
         ...

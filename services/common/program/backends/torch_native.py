@@ -24,7 +24,6 @@ from services.common.program.backends.native_device import (
     require_device,
 )
 from services.common.program.backends.neuron_facts import cache_variables, trace_variables
-from services.common.program.backends.protocol import CacheReport
 from services.common.program.buckets import Bucket
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.process_group import COLLECTIVE_TIMEOUT, GLOO, connect_by, naming_lost_workers
@@ -217,8 +216,8 @@ class TorchNative:
     def end_graph(self) -> None:
         pass
 
-    def defer(self, values: Mapping[str, Tensor]) -> Computed:
-        return Computed(values)
+    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: value.item() for name, value in values.items()}
 
     def autocast(self, dtype: str) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
@@ -232,8 +231,8 @@ class TorchNative:
     def require_warm_cache(self) -> None:
         self._compiler.forbid_compilation()
 
-    def cache_report(self) -> CacheReport:
-        return CacheReport(self._compiler.graphs_compiled if "_compiler" in self.__dict__ else 0)
+    def graphs_compiled(self) -> int:
+        return self._compiler.graphs_compiled if "_compiler" in self.__dict__ else 0
 
     @cached_property
     def _compiler(self) -> Inductor | NeuronCompiler:
@@ -244,16 +243,6 @@ class TorchNative:
         from services.common.program.backends.inductor import Inductor  # noqa: PLC0415 - the import takes 3 s, which eager runs save
 
         return Inductor()
-
-
-class Computed:
-    """`DeferredRead` of a device whose values can be read at any time."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
-
-    def read(self) -> dict[str, float]:
-        return {name: value.item() for name, value in self._values.items()}
 
 
 def keep_freed_memory() -> None:

@@ -29,7 +29,7 @@ def lose_a_worker(call: tuple[str, Path], environment: WorkerEnvironment) -> Non
     group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     reduction = "fast" if name.startswith("fast") else "exact"
     backend = TorchNative(Mesh(rank, data_parallel_size=WORKERS), 1, reduction)
-    _limit_collectives(group)
+    _limit_collectives()
     collectives: dict[str, Callable[[], object]] = {
         "maximum": lambda: group.maximum(1),
         "begun maximum": lambda: [group.begin_maximum([1.0])()],
@@ -40,9 +40,9 @@ def lose_a_worker(call: tuple[str, Path], environment: WorkerEnvironment) -> Non
     _note_loss(folder, rank, collectives[name])
 
 
-def _limit_collectives(group: ProcessGroup) -> None:
+def _limit_collectives() -> None:
     """Limit the collectives that this worker begins from now on to LIMIT, also those along the mesh's axes."""
-    group.timeout, c10d = LIMIT, dist.distributed_c10d
+    c10d = dist.distributed_c10d
     for each in c10d._world.pg_map:
         if isinstance(each, dist.ProcessGroup) and {device.type for device in each._device_types} & {"cpu", "cuda"}:
             c10d._set_pg_timeout(LIMIT, each)

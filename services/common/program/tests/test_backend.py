@@ -104,7 +104,7 @@ def test_one_worker_needs_no_others() -> None:
             backend.reduce_scatter(mine, axis),
         ):
             assert torch.equal(result, mine)
-    assert backend.defer({"half": torch.tensor(0.5), "yes": torch.tensor(True)}).read() == {"half": 0.5, "yes": 1.0}
+    assert backend.read({"half": torch.tensor(0.5), "yes": torch.tensor(True)}) == {"half": 0.5, "yes": 1.0}
 
 
 def test_eager_workers_import_no_inductor_and_reuse_memory() -> None:

@@ -86,7 +86,7 @@ def test_kernels_for_a_gpu_are_kept_with_the_other_graphs(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("visible", "taken"), [(None, "1"), ("4,5,6", "5"), ("2-5", "3"), ("GPU-8f1c-2a,GPU-77e0-9b", "GPU-77e0-9b")]
+    ("visible", "taken"), [(None, "1"), ("4,5,6", "5"), ("GPU-8f1c-2a,GPU-77e0-9b", "GPU-77e0-9b")]
 )
 def test_each_worker_of_a_node_sees_a_device_of_its_own_as_number_0(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, taken: str
@@ -118,6 +118,6 @@ def test_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
         backend = TorchNative(Mesh(0, data_parallel_size=1), 1, "exact", device)
         program, micro_batch = Program(recipe, backend), make_synthetic_micro_batch(recipe)
         micro_batches = [micro_batch] * recipe.batch.num_micro_batches
-        return [backend.defer(program.train_step(step, micro_batches)._asdict()).read()["loss"] for step in range(5)]
+        return [backend.read(program.train_step(step, micro_batches)._asdict())["loss"] for step in range(5)]
 
     assert losses("cuda") == pytest.approx(losses("cpu"), rel=1e-5)

@@ -51,13 +51,13 @@ def train(recipe: Recipe, backend: Backend, compiled: list[int] | None = None) -
     program, losses = Program(recipe, backend), []
     for step in range(STEPS + 1):
         if step == STEPS:
-            assert backend.defer({"is_finite": program.state.is_finite()}).read()["is_finite"]
+            assert backend.read({"is_finite": program.state.is_finite()})["is_finite"]
             saved = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
             with program.state.writing() as held:
                 for piece, tensor in held.items():
                     tensor.copy_(saved[piece])
         batches = micro_batches_of(recipe, step)
-        losses.append(backend.defer(program.train_step(step, batches)._asdict()).read()["loss"])
+        losses.append(backend.read(program.train_step(step, batches)._asdict())["loss"])
         if compiled is not None:
             compiled.append(count_compiled())
     losses += torch.cat([backend.to_host(program.evaluate(batch)) for batch in batches]).flatten().tolist()

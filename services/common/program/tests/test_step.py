@@ -28,7 +28,7 @@ def test_weights_that_are_rounded_once_an_update_train_as_those_that_autocast_ro
         backend = TorchNative(Mesh(0, data_parallel_size=1), 1, "exact")
         program = Program(recipe, backend)
         results = [program.train_step(step, micro_batches_of(recipe, step)) for step in range(STEPS)]
-        numbers = [number for each in results for number in backend.defer(each._asdict()).read().values()]
+        numbers = [number for each in results for number in backend.read(each._asdict()).values()]
         dtypes = {parameter.dtype for parameter in program.model.parameters()}
         return dtypes, numbers, {piece.key: tensor for piece, tensor in program.state.begin_snapshot()().items()}
 

@@ -175,7 +175,7 @@ def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **ove
     """Train for some steps. Where the optimizer is sharded, another program continues with the state halfway."""
     recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
-    program, defer = Program(recipe, backend), backend.defer
+    program = Program(recipe, backend)
     found = dict[str, list[float]](loss=[], gradient_norm=[])
     for step in range(num_steps):
         if recipe.parallel.zero_stage and step == num_steps // 2:
@@ -184,7 +184,7 @@ def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **ove
                 for piece, tensor in held.items():
                     tensor.copy_(saved[piece])
         batches = micro_batches_of(recipe, step)
-        values = defer(program.train_step(step, [batches[n] for n in mesh.share(len(batches))])._asdict()).read()
+        values = backend.read(program.train_step(step, [batches[n] for n in mesh.share(len(batches))])._asdict())
         for name, numbers in found.items():
             numbers.append(values[name])
     own = batches[mesh.index("data") :: mesh.data_parallel_size]
