@@ -245,7 +245,7 @@ format: setup ## Fix the format and the lint errors that ruff can fix.
 	$(python) -m ruff format .
 
 test: SHELL := bash
-test: setup ## Run the quick tests, two files at a time, and print the CPU seconds that they took.
+test: setup ## Run the quick tests, two files at a time; prints CPU seconds.
 	@TIMEFORMAT="%U s user, %S s system, %R s in all"; time $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup ## Run the slow tests.

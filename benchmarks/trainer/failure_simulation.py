@@ -35,7 +35,7 @@ from services.trainer.inspection.goodput import (
     mtbf_seconds,
 )
 from services.trainer.inspection.run_plan import Assumptions, run_times
-from services.trainer.restarts import RestartBudget
+from services.trainer.supervision.restarts import RestartBudget
 
 NODES = (16, 64, 256, 1_024)
 RECIPE = Path("recipes/llama2-7b-trn1.toml")

@@ -24,10 +24,9 @@ from deploy.stage_contract import (
     make_one_off_command,
 )
 from services.common.launch.batch.node import RECIPES
-from services.common.notices import WEBHOOK_VARIABLE
 from services.common.process.subcommands import ON_BATCH, ONE_OFF
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe
-from services.common.recipe.schema import Stage
+from services.common.recipe.schema import WEBHOOK_VARIABLE, Stage
 
 Request = dict[str, Any]
 

@@ -147,7 +147,7 @@ def print_traceback(error: BaseException | None = None) -> None:
 
 
 @contextmanager
-def naming_the_place(folder: Path) -> Iterator[None]:
+def adding_path(folder: Path) -> Iterator[None]:
     """Put `folder` into an `OSError` without a file name, such as that of a failed write."""
     try:
         yield

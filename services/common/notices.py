@@ -18,12 +18,10 @@ from services.common.artifacts.store import Address, Artifact, Draft, M, Workspa
 from services.common.artifacts.upstream import stage_command
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_for
-from services.common.recipe.schema import NoticeCondition, Notify, Recipe, Stage
+from services.common.recipe.schema import WEBHOOK_VARIABLE, NoticeCondition, Notify, Recipe, Stage
 
 logger = logging.getLogger(__name__)
 
-WEBHOOK_VARIABLE = "MILLRACE_WEBHOOK"
-"""Environment variable with the webhook's URL, where the recipe names no other place."""
 RETRIES = urllib3.Retry(
     total=3,
     backoff_factor=0.5,

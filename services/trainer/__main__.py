@@ -16,9 +16,9 @@ def main(argv: list[str]) -> int:
 def start_and_run(argv: list[str]) -> int:
     """Run `main` in a process of its own, whose launcher prepares for the workers during the imports."""
     with importing():
-        from services.trainer.worker_start import begin_start  # noqa: PLC0415 - takes a fifth of a second
+        from services.trainer.workers.start import prestart_workers  # noqa: PLC0415 - takes a fifth of a second
 
-        begin_start(argv)
+        prestart_workers(argv)
     return main(argv)
 
 

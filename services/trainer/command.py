@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import open_artifact
-from services.common.errors import naming_the_place
+from services.common.errors import adding_path
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.metrics_export import export_metrics
 from services.common.process.command_line import (
@@ -61,7 +61,7 @@ from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
 from services.trainer.inspection.checkpoint_content import inspect
-from services.trainer.inspection.doctor import DoctorOptions, doctor
+from services.trainer.inspection.doctor import doctor
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
@@ -74,16 +74,16 @@ from services.trainer.job import (
 from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.report.run_report import write_report
-from services.trainer.run import (
+from services.trainer.runs.comparison import COMPARE, compare_runs
+from services.trainer.runs.description import write_run
+from services.trainer.runs.listing import RUNS, find_run, list_runs
+from services.trainer.runs.run import (
     Run,
     open_run,
     open_started_run,
-    summarize,
-    write_run,
 )
-from services.trainer.run_start import describe_start
-from services.trainer.runs.comparison import COMPARE, compare_runs
-from services.trainer.runs.listing import RUNS, find_run, list_runs
+from services.trainer.runs.start import describe_start
+from services.trainer.runs.summary import summarize
 from services.trainer.training import train_run
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
@@ -205,7 +205,7 @@ def run_doctor(
 ) -> int:
     """Check all requirements of a run and print the next steps."""
     given = read_given(context, recipe_path, root)
-    return doctor(DoctorOptions(recipe_path, given.root, launch, corpus_path, cache, quick), given.recipe)
+    return doctor(given, launch, corpus_path, cache, "size" if quick else "full")
 
 
 @app.command(cls=RecipeCommand)
@@ -379,7 +379,7 @@ def import_model(
     given = read_given(context, recipe_path, root)
     corpus, program = open_own_corpus(given, corpus_path), fingerprint(program_facts(given.recipe))
     job = new_job(given.root, given.recipe, corpus, None, program)
-    with hold_lock(job.lock), naming_the_place(job.root):
+    with hold_lock(job.lock), adding_path(job.root):
         print(import_weights(job, source))
         write_run(job)
     return 0

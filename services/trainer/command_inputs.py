@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
-from services.common.artifacts.store import Address, Artifact, open_artifact
+from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus, stage_command
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import INLINE
@@ -17,10 +17,9 @@ from services.common.problem_list import list_problems
 from services.common.process.command_line import Given
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.schema import Recipe, fingerprint
-from services.trainer.branch import find_lineage, name_run
-from services.trainer.corpus import RunCorpus, describe_corpus
-from services.trainer.job import ALLOW_COLD_COMPILE, Job, run_name
-from services.trainer.run import Run, open_run
+from services.trainer.job import ALLOW_COLD_COMPILE, Job, RunCorpus, checkpoint_collection, describe_corpus, run_name
+from services.trainer.runs.branch import find_lineage, name_run
+from services.trainer.runs.run import Run, open_run
 
 
 def open_job(
@@ -124,4 +123,4 @@ def name_own_run(given: Given, corpus_path: Path | None) -> str:
 
 def checkpoints_of(given: Given, corpus: RunCorpus) -> Path:
     """Return the folder of the checkpoints of the recipe's run on `corpus`."""
-    return Address(given.root, "checkpoint", name_run(given.root, given.recipe, corpus), "").collection
+    return checkpoint_collection(given.root, name_run(given.root, given.recipe, corpus))

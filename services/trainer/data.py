@@ -3,7 +3,7 @@
 The batch's number equals the step's, unless batches before it were skipped (`services.trainer.health.loss_spikes`).
 Sample number `offset + batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
 `number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch may
-straddle two epochs. The offset is 0, except in a branch (`services.trainer.branch`).
+straddle two epochs. The offset is 0, except in a branch (`services.trainer.runs.branch`).
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ from services.trainer.metrics.events import record_event
 from services.trainer.metrics.metric_table import ReducedNumbers
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import StepRecord
-from services.trainer.node_staging import new_cache_files, prepare_node
-from services.trainer.stop import StopConditions, clear_stop, stopped
-from services.trainer.worker import begin_device, joined_group, make_backend
+from services.trainer.supervision.stop import StopConditions, clear_stop, stopped
+from services.trainer.workers.node_staging import new_cache_files, prepare_node
+from services.trainer.workers.worker import joined_group, make_backend, prepare_device
 
 
 def train(job: Job, environment: WorkerEnvironment) -> None:
@@ -53,7 +53,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     """
     rank = environment.rank
     configure_logging("trainer", rank=rank, file=rank_log(job.run_folder, rank))
-    with joined_group(environment, begin_device(job)) as group:
+    with joined_group(environment, prepare_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         training = Training(job, environment, group)
@@ -330,7 +330,7 @@ class Training:
             # A stop file that was there before, or a time limit, lets the run take its first step, so that each command
             # gets on. A signal is to this command, and its sender may not wait for a whole evaluation.
             before = min(self._group.maximum(self._stop_conditions.check()), StopReason.STOP_FILE)
-            self._evaluate_until_stopped(heard=StopReason(max(before, StopReason.TIME_LIMIT)))
+            self._evaluate_until_stopped(ignored=StopReason(max(before, StopReason.TIME_LIMIT)))
 
     def evaluate(self, step: TakenStep) -> None:
         """Evaluate the state if that is due: after the save, which is committed meanwhile.
@@ -344,8 +344,8 @@ class Training:
         if self._stop_reason and self._saved_step != self._done:
             self.save(step)
 
-    def _evaluate_until_stopped(self, heard: StopReason = StopReason.NONE) -> None:
-        """Evaluate the state, and record the evaluation unless a stop beyond `heard` ends it before its last round.
+    def _evaluate_until_stopped(self, ignored: StopReason = StopReason.NONE) -> None:
+        """Evaluate the state, and record it unless a stop stronger than `ignored` ends it before its last round.
 
         Only the last step's evaluation is not ended, because nothing would start after it.
         """
@@ -355,7 +355,7 @@ class Training:
             self._agreement.begin(WorkerStep(self._stop_conditions.check(), self._writer.written_step))
             agreed = self._agreement.finish()
             self._writer.advance(agreed.written_step)
-            if not is_last and agreed.stop_reason > heard:
+            if not is_last and agreed.stop_reason > ignored:
                 self._stop_reason = agreed.stop_reason
             return not self._stop_reason or is_last
 
@@ -404,7 +404,7 @@ class Training:
             return diverged(self._job, self._divergence, self._skipped)
         if self._stop_reason and self._done < self._job.recipe.train.max_steps:
             is_new = self._done == self._job.recipe.train.first_step
-            return stopped(self._stop_reason, None if is_new else self._done, self._job.run_folder)
+            return stopped(self._stop_reason, None if is_new else self._done)
         return None
 
     def _start_at(self, point: ResumePoint) -> None:

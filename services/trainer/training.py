@@ -13,22 +13,23 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.upstream import stage_command
-from services.common.errors import ArtifactError, MillraceError, naming_the_place
+from services.common.errors import ArtifactError, MillraceError, adding_path
 from services.common.process.progress import report_published
 from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import explain_repetition, explain_schedule_end
-from services.trainer.branch import describe_parent, open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
 from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.job import Job, completed_step, continue_run
 from services.trainer.metrics.commands import recording_command
-from services.trainer.node_staging import prepare_node, using_node
-from services.trainer.notices import notifying_run
 from services.trainer.report.run_report import read_state, write_report
-from services.trainer.run import describe_skips, describe_state, open_run, write_run, writing_costs
-from services.trainer.run_start import explain_new_run
-from services.trainer.supervise import supervise
+from services.trainer.runs.branch import describe_parent, open_parent, require_same_vocabulary
+from services.trainer.runs.description import write_run, writing_costs
+from services.trainer.runs.run import describe_state, open_run
+from services.trainer.runs.start import explain_new_run
+from services.trainer.runs.summary import describe_skips
+from services.trainer.supervision.supervise import notifying_run, supervise
+from services.trainer.workers.node_staging import prepare_node, using_node
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
             # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
         if checkpoint is None:
-            job = _begin_run(job, recipe_path)
+            job = _start_run(job, recipe_path)
         step = completed_step(checkpoint)
         is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
         if checkpoint and not is_complete:
@@ -73,7 +74,7 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
         prepare_node(job)
         with (
             export(job),
-            naming_the_place(job.root),
+            adding_path(job.root),
             notifying_run(job, recipe_path) as observe,
         ):
             supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
@@ -84,7 +85,7 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
     return 0
 
 
-def _begin_run(job: Job, recipe_path: Path) -> Job:
+def _start_run(job: Job, recipe_path: Path) -> Job:
     """Return the job of a run without a checkpoint, which has the waivers of the run that it branches from.
 
     Raises `ArtifactError` if the weights or the checkpoint with which it begins are missing.

@@ -25,9 +25,8 @@ from images.registry import repository_of
 from k8s.client.settings_env import fill_in
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
-from services.common.notices import WEBHOOK_VARIABLE
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
-from services.common.recipe.schema import STAGES, Stage
+from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Stage
 from tests.deploy.batch.builders import config_of, job_deployment_of
 from tests.k8s.builders import deployment_of
 

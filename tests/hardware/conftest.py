@@ -11,7 +11,7 @@ import torch
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.trainer.job import Job
-from services.trainer.supervise import train_on_node
+from services.trainer.supervision.supervise import train_on_node
 from services.trainer.tests.builders import building_jobs
 
 NEURON_DEVICES = sorted(Path("/dev").glob("neuron[0-9]*"))

@@ -11,7 +11,7 @@ import pytest
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
-from services.trainer.run import SCHEMA as RUN_SCHEMA
+from services.trainer.runs.description import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
 from tests.images.dockerfiles import (
     breaches_of,

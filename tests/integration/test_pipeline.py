@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-fork_server.preload("services.trainer.supervise")
+fork_server.preload("services.trainer.supervision.supervise")
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -33,7 +33,7 @@ from services.trainer.job import RUN_FILE
 from services.trainer.metrics.commands import COMMANDS_FILE
 from services.trainer.metrics.events import EVENTS_FILE
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE
-from services.trainer.run import REPORT_FILE
+from services.trainer.runs.run import REPORT_FILE
 
 _IN_RUN_FOLDER = (
     *map(re.escape, (RUN_FILE, METRICS_FILE, EVALUATIONS_FILE, ATTEMPTS_FILE, COMMANDS_FILE, EVENTS_FILE, REPORT_FILE)),

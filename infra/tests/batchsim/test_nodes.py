@@ -16,7 +16,7 @@ from infra.tests.batchsim.job import Job, node_variables
 from infra.tests.batchsim.network import Network
 from infra.tests.batchsim.stages import define_one_off, define_script, make_root
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
-from services.common.notices import WEBHOOK_VARIABLE
+from services.common.recipe.schema import WEBHOOK_VARIABLE
 from services.common.testing.waiting import wait_until
 from tests.small import write_notes
 

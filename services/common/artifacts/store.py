@@ -35,7 +35,7 @@ from services.common.artifacts.manifest import (
     sync_folder,
     write_durably,
 )
-from services.common.errors import ArtifactError, TryAgain, naming_the_place
+from services.common.errors import ArtifactError, TryAgain, adding_path
 from services.common.recipe.schema import Recipe, fingerprint, identity
 from services.common.recipe.section import Kind
 
@@ -137,11 +137,11 @@ def publish_once(
             record_current(address, artifact.manifest.identity_key)
             return artifact, False
         writer = new_writer()
-        files, scratch = begin_partial(address, writer), address.beside(SCRATCH_SUFFIX)
+        files, scratch = make_partial(address, writer), address.beside(SCRATCH_SUFFIX)
         scratch.mkdir(exist_ok=True)
         for path in list(scratch.glob("writer-*")):
             discard(path)
-        with naming_the_place(files):
+        with adding_path(files):
             draft = build(Workspace(files, scratch, scratch / f"writer-{writer}"))
             manifest = commit(address, manifest_type, service, recipe, draft, files)
         record_current(address, manifest.identity_key)
@@ -155,7 +155,7 @@ def new_writer() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def begin_partial(address: Address, writer: str) -> Path:
+def make_partial(address: Address, writer: str) -> Path:
     """Make the empty folder that `commit` publishes and that no other writer uses.
 
     Unfinished work of earlier writers is removed. Anything else in the artifact's place is moved aside, where `gc`
@@ -198,7 +198,7 @@ def discard(path: Path) -> None:
 
 
 def partial_of(address: Address, writer: str) -> Path:
-    """Return the folder that `begin_partial` makes for this writer."""
+    """Return the folder that `make_partial` makes for this writer."""
     return address.beside(f".{writer}{PARTIAL_SUFFIX}")
 
 

@@ -60,7 +60,7 @@ def open_corpus(
 
 
 def advise_vocab_size(model: Model, num_pieces: int) -> str:
-    """Return the begin of a sentence with the options by which a model fits a vocabulary of `num_pieces`."""
+    """Return the start of a sentence with the options by which a model fits a vocabulary of `num_pieces`."""
     rows = model.num_vocab_rows
     padding = f" --model.padded_vocab_size={rows} (if the model has {rows:,} rows)" if rows > num_pieces else ""
     return f"Set --model.vocab_size={num_pieces}{padding}"

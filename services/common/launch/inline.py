@@ -71,7 +71,7 @@ def keep_processes(num_workers: int) -> Iterator[None]:
     if num_workers == 1 or not _can_fork():
         yield
         return
-    with ProcessPoolExecutor(num_workers, mp_context=_FORK, initializer=_begin_forked) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=_FORK, initializer=_init_forked) as pool:
         with starting_processes():
             pool.submit(os.getpid)  # starts all processes: later there are threads that a fork would not copy
         _kept_pools.append(pool)
@@ -87,7 +87,7 @@ def _pool_of(num_workers: int) -> Iterator[ProcessPoolExecutor]:
     if _kept_pools:
         yield _kept_pools[-1]
         return
-    with ProcessPoolExecutor(num_workers, mp_context=SPAWN, initializer=_begin_tasks) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=SPAWN, initializer=_init_tasks) as pool:
         yield pool
 
 
@@ -111,7 +111,7 @@ def run_tasks(
         while True:
             refused: list[T] = []
             while len(running) < num_workers and not refused and (taken := take()) is not None:
-                pool = pool or ProcessPoolExecutor(num_workers, mp_context=SPAWN, initializer=_begin_tasks)
+                pool = pool or ProcessPoolExecutor(num_workers, mp_context=SPAWN, initializer=_init_tasks)
                 try:
                     with starting_processes():  # the pool starts them one by one
                         running[pool.submit(function, taken[0])] = taken[0]
@@ -160,12 +160,12 @@ def run_workers(group: WorkerGroup) -> None:
     agent.run_node(group)
 
 
-def _begin_forked() -> None:
+def _init_forked() -> None:
     for signum in STOP_SIGNALS:  # a fork has copied the command's handlers
         signal.signal(signum, signal.SIG_DFL)
-    _begin_tasks()
+    _init_tasks()
 
 
-def _begin_tasks() -> None:
+def _init_tasks() -> None:
     # Not SIGTERM, with which a pool ends its processes when one of them was lost.
     follow_parent(ignored=(signal.SIGINT,))

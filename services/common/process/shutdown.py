@@ -181,7 +181,7 @@ class StopReason(enum.IntEnum):
     NONE = 0
     TIME_LIMIT = 1
     STOP_FILE = 2
-    # The command hears of these, and passes them on through the stop file.
+    # The command gets these, and passes them on through the stop file.
     PREEMPTION = 3
     SIGTERM = 4
     INTERRUPT = 5

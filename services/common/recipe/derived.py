@@ -10,7 +10,7 @@ from services.common.hardware.image_platform import BACKENDS
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 
-MOST_EPOCHS = 4
+MAX_EPOCHS = 4
 """Epochs up to which repeated text teaches almost as much as new text (arXiv 2305.16264)."""
 
 
@@ -81,15 +81,15 @@ def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
 
 
 def explain_repetition(recipe: Recipe, corpus: CorpusPayload) -> str:
-    """Return what follows where `train.max_steps` repeats the corpus more than MOST_EPOCHS times; empty otherwise."""
+    """Return what follows where `train.max_steps` repeats the corpus more than MAX_EPOCHS times; empty otherwise."""
     samples = corpus.num_samples("train")
     epochs = steps_of_run(recipe) * recipe.batch.global_batch_size / samples if samples else 0
-    if epochs <= MOST_EPOCHS:
+    if epochs <= MAX_EPOCHS:
         return ""
-    most = recipe.train.first_step + MOST_EPOCHS * samples // recipe.batch.global_batch_size
+    most = recipe.train.first_step + MAX_EPOCHS * samples // recipe.batch.global_batch_size
     return (
         f"train.max_steps is {recipe.train.max_steps:,}, which trains on the corpus {epochs:,.1f} times: beyond "
-        f"{MOST_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): end at step {most:,}, or take more text"
+        f"{MAX_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): end at step {most:,}, or take more text"
     )
 
 

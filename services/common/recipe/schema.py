@@ -34,6 +34,8 @@ Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 NoticeCondition = Literal["done", "failed", "diverged", "workers_lost"]
+WEBHOOK_VARIABLE = "MILLRACE_WEBHOOK"
+"""Environment variable with the webhook's URL, where the recipe names no other place."""
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
 MAX_NAME_LENGTH = 128

@@ -22,7 +22,7 @@ from services.common.launch.batch.node import (
     require_recipe,
     require_root,
 )
-from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe, unpack_recipe
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, pack_recipe
 from services.common.testing.recipes import recipe_text
 from services.common.tests.builders import REPOSITORY
 
@@ -96,13 +96,6 @@ def test_a_recipe_travels_in_the_job_and_is_written_once(command: StageCommand) 
 def test_a_recipe_that_did_not_travel_whole_is_refused(command: StageCommand, packed: str) -> None:
     with pytest.raises(RecipeError):
         deliver_recipe(command, {RECIPE_VARIABLE: packed})
-
-
-def test_no_larger_recipe_is_packed_than_is_unpacked() -> None:
-    largest = b"a" * MOST_RECIPE_BYTES
-    assert unpack_recipe(pack_recipe(largest)) == largest
-    with pytest.raises(RecipeError):
-        pack_recipe(largest + b"a")
 
 
 def test_the_command_is_the_stages_with_the_last_of_each_option() -> None:

@@ -12,8 +12,8 @@ import urllib3
 
 from services.common import notices
 from services.common.errors import ArtifactError, RecipeError
-from services.common.notices import WEBHOOK_VARIABLE, notifying, read_webhook
-from services.common.recipe.schema import Notify
+from services.common.notices import notifying, read_webhook
+from services.common.recipe.schema import WEBHOOK_VARIABLE, Notify
 from services.common.testing.webhooks import SECRET, Receiver, receiving
 
 

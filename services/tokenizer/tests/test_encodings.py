@@ -100,15 +100,12 @@ def test_the_share_of_repaired_text_is_that_of_the_file_however_it_is_cut(
         assert (len(documents), repaired) == (good_lines + 5, 5)
 
 
-def test_a_marked_recipe_with_marked_text_gives_the_same_corpus_for_any_number_of_workers(
-    tmp_path: Path, model: Path
-) -> None:
+def test_marked_text_gives_the_same_corpus_for_any_number_of_workers(tmp_path: Path, model: Path) -> None:
     rows = [{"text": text} for text in DOCUMENTS if text.strip()]
     for number in range(3):
         lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows[number::3])
         (tmp_path / f"{number}.jsonl").write_text(lines, encoding="utf-16")
     recipe = write_recipe(tmp_path, tmp_path / "*.jsonl", tokenizer__model=str(model), model__vocab_size=300)
-    recipe.write_text(recipe.read_text(encoding="utf-8"), encoding="utf-16")
     digests = set()
     for workers in (1, 2):
         root = tmp_path / f"fsx{workers}"

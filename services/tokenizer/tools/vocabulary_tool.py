@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from services.common.artifacts.manifest import write_durably
-from services.common.errors import ArtifactError, RecipeError, naming_the_place
+from services.common.errors import ArtifactError, RecipeError, adding_path
 from services.common.process.command_line import one_of
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.schema import Corpus, Source, VocabularyTraining
@@ -63,7 +63,7 @@ def train_vocab(
     documents = sample_text(corpus, files, training.max_bytes)
     model = _train(documents, training.vocab_size, sources)
     _require_free(path)  # training takes minutes, and another command may have written the file
-    with naming_the_place(path.parent):
+    with adding_path(path.parent):
         write_durably(path, model)
     print(_describe(path, model, documents))
     return 0

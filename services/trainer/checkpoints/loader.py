@@ -28,7 +28,6 @@ from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
-from services.trainer.branch import inherit_loss_spikes, open_parent
 from services.trainer.checkpoints.index import read_index
 from services.trainer.checkpoints.lookup import (
     FoundCheckpoint,
@@ -44,7 +43,8 @@ from services.trainer.checkpoints.shards import Place, Places, SliceReader, open
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
-from services.trainer.node_staging import verify_on_node
+from services.trainer.runs.branch import inherit_loss_spikes, open_parent
+from services.trainer.workers.node_staging import verify_on_node
 
 logger = logging.getLogger(__name__)
 

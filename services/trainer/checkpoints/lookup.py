@@ -31,7 +31,7 @@ from services.common.problem_list import list_names, list_problems
 from services.common.program.mesh import Mesh
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.steps import checkpoint_steps
-from services.trainer.corpus import RunCorpus
+from services.trainer.job import RunCorpus
 
 logger = logging.getLogger(__name__)
 

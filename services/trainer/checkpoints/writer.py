@@ -21,7 +21,7 @@ from services.common.artifacts.checkpoint import (
     shard_name,
 )
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, begin_partial, commit
+from services.common.artifacts.store import Draft, commit, make_partial
 from services.common.errors import StorageError
 from services.common.process.shutdown import explain_short_notice
 from services.common.program.mesh import Mesh
@@ -167,7 +167,7 @@ class CheckpointWriter:
                 return False
             if address.path.exists() and self._looks_intact(step):
                 return False
-            begin_partial(address, self._job.writer)
+            make_partial(address, self._job.writer)
             return True
 
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))

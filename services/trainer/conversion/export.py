@@ -32,8 +32,8 @@ from services.trainer.conversion.hugging_face import require_finite, write_weigh
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.tokenizer import write_tokenizer
-from services.trainer.corpus import describe_corpus
-from services.trainer.run import Run, vocabulary_file
+from services.trainer.job import describe_corpus
+from services.trainer.runs.run import Run, vocabulary_file
 
 PROVENANCE = "provenance.json"
 """Names the run, and the checkpoints whose mean the weights are."""

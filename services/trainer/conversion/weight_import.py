@@ -15,7 +15,7 @@ from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointP
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, begin_partial, commit
+from services.common.artifacts.store import Draft, commit, make_partial
 from services.common.errors import ArtifactError, RecipeError, unreadable
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
@@ -69,7 +69,7 @@ def import_weights(job: Job, folder: Path) -> Path:
             waivers=job.waivers,
             imported=imported,
         )
-        partial = begin_partial(address, job.writer)
+        partial = make_partial(address, job.writer)
         *shards, index = _write_files(partial, state.origin(job.run, rank=0), shapes, read)
     payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in shards), 0))
     draft = Draft(payload, (job.corpus.link,), (*shards, index))

@@ -27,13 +27,12 @@ from services.common.recipe.schema import Recipe
 from services.trainer.agreement.requirements import require_same_program
 from services.trainer.checkpoints.loader import load_weights
 from services.trainer.checkpoints.lookup import find_trained_corpus
-from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
-from services.trainer.job import Job
-from services.trainer.node_staging import new_cache_files, prepare_node, using_node
-from services.trainer.worker import begin_device, joined_group, make_backend
-from services.trainer.worker_start import describe_workers
+from services.trainer.job import Job, RunCorpus
+from services.trainer.workers.node_staging import new_cache_files, prepare_node, using_node
+from services.trainer.workers.start import describe_workers
+from services.trainer.workers.worker import joined_group, make_backend, prepare_device
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnviron
     """Evaluate as one worker; rank 0 writes the result."""
     job = evaluation_job.job
     configure_logging("trainer", rank=environment.rank)
-    with naming_hardware_faults(), joined_group(environment, begin_device(job)) as group:
+    with naming_hardware_faults(), joined_group(environment, prepare_device(job)) as group:
         group.wait_for_work(lambda: prepare_node(job))
         require_same_program(job, group)
         program = Program(job.recipe, make_backend(job, environment), draws_weights=False)

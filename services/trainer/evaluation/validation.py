@@ -21,9 +21,9 @@ from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
-from services.trainer.corpus import RunCorpus
 from services.trainer.data import permute, read_micro_batch
 from services.trainer.evaluation.losses import Evaluation, LossTotals
+from services.trainer.job import RunCorpus
 
 PERMUTATION_SEED = -1
 """Seed of the permutation that chooses the samples of a bounded evaluation. It is no run's: those are 0 or more."""

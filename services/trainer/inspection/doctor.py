@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,14 @@ from services.common.artifacts.verification import verify_on_nodes
 from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError, is_damage
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import LostTask, choose_launcher
+from services.common.process.command_line import Given
 from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.memory_estimate import show_size
-from services.common.recipe.schema import Recipe, fingerprint
-from services.trainer.branch import open_parent, require_same_vocabulary
+from services.common.recipe.schema import fingerprint
 from services.trainer.checkpoints.lookup import all_damaged, open_checkpoint, verify_sizes, verify_state
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.command_inputs import new_job, open_cache
-from services.trainer.corpus import describe_corpus
 from services.trainer.inspection.findings import (
     Finding,
     exit_code,
@@ -45,8 +43,9 @@ from services.trainer.inspection.findings import (
 )
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.node import NodeReport, NodeRequirements, check_node, existing_place
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run
-from services.trainer.stop import STOP_FILE
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, describe_corpus
+from services.trainer.runs.branch import open_parent, require_same_vocabulary
+from services.trainer.supervision.stop import STOP_FILE
 
 STRAGGLER = 0.1
 """Share by which a node's matrix products may be slower than the median node's: in every step all nodes wait for the
@@ -54,33 +53,22 @@ slowest.
 """
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """What a person chose on the command line."""
-
-    recipe_path: Path
-    root: Path
-    launch: str
-    corpus: Path | None
-    cache: Path | None
-    is_quick: bool
-    """Whether sizes of files are compared instead of checksums."""
-
-
-def doctor(options: DoctorOptions, recipe: Recipe) -> int:
+def doctor(given: Given, launch: str, corpus_path: Path | None, cache_path: Path | None, level: Level) -> int:
     """Print the table, and return 0 or the exit code of the most serious problem."""
-    findings = Doctor(options, recipe).check()
-    print(f"{format_table(findings)}\n\n{recipe.name} in {options.root}: {summarize(findings)}")
+    findings = Doctor(given, launch, corpus_path, cache_path, level).check()
+    print(f"{format_table(findings)}\n\n{given.recipe.name} in {given.root}: {summarize(findings)}")
     return exit_code(findings)
 
 
 class Doctor:
     """Checks a run; later checks use what earlier ones have opened."""
 
-    def __init__(self, options: DoctorOptions, recipe: Recipe) -> None:
-        self._options, self._recipe, self._root = options, recipe, options.root
-        self._level: Level = "size" if options.is_quick else "full"
-        self._launcher = choose_launcher(options.launch)
+    def __init__(
+        self, given: Given, launch: str, corpus_path: Path | None, cache_path: Path | None, level: Level
+    ) -> None:
+        self._recipe, self._recipe_path, self._root = given.recipe, given.recipe_path, given.root
+        self._corpus_path, self._cache_path = corpus_path, cache_path
+        self._launch, self._launcher, self._level = launch, choose_launcher(launch), level
         self._corpus: Artifact[CorpusManifest] | None = None
         self._cache: Artifact[CompileCacheManifest] | None = None
         self._program, self._num_checkpoints = "", 0
@@ -101,7 +89,7 @@ class Doctor:
         return findings + run_check("nodes", self._check_nodes, inline)
 
     def _make(self, stage: Any) -> str:
-        return stage_command(stage, self._options.recipe_path, self._root)
+        return stage_command(stage, self._recipe_path, self._root)
 
     def _check_recipe(self) -> Iterator[Finding]:
         recipe, parallel = self._recipe, self._recipe.parallel
@@ -113,12 +101,12 @@ class Doctor:
         )
 
     def _check_corpus(self) -> Iterator[Finding]:
-        self._corpus = open_corpus(self._recipe, self._options.recipe_path, self._root, self._options.corpus)
+        self._corpus = open_corpus(self._recipe, self._recipe_path, self._root, self._corpus_path)
         yield self._verify("corpus", self._corpus, self._make("tokenizer"))
 
     def _check_cache(self) -> Iterator[Finding]:
         self._program = fingerprint(program_facts(self._recipe))  # needed even if there is no cache
-        opened = open_cache(self._recipe, self._options.recipe_path, self._root, self._options.cache, allow_cold=False)
+        opened = open_cache(self._recipe, self._recipe_path, self._root, self._cache_path, allow_cold=False)
         self._cache = opened[0]
         if self._cache is None:
             yield ok("compile cache", "none needed: compile.enabled = false")
@@ -183,7 +171,7 @@ class Doctor:
         check, train = "checkpoints", job.recipe.train
         if train.initial_weights:
             none = ArtifactError(f"{job.run}: its weights (train.initial_weights) are not imported yet")
-            command = stage_command("trainer", self._options.recipe_path, job.root, "import", "--from", "FOLDER")
+            command = stage_command("trainer", self._recipe_path, job.root, "import", "--from", "FOLDER")
             yield problem(check, none, command)
             return
         if train.branch:
@@ -193,7 +181,7 @@ class Doctor:
         yield ok(check, f"none of {job.run}: it starts at step {train.first_step}")
 
     def _check_nodes(self) -> Iterator[Finding]:
-        recipe, launch, root = self._recipe, self._options.launch, self._root
+        recipe, launch, root = self._recipe, self._launch, self._root
         is_cluster = launch == "ray" and cluster_address() is not None
         on_node = recipe.cluster.trainer_workers_per_node if is_cluster else recipe.parallel.num_workers
         requirements = NodeRequirements(

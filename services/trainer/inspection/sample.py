@@ -11,7 +11,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.program.llama import Llama, parameter_shapes
 from services.common.vocabularies.codec import load_codec
 from services.trainer.checkpoints.shards import ShardReader
-from services.trainer.run import Run, vocabulary_file
+from services.trainer.runs.run import Run, vocabulary_file
 
 TOP_TOKENS = 50
 MIN_TEMPERATURE = 1e-3

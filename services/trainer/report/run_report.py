@@ -24,9 +24,10 @@ from services.trainer.metrics.events import read_events
 from services.trainer.report.charts import MARKS, REPORT, ChartSection
 from services.trainer.report.curves import DrawnChart, RunCurves
 from services.trainer.report.page import Table, Tile, render, write_bytes, write_number, write_share
-from services.trainer.run import REPORT_FILE, Run, StartedRun, summarize
 from services.trainer.runs.cost import StageCost
+from services.trainer.runs.run import REPORT_FILE, Run, StartedRun
 from services.trainer.runs.status import RunStatus, read_status
+from services.trainer.runs.summary import summarize
 
 _MAX_EVENTS, _MAX_ATTEMPTS, _MAX_PHASES = 200, 100, 60
 _NO_SAMPLE = (

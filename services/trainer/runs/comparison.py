@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ArtifactError, RecipeError
-from services.trainer.job import RUN_FILE, run_folder
+from services.common.errors import RecipeError
+from services.trainer.job import run_folder
 from services.trainer.report.comparison import write_comparison
+from services.trainer.runs.description import read_description
 from services.trainer.runs.listing import STATUS_HEADINGS, UNKNOWN, describe_status, find_run, print_json, print_table
 from services.trainer.runs.status import read_status
 
@@ -50,11 +51,7 @@ def find_runs(root: Path, names: str) -> list[str]:
 
 def read_recipe_values(root: Path, run: str) -> dict[str, Any]:
     """Return the recipe of a run by dotted names. Raises `ArtifactError` if the run's file is damaged."""
-    path = run_folder(root, run) / RUN_FILE
-    try:
-        return dict(_flatten(json.loads(path.read_bytes())["recipe"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise ArtifactError(f"{path}: {error}. The trainer's command for this run writes it again.") from error
+    return dict(_flatten(read_description(run_folder(root, run)).recipe))
 
 
 def differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

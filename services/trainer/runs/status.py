@@ -6,7 +6,6 @@ with the steps, because of the metrics only the end is read.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from services.common.artifacts.checkpoint import Ancestor
-from services.common.artifacts.store import Address
-from services.common.errors import EXIT_INTERRUPTED, TryAgain
+from services.common.errors import EXIT_INTERRUPTED, MillraceError, TryAgain
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.evaluation.records import read_evaluations
-from services.trainer.job import RUN_FILE, run_folder
+from services.trainer.job import RUN_FILE, checkpoint_collection, run_folder
 from services.trainer.metrics.commands import CommandRecord, read_commands, sum_chip_hours, sum_cost
 from services.trainer.metrics.records import read_last_step
+from services.trainer.runs.description import read_description
 
 State = Literal["running", "done", "stopped", "failed", "lost", "not started"]
 """State of a run.
@@ -98,12 +97,12 @@ def read_status(root: Path, run: str, now: float | None = None) -> RunStatus:
     """
     folder = run_folder(root, run)
     commands, last, evaluations = read_commands(folder), read_last_step(folder) or {}, read_evaluations(folder).lines
-    checkpoint_step = newest_step(Address(root, "checkpoint", run, "").collection)
+    checkpoint_step = newest_step(checkpoint_collection(root, run))
     max_steps, parent = None, None
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        described = json.loads((folder / RUN_FILE).read_bytes())
-        max_steps = int(described["recipe"]["train"]["max_steps"])
-        parent = Ancestor.model_validate(described["parent"]) if "parent" in described else None
+    with suppress(MillraceError, ValueError, TypeError, KeyError):
+        described = read_description(folder)
+        parent = described.parent
+        max_steps = int(described.recipe["train"]["max_steps"])
     step = max(last.get("step", 0), checkpoint_step or 0)
     newest = commands[-1] if commands else None
     tokens, speed = last.get("tokens"), last.get("mean_tokens_per_second", last.get("tokens_per_second"))

@@ -39,10 +39,9 @@ from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing import recipes
 from services.common.testing.corpora import corpus_payload
 from services.trainer.command_inputs import new_job
-from services.trainer.corpus import describe_corpus
-from services.trainer.job import Job
+from services.trainer.job import Job, describe_corpus
 from services.trainer.loop import train
-from services.trainer.run import write_run
+from services.trainer.runs.description import write_run
 
 SMALL: dict[str, Any] = {
     "corpus__rows_per_shard": 32,

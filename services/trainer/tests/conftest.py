@@ -18,7 +18,7 @@ from services.trainer.loop import train
 from services.trainer.tests.builders import building_jobs
 from services.trainer.tests.evaluated import target_losses
 
-fork_server.preload("services.trainer.supervise", "services.trainer.tests.work")
+fork_server.preload("services.trainer.supervision.supervise", "services.trainer.tests.work")
 
 
 @pytest.fixture(scope="module", autouse=True)

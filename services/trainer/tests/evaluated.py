@@ -16,11 +16,10 @@ from services.common.testing.recipes import load_with
 from services.trainer.checkpoints.loader import load_weights
 from services.trainer.checkpoints.lookup import choose_checkpoint
 from services.trainer.conversion.export import export
-from services.trainer.corpus import RunCorpus
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.evaluation.validation import Validation
-from services.trainer.job import Job
-from services.trainer.run import open_run
+from services.trainer.job import Job, RunCorpus
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import make_program, write_recipe
 
 

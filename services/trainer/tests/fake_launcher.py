@@ -30,8 +30,8 @@ class FakeLauncher:
             launcher.jobs.append(job)
             run(job)
 
-        monkeypatch.setattr("services.trainer.supervise.train", train)
-        monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: launcher)
+        monkeypatch.setattr("services.trainer.supervision.supervise.train", train)
+        monkeypatch.setattr("services.trainer.supervision.supervise.choose_launcher", lambda name: launcher)
         return launcher
 
     def run_workers(self, group: WorkerGroup) -> None:

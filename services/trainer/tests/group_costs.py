@@ -13,7 +13,7 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.trainer.agreement.step_agreement import StepAgreement, WorkerStep
 from services.trainer.tests.work import place_on_nodes
-from services.trainer.worker import joined_group
+from services.trainer.workers.worker import joined_group
 
 WORKERS_OF_NODE = 4
 FileStore = dist.FileStore  # type: ignore[attr-defined]

@@ -17,7 +17,6 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
-from services.trainer.branch import inherit_loss_spikes, require_same_vocabulary
 from services.trainer.checkpoints.loader import find_checkpoint
 from services.trainer.checkpoints.lookup import open_checkpoint
 from services.trainer.checkpoints.steps import checkpoint_steps
@@ -27,6 +26,7 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
+from services.trainer.runs.branch import inherit_loss_spikes, require_same_vocabulary
 from services.trainer.tests import work
 from services.trainer.tests.runs import flip_a_bit, state_hash
 

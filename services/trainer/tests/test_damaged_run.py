@@ -28,10 +28,10 @@ from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
-from services.trainer.node_staging import compile_cache_folder, prepare_node
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.runs import vouch_for_files
+from services.trainer.workers.node_staging import compile_cache_folder, prepare_node
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
 Change = Callable[[dict[str, Any]], object]

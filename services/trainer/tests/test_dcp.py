@@ -27,7 +27,7 @@ from services.trainer.conversion.export import export
 from services.trainer.inspection.sample import load_model
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.dcp_files import (
     OLD_NAMES,

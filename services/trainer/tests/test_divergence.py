@@ -14,8 +14,9 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.report.run_report import write_report
-from services.trainer.run import open_run, summarize
-from services.trainer.stop import STOP_FILE
+from services.trainer.runs.run import open_run
+from services.trainer.runs.summary import summarize
+from services.trainer.supervision.stop import STOP_FILE
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, state_hash
 

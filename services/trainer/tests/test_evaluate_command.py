@@ -17,7 +17,7 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.conversion.export import export
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import make_corpus, make_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, flip_a_bit
 

@@ -16,11 +16,10 @@ import pytest
 from services.common.artifacts.corpus import SourceCounts, SourceSplitCounts
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
-from services.trainer.corpus import describe_corpus
 from services.trainer.evaluation.losses import estimate_standard_error
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
-from services.trainer.job import Job
+from services.trainer.job import Job, describe_corpus
 from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import make_corpus, make_program, make_recipe
 from services.trainer.tests.evaluated import documents_of, evaluate_here, read_split, target_losses

@@ -19,7 +19,7 @@ from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
-from services.trainer.stop import StopConditions, request_stop
+from services.trainer.supervision.stop import StopConditions, request_stop
 from services.trainer.tests.runs import checkpoints, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)

@@ -27,7 +27,7 @@ from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.inspection.sample import TextGenerator, load_model, load_weights
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.run import open_run, vocabulary_file
+from services.trainer.runs.run import open_run, vocabulary_file
 from services.trainer.tests.builders import LLAMA_3_1
 from services.trainer.tests.runs import call_trainer, flip_a_bit
 

@@ -18,8 +18,9 @@ from services.trainer.job import Job, rank_log
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, read_events
 from services.trainer.metrics.records import read_metrics
-from services.trainer.run import open_run, summarize
-from services.trainer.supervise import supervise
+from services.trainer.runs.run import open_run
+from services.trainer.runs.summary import summarize
+from services.trainer.supervision.supervise import supervise
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, read_run, state_hash
 
@@ -40,7 +41,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     """Run the workers as the command does."""
 
     def run(function: Callable[[Job, WorkerEnvironment], None], job: Job) -> None:
-        monkeypatch.setattr("services.trainer.supervise.train_on_node", partial(work.train_on_node_by, function))
+        monkeypatch.setattr(
+            "services.trainer.supervision.supervise.train_on_node", partial(work.train_on_node_by, function)
+        )
         supervise(job)
 
     return run

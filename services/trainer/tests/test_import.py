@@ -24,7 +24,7 @@ from services.trainer.conversion.hugging_face import HuggingFaceWeights
 from services.trainer.conversion.weight_import import digest_weights, import_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import LLAMA_3_1, make_recipe, train_new, write_recipe
 from services.trainer.tests.runs import call_trainer, train_alone
 

@@ -25,7 +25,7 @@ from services.trainer.conversion.weight_import import digest_weights, import_wei
 from services.trainer.inspection.sample import load_model
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.run import Run, open_run
+from services.trainer.runs.run import Run, open_run
 from services.trainer.tests.builders import LLAMA_3_1, train_new, write_recipe
 from services.trainer.tests.runs import call_trainer
 

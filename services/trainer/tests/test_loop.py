@@ -28,7 +28,7 @@ from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, count_events, warnings_of
 from services.trainer.metrics.records import read_metrics
-from services.trainer.stop import STOP_FILE
+from services.trainer.supervision.stop import STOP_FILE
 from services.trainer.tests import work
 from services.trainer.tests.builders import make_program, make_recipe, train_new
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash

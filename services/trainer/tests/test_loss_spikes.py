@@ -24,7 +24,8 @@ from services.trainer.job import Job
 from services.trainer.loop import Training, train
 from services.trainer.metrics.events import EventTail, read_events, warnings_of
 from services.trainer.metrics.records import read_metrics
-from services.trainer.run import open_run, summarize
+from services.trainer.runs.run import open_run
+from services.trainer.runs.summary import summarize
 from services.trainer.tests import work
 from services.trainer.tests.builders import make_recipe, train_new
 from services.trainer.tests.runs import checkpoints, state_hash

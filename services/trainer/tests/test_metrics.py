@@ -28,7 +28,8 @@ from services.trainer.metrics.records import (
     read_record_of,
 )
 from services.trainer.metrics.run_numbers import mean_training_loss
-from services.trainer.run import open_run, summarize
+from services.trainer.runs.run import open_run
+from services.trainer.runs.summary import summarize
 from services.trainer.tests import work
 from services.trainer.tests.builders import train_new
 from services.trainer.tests.metric_lines import STEP, append

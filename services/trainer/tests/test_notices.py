@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import WorkersLost
-from services.common.notices import WEBHOOK_VARIABLE
+from services.common.recipe.schema import WEBHOOK_VARIABLE
 from services.common.testing.webhooks import Receiver, receiving
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
-from services.trainer.notices import notifying_run
-from services.trainer.supervise import supervise
+from services.trainer.supervision.supervise import notifying_run, supervise
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.runs import train_alone

@@ -23,7 +23,7 @@ from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import digest_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import train_new, write_recipe
 from services.trainer.tests.nxd_files import (
     Files,

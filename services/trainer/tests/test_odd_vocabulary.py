@@ -13,7 +13,7 @@ from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.trainer.conversion.export import export
 from services.trainer.job import Job
 from services.trainer.metrics.records import read_metrics
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests import work
 from services.trainer.tests.builders import train_new
 

@@ -20,7 +20,7 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
-from services.trainer.run import open_run
+from services.trainer.runs.run import open_run
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, read_run, state_hash
 

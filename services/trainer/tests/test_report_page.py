@@ -24,7 +24,7 @@ from services.trainer.job import Job
 from services.trainer.metrics.commands import COMMANDS_FILE
 from services.trainer.metrics.events import record_event
 from services.trainer.report.run_report import write_report
-from services.trainer.run import open_started_run
+from services.trainer.runs.run import open_started_run
 from services.trainer.tests import work
 from services.trainer.tests.builders import train_new
 from services.trainer.tests.drawn import read_charts, read_curves

@@ -27,8 +27,8 @@ from services.trainer.metrics.commands import (
     recording_command,
 )
 from services.trainer.metrics.records import METRICS_FILE, read_last_step
-from services.trainer.run import writing_costs
 from services.trainer.runs.cost import divide_training
+from services.trainer.runs.description import writing_costs
 from services.trainer.runs.status import RunStatus, read_status
 from services.trainer.tests.metric_lines import BEGAN, make_command
 

@@ -13,7 +13,8 @@ from services.common.process.entry_point import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.run import open_run, summarize
+from services.trainer.runs.run import open_run
+from services.trainer.runs.summary import summarize
 from services.trainer.tests.runs import train_alone
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)

@@ -10,7 +10,14 @@ from services.common.errors import Interrupted, MillraceError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.trainer.job import Job
-from services.trainer.stop import STOP_FILE, StopConditions, clear_stop, forget_signals, request_stop, stopped
+from services.trainer.supervision.stop import (
+    STOP_FILE,
+    StopConditions,
+    clear_stop,
+    forget_signals,
+    request_stop,
+    stopped,
+)
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
 
@@ -46,7 +53,7 @@ def test_a_signal_of_the_command_has_its_error_and_does_not_stop_the_next_comman
 
     forget_signals(job.run_folder)
     assert StopConditions(job, ALONE).check() is StopReason.NONE
-    assert type(stopped(reason, 7, job.run_folder)) is error
+    assert type(stopped(reason, 7)) is error
 
 
 def test_of_several_requests_the_strongest_stays(new_job: Callable[..., Job]) -> None:

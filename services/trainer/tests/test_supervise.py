@@ -35,13 +35,13 @@ from services.trainer.health.silence import write_heartbeat
 from services.trainer.job import Job
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import METRICS_FILE
-from services.trainer.restarts import RestartPolicy
-from services.trainer.stop import STOP_FILE, request_stop, requested_stop
-from services.trainer.supervise import supervise, train_on_node
+from services.trainer.supervision.restarts import RestartPolicy
+from services.trainer.supervision.stop import STOP_FILE, request_stop, requested_stop
+from services.trainer.supervision.supervise import supervise, train_on_node
 from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.tests.runs import REPOSITORY
-from services.trainer.worker_start import describe_workers
+from services.trainer.workers.start import describe_workers
 
 KILLED = "rank 1 (pid 7 on node) was killed by SIGKILL"
 
@@ -210,7 +210,7 @@ def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkey
     def fail(job: Job, environment: WorkerEnvironment) -> None:
         raise RuntimeError("nrt_execute failed: NRT_EXEC_HW_ERR_HBM_UE")
 
-    monkeypatch.setattr("services.trainer.supervise.train", fail)
+    monkeypatch.setattr("services.trainer.supervision.supervise.train", fail)
     monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     job = new_job()

@@ -35,11 +35,11 @@ from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.node_staging import prepare_node
-from services.trainer.stop import request_stop
-from services.trainer.supervise import train_on_node
+from services.trainer.supervision.stop import request_stop
+from services.trainer.supervision.supervise import train_on_node
 from services.trainer.tests.runs import checkpoints, flip_a_bit
-from services.trainer.worker import joined_group
+from services.trainer.workers.node_staging import prepare_node
+from services.trainer.workers.worker import joined_group
 
 COLLECTIVE_SECONDS = 3.0
 SLOW_SECONDS = 4.5
@@ -52,7 +52,7 @@ AUDIT = "audit.jsonl"
 def train_on_node_by(train: Callable[[Job, WorkerEnvironment], None], job: Job, environment: WorkerEnvironment) -> None:
     """Do what a worker of the command does, with another function that trains."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.trainer.supervise.train", train)
+        patch.setattr("services.trainer.supervision.supervise.train", train)
         train_on_node(job, environment)
 
 

@@ -35,10 +35,10 @@ from services.common.launch.batch.node import (
 )
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
-from services.common.notices import WEBHOOK_VARIABLE
 from services.common.process.command_line import make_app, run_app
 from services.common.process.entry_point import run_program
 from services.common.process.shutdown import Stopped, name_signal, on_stop_signal
+from services.common.recipe.schema import WEBHOOK_VARIABLE
 
 if TYPE_CHECKING:
     from services.common.launch.batch.ray_nodes import RayNodes

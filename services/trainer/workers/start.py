@@ -21,11 +21,11 @@ from services.trainer.inspection.fit import instance_type
 WITH_WORKERS = ("train", "evaluate")
 """Commands that start workers; `train` is the default."""
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-_PRELOAD = "services.trainer.worker_preload"
-_COMPILED_PRELOAD = "services.trainer.compiled_worker_preload"
+_PRELOAD = "services.trainer.workers.preload"
+_COMPILED_PRELOAD = "services.trainer.workers.inductor_preload"
 
 
-def begin_start(argv: list[str]) -> None:
+def prestart_workers(argv: list[str]) -> None:
     """Start the fork server of a command with workers on this machine, while the command's program is imported.
 
     This only guesses from the command line; the command reads it and reports every error.

@@ -7,10 +7,6 @@ on the reason, so all of them stop after that next step, with one checkpoint.
 from __future__ import annotations
 
 import logging
-import os
-import stat
-import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,10 +27,6 @@ class StopConditions:
     def __init__(self, job: Job, environment: WorkerEnvironment) -> None:
         self._job = job
         self._environment = environment
-        self._file = job.run_folder / STOP_FILE
-        # The command may have started on another machine, and nobody can set a monotonic clock.
-        before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
-        self._began_at = time.monotonic() - before_seconds
 
     def check(self) -> StopReason:
         """Return the strongest reason that there is; NONE on all ranks but 0.
@@ -43,11 +35,11 @@ class StopConditions:
         """
         if self._environment.rank != 0:
             return StopReason.NONE
-        return max(_read_request(self._file), self._read_clock())
+        return max(_read_request(self._job.run_folder), self._read_clock())
 
     def _read_clock(self) -> StopReason:
         limit = self._job.recipe.train.time_limit_seconds
-        elapsed_seconds = time.monotonic() - self._began_at
+        elapsed_seconds = (datetime.now(UTC) - self._job.started_at).total_seconds()
         return StopReason.TIME_LIMIT if limit and elapsed_seconds >= limit else StopReason.NONE
 
 
@@ -56,35 +48,27 @@ def request_stop(run_folder: Path, reason: StopReason) -> None:
 
     A stronger request that is there already stays. Raises `OSError`.
     """
-    path = run_folder / STOP_FILE
-    if _read_request(path) < reason:
-        with suppress(IsADirectoryError):  # a person has made a folder as a request
-            write_durably(path, reason.name.encode())
+    if _read_request(run_folder) < reason:
+        write_durably(run_folder / STOP_FILE, reason.name.encode())
 
 
 def clear_stop(run_folder: Path) -> None:
-    """Remove the request after the run has stopped. Where that is impossible, `stopped` says so."""
-    path = run_folder / STOP_FILE
-    with suppress(OSError):
-        if stat.S_ISDIR(path.lstat().st_mode):
-            path.rmdir()
-        else:
-            path.unlink()
+    """Remove the request after the run has stopped."""
+    (run_folder / STOP_FILE).unlink(missing_ok=True)
 
 
 def forget_signals(run_folder: Path) -> None:
     """Remove the request of a signal or a preemption to an earlier command. A person's stays, with a warning."""
-    path = run_folder / STOP_FILE
-    reason = _read_request(path)
+    reason = _read_request(run_folder)
     if reason > StopReason.STOP_FILE:
-        path.unlink(missing_ok=True)
+        clear_stop(run_folder)
     elif reason:
-        logger.warning("%s exists: the run will stop after its first step, with a checkpoint", path)
+        logger.warning("%s exists: the run stops after its first step, with a checkpoint", run_folder / STOP_FILE)
 
 
 def requested_stop(run_folder: Path) -> StopReason:
     """Return the stop that a signal or a preemption has requested; NONE where there is none."""
-    reason = _read_request(run_folder / STOP_FILE)
+    reason = _read_request(run_folder)
     return reason if reason > StopReason.STOP_FILE else StopReason.NONE
 
 
@@ -97,36 +81,21 @@ def stopped_by_loss(reason: StopReason, loss: str) -> MillraceError:
     )
 
 
-def stopped(reason: StopReason, step: int | None, run_folder: Path) -> MillraceError:
+def stopped(reason: StopReason, step: int | None) -> MillraceError:
     """Make the error of a run that stopped early after a step, or None before its first one.
 
     Its exit code is 75, or 130 for Ctrl-C.
     """
     kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
-    path = run_folder / STOP_FILE
     where = "before the first step" if step is None else f"after step {step}; its checkpoint is committed"
-    text = f"Stopped by {reason} {where}. The same command continues."
-    if os.path.lexists(path):
-        text += f" But {path} is still there and would stop it after its first step: remove it first."
-    return kind(text)
+    return kind(f"Stopped by {reason} {where}. The same command continues.")
 
 
-def _read_request(path: Path) -> StopReason:
-    """Read the request at `path`, which may be a file with any content, a folder, or a dangling link.
-
-    A file that `request_stop` wrote names the reason.
-    """
-    if not os.path.lexists(path):
-        return StopReason.NONE
-    written = _read_start(path)
-    written_by_program = [reason for reason in StopReason if reason > StopReason.STOP_FILE]
-    return next((reason for reason in written_by_program if reason.name.encode() == written), StopReason.STOP_FILE)
-
-
-def _read_start(path: Path) -> bytes:
-    """Return the first bytes of a file; empty if it cannot be read."""
+def _read_request(run_folder: Path) -> StopReason:
+    """Read the stop file. One that `request_stop` wrote names its reason; any other is a person's."""
     try:
-        with path.open("rb") as file:
-            return file.read(64).strip()
-    except OSError:
-        return b""
+        written = (run_folder / STOP_FILE).read_bytes()
+    except FileNotFoundError:
+        return StopReason.NONE
+    signals = {reason.name.encode(): reason for reason in StopReason if reason > StopReason.STOP_FILE}
+    return signals.get(written, StopReason.STOP_FILE)

@@ -12,7 +12,7 @@ import gc
 gc.disable()
 try:
     import services.common.program.backends.torch_native
-    import services.trainer.supervise  # noqa: F401
+    import services.trainer.supervision.supervise  # noqa: F401
     from services.common.program.fingerprint import parse_source
 
     parse_source()

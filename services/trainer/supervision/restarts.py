@@ -14,7 +14,7 @@ from services.trainer.health.silence import find_hang
 from services.trainer.job import Job
 from services.trainer.metrics.events import count_restarts, record_event
 from services.trainer.metrics.records import read_last_step
-from services.trainer.stop import requested_stop, stopped_by_loss
+from services.trainer.supervision.stop import requested_stop, stopped_by_loss
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Supervises the workers for the command: describes them to the launcher, passes on signals, and shows progress."""
+"""Supervises the workers for the command: starts them, passes on signals, shows progress and posts notices."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
+from services.common.artifacts.upstream import stage_command
 from services.common.hardware.faults import naming_hardware_faults
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroup, choose_launcher
+from services.common.notices import notifying
 from services.common.process.background_thread import running_in_background
-from services.common.process.progress import Progress, show_progress
+from services.common.process.progress import show_progress
 from services.common.process.shutdown import Stopped, StopReason, end_soon, name_signal, on_stop_signal
+from services.common.recipe.schema import NoticeCondition
 from services.trainer.health.silence import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, warnings_of
 from services.trainer.metrics.ray_report import read_report
 from services.trainer.metrics.records import read_last_step
-from services.trainer.node_staging import node_folder
-from services.trainer.restarts import RestartPolicy
-from services.trainer.stop import forget_signals, request_stop
-from services.trainer.worker_start import describe_workers
+from services.trainer.supervision.restarts import RestartPolicy
+from services.trainer.supervision.stop import forget_signals, request_stop
+from services.trainer.workers.node_staging import node_folder
+from services.trainer.workers.start import describe_workers
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,16 @@ PROGRESS_SECONDS = 1.0
 
 Observer = Callable[[list[dict[str, Any]]], None]
 """Gets the events of the run that were recorded since the last call."""
+
+NOTICED_EVENTS: dict[str, NoticeCondition] = {
+    "restart": "workers_lost",
+    "rollbacks_exhausted": "diverged",
+    "loss_deviates_at_end": "diverged",
+    "diverged": "diverged",
+}
+"""Conditions by the kind of the run's event."""
+
+_NOT_TOLD = ("event", "time", "attempt", "start")
 
 
 def supervise(job: Job, observe: Observer = lambda events: None) -> None:
@@ -74,6 +88,22 @@ def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
         train(job, environment)
 
 
+@contextmanager
+def notifying_run(job: Job, recipe_path: Path) -> Iterator[Observer]:
+    """Yield the observer of the run's new events, and tell that the run is done or has failed at the block's end."""
+    subject = f"trainer {job.run}"
+    with notifying(job.recipe.notify, subject, stage_command("trainer", recipe_path, job.root, "summary")) as post:
+
+        def observe(events: list[dict[str, Any]]) -> None:
+            for event in events:
+                if condition := NOTICED_EVENTS.get(event["event"]):
+                    facts = (f"{name} {value}" for name, value in event.items() if name not in _NOT_TOLD)
+                    post(condition, ", ".join(facts))
+
+        yield observe
+        post("done", f"trained to step {job.recipe.train.max_steps:,}")
+
+
 class _StopRequest:
     """Passes SIGTERM, SIGHUP and Ctrl-C on to the workers, which then stop after the next step with a checkpoint."""
 
@@ -83,7 +113,7 @@ class _StopRequest:
         self.signum: int | None = None
         """Number of the signal that made the request."""
 
-    def begin_start(self) -> None:
+    def note_restart(self) -> None:
         """Take note of a new start of the workers."""
         self._recorded = self._last_record()
 
@@ -115,36 +145,28 @@ def _end_at_once(signum: int) -> NoReturn:
 
 @contextmanager
 def _progress_of(job: Job, observe: Observer, request: _StopRequest) -> Iterator[None]:
-    """Show the run's progress from its records, which every launcher has."""
-    max_steps = job.recipe.train.max_steps
-    with show_progress("training", max_steps, "steps") as progress:
+    """Show the run's progress from its records, which every launcher has, and pass on its events."""
+
+    def follow(is_over: threading.Event) -> None:
+        is_last, tail = False, EventTail(job)
+        while not is_last:
+            is_last = is_over.wait(PROGRESS_SECONDS)
+            events = tail.read()
+            for warning in warnings_of(events):
+                logger.warning(warning)
+            for event in events:
+                if event["event"] == "restart":
+                    logger.warning("lost the workers (%s); starting them again", event.get("cause"))
+                    request.note_restart()
+                    progress.start_again()
+            observe(events)
+            last = read_last_step(job.run_folder)
+            if last and last != before:
+                progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")
+            else:
+                progress.wait()
+
+    with show_progress("training", job.recipe.train.max_steps, "steps") as progress:
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
-        with running_in_background(partial(_follow, job, progress, before, observe, request), "progress"):
+        with running_in_background(follow, "progress"):
             yield
-
-
-def _follow(
-    job: Job,
-    progress: Progress,
-    before: dict[str, Any] | None,
-    observe: Observer,
-    request: _StopRequest,
-    is_over: threading.Event,
-) -> None:
-    is_last, tail = False, EventTail(job)
-    while not is_last:
-        is_last = is_over.wait(PROGRESS_SECONDS)
-        events = tail.read()
-        for warning in warnings_of(events):
-            logger.warning(warning)
-        for event in events:
-            if event["event"] == "restart":
-                logger.warning("lost the workers (%s); starting them again", event.get("cause"))
-                request.begin_start()
-                progress.start_again()
-        observe(events)
-        last = read_last_step(job.run_folder)
-        if last and last != before:
-            progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")
-        else:
-            progress.wait()

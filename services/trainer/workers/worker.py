@@ -12,10 +12,10 @@ from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import GLOO, ProcessGroup
 from services.trainer.job import Job
-from services.trainer.node_staging import compile_cache_folder
+from services.trainer.workers.node_staging import compile_cache_folder
 
 
-def begin_device(job: Job) -> str:
+def prepare_device(job: Job) -> str:
     """Name the node's copy of the compile cache to the libraries of the job's device, which may read the name when they
     are imported. Return the name of the collectives that form torch's own group of all workers.
     """
@@ -29,7 +29,7 @@ def begin_device(job: Job) -> str:
 def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[ProcessGroup]:
     """Join the process group of all workers, and leave it once all workers have reached the end of the block.
 
-    `world` comes from `begin_device`. A worker that raises an error does not leave: its end ends the group.
+    `world` comes from `prepare_device`. A worker that raises an error does not leave: its end ends the group.
     """
     place = (environment.rank, environment.world_size, environment.rendezvous)
     group = ProcessGroup.join(*place, world)
@@ -39,12 +39,11 @@ def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[
 
 
 def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
-    """Make the backend of this worker's device, after `begin_device` has named the node's copy of the compile cache."""
-    backend_class = choose_backend(job.recipe.parallel.device)
+    """Make the backend of this worker's device, after `prepare_device`."""
     recipe, parallel = job.recipe, job.recipe.parallel
     mesh = make_mesh(recipe, environment.rank, environment.world_size)
     settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)
-    backend = backend_class(mesh, *settings)
+    backend = choose_backend(parallel.device)(mesh, *settings)
     if recipe.compile.require_warm:
         backend.require_warm_cache()
     return backend

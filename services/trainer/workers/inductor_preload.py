@@ -1,16 +1,20 @@
-"""Lets Inductor do its one-time imports and hashes of a process before workers are forked from it.
+"""Does as `preload` does for workers whose steps Inductor compiles.
 
-Otherwise Inductor does this work at the first step, before it finds the first graph in its cache.
+Inductor's one-time imports and hashes of a process are done before workers are forked from it. Otherwise Inductor does
+this work at the first step, before it finds the first graph in its cache.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle  # nosec B403 # only a child process's bytes are loaded
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+
+import services.trainer.workers.preload
 
 # Torch imports all but the first module inside of functions that compile or find a graph.
 _MODULES = (
@@ -25,7 +29,7 @@ _MODULES = (
 )
 
 
-def begin_inductor() -> None:
+def prepare_inductor() -> None:
     """Import Inductor and compute the part of cache keys that all graphs share, on a machine without a GPU.
 
     That part is a hash of torch's sources, which takes 0.25 s: a forked process computes it during the imports.
@@ -67,3 +71,13 @@ def _write_result(function: Callable[[], Any], writer: int) -> None:
             os.write(writer, pickle.dumps(function()))
     finally:
         os._exit(0)
+
+
+gc.disable()
+try:
+    import services.common.program.backends.inductor  # noqa: F401
+
+    prepare_inductor()
+finally:
+    gc.freeze()
+    gc.enable()

@@ -19,9 +19,8 @@ from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Branch, Recipe
 from services.trainer.checkpoints.lookup import find_trained_corpus, open_checkpoint
 from services.trainer.checkpoints.steps import checkpoint_steps
-from services.trainer.corpus import RunCorpus
 from services.trainer.health.loss_spikes import SpikeDetector
-from services.trainer.job import NO_LINEAGE, Lineage, run_name
+from services.trainer.job import NO_LINEAGE, Lineage, RunCorpus, checkpoint_collection, run_name
 
 _SHAPE = (
     "vocab_size",
@@ -60,7 +59,7 @@ def find_lineage(root: Path, recipe: Recipe, corpus: RunCorpus) -> Lineage:
             return begun[-1]
         raise
     lineage = _descend(parent, recipe, corpus)
-    if checkpoint_steps(Address(root, "checkpoint", run_name(recipe, corpus, lineage.parent), "").collection):
+    if checkpoint_steps(checkpoint_collection(root, run_name(recipe, corpus, lineage.parent))):
         return lineage
     begun = list(_find_own(root, recipe, corpus))  # before the parent wrote the step again
     return begun[-1] if begun else lineage

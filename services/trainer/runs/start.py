@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
-from services.common.artifacts.store import Address
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, MillraceError
 from services.common.problem_list import list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
-from services.trainer.branch import describe_parent, find_lineage
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
-from services.trainer.corpus import RunCorpus
-from services.trainer.job import RUN_FILE, completed_step, run_folder, run_name
+from services.trainer.job import RUN_FILE, RunCorpus, checkpoint_collection, completed_step, run_folder, run_name
+from services.trainer.runs.branch import describe_parent, find_lineage
+from services.trainer.runs.description import RunDescription, read_description
 
 _RUN_ID = r"-[0-9a-f]{8}"
 
@@ -34,7 +31,7 @@ def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | None) -> dict
         return {"run": f"{recipe.name}-..., completed by its parent's checkpoint: {error}"}
     rows = {"run": run_name(recipe, corpus, lineage.parent)}
     try:
-        checkpoint = newest_checkpoint(Address(root, "checkpoint", rows["run"], "").collection, verify_sizes)
+        checkpoint = newest_checkpoint(checkpoint_collection(root, rows["run"]), verify_sizes)
     except ArtifactError as error:
         return rows | {"begins at step": f"unknown: {error}"}
     if checkpoint is None and lineage.parent:
@@ -55,9 +52,8 @@ def explain_new_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
     if before is None:
         return ""
     try:
-        described = json.loads((before / RUN_FILE).read_bytes())
-        changed = _changes(described, recipe, corpus)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        changed = _changes(read_description(before), recipe, corpus)
+    except MillraceError as error:
         return f"{before.name}, whose {RUN_FILE} cannot be read: {error}"
     return f"{before.name}: {', '.join(list_problems(changed, 'fields that differ'))}"
 
@@ -73,9 +69,9 @@ def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
     return max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime, default=None)
 
 
-def _changes(described: dict[str, Any], recipe: Recipe, corpus: RunCorpus) -> list[str]:
+def _changes(described: RunDescription, recipe: Recipe, corpus: RunCorpus) -> list[str]:
     """List the differences between a run's description, from its file, and the recipe's run."""
-    stored, before = described["recipe"], described["artifacts"]["corpus"]
+    stored, before = described.recipe, described.artifacts.get("corpus")
     changed = [*changed_fields(stored, recipe, "checkpoint"), *changed_fields(stored, recipe, "corpus")]
     if not changed and before != corpus.id:
         changed.append(f"the corpus was {before} and is {corpus.id}")

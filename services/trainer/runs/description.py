@@ -1,0 +1,92 @@
+"""Writes and reads run.json, which describes a run by its recipe and its artifacts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from services.common.artifacts.checkpoint import Ancestor
+from services.common.artifacts.manifest import ManifestModel, write_durably
+from services.common.errors import ArtifactError, MillraceError, unreadable
+from services.trainer.job import RUN_FILE, Job
+from services.trainer.runs.cost import describe_costs
+
+logger = logging.getLogger(__name__)
+
+SCHEMA: Final = "run/1"
+
+
+class RunDescription(ManifestModel):
+    """Content of run.json. Its artifacts are named by their paths below the root: a root may be moved."""
+
+    schema_id: Annotated[Literal["run/1"], Field(alias="schema")] = SCHEMA
+    run: str
+    recipe: dict[str, Any]
+    artifacts: dict[str, str]
+    """Ids of the corpus and of the compile cache."""
+    paths: dict[str, str]
+    """Paths of these and of the checkpoints; absolute if `--corpus` or `--cache` named a folder outside the root."""
+    parent: Ancestor | None = None
+    """Checkpoint of another run that this one began with; None if it is no branch."""
+    costs: list[dict[str, Any]]
+
+
+def read_description(run_folder: Path) -> RunDescription:
+    """Read run.json. Raises `ArtifactError` where it is absent or damaged."""
+    path = run_folder / RUN_FILE
+    try:
+        return RunDescription.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise damaged_description(run_folder, error) from error
+
+
+def damaged_description(run_folder: Path, error: object) -> ArtifactError:
+    return ArtifactError(
+        f"{run_folder / RUN_FILE}: damaged, or of another version: {error}. "
+        f"The trainer's command for this recipe writes it again."
+    )
+
+
+def write_run(job: Job) -> None:
+    """Write run.json, with the costs of the run until now."""
+    described = RunDescription(
+        run=job.run,
+        recipe=job.recipe.model_dump(mode="json"),
+        artifacts={"corpus": job.corpus.id} | ({"compile_cache": job.cache.manifest.id} if job.cache else {}),
+        paths={
+            "corpus": _below(job.root, job.corpus.path),
+            "checkpoints": _below(job.root, job.checkpoint_collection),
+        }
+        | ({"compile_cache": _below(job.root, job.cache.path)} if job.cache else {}),
+        parent=job.lineage.parent,
+        costs=describe_costs(job),
+    )
+    (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
+    content = json.dumps(described.model_dump(mode="json", by_alias=True), indent=1)
+    write_durably(job.run_folder / RUN_FILE, content.encode())
+
+
+@contextmanager
+def writing_costs(job: Job) -> Iterator[None]:
+    """Write run.json again after the block, with the costs of the run until then. A failure is logged alone."""
+    try:
+        yield
+    finally:
+        if (job.run_folder / RUN_FILE).exists():
+            try:
+                write_run(job)
+            except (MillraceError, OSError) as error:
+                logger.warning("%s: the costs could not be written: %s", job.run_folder / RUN_FILE, error)
+
+
+def _below(root: Path, path: Path) -> str:
+    path, root = path.absolute(), root.absolute()
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
