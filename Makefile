@@ -9,7 +9,7 @@ named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $
 deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
 infra = .venv-infra/bin/python -m infra
-# A command of the trainer that looks at runs: here, or in a short job on TARGET, which sends its page to this machine.
+# A command of the trainer that looks at runs: here, or in a short job on TARGET, which prints the path of its page.
 looking = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN RUNS,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
 images = ./bootstrap python -m images
 
@@ -45,7 +45,7 @@ runs: setup ## List runs and their branches: state, steps, loss, tokens/s, cost,
 	@$(call looking,runs)
 
 compare: setup ## Compare runs, with a table of the recipe values that differ.
-#? RUNS=NAME,NAME  The runs, by their names or unique begins of them. Required.
+#? RUNS=NAME,NAME  The runs, by their names or unique prefixes of them. Required.
 #? runs
 	@$(call looking,compare --runs "$(RUNS)")
 

@@ -64,7 +64,10 @@ def read_webhook(notify: Notify) -> str:
     """
     kind, _, name = (notify.webhook or f"env:{WEBHOOK_VARIABLE}").partition(":")
     if kind == "file":
-        return Path(name).read_text(encoding="utf-8").strip()
+        try:
+            return Path(name).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise RecipeError(f"notify.webhook: {name} cannot be read: {error.strerror}") from error
     url = os.environ.pop(name, "").strip()
     if notify.webhook and not url:
         raise RecipeError(f"notify.webhook: environment variable {name} is not set")

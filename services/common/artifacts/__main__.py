@@ -16,7 +16,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.lock import LockTaken, find_holder, hold_lock
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
-from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
+from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current, require_mounted
 from services.common.artifacts.verification import verify_artifact
 from services.common.errors import ArtifactError, RecipeError, is_damage, unreadable
 from services.common.launch.launcher import INLINE, LAUNCHERS, choose_launcher
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _find_published(folder: Path) -> list[Path]:
-    """Return the published folders, behind links too.
+    """Return the published folders, behind links too. Raises `UnreadableError` for a link that leads nowhere.
 
     Only a folder's own name marks work in progress: a recipe may be `x.partial`.
     """
@@ -166,6 +166,9 @@ def _find_published(folder: Path) -> list[Path]:
             folders.clear()
             if not is_work(path.name):
                 found.append(path)
+        else:
+            for each in files:
+                require_mounted(path / each)
     return sorted(found, key=lambda path: (path.parent, step_of(path.name) or 0, path.name))
 
 

@@ -35,7 +35,7 @@ from services.common.artifacts.manifest import (
     sync_folder,
     write_durably,
 )
-from services.common.errors import ArtifactError, TryAgain, adding_path
+from services.common.errors import ArtifactError, TryAgain, UnreadableError, adding_path
 from services.common.recipe.schema import Recipe, fingerprint, identity
 from services.common.recipe.section import Kind
 
@@ -161,6 +161,8 @@ def make_partial(address: Address, writer: str) -> Path:
     Unfinished work of earlier writers is removed. Anything else in the artifact's place is moved aside, where `gc`
     removes it, because it may be somebody's data. The caller holds the lock.
     """
+    for place in (address.path, *address.path.parents[:3]):
+        require_mounted(place)
     address.collection.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(address.path):
         address.path.rename(address.beside(f".displaced-{new_writer()}{PARTIAL_SUFFIX}"))
@@ -223,9 +225,9 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
     try:
         partial.rename(address.path)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
             raise
-        raise TryAgain(f"{address.path}: published by another writer first. The same command uses it.") from error
+        raise TryAgain(f"{address.path}: another writer came first. The same command uses what it made.") from error
     sync_folder(address.collection)
     return manifest
 
@@ -278,8 +280,21 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
 
 
 def published_ids(collection: Path) -> list[str]:
-    """Return the names of the published folders."""
+    """Return the names of the published folders.
+
+    Raises `UnreadableError` where one of them, or the collection, may be on a disk that is not mounted.
+    """
+    for place in (*collection.parents[:2], collection, *collection.glob("*")):
+        require_mounted(place)
     return sorted(path.parent.name for path in collection.glob(f"*/{MANIFEST}") if not is_work(path.parent.name))
+
+
+def require_mounted(path: Path) -> None:
+    """Raise `UnreadableError` where `path` is a link that leads nowhere: what it holds may be on another disk."""
+    if path.is_symlink() and not path.exists():
+        raise UnreadableError(
+            f"{path}: a link to {path.readlink()}, which does not exist. Mount its disk, or remove it."
+        )
 
 
 def is_id(name: str) -> bool:

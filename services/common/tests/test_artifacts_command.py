@@ -25,7 +25,10 @@ from services.common.artifacts.store import (
     Draft,
     Workspace,
     find_artifact,
+    make_partial,
+    published_ids,
 )
+from services.common.errors import UnreadableError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import Recipe
 from services.common.testing.artifacts import ID, address_in, fill, publish, publish_checkpoint
@@ -329,3 +332,19 @@ def test_a_stage_that_replaces_a_linked_artifact_leaves_what_the_link_leads_to(
 
     assert [path for path in artifact.path.parent.iterdir() if path.is_symlink()] == []
     assert (moved / "three.json").exists()
+
+
+@pytest.mark.parametrize("place", ["compile_cache", "compile_cache/small", "compile_cache/small/" + "a" * 16])
+def test_what_is_on_a_disk_that_is_not_mounted_is_not_taken_for_absent(
+    root: Path, recipe: Recipe, superseded: Path, tmp_path: Path, place: str
+) -> None:
+    move_to_another_disk(root / place, tmp_path / "disk").rename(tmp_path / "unmounted")
+
+    assert [run("verify", root), run("list", root), run("gc", root, "--unreferenced", "--yes")] == [3, 3, 3]
+    for open_or_make in (
+        lambda: published_ids(superseded.parent),
+        lambda: find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make"),
+        lambda: make_partial(address_in(root, OLD), "writer"),
+    ):
+        with pytest.raises(UnreadableError):
+            open_or_make()

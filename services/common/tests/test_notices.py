@@ -80,5 +80,5 @@ def test_an_address_comes_from_where_the_recipe_says(tmp_path: Path, monkeypatch
     assert read_webhook(Notify()) == ""
     with pytest.raises(RecipeError):
         read_webhook(Notify(webhook="env:NOT_SET"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(RecipeError):
         read_webhook(Notify(webhook=f"file:{tmp_path}/nothing"))

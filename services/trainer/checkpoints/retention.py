@@ -38,6 +38,7 @@ def discard_old(collection: Path, recipe: Recipe, newest_step: int, looks_intact
                 _discard(collection / checkpoint_id(step))
         elif len(steps) > policy.keep_latest:
             intact += looks_intact(step)
+    discard_left_over(collection)  # of a worker that was killed while it removed one
 
 
 def discard_left_over(collection: Path) -> None:

@@ -22,7 +22,7 @@ from services.common.artifacts.checkpoint import (
 )
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, commit, make_partial
-from services.common.errors import StorageError
+from services.common.errors import StorageError, TryAgain
 from services.common.process.shutdown import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
@@ -193,6 +193,8 @@ class CheckpointWriter:
             yield
         except (OSError, StorageError) as error:
             record_event(self._job, "checkpoint_failed", step=step, rank=self._group.rank, error=str(error))
+            if isinstance(error, FileNotFoundError):  # the next holder of the run's lock removes partial folders
+                raise TryAgain(f"{error.filename}: removed by another attempt, which holds the run's lock.") from error
             raise
 
     def _commit(self) -> None:

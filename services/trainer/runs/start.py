@@ -53,7 +53,7 @@ def explain_new_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
         return ""
     try:
         changed = _changes(read_description(before), recipe, corpus)
-    except MillraceError as error:
+    except (MillraceError, ValueError) as error:  # ValueError: the recipe of another version
         return f"{before.name}, whose {RUN_FILE} cannot be read: {error}"
     return f"{before.name}: {', '.join(list_problems(changed, 'fields that differ'))}"
 

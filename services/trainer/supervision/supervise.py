@@ -92,7 +92,7 @@ def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
 def notifying_run(job: Job, recipe_path: Path) -> Iterator[Observer]:
     """Yield the observer of the run's new events, and tell that the run is done or has failed at the block's end."""
     subject = f"trainer {job.run}"
-    with notifying(job.recipe.notify, subject, stage_command("trainer", recipe_path, job.root, "summary")) as post:
+    with notifying(job.recipe.notify, subject, stage_command("trainer", recipe_path, job.root)) as post:
 
         def observe(events: list[dict[str, Any]]) -> None:
             for event in events:
