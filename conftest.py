@@ -22,7 +22,6 @@ LONGEST = (
     "services/common/program/tests/test_parallel.py",
     "services/tokenizer/tests/test_crash.py",
     "services/compiler/tests",
-    "services/common/tests/test_frozen.py",
     "services/trainer/tests/test_parallel.py",
 )
 """Longest test files. Two processes share the files, and should not end with one of these."""

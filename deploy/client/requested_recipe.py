@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from deploy.client.outline import Outline
 from services.common.errors import RecipeError
-from services.common.process.overrides import read_override
-from services.common.recipe.file import RecipeSource, parse_recipe_source, read_recipe_source
+from services.common.recipe.file import RecipeSource, parse_recipe_source, read_override, read_recipe_source
 
 
 @dataclass(frozen=True)

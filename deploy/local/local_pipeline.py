@@ -25,9 +25,9 @@ from deploy.client.pipeline_view import PipelineView
 from deploy.exit_codes import EXIT_AGAIN, find_error_line, resolve_exit_code
 from deploy.stage_contract import make_command
 from services.common.errors import EXIT_INTERRUPTED
-from services.common.process.overrides import read_override
 from services.common.process.progress import PROGRESS_FILE_VARIABLE, ProgressRecord, read_progress
 from services.common.process.shutdown import exit_code_after, on_stop_signal
+from services.common.recipe.file import read_override
 from services.common.recipe.schema import STAGES, Stage
 
 FIRST_STAGES: tuple[Stage, ...] = ("tokenizer", "compiler")

@@ -47,6 +47,11 @@ from services.tokenizer.tools.vocabulary_tool import train_vocab
 app = make_app(StageGroup)
 
 
+@app.callback()
+def prepare() -> None:
+    configure_logging("tokenizer")
+
+
 def main(argv: list[str]) -> int:
     return run_app(app, argv, "services.tokenizer")
 
@@ -65,7 +70,6 @@ def tokenize(
     """Turn text into a corpus of packed token rows."""
     start = time.perf_counter()
     given = read_given(context, recipe_path, root)
-    configure_logging("tokenizer")
     if dry_run:
         print(describe(given.recipe, None))
         return 0

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.client.variables import COMMANDS, DEMO, LOCAL, TARGETS, VARIABLES
 from docs.site.commands import list_commands
-from services.common.process.overrides import read_override
+from services.common.recipe.file import read_override
 from tests.architecture.documents import Document, read_documents
 from tests.architecture.imports import REPOSITORY
 from tests.makefile import read_rules, read_variables

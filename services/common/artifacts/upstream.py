@@ -10,7 +10,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact
 from services.common.errors import ArtifactError
-from services.common.process.overrides import read_override
+from services.common.recipe.file import read_override
 from services.common.recipe.schema import Model, Recipe, Stage
 
 

@@ -25,8 +25,7 @@ from typer.core import TyperCommand, TyperGroup
 from services.common.errors import RecipeError
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
-from services.common.process.overrides import read_override, read_overrides
-from services.common.recipe.file import load_recipe
+from services.common.recipe.file import load_recipe, read_override, read_overrides
 from services.common.recipe.schema import Recipe
 
 

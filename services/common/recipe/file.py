@@ -6,7 +6,7 @@ import copy
 import difflib
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,17 @@ def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
         return RecipeSource(origin, text, tomllib.loads(text))
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"{origin}: not a TOML file in UTF-8: {error}.") from error
+
+
+def read_override(word: str) -> tuple[str, str] | None:
+    """Return key and value of an override, `--section.key=value`; None for any other word."""
+    key, equals, value = word.removeprefix("--").partition("=")
+    return (key, value) if word.startswith("--") and equals and "." in key else None
+
+
+def read_overrides(words: Iterable[str]) -> dict[str, str]:
+    """Return the keys and values of those words that are overrides."""
+    return dict(filter(None, map(read_override, words)))
 
 
 def _override(values: dict[str, Any], dotted: str, text: str) -> None:

@@ -56,13 +56,6 @@ def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
 
 
-def kill_process(pid: int, environment: WorkerEnvironment) -> None:
-    """Let the first of all workers kill a process, and all of them wait."""
-    if environment.rank == 0:
-        os.kill(pid, signal.SIGKILL)
-    threading.Event().wait()
-
-
 def die_in_two_starts(folder: Path, environment: WorkerEnvironment) -> None:
     """Form a group and leave a file; in the first two starts rank 1 kills itself before that."""
     from services.common.program.process_group import ProcessGroup  # noqa: PLC0415 - the other tests do without torch

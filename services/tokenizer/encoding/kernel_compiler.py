@@ -28,7 +28,10 @@ _READ_INTO_ALL_CACHES = 0, 3, 1
 
 
 class KernelCache(InTreeCacheLocator):
-    """Keeps machine code in `__pycache__`, or in the user's cache where that folder is read-only and has none.
+    """Keeps machine code in `__pycache__`, or in the user's cache where that folder is read-only.
+
+    An image, which names the processor that its code is for, has all that it needs there. A checkout of somebody else
+    may have the code of another processor alone, and numba fails where it cannot add to it.
 
     Any change of this folder's modules makes it outdated: numba's own locators look at the module of the kernel alone,
     and it calls those of others.
@@ -37,7 +40,8 @@ class KernelCache(InTreeCacheLocator):
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         super().__init__(function, file)  # type: ignore[no-untyped-call]
         folder = Path(self._cache_path)
-        if not os.access(folder.parent, os.W_OK) and not any(folder.glob("*.nbi")):
+        is_shipped = config.CPU_NAME and any(folder.glob("*.nbi"))  # type: ignore[attr-defined]
+        if not os.access(folder.parent, os.W_OK) and not is_shipped:
             self._cache_path = UserWideCacheLocator(function, file).get_cache_path()
 
     @classmethod

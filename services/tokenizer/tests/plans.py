@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.launch import inline
 from services.common.recipe.schema import Recipe
-from services.tokenizer.build import make_tasks
 from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.encode_task import EncodeTask
 from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.input_files import InputPartition
-from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 
 def write_plan(folder: Path, recipe: Recipe) -> PlanFolder:
@@ -23,10 +19,3 @@ def plan_in(folder: Path, recipe: Recipe) -> list[InputPartition]:
     """Write a plan below `folder`, and return its partitions."""
     plan = write_plan(folder / "plan", recipe)
     return [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
-
-
-def tasks_in(folder: Path, recipe: Recipe) -> Sequence[EncodeTask]:
-    """Write a plan and a vocabulary below `folder`, and return the encode tasks, whose results go into `folder`."""
-    plan = write_plan(folder / "plan", recipe)
-    path, vocabulary = provide_vocabulary(recipe, list_corpus_inputs(recipe), folder)
-    return make_tasks(recipe, plan.path, plan.read_partitions(), path, vocabulary, folder)

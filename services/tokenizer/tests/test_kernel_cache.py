@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 
 from services.tokenizer.encoding.chunk_encoder import load_kernels
@@ -50,14 +51,21 @@ def test_a_change_of_any_module_of_the_folder_makes_code_outdated(tmp_path: Path
     assert make_cache(tmp_path).get_source_stamp() != stamp
 
 
-@pytest.mark.parametrize("is_shipped", [True, False])
-def test_code_of_a_read_only_image_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shipped: bool) -> None:
+@pytest.mark.parametrize(
+    ("files", "processor", "is_used"),
+    [(["kernel.nbi"], "x86-64-v3", True), ([], "x86-64-v3", False), (["kernel.nbi"], None, False)],
+)
+def test_code_of_a_read_only_folder_is_used_in_an_image_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], processor: str | None, is_used: bool
+) -> None:
+    """A checkout of somebody else may have the code of another processor, beside which nothing can be kept."""
     (tmp_path / "__pycache__").mkdir()
-    if is_shipped:
-        (tmp_path / "__pycache__" / "kernel.nbi").touch()
+    for name in files:
+        (tmp_path / "__pycache__" / name).touch()
+    monkeypatch.setattr(numba.config, "CPU_NAME", processor)
     monkeypatch.setattr(os, "access", lambda *_: False)
     path: Any = make_cache(tmp_path).get_cache_path()  # type: ignore[no-untyped-call]
-    assert (path == str(tmp_path / "__pycache__")) == is_shipped
+    assert (path == str(tmp_path / "__pycache__")) == is_used
 
 
 def test_a_stage_with_the_reference_encoder_imports_neither_numba_nor_pandas(tmp_path: Path) -> None:

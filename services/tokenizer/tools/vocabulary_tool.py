@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError, adding_path
 from services.common.process.command_line import one_of
-from services.common.process.telemetry import configure_logging
 from services.common.recipe.schema import Corpus, Source, VocabularyTraining
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.sources.documents import list_inputs, require_column
@@ -52,7 +51,6 @@ def train_vocab(
         problem = error.errors()[0]
         name = "-".join(map(str, problem["loc"])).replace("_", "-")
         raise typer.BadParameter(f"{problem['msg']}, got {problem['input']!r}", param_hint=name) from error
-    configure_logging("tokenizer")
     path = output.absolute()
     _require_free(path)
     # No document is kept for validation, and the length of rows changes no text.

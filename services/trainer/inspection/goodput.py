@@ -37,9 +37,9 @@ class StartTimes:
     """From the kill of a worker to the end of the first step of its replacement."""
 
 
-MEASURED_ON = "2 cores of an AMD EPYC"
 MEASURED_TIMES = {"inline": StartTimes(4.5, 1.5), "ray": StartTimes(13.9, 1.4)}
-"""Medians of `python -m benchmarks.trainer.start_rows`, by launcher, as docs/benchmarks/trainer.md shows them."""
+"""Medians of `python -m benchmarks.trainer.start_rows` on 2 cores of an AMD EPYC, by launcher, as
+docs/benchmarks/trainer.md shows them."""
 LAUNCHER = "ray"
 """Launcher of a run with many nodes."""
 

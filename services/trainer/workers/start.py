@@ -13,8 +13,7 @@ from services.common.errors import MillraceError
 from services.common.launch.child_processes import start_fork_server
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import INLINE, WorkerGroupSpec
-from services.common.process.overrides import read_overrides
-from services.common.recipe.file import load_recipe
+from services.common.recipe.file import load_recipe, read_overrides
 from services.common.recipe.schema import Recipe
 from services.trainer.inspection.fit import instance_type
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from k8s.controller.node_pool import NodeRelease, open_node_pool
+from k8s.controller.node_pool import open_node_pool
 from tests.k8s.cloud import POOL
 from tests.k8s.world import World
 
@@ -39,9 +39,3 @@ def hold(world: World, stage: str, nodes: int) -> None:
     pool = open_node_pool(world.api, stage, POOL)  # type: ignore[arg-type]
     while not pool.look(nodes).is_raised:
         pool.hold(nodes)
-
-
-def give_back(world: World, stage: str) -> None:
-    release = NodeRelease(world.api, stage)  # type: ignore[arg-type]
-    while release.advance():
-        pass
