@@ -31,11 +31,14 @@ from services.common.hardware.faults import explain_hardware_fault
 from services.common.process.shutdown import (
     Stopped,
     end_at_once,
+    forget_stops,
     ignore_stop_signals,
     install,
     is_reader_gone,
     name_signal,
     on_stop_signal,
+    raise_stopped,
+    stop_behind,
 )
 
 _PATH_ERRNOS = frozenset(
@@ -113,6 +116,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
     An error that nobody can act on is a bug, and rises with its traceback.
     """
+    forget_stops()
     try:
         exit_code = work()
         sys.stdout.flush()  # here, where the `BrokenPipeError` of a reader that has gone is handled
@@ -123,7 +127,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Exception, KeyboardInterrupt, Stopped) as error:
-        explained = explain(error)
+        explained = explain(stop_behind(error))
         if explained is None:
             raise
         with suppress(OSError):  # stderr has no reader
@@ -169,4 +173,4 @@ def _explain_os_error(error: OSError) -> MillraceError | None:
 
 
 def _raise_stopped(signum: int) -> NoReturn:
-    raise Stopped(signum, f"Stopped by {name_signal(signum)} before publishing. The same command continues the work.")
+    raise_stopped(signum, f"Stopped by {name_signal(signum)} before publishing. The same command continues the work.")

@@ -49,6 +49,27 @@ class Stopped(BaseException):
         self.exit_code = exit_code_after(signum)
 
 
+_raised: list[Stopped] = []
+
+
+def raise_stopped(signum: int, message: str) -> NoReturn:
+    """Raise `Stopped`, and remember it for `stop_behind`."""
+    _raised.append(Stopped(signum, message))
+    raise _raised[-1]
+
+
+def forget_stops() -> None:
+    _raised.clear()
+
+
+def stop_behind(error: BaseException) -> BaseException:
+    """Return the `Stopped` that a library turned into this error, or the error itself.
+
+    `io.BufferedReader` raises ValueError, "read of closed file", whatever was raised by `closed` of an fsspec file.
+    """
+    return error if isinstance(error, Stopped) or not _raised else _raised[-1]
+
+
 def exit_code_after(signum: int) -> int:
     return EXIT_INTERRUPTED if signum == signal.SIGINT else TryAgain.exit_code
 
@@ -70,7 +91,7 @@ def end_soon(signum: int, message: str) -> NoReturn:
     timer = threading.Timer(END_SECONDS, end_at_once, [signum])
     timer.daemon = True
     timer.start()
-    raise Stopped(signum, message)
+    raise_stopped(signum, message)
 
 
 class _Handler:

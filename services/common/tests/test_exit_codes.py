@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import (
+    EXIT_INTERRUPTED,
     ArtifactError,
     DeviceError,
     MillraceError,
@@ -24,7 +26,7 @@ from services.common.errors import (
     WorkersLost,
 )
 from services.common.process.entry_point import exit_code_for, exit_code_of
-from services.common.process.shutdown import Stopped
+from services.common.process.shutdown import Stopped, on_stop_signal, raise_stopped
 from services.common.testing.artifacts import publish
 from services.common.testing.recipes import make_recipe, write_recipe
 from services.common.tests.builders import REPOSITORY
@@ -77,6 +79,30 @@ def test_every_error_has_its_exit_code_and_prints_its_message(
 )
 def test_an_error_of_python_or_a_library_has_an_exit_code(error: BaseException, exit_code: int) -> None:
     assert exit_code_for(error) == exit_code
+
+
+class _SignalledFile(io.RawIOBase):
+    """A file of a library that gets Ctrl-C while it is asked whether it is closed."""
+
+    asked = False
+
+    @property
+    def closed(self) -> bool:
+        if self.asked:
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    def readable(self) -> bool:
+        return True
+
+
+def test_a_stop_that_a_library_turns_into_its_own_error_is_still_a_stop() -> None:
+    file = _SignalledFile()
+    reader = io.BufferedReader(file)
+    file.asked = True
+
+    with on_stop_signal(lambda signum: raise_stopped(signum, "stopped")):
+        assert exit_code_of(lambda: len(reader.read(1))) == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("options", ["size=512k", "ro"])

@@ -20,7 +20,7 @@ from services.common.launch.launcher import WorkerEnvironment, WorkerGroup, choo
 from services.common.notices import notifying
 from services.common.process.background_thread import running_in_background
 from services.common.process.progress import show_progress
-from services.common.process.shutdown import Stopped, StopReason, end_soon, name_signal, on_stop_signal
+from services.common.process.shutdown import StopReason, end_soon, name_signal, on_stop_signal, raise_stopped
 from services.common.recipe.schema import NoticeCondition
 from services.trainer.health.silence import forget_heartbeats
 from services.trainer.job import Job
@@ -121,7 +121,7 @@ class _StopRequest:
         """Ask the workers to stop. Raises `Stopped` at once if this start of the workers has not recorded a step."""
         self.signum = signum
         if self._last_record() == self._recorded:
-            raise Stopped(
+            raise_stopped(
                 signum,
                 f"Stopped by {name_signal(signum)} before the first step. The same command continues from the newest "
                 f"committed checkpoint.",
