@@ -12,14 +12,7 @@ import sys
 from pathlib import Path
 
 from images.base import make_base_image
-from images.build import (
-    build_images,
-    print_settings,
-    print_sizes,
-    push_images,
-    repository_of,
-    require_committed,
-)
+from images.build import build_images, print_settings, publish_images, repository_of
 from images.check import differences
 from images.demo import STAGES, run_stages
 from images.docker import require_engine
@@ -57,14 +50,11 @@ def main(argv: list[str]) -> int:
 
 def build() -> None:
     """Build the images of STAGE (default: all) and VARIANT (default: cpu), and push them to PUSH if it is set."""
-    services, variant, registry = _services(SERVICES), _variant(), os.environ.get("PUSH")
     require_engine()
-    if registry:
-        require_committed(services, variant)
-    images = build_images(services, variant)
-    print_sizes(images)
-    if registry:
-        push_images(images, variant, registry)
+    if registry := os.environ.get("PUSH"):
+        publish_images(_services(SERVICES), _variant(), registry)
+    else:
+        build_images(_services(SERVICES), _variant())
 
 
 def check() -> None:

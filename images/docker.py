@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from services.common.errors import DeviceError
@@ -45,17 +44,6 @@ def docker(*arguments: str, advice: str = "", **options: Any) -> str:
     if answer.returncode != 0:
         raise DeviceError(f"docker {arguments[0]} failed: {_last_line(answer.stderr)} {advice}".strip())
     return str(answer.stdout).strip()
-
-
-def docker_logged(*arguments: str, log: Path, advice: str = "") -> None:
-    """Run a long docker command with its output in the file `log`. When it fails, raises `DeviceError` with the end."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(["docker", *arguments], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        ending = "\n  ".join(line for line in lines[-12:] if line.strip())
-        raise DeviceError(f"docker {arguments[0]} failed:\n  {ending}\nThe whole output is in {log}. {advice}".strip())
 
 
 def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

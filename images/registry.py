@@ -14,7 +14,6 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,6 @@ DOCKER_HUB = "registry-1.docker.io"
 DOCKER_HUB_LOGIN = "https://index.docker.io/v1/"  # the name that `docker login` gives to Docker Hub
 
 
-@dataclass(frozen=True)
-class Held:
-    """Identifies the image that a registry has under a tag."""
-
-    digest: str
-    """Digest of the image's manifest, or of the index of an image for several platforms."""
-    configuration: str
-    """Digest of the image's configuration, which Docker calls the image's id; empty for an index."""
-
-
 class NotHeld(DeviceError):
     """The registry answered that it has no such image."""
 
@@ -51,16 +40,16 @@ def resolve_digest(image: str) -> str:
     return _read_manifest(image, split_name(image)[2])[0]
 
 
-def find_image(image: str) -> Held | None:
-    """The image under this tag; None when the registry has no such tag or no such repository.
+def is_held(image: str) -> bool:
+    """Return whether the registry has an image of this name.
 
     Raises `DeviceError` when the registry is not reached or refuses to answer.
     """
     try:
-        digest, manifest = _read_manifest(image, split_name(image)[2])
+        resolve_digest(image)
     except NotHeld:
-        return None
-    return Held(digest, str(manifest.get("config", {}).get("digest", "")))
+        return False
+    return True
 
 
 def read_labels(image: str) -> dict[str, str]:

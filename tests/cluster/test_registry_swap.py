@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from images.build import build_images, push_images
+from images.build import publish_images
 from images.docker import docker
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
@@ -74,7 +74,7 @@ class Place:
 def registry(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A registry with the working tree's images, as `make images PUSH=` leaves them."""
     with running_registry(tmp_path_factory.mktemp("registry")) as address:
-        push_images(build_images(SERVICES, "cpu"), "cpu", address)
+        publish_images(SERVICES, "cpu", address)
         yield address
 
 

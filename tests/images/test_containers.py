@@ -15,8 +15,10 @@ from images.build import CA_BUNDLE, choose_platform
 from images.docker import docker, inspect_image, require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
+from images.registry import read_labels, resolve_digest
 from services.common.errors import DeviceError
 from tests.images.checkout import commit, git
+from tests.registry import immutable_tags, running_registry
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1800)]
@@ -47,6 +49,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         commit(clone, "Take the working tree")
     if CA_BUNDLE.exists():
         shutil.copy2(CA_BUNDLE, clone / "images/inputs")
+    if (REPOSITORY / ".pants-bootstrap").exists():
+        (clone / ".pants-bootstrap").symlink_to(REPOSITORY / ".pants-bootstrap")
     return clone
 
 
@@ -57,7 +61,7 @@ def images(checkout: Path) -> dict[str, str]:
 
 
 def run_images(checkout: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "REGISTRY": "localhost/millrace-test", **variables}
+    environment = {**os.environ, "REGISTRY": "localhost/millrace-test", "PANTS_PANTSD": "false", **variables}
     command_line = [sys.executable, "-m", "images", command]
     return subprocess.run(command_line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
@@ -65,8 +69,7 @@ def run_images(checkout: Path, command: str, **variables: str) -> subprocess.Com
 def build(checkout: Path, **variables: str) -> dict[str, str]:
     done = run_images(checkout, "build", **variables)
     assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("built in")[2]
-    names = [line.split()[0] for line in table.splitlines() if line.startswith("localhost/")]
+    names = run_images(checkout, "names", **variables).stdout.split()
     return {name.split("/")[3].partition(":")[0]: name for name in names}
 
 
@@ -105,6 +108,18 @@ def test_labels_say_what_an_image_is_and_all_of_a_variant_have_one_pin(images: d
         inside = docker("run", "--rm", "--entrypoint", "python", image, "-c",
                         "import platform, ray; print(platform.python_version(), ray.__version__)")  # fmt: skip
         assert inside.split() == [labels["millrace.python"], labels["millrace.ray"]]
+
+
+def test_the_same_image_is_pushed_once(checkout: Path, images: dict[str, str], tmp_path: Path) -> None:
+    with running_registry(tmp_path) as registry, immutable_tags(registry) as front:
+        name = f"{front.address}/millrace/head:{tag_of(images['head'])}"
+        digests = []
+        for _ in range(2):
+            pushed = run_images(checkout, "build", STAGE="head", PUSH=front.address)
+            assert pushed.returncode == 0, pushed.stderr
+            digests.append(resolve_digest(name))
+        assert len(set(digests)) == len(front.pushed) == 1
+        assert read_labels(name)["millrace.service"] == "head"
 
 
 def test_the_compiler_and_the_trainer_share_every_layer_up_to_the_trainer_s_own_packages(
