@@ -301,11 +301,11 @@ soak: setup ## Run pipelines under injected faults, and audit them; needs root.
 #? FOLDER=FOLDER  Folder for disks, logs and the undisturbed run. Default: /tmp/millrace-soak.
 	$(python) -m tests.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) $(if $(CYCLE),--cycle $(CYCLE)) --folder "$(or $(FOLDER),/tmp/millrace-soak)"
 
-check-infra: infra-environment ## Run Terraform's own tests, checkov, shellcheck and yamllint, offline.
+check-infra: ## Run Terraform's own tests, checkov, shellcheck and yamllint, offline.
 #? TF_PLUGIN_MIRROR
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
 	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
-	@$(infra) check
+	@infra/check.sh
 
 test-infra: setup ## Apply and destroy the infrastructure in a simulated AWS; takes minutes.
 #? TF_PLUGIN_MIRROR

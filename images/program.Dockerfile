@@ -124,22 +124,23 @@ CMD []
 HEALTHCHECK NONE
 
 # An ENTRYPOINT in exec form expands no variable, so each service has a stage of its own for it. Neither makes a layer.
-FROM service AS compiler
+FROM service AS service-compiler
 ENTRYPOINT ["python", "-m", "services.compiler"]
 LABEL org.opencontainers.image.description="Fills the compile cache" \
     millrace.subcommands="plan artifacts" \
     millrace.reads="" \
     millrace.writes="compile_cache/1"
 
-FROM service AS trainer
+FROM service AS service-trainer
 ENTRYPOINT ["python", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Trains on a corpus and a compile cache, and writes checkpoints" \
     millrace.subcommands="plan doctor summary report sample evaluate export import inspect-checkpoint runs compare artifacts" \
     millrace.reads="corpus/4 compile_cache/1 checkpoint/4" \
     millrace.writes="checkpoint/4 run/1"
 
-# Metadata that changes with every commit comes last; it makes no layer.
-FROM ${SERVICE}
+# Metadata that changes with every commit comes last; it makes no layer. Pants takes FROM ${SERVICE} alone for an image
+# that needs a tag.
+FROM service-${SERVICE}
 ARG SERVICE
 ARG BASE
 ARG VARIANT

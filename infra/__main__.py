@@ -23,7 +23,6 @@ from infra.apply.overlay_settings import SETTINGS, write_settings
 from infra.apply.renewal import judge_renewal, list_renewed_pools
 from infra.apply.roads import Place, Target, describe_road, describe_vocabulary
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
-from infra.checks import run_checks
 from infra.confirmation import require_yes
 from infra.cost.estimate import Sizes, describe_cost, require_budget
 from infra.preflight.instance_device import judge_device
@@ -51,7 +50,6 @@ def main(argv: list[str]) -> int:
     commands = {
         "addons": addons,
         "addons-diff": addons_diff,
-        "check": run_checks,
         "cost": cost,
         "down": down,
         "leftovers": leftovers,
