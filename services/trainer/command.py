@@ -73,16 +73,16 @@ from services.trainer.job import (
 )
 from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
+from services.trainer.report.comparison import COMPARE, compare_runs
 from services.trainer.report.run_report import write_report
-from services.trainer.runs.comparison import COMPARE, compare_runs
 from services.trainer.runs.description import write_run
-from services.trainer.runs.listing import RUNS, find_run, list_runs
 from services.trainer.runs.run import (
     Run,
     open_run,
     open_started_run,
 )
 from services.trainer.runs.start import describe_start
+from services.trainer.runs.status import RUNS, find_run, list_runs
 from services.trainer.runs.summary import summarize
 from services.trainer.training import train_run
 

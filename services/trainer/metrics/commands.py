@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,16 @@ class CommandRecord(BaseModel):
         """Hours for which the command held its nodes, until its end or until it was last seen, times the nodes."""
         return self.nodes * max(0.0, (self.ended_at or self.seen_at) - self.began_at) / 3_600
 
+    @property
+    def chip_hours(self) -> float | None:
+        """Hours for which the command held accelerators, times their number; None on CPUs."""
+        return None if self.chips_per_node is None else self.node_hours * self.chips_per_node
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of the nodes that the command held; None where it is unknown."""
+        return None if self.dollars_per_node_hour is None else self.node_hours * self.dollars_per_node_hour
+
     def lives(self, now: float) -> bool:
         """Tell whether the command runs at the time `now`.
 
@@ -111,20 +121,11 @@ def read_commands(run_folder: Path) -> list[CommandRecord]:
     return found
 
 
-def sum_chip_hours(commands: Sequence[CommandRecord]) -> float | None:
-    """Return the hours for which the commands held accelerators, times their number; None if one held none."""
-    return _sum_by_node_hours(commands, [each.chips_per_node for each in commands])
-
-
-def sum_cost(commands: Sequence[CommandRecord]) -> float | None:
-    """Return the price in dollars of the nodes that the commands held; None if the price of one is unknown."""
-    return _sum_by_node_hours(commands, [each.dollars_per_node_hour for each in commands])
-
-
-def _sum_by_node_hours(commands: Sequence[CommandRecord], rates: Sequence[float | None]) -> float | None:
-    """Return the sum of the commands' node-hours times their rates; None if one is unknown or there is no command."""
-    known = [each.node_hours * rate for each, rate in zip(commands, rates, strict=True) if rate is not None]
-    return math.fsum(known) if known and len(known) == len(commands) else None
+def sum_known(values: Iterable[float | None]) -> float | None:
+    """Return the sum of values; None if one is unknown or there is none."""
+    found = list(values)
+    known = [each for each in found if each is not None]
+    return math.fsum(known) if known and len(known) == len(found) else None
 
 
 class _Line:

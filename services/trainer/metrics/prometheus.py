@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, get_args
 
 from prometheus_client import Metric as Family
@@ -24,10 +25,8 @@ from services.trainer.checkpoints.steps import newest_step
 from services.trainer.health.silence import heartbeat_times
 from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, Kind
-from services.trainer.metrics.metric_table import METRICS, RUN_METRICS, Metric
+from services.trainer.metrics.metric_table import METRICS, RUN_METRICS
 from services.trainer.metrics.records import METRICS_FILE
-
-COUNTER_SUFFIX = "_total"
 
 
 class RunCollector(Collector):
@@ -53,44 +52,26 @@ class RunCollector(Collector):
             for record in self._steps.read():
                 self._values |= record | {"last_step_time_seconds": record["time"]}
             self._counts.update(event["event"] for event in self._events.read())
-            self._values["events_total"] = dict(self._counts)
-            checkpoint_step, checkpoint_time = _find_checkpoint(self._job)
-            values = self._values | {
-                "checkpoint_step": checkpoint_step,
-                "checkpoint_time_seconds": checkpoint_time,
-                "heartbeat_age_seconds": _find_heartbeat_age(self._job),
-            }
+            values = self._values | {"events_total": dict(self._counts)} | _read_file_times(self._job)
         for metric in (*METRICS, *RUN_METRICS):
-            yield _make_family(metric, self._job.run, values)
+            kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+            labels = ("run", metric.label) if metric.label else ("run",)
+            family = kind(PREFIX + metric.name, metric.description, labels=labels)
+            value = values.get(metric.name, {} if metric.label else math.nan)
+            for label_value, number in value.items() if metric.label else [("", value)]:
+                family.add_metric((self._job.run, label_value)[: len(labels)], number)
+            yield family
 
 
-def _make_family(metric: Metric, run: str, values: dict[str, Any]) -> Family:
-    labels = ("run", metric.label) if metric.label else ("run",)
-    kind = CounterMetricFamily if metric.name.endswith(COUNTER_SUFFIX) else GaugeMetricFamily
-    family = kind(PREFIX + metric.name, metric.description, labels=labels)
-    if metric.label:
-        for label_value, number in values.get(metric.name, {}).items():
-            family.add_metric((run, label_value), number)
-    else:
-        family.add_metric((run,), values.get(metric.name, math.nan))
-    return family
-
-
-def _find_checkpoint(job: Job) -> tuple[float, float]:
-    """Return the step of the newest committed checkpoint and the time of its commit; 0 and NaN before the first."""
-    try:
-        step = newest_step(job.checkpoint_collection)
-        if step is None:
-            return 0.0, math.nan
-        return step, (job.checkpoint_collection / checkpoint_id(step) / MANIFEST).stat().st_mtime
-    except OSError:
-        return math.nan, math.nan
-
-
-def _find_heartbeat_age(job: Job) -> float:
-    """Return the seconds since the oldest heartbeat of a worker; NaN while there is none."""
-    try:
-        oldest = min(heartbeat_times(job.run_folder).values(), default=math.nan)
-    except OSError:
-        return math.nan
-    return time.time() - oldest / 1e9
+def _read_file_times(job: Job) -> dict[str, float]:
+    """Return what the newest checkpoint and the workers' heartbeats tell, as far as they can be read."""
+    found: dict[str, float] = {}
+    with suppress(OSError):
+        if step := newest_step(job.checkpoint_collection):
+            manifest = job.checkpoint_collection / checkpoint_id(step) / MANIFEST
+            found["checkpoint_time_seconds"] = manifest.stat().st_mtime
+        found["checkpoint_step"] = step or 0
+    with suppress(OSError):
+        if times := heartbeat_times(job.run_folder).values():
+            found["heartbeat_age_seconds"] = time.time() - min(times) / 1e9
+    return found

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -53,17 +52,13 @@ class MetricsRecorder:
     def __init__(
         self, job: Job, group: ProcessGroup, backend: Backend, first_step: int, workers_of_node: int = 1
     ) -> None:
-        self._recipe, self._backend, self._group = job.recipe, backend, group
-        self._run_folder, self._corpus = job.run_folder, job.corpus.id
-        self._parent = job.lineage.parent
+        self._job, self._backend, self._group, self._workers_of_node = job, backend, group, workers_of_node
         self._step_tokens = tokens_per_step(job.recipe)
         per_token = {"mfu": palm_flops_per_token(job.recipe), "mfu_causal": causal_flops_per_token(job.recipe)}
         self._step_flops = {name: flops * self._step_tokens for name, flops in per_token.items()}
-        self._workers_of_node = workers_of_node
-        is_cuda = backend.device.type == "cuda"
-        gpus = group.gather(torch.cuda.get_device_name(backend.device) if is_cuda else "")
-        self._published_peak = published_peak(job.recipe, gpus)
-        self._gemm_flops_per_second = math.nan
+        self._is_cuda = backend.device.type == "cuda"
+        gpus = group.gather(torch.cuda.get_device_name(backend.device) if self._is_cuda else "")
+        self._peak = published_peak(job.recipe, gpus) or math.nan
         self._counted_steps, self._counted_seconds = 0, 0.0
         self._record: dict[str, Any] = {}
         self._writer = MetricsWriter(job.run_folder, first_step) if group.rank == 0 else None
@@ -72,15 +67,12 @@ class MetricsRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._writer:
             self._writer.close()
 
     def measure(self, program: Program, step_seconds: float, data_seconds: float) -> WorkerNumbers:
         """Measure the step that this worker has just done."""
-        is_cuda = self._backend.device.type == "cuda"
         return WorkerNumbers(
             gradient_seconds=data_seconds + program.gradient_seconds,
             step_seconds=step_seconds,
@@ -88,7 +80,7 @@ class MetricsRecorder:
             loss_max=program.largest_loss(),
             graphs_compiled=self._backend.graphs_compiled(),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
-            peak_device_bytes=torch.cuda.max_memory_allocated(self._backend.device) if is_cuda else math.nan,
+            peak_device_bytes=torch.cuda.max_memory_allocated(self._backend.device) if self._is_cuda else math.nan,
         )
 
     @contextmanager
@@ -102,7 +94,7 @@ class MetricsRecorder:
                 **asdict(step),
                 **numbers.fields,
                 "step_tokens": self._step_tokens,
-                "tokens": tokens_after(self._recipe, self._parent, step.step, step.skipped_steps),
+                "tokens": tokens_after(self._job.recipe, self._job.lineage.parent, step.step, step.skipped_steps),
                 "tokens_per_second": self._step_tokens / numbers.largest.step_seconds,
                 **self._run.add(step, numbers.largest.step_seconds),
             }
@@ -112,16 +104,15 @@ class MetricsRecorder:
         yield
         if self._writer:
             self._writer.log(self._record)
-        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
+        if math.isnan(self._peak) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
-            self._gemm_flops_per_second = sum(self._group.gather(self._measure_peak()))
+            self._peak = sum(self._group.gather(self._measure_peak()))
 
     def _add_mean_speed(self, seconds: float) -> None:
         self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
         self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
-        peak = self._published_peak or self._gemm_flops_per_second
-        if not math.isnan(peak):
-            self.add(**{name: flops / seconds / peak for name, flops in self._step_flops.items()})
+        if not math.isnan(self._peak):
+            self.add(**{name: flops / seconds / self._peak for name, flops in self._step_flops.items()})
 
     def add(self, **values: float | dict[str, float]) -> None:
         """Add to the step's record."""
@@ -135,7 +126,7 @@ class MetricsRecorder:
         self.add(**values)
         if not self._writer:
             return
-        write_evaluation(self._run_folder, step, self._corpus, evaluation)
+        write_evaluation(self._job.run_folder, step, self._job.corpus.id, evaluation)
         if self._record.get("step") != step:
             self._writer.show(step, values)
         elif self._writer.is_holding:
@@ -149,7 +140,7 @@ class MetricsRecorder:
     def write_attempt(self, attempt: dict[str, Any]) -> None:
         """Write how this start of the workers ended, with its compile misses. A killed start leaves no record."""
         if self._writer:
-            attempts = JsonLines(self._run_folder / ATTEMPTS_FILE)
+            attempts = JsonLines(self._job.run_folder / ATTEMPTS_FILE)
             attempts.append(attempt)
             attempts.close()
 
@@ -159,10 +150,10 @@ class MetricsRecorder:
         Workers with more threads than the machine has cores take turns, so the fastest product is one that no other
         worker interrupted. All workers together then count as the machine's cores.
         """
-        threads = self._recipe.parallel.threads_per_worker
+        threads = self._job.recipe.parallel.threads_per_worker
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = min(1.0, cores / (self._workers_of_node * threads))
-        return share * measure_gemm_peak(self._recipe.train.dtype, threads, PEAK_SECONDS)
+        return share * measure_gemm_peak(self._job.recipe.train.dtype, threads, PEAK_SECONDS)
 
 
 class MetricsWriter:
@@ -216,15 +207,12 @@ class _RunTime:
     """
 
     def __init__(self, job: Job, first_step: int) -> None:
-        self._folder, self._newest = job.run_folder, read_last_step(job.run_folder)
-        newest = self._newest or {}
-        self._productive_seconds = newest.get("productive_seconds", 0.0)
-        self._redone_seconds = newest.get("redone_seconds", 0.0)
-        self._restart_seconds = newest.get("restart_seconds", 0.0)
-        self._earlier = [each for each in read_commands(job.run_folder) if each.attempt != job.attempt]
-        self._command_began_at = job.started_at.timestamp()
-        self._restarts = newest.get("restarts", 0) + 1 if newest else 0
-        self._started_at = newest.get("run_started_at") or self._command_began_at
+        self._job, self._before = job, read_last_step(job.run_folder)
+        before = self._before or {}
+        names = ("productive_seconds", "redone_seconds", "restart_seconds")
+        self._seconds = {name: before.get(name, 0.0) for name in names}
+        self._restarts = before.get("restarts", 0) + 1 if before else 0
+        self._started_at = before.get("run_started_at") or job.started_at.timestamp()
         self._step, self._skipped_steps = 0, 0
         self._go_back(first_step)
 
@@ -235,36 +223,36 @@ class _RunTime:
         process, which loads or compiles its graphs. Lost are the steps that are done again, `redone_seconds`, and
         `restart_seconds`: the time of the commands between the last step before a start and its first step.
         """
-        if self._newest:
-            self._restart_seconds += self._held_seconds(self._newest["time"], step.time)
-            self._newest = None
+        if self._before:
+            self._seconds["restart_seconds"] += self._held_seconds(self._before["time"], step.time)
+            self._before = None
         if step.step != self._step + 1:
             self._go_back(step.step - 1)
         if step.skipped_steps == self._skipped_steps and not step.is_first_of_process:
-            self._productive_seconds += seconds
+            self._seconds["productive_seconds"] += seconds
         self._step, self._skipped_steps = step.step, step.skipped_steps
         elapsed = step.time - self._started_at
         return {
-            "goodput": min(1.0, self._productive_seconds / elapsed) if elapsed > 0 else 0.0,
+            "goodput": min(1.0, self._seconds["productive_seconds"] / elapsed) if elapsed > 0 else 0.0,
             "restarts": self._restarts,
-            "productive_seconds": self._productive_seconds,
-            "redone_seconds": self._redone_seconds,
-            "restart_seconds": self._restart_seconds,
+            **self._seconds,
             "run_started_at": self._started_at,
         }
 
     def _go_back(self, step: int) -> None:
         """Continue from the record of the step whose checkpoint was loaded."""
-        record = (read_record_of(self._folder, step) or {}) if step else {}
+        record = (read_record_of(self._job.run_folder, step) or {}) if step else {}
         self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
         productive_seconds = record.get("productive_seconds", 0.0)
-        self._redone_seconds += max(0.0, self._productive_seconds - productive_seconds)
-        self._productive_seconds = productive_seconds
+        self._seconds["redone_seconds"] += max(0.0, self._seconds["productive_seconds"] - productive_seconds)
+        self._seconds["productive_seconds"] = productive_seconds
 
     def _held_seconds(self, since: float, now: float) -> float:
         """Return the seconds from `since` to `now` for which commands held the nodes of the run."""
-        lives = [(each.began_at, each.ended_at or each.seen_at) for each in self._earlier]
-        return math.fsum(max(0.0, end - max(start, since)) for start, end in [*lives, (self._command_began_at, now)])
+        earlier = [each for each in read_commands(self._job.run_folder) if each.attempt != self._job.attempt]
+        lives = [(each.began_at, each.ended_at or each.seen_at) for each in earlier]
+        lives.append((self._job.started_at.timestamp(), now))
+        return math.fsum(max(0.0, end - max(start, since)) for start, end in lives)
 
 
 def published_peak(recipe: Recipe, gpus: Sequence[str]) -> float | None:

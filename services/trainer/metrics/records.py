@@ -7,10 +7,14 @@ import os
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from services.common.launch.launcher import TrainingReport
 from services.common.process.telemetry import parse_json_line, read_json_lines
+from services.trainer.checkpoints.steps import newest_step
+from services.trainer.job import Job
 
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -41,6 +45,8 @@ STEP_FIELDS = frozenset(field.name for field in fields(StepRecord)) | {
 """Fields that every line of METRICS_FILE has. Those of METRICS that are unknown at a step are left out."""
 ATTEMPT_FIELDS = frozenset({"started_at", "setup_seconds", "train_seconds", "graphs_compiled", "new_cache_files"})
 """Fields that every line of ATTEMPTS_FILE has: one for each start of the workers that was not killed."""
+REPORTED = ("step", "loss", "learning_rate", "tokens_per_second", "validation_loss")
+"""Fields of a step's record that a Ray cluster is told."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class StepsNewestFirst:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.unreadable, done_again = 0, math.inf  # steps from here on were done again later
-        for line in _lines_newest_first(self._path):
+        for line in islice(_split_from_end(self._path), 1, None):  # a killed writer did not finish the last line
             record = parse_json_line(line)
             if not _has_fields(record, STEP_FIELDS):
                 self.unreadable += 1
@@ -93,6 +99,15 @@ def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
     return next((record for record in StepsNewestFirst(run_folder) if record["step"] <= step), None)
 
 
+def read_report(job: Job) -> TrainingReport | None:
+    """Return what Ray Train is told: the newest record and the newest checkpoint; None before the first step."""
+    record, step = read_last_step(job.run_folder), newest_step(job.checkpoint_collection)
+    if record is None:
+        return None
+    reported = {name: float(record[name]) for name in REPORTED if isinstance(record.get(name), int | float)}
+    return TrainingReport(reported, job.checkpoint_address(step).path if step else None)
+
+
 def read_attempts(run_folder: Path) -> ParsedLines:
     return read_lines(run_folder / ATTEMPTS_FILE, ATTEMPT_FIELDS)
 
@@ -108,21 +123,16 @@ def _has_fields(record: dict[str, Any] | None, names: Set[str]) -> TypeGuard[dic
     return record is not None and names <= record.keys()
 
 
-def _lines_newest_first(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file from its end; none if there is no file."""
+def _split_from_end(path: Path) -> Iterator[bytes]:
+    """Yield what is between the newlines of a file, the text after the last one first; nothing if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        position, rest, is_torn = file.seek(0, os.SEEK_END), b"", True  # a killed writer did not finish the last line
+        position, rest = file.seek(0, os.SEEK_END), b""
         while position:
             start = max(0, position - BLOCK_BYTES)
             file.seek(start)
             rest, *lines = (file.read(position - start) + rest).split(b"\n")
-            while lines:  # frees each line
-                line = lines.pop()
-                if not is_torn:
-                    yield line
-                is_torn = False
+            yield from reversed(lines)
             position = start
-        if not is_torn:
-            yield rest
+        yield rest

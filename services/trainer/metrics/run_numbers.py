@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from services.trainer.evaluation.losses import perplexity
+from services.trainer.metrics.records import StepsNewestFirst
 
 Record = Mapping[str, Any]
 
@@ -16,6 +18,8 @@ MEAN_STEPS = 100
 """Steps whose mean loss is the training loss of a run."""
 NUM_BATCHES = 10
 """Batches of consecutive steps into which these steps are divided to estimate the error of their mean."""
+_MEANS = ("tokens_per_second", "data_share", "mfu", "mfu_causal")
+"""Metrics of which the mean over all seconds of steps is taken."""
 
 
 def mean_training_loss(applied: Sequence[Record]) -> dict[str, float]:
@@ -32,11 +36,9 @@ def mean_training_loss(applied: Sequence[Record]) -> dict[str, float]:
     num_batches = min(NUM_BATCHES, len(last))
     size = len(last) // num_batches
     counted = last[-num_batches * size :]
-    means = [
-        math.fsum(each["loss"] for each in counted[first : first + size]) / size
-        for first in range(0, len(counted), size)
-    ]
-    loss = math.fsum(means) / num_batches
+    losses = [each["loss"] for each in counted]
+    means = [statistics.fmean(losses[first : first + size]) for first in range(0, len(losses), size)]
+    loss = statistics.fmean(means)
     error = {"loss_standard_error": statistics.stdev(means) / math.sqrt(num_batches)} if num_batches > 1 else {}
     return {
         "loss": loss,
@@ -49,37 +51,35 @@ def mean_training_loss(applied: Sequence[Record]) -> dict[str, float]:
 
 
 class RunNumbers:
-    """Collects the numbers of a run's training from the records of its steps, in memory that does not grow with them.
+    """The numbers of a run's training. Their memory does not grow with its steps, which are read once."""
 
-    The records are added newest first, as `StepsNewestFirst` yields them.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, run_folder: Path, observe: Callable[[Record], None] = lambda _: None) -> None:
+        """Read the records of all steps, newest first, and pass each to `observe`."""
         self._newest: Record = {}
         self._oldest: Record = {}
         self._last_applied: list[Record] = []
-        self._sums: Counter[str] = Counter()
+        self._training_seconds = 0.0
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._weights: defaultdict[str, float] = defaultdict(float)
+        steps = StepsNewestFirst(run_folder)
+        for record in steps:
+            self._add(record)
+            observe(record)
+        self.unreadable = steps.unreadable
 
-    def add(self, record: Record) -> None:
-        """Add the record of the step before those that were added."""
+    def _add(self, record: Record) -> None:
         self._newest, self._oldest = self._newest or record, record
         is_applied = math.isfinite(record["gradient_norm"]) and math.isfinite(record["loss"])
         if is_applied and len(self._last_applied) < MEAN_STEPS:
             self._last_applied.append(record)
-        sums, seconds = self._sums, record["step_seconds"]
-        sums["training_seconds"] += seconds
-        if "checkpoint_stall_seconds" in record:
-            sums["stalls"] += 1
-            sums["stall_seconds"] += record["checkpoint_stall_seconds"]
-        if record["is_first_of_process"]:  # loads or compiles the graphs
-            return
-        sums["tokens"] += record["step_tokens"]
-        sums["seconds"] += seconds
-        sums["data_seconds"] += record["data_seconds"]
-        for name in ("mfu", "mfu_causal"):
-            if name in record:  # unknown where a device's peak is unknown
-                sums[name] += record[name] * seconds
-                sums[f"{name}_seconds"] += seconds
+        seconds: float = record["step_seconds"]
+        self._training_seconds += seconds
+        # The first step of a process loads or compiles the graphs.
+        means = () if record["is_first_of_process"] else _MEANS
+        for name, weight in [*((name, seconds) for name in means), ("checkpoint_stall_seconds", 1.0)]:
+            if name in record:  # MFU is unknown where a device's peak is unknown
+                self._sums[name] += record[name] * weight
+                self._weights[name] += weight
 
     def collect(self, attempts: Sequence[Record]) -> dict[str, float]:
         """Return the numbers by name; a number that is unknown is left out.
@@ -94,16 +94,12 @@ class RunNumbers:
         - `checkpoint_stall_seconds`: the mean; `slowest_checkpoint_seconds`: the largest.
         - `graphs_compiled`, `new_cache_files`: sums over the starts of the workers that were not killed.
         """
-        found, sums = mean_training_loss(self._last_applied[::-1]), self._sums
+        found = mean_training_loss(self._last_applied[::-1])
+        found |= {name: self._sums[name] / weight for name, weight in self._weights.items() if weight}
         if self._newest:
             found |= {"first_step": self._oldest["step"], "first_loss": self._oldest["loss"]}
             found |= {name: self._newest[name] for name in ("goodput", "restarts")}
-            found["training_seconds"] = sums["training_seconds"]
-        if seconds := sums["seconds"]:
-            found |= {"tokens_per_second": sums["tokens"] / seconds, "data_share": sums["data_seconds"] / seconds}
-        found |= {name: sums[name] / sums[f"{name}_seconds"] for name in ("mfu", "mfu_causal") if sums[name]}
-        if sums["stalls"]:
-            found["checkpoint_stall_seconds"] = sums["stall_seconds"] / sums["stalls"]
+            found["training_seconds"] = self._training_seconds
         if attempts:
             found["slowest_checkpoint_seconds"] = max(each.get("slowest_checkpoint_seconds", 0.0) for each in attempts)
             found |= {name: sum(each[name] for each in attempts) for name in ("graphs_compiled", "new_cache_files")}

@@ -9,36 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
-
-@contextmanager
-def _without_boto3() -> Iterator[None]:
-    """Keep tensorboardX from importing boto3, which takes 0.15 s of each start, for event files in S3."""
-    found = "boto3" in sys.modules
-    if not found:
-        sys.modules["boto3"] = None  # type: ignore[assignment] # an import raises ImportError
-    try:
-        yield
-    finally:
-        if not found:
-            del sys.modules["boto3"]
-
-
-with _without_boto3():
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import RecordWriter
 
 logger = logging.getLogger(__name__)
-
-FILE_VERSION = "brain.Event:2"
 
 
 class TensorBoard:
@@ -46,7 +26,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: BinaryIO | None = None
+        self._file: _EventFile | None = None
         self._has_failed = False
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -55,9 +35,8 @@ class TensorBoard:
             return
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         try:
-            self._file = self._file or self._open(step)
-            self._file.write(_frame(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
-            self._file.flush()
+            self._file = self._file or _EventFile(self._folder, step)
+            self._file.add(step=step, summary=Summary(value=values))
         except OSError as error:
             self._has_failed = True
             logger.warning("TensorBoard's events end before step %d: %s; metrics.jsonl has every step", step, error)
@@ -68,23 +47,16 @@ class TensorBoard:
             with suppress(OSError):  # closing flushes, which may fail again
                 self._file.close()
 
-    def _open(self, step: int) -> BinaryIO:
-        """Create a file whose first event hides the events of earlier attempts from `step` on."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        file = (self._folder / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}").open("wb")
-        for event in (
-            Event(wall_time=now, file_version=FILE_VERSION),
-            Event(wall_time=now, step=step, file_version=FILE_VERSION),
-            Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START)),
-        ):
-            file.write(_frame(event))
-        return file
 
+class _EventFile(RecordWriter):  # type: ignore[misc]
+    """A file whose first events hide those of earlier attempts from `step` on."""
 
-def _frame(event: Event) -> bytes:
-    """Encode a record of a TFRecord file: the length, its checksum, the bytes, their checksum."""
-    data: bytes = event.SerializeToString()
-    length = struct.pack("<Q", len(data))
-    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-    return length + checksums[0] + data + checksums[1]
+    def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"))
+        self.add(file_version="brain.Event:2")
+        self.add(step=step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, **fields: object) -> None:
+        self.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._writer.flush()  # `flush` would wait for the disk

@@ -26,7 +26,6 @@ from services.trainer.metrics.records import METRICS_FILE
 logger = logging.getLogger(__name__)
 
 TRACKERS = ("wandb",)
-PROJECT = "millrace"
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 60.0
 """Seconds for which the end of a command waits for the last records to be sent."""
@@ -38,9 +37,8 @@ def require_trackers(names: Sequence[str]) -> None:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # W&B leaves a folder of that name
             raise DeviceError(
-                f"--tracker {name}: the package is not installed here. Install it with "
-                f"`./bootstrap uv pip install --python {sys.executable} {name}`, for an image add it to "
-                f"services/trainer/requirements.txt, or omit the option: metrics.jsonl and TensorBoard have every step."
+                f"--tracker {name}: not installed. Run `./bootstrap uv pip install --python {sys.executable} {name}`, "
+                f"for an image add it to services/trainer/requirements.txt, or omit the option."
             )
 
 
@@ -56,8 +54,8 @@ def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
         return
     try:
         wandb: Any = importlib.import_module("wandb")
-        recipe = job.recipe.model_dump(mode="json")
-        run = wandb.init(project=PROJECT, id=job.run, name=job.run, resume="allow", dir=job.run_folder, config=recipe)
+        config, name = job.recipe.model_dump(mode="json"), job.run
+        run = wandb.init(project="millrace", id=name, name=name, resume="allow", dir=job.run_folder, config=config)
     except Exception as error:  # the library raises errors of any type; the user can act on this one
         raise DeviceError(f"--tracker wandb: {type(error).__name__}: {error}. Check its settings.") from error
     run.define_metric("*", step_metric="step")  # W&B's own steps must increase, but a rollback repeats steps

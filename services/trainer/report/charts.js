@@ -21,6 +21,8 @@
     const power = units.findLastIndex((_, each) => each === 0 || value >= 1e3 ** each);
     return `${+(value / 1e3 ** power).toPrecision(3)} ${units[power]}`;
   };
+  const fromZero = new Set(["share", "seconds", "bytes", "tokens per second", "root mean square"]);
+  const logarithmic = new Set(["nats per token", "bits per byte", "L2 norm", "ratio", "seconds", "no unit"]);
   const formats = { share: (value) => `${+(100 * value).toPrecision(3)}%`, bytes };
 
   // The horizontal axis. Tokens and seconds of a step are interpolated between the positions of its run.
@@ -66,9 +68,9 @@
     ctx.restore();
   };
 
-  const drawMarks = (plot, chart, place) => {
+  const drawMarks = (plot, kinds, place) => {
     const { top, height } = plot.bbox;
-    for (const kind of chart.marks) {
+    for (const kind of kinds) {
       const [name, share, dash] = marks[kind];
       line(plot, color(name), share < 1 ? 2 : 1, dash, (data.marks[kind] ?? []).map((step) => {
         const x = plot.valToPos(place(0, step), "x", true);
@@ -94,16 +96,16 @@
     return round(value / power) * power;
   };
 
-  const fitValues = (chart, reference, isLogarithmic) => (plot, min, max) => {
+  const fitValues = (unit, reference, isLogarithmic) => (plot, min, max) => {
     if (min === null) return [min, max];
     if (reference && reference[1] <= 2 * max) [min, max] = [Math.min(min, reference[1]), Math.max(max, reference[1])];
     if (isLogarithmic) {
       const [low, high] = [toDigit(min, Math.floor), toDigit(max, Math.ceil)];
       return low < high ? [low, high] : [low / 2, high * 2];
     }
-    if (chart.includes_zero) min = Math.min(0, min);
+    if (fromZero.has(unit)) min = Math.min(0, min);
     const margin = (max - min) / 20 || Math.abs(max) / 10 || 1;
-    return [chart.includes_zero && min === 0 ? 0 : min - margin, max + margin];
+    return [fromZero.has(unit) && min === 0 ? 0 : min - margin, max + margin];
   };
 
   // Values in the legend: those of the step below the pointer, or else the last ones.
@@ -125,11 +127,11 @@
     return values;
   };
 
-  const draw = ({ chart, curves, reference }) => {
-    const figure = document.getElementById(chart.id), frame = figure.querySelector(".plot");
+  const draw = ([id, { curves, reference }]) => {
+    const figure = document.getElementById(id), frame = figure.querySelector(".plot"), { unit } = figure.dataset;
     const [label, place] = axes[chosen("x")];
-    const isLogarithmic = chart.allows_logarithmic && chosen("y") === "logarithmic";
-    const write = formats[chart.unit] ?? number;
+    const isLogarithmic = logarithmic.has(unit) && chosen("y") === "logarithmic";
+    const write = formats[unit] ?? number;
     const places = curves.map((curve) => curve.steps.map((step) => place(curve.run, step)));
     const runs = [...new Set(curves.map((curve) => curve.run))].filter((run) => data.runs[run].steps.length);
     const ends = runs.flatMap((run) => [0, -1].map((end) => place(run, data.runs[run].steps.at(end))));
@@ -151,7 +153,7 @@
           distr: chosen("x") === "log" ? 3 : 1,
           range: (plot, min, max) => [min, max > min ? max : min + 1],
         },
-        y: { distr: isLogarithmic ? 3 : 1, range: fitValues(chart, reference, isLogarithmic) },
+        y: { distr: isLogarithmic ? 3 : 1, range: fitValues(unit, reference, isLogarithmic) },
       },
       axes: [
         { ...axis, label, labelFont: axis.font, labelSize: 18, size: 26, space: 90, grid: { show: false },
@@ -169,7 +171,7 @@
         points: { show: curve.has_dots, size: 7, width: 0, fill: () => curveColor(curve) },
       })), { show: false }],
       hooks: {
-        drawAxes: [(plot) => drawMarks(plot, chart, place)],
+        drawAxes: [(plot) => drawMarks(plot, figure.dataset.marks.split(" "), place)],
         draw: [(plot) => {
           curves.forEach((curve, i) => { if (curve.errors) drawErrors(plot, curve, places[i]); });
           if (reference) drawReference(plot, reference[1]);
@@ -192,7 +194,7 @@
   let plots = [];
   const drawAll = () => {
     plots.forEach((plot) => plot.destroy());
-    plots = data.charts.map(draw);
+    plots = Object.entries(data.charts).map(draw);
   };
   drawAll();
   document.querySelector(".choice").addEventListener("change", drawAll);

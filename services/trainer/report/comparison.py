@@ -1,25 +1,66 @@
-"""Writes comparison.html, one page that lays the curves of several runs over one another.
+"""Compares runs of a root: their newest numbers, the recipe values in which they differ, and their curves.
 
-The page has the newest numbers of the runs, the recipe values in which they differ, and the charts with which runs are
-compared. Its size grows with the runs, and not with their steps.
+The curves of the runs lie over one another in comparison.html, whose size grows with the runs, not with their steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from services.common.artifacts.manifest import write_durably
+from services.common.errors import RecipeError
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
 from services.trainer.metrics.records import StepsNewestFirst
-from services.trainer.report.charts import REPORT, VALIDATION_LOSS, Chart
-from services.trainer.report.curves import DrawnChart, RunCurves
-from services.trainer.report.page import Table, render
+from services.trainer.report.curves import CHARTS, DrawnChart, RunCurves, Series
+from services.trainer.report.page import render, shorten
+from services.trainer.runs.description import read_description
+from services.trainer.runs.status import (
+    STATUS_HEADINGS,
+    UNKNOWN,
+    describe_status,
+    find_run,
+    print_json,
+    print_table,
+    read_status,
+)
 
+COMPARE = "compare"
+"""Name of the trainer's command that compares runs. It takes no recipe."""
 COMPARISON_FILE = "comparison.html"
+MAX_RUNS = 8
+"""Runs that are compared at most: the page has as many colours."""
+COMPARED = ("loss", "bits-per-byte", "gradient-norm", "learning-rate", "throughput", "mfu", "goodput")
+"""Charts with which runs are compared, by their first series."""
+_MAX_LENGTH = 60
+
+
+def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
+    """Print the newest numbers of runs and the recipe values in which they differ, and write comparison.html.
+
+    With `as_json` print one line for each run, and write no page. `names` are names or unique prefixes, with commas.
+    """
+    runs = list(dict.fromkeys(find_run(root, name.strip()) for name in names.split(",")))
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise RecipeError(f"{names!r} names {len(runs)} run(s): expected 2 to {MAX_RUNS} different runs, as a,b,c.")
+    statuses = [read_status(root, run) for run in runs]
+    if as_json:
+        print_json(statuses)
+        return 0
+    numbers = [STATUS_HEADINGS, *map(describe_status, statuses)]
+    recipes = [dict(_flatten(read_description(run_folder(root, run)).recipe)) for run in runs]
+    values = [("recipe value", *runs), *_differing_values(recipes)]
+    print_table(*numbers)
+    print()
+    print_table(*values)
+    path = write_comparison(root, runs, numbers, values)
+    print(f"\n{path}")
+    return 0
 
 
 def write_comparison(
@@ -30,14 +71,15 @@ def write_comparison(
     `numbers` is the table of the runs' newest numbers and `values` that of the recipe values that differ, each with its
     row of headings.
     """
-    curves = {run: _read_curves(root, run) for run in runs}
-    charts = [drawn for chart in _choose_charts() if (drawn := _draw(chart, curves)).curves]
+    curves = {run: _read_curves(run_folder(root, run)) for run in runs}
+    series = {"validation-loss": Series("evaluation.loss")} | {name: CHARTS[name][0] for name in COMPARED}
+    charts = {name: drawn for name, each in series.items() if (drawn := _draw(each, curves)).curves}
     page = render(
         "comparison.html",
         title=f"{len(runs)} runs compared",
         subtitle=f"Millrace runs, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        numbers=Table("Newest numbers", numbers[0], numbers[1:]),
-        values=Table("Recipe values that differ", values[0], values[1:]),
+        numbers=numbers,
+        values=values,
         data={"runs": [each.positions() for each in curves.values()], "marks": {}, "charts": charts},
     )
     path = run_folder(root, COMPARISON_FILE)
@@ -45,28 +87,36 @@ def write_comparison(
     return path
 
 
-def _read_curves(root: Path, run: str) -> RunCurves:
-    folder = run_folder(root, run)
+def _differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the dotted name and the values of each recipe value that is not the same in all recipes."""
+    for name in dict.fromkeys(name for recipe in recipes for name in recipe):
+        values = [recipe.get(name, UNKNOWN) for recipe in recipes]
+        texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
+        if len(set(texts)) > 1:
+            yield name, *(shorten(each, _MAX_LENGTH) for each in texts)
+
+
+def _flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read_curves(folder: Path) -> RunCurves:
     curves = RunCurves(read_evaluations(folder).lines)
     for record in StepsNewestFirst(folder):
         curves.add(record)
     return curves
 
 
-def _choose_charts() -> Iterator[Chart]:
-    for chart in (chart for section in REPORT for chart in section.charts if chart.compared):
-        yield replace(chart, advice=chart.compared, series=chart.series[:1], marks=())
-        if chart.id == "loss":
-            yield VALIDATION_LOSS
-
-
-def _draw(chart: Chart, runs: dict[str, RunCurves]) -> DrawnChart:
+def _draw(series: Series, runs: dict[str, RunCurves]) -> DrawnChart:
     """Draw the moving means alone: the pale curves of several runs would hide one another."""
     found = [
         replace(curve, name=name, color=number, run=number)
         for number, (name, curves) in enumerate(runs.items())
-        for series in chart.series
         for curve in curves.draw(series)
         if not curve.is_faint
     ]
-    return DrawnChart(chart, found)
+    return DrawnChart(found)

@@ -1,4 +1,4 @@
-"""Collects the curves of a run from the records of its steps and evaluations, and thins them for a page."""
+"""The curves of the charts of a page: collected from the records of steps and evaluations, and thinned."""
 
 from __future__ import annotations
 
@@ -7,12 +7,60 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.report.charts import CHARTED_METRICS, Chart, Series
+
+class Series(NamedTuple):
+    """What a chart draws of one metric of the step records, or of `evaluation.FIELD`."""
+
+    metric: str
+    name: str = ""
+    color: int = 0
+    is_smooth: bool = False
+    """Whether a moving mean is drawn over the curve of all steps."""
+    errors: str = ""
+    """Metric of the error bars."""
+
+
+CHARTS: dict[str, tuple[Series, ...]] = {
+    "loss": (
+        Series("loss", "training", is_smooth=True),
+        Series("evaluation.loss", "validation", 1, errors="evaluation.standard_error"),
+    ),
+    "validation-by-source": (Series("evaluation.loss_by_source"),),
+    "bits-per-byte": (Series("evaluation.bits_per_byte", "validation", 1),),
+    "worst-micro-batch": (Series("loss_max", "worst micro-batch", is_smooth=True),),
+    "gradient-norm": (Series("gradient_norm", "gradient", is_smooth=True),),
+    "learning-rate": (Series("learning_rate", "learning rate"),),
+    "clipped": (Series("clipped_share", "clipped steps"),),
+    "gradient-by-group": (Series("gradient_norm_by_group"),),
+    "update-by-group": (Series("update_ratio_by_group"),),
+    "largest-logit": (Series("largest_logit", "largest logit"),),
+    "activations": (Series("activation_rms", "activations"),),
+    "throughput": (Series("tokens_per_second", "all workers", is_smooth=True),),
+    "mfu": (
+        Series("mfu", "PaLM's convention", is_smooth=True),
+        Series("mfu_causal", "causal attention counted once", 1, is_smooth=True),
+    ),
+    "goodput": (Series("goodput", "goodput"),),
+    "step-time": (
+        Series("step_seconds", "slowest worker", is_smooth=True),
+        Series("gradient_seconds_spread", "spread between fastest and slowest", 1, is_smooth=True),
+    ),
+    "stragglers": (Series("straggler_score", "slowest over median"),),
+    "data-wait": (Series("data_share", "share of a step", is_smooth=True),),
+    "checkpoint-stall": (Series("checkpoint_stall_seconds", "stop"),),
+    "evaluation-time": (Series("evaluation.seconds", "evaluation", 1),),
+    "memory": (
+        Series("peak_rss_bytes", "host memory"),
+        Series("peak_device_bytes", "device memory", 1),
+    ),
+}
+"""Series of the charts by the id of their figure in report.html, which has the titles."""
+CHARTED_METRICS = frozenset(series.metric for chart in CHARTS.values() for series in chart)
 
 MAX_POINTS = 1_002
 """Points of a curve on a page: two for each of 500 ranges of steps, and both ends."""
@@ -52,9 +100,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class DrawnChart:
-    """A chart with its data."""
+    """The data of a chart."""
 
-    chart: Chart
     curves: list[Curve]
     reference: tuple[str, float] | None = None
     """Name and value of a horizontal line, such as a limit."""

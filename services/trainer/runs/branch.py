@@ -7,7 +7,7 @@ so the parent's checkpoint is needed for the start alone. The settings of the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, LossSpikes, checkpoint_id
@@ -17,7 +17,12 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Branch, Recipe
-from services.trainer.checkpoints.lookup import find_trained_corpus, open_checkpoint
+from services.trainer.checkpoints.lookup import (
+    find_trained_corpus,
+    list_runs_command,
+    newest_checkpoint,
+    open_checkpoint,
+)
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, RunCorpus, checkpoint_collection, run_name
@@ -53,16 +58,14 @@ def find_lineage(root: Path, recipe: Recipe, corpus: RunCorpus) -> Lineage:
     if branch is None:
         return NO_LINEAGE
     try:
-        parent = open_parent(root, branch)
+        lineage = _descend(open_parent(root, branch), recipe, corpus)
     except ArtifactError:
-        if begun := list(_find_own(root, recipe, corpus)):
-            return begun[-1]
+        if own := _find_own(root, recipe, corpus):
+            return own
         raise
-    lineage = _descend(parent, recipe, corpus)
     if checkpoint_steps(checkpoint_collection(root, run_name(recipe, corpus, lineage.parent))):
         return lineage
-    begun = list(_find_own(root, recipe, corpus))  # before the parent wrote the step again
-    return begun[-1] if begun else lineage
+    return _find_own(root, recipe, corpus) or lineage  # of before the parent wrote the step again
 
 
 def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
@@ -73,16 +76,12 @@ def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
     address = Address(root, "checkpoint", branch.run, checkpoint_id(branch.step))
     if (address.path / MANIFEST).exists():
         return open_checkpoint(address.collection, branch.step, lambda _: None)
-    steps = checkpoint_steps(address.collection)
-    if not steps:
-        raise ArtifactError(
-            f"{address.collection}: train.branch.run has no checkpoint here. `python -m services.trainer runs --root "
-            f"{root}` lists the runs of this root."
-        )
+    kept = list_names(map(str, reversed(checkpoint_steps(address.collection))))
     raise ArtifactError(
-        f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after the steps "
-        f"{list_names(map(str, reversed(steps)))}. Branch from one of them, or restore step {branch.step} from a copy. "
-        f"A run keeps its last checkpoint.keep_latest checkpoints and the multiples of checkpoint.keep_interval_steps."
+        f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after {kept}. "
+        f"Branch from one of them, restore step {branch.step} from a copy, or find the run: "
+        f"`{list_runs_command(root)}`. A run keeps its last checkpoint.keep_latest checkpoints and the multiples of "
+        f"checkpoint.keep_interval_steps."
     )
 
 
@@ -143,16 +142,15 @@ def _changes(parent: Artifact[CheckpointManifest], recipe: Recipe) -> list[str]:
     return [change for change in changed if not change.startswith("train.branch")]
 
 
-def _find_own(root: Path, recipe: Recipe, corpus: RunCorpus) -> Iterator[Lineage]:
-    for collection in sorted((root / "checkpoint").glob(f"{recipe.name}-*")):
-        for step in reversed(checkpoint_steps(collection)):
-            try:
-                state = open_checkpoint(collection, step, lambda _: None).manifest.checkpoint
-            except ArtifactError:
-                continue
-            if state.parent and run_name(recipe, corpus, state.parent) == collection.name:
-                yield Lineage(state.ancestors, state.data_offset_samples)
-            break
+def _find_own(root: Path, recipe: Recipe, corpus: RunCorpus) -> Lineage | None:
+    """Return the lineage that checkpoints of the branch itself name; None if it has none."""
+    for collection in sorted((root / "checkpoint").glob(f"{recipe.name}-*"), reverse=True):
+        with suppress(ArtifactError):
+            checkpoint = newest_checkpoint(collection, lambda _: None)
+            state = checkpoint and checkpoint.manifest.checkpoint
+            if state and state.parent and run_name(recipe, corpus, state.parent) == collection.name:
+                return Lineage(state.ancestors, state.data_offset_samples)
+    return None
 
 
 def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus) -> Lineage:

@@ -10,25 +10,20 @@ command sees. Nodes that were lost and not replaced count until their command en
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.artifacts.manifest import Phase
+from services.common.artifacts.store import Artifact
 from services.common.recipe.schema import Recipe, Stage, stage_nodes
-from services.trainer.job import Job
-from services.trainer.metrics.commands import CommandRecord, read_commands, sum_chip_hours, sum_cost
+from services.trainer.metrics.commands import CommandRecord, read_commands, sum_known
 from services.trainer.metrics.records import read_last_step
 
 SECONDS_PER_HOUR = 3_600
-KILLED = "killed"
-"""Phase of workers that ended without a record: they were killed, or their command was."""
-FAILED = "failed"
-"""Phase of workers that ended without a record at the end of a command that an error ended."""
-RUNNING = "running"
-"""Phase of the workers of a command that goes on."""
 
 
 @dataclass(frozen=True)
@@ -53,49 +48,32 @@ class StageCost:
 
 
 def compute_costs(
-    recipe: Recipe,
-    corpus: CorpusPayload,
-    cache: CompileCacheManifest | None,
-    commands: Sequence[CommandRecord],
-    newest_step: Mapping[str, Any],
+    recipe: Recipe, corpus: CorpusPayload, cache: Artifact[CompileCacheManifest] | None, run_folder: Path
 ) -> list[StageCost]:
-    """Return the costs of the stages, in the order in which the stages ran.
-
-    `commands` are the records of the commands that trained the run, and `newest_step` is the record of its newest
-    step, which is empty before the first one.
-    """
-    costs = [_cost_of_artifact(recipe, "tokenizer", corpus.phases)]
+    """Return the costs of the stages, in the order in which the stages ran."""
+    commands, newest_step = read_commands(run_folder), read_last_step(run_folder) or {}
+    phases: dict[Stage, Sequence[Phase]] = {"tokenizer": corpus.phases}
     if cache:
-        costs.append(_cost_of_artifact(recipe, "compiler", cache.compile_cache.phases))
-    nodes, price_source = (commands[-1].nodes, commands[-1].price_source) if commands else (0, None)
+        phases["compiler"] = cache.manifest.compile_cache.phases
+    costs = []
+    for stage, found in phases.items():  # on CPU nodes, whose type the recipe does not name
+        hours = stage_nodes(recipe, stage) * sum(phase.seconds for phase in found) / SECONDS_PER_HOUR
+        costs.append(StageCost(stage, hours, hours, 0.0, chip_hours=None, dollars=None, price_source=None))
+    newest = commands[-1] if commands else None
     computing, redone, restart = (
-        nodes * newest_step.get(name, 0.0) / SECONDS_PER_HOUR
+        newest.nodes * newest_step.get(name, 0.0) / SECONDS_PER_HOUR if newest else 0.0
         for name in ("productive_seconds", "redone_seconds", "restart_seconds")
     )
-    held = sum(each.node_hours for each in commands)
-    chip_hours, dollars = sum_chip_hours(commands), sum_cost(commands)
-    return [*costs, StageCost("trainer", held, computing, redone + restart, chip_hours, dollars, price_source)]
-
-
-def describe_costs(job: Job) -> list[dict[str, Any]]:
-    """Return the costs of a run's stages as `run.json` has them."""
-    cache = job.cache.manifest if job.cache else None
-    commands, newest_step = read_commands(job.run_folder), read_last_step(job.run_folder) or {}
-    return [asdict(each) for each in compute_costs(job.recipe, job.corpus.payload, cache, commands, newest_step)]
-
-
-def describe_training_cost(cost: StageCost) -> str:
-    """Describe the cost of a run's training for a person."""
-    held = cost.held_node_hours
-    parts = [f"{held:,.2f} node-hours"]
-    if held:
-        parts.append(f"{cost.computing_node_hours / held:.1%} computing")
-        parts.append(f"{cost.lost_node_hours / held:.1%} lost to restarts")
-    if cost.chip_hours is not None:
-        parts.append(f"{cost.chip_hours:,.1f} chip-hours")
-    if cost.dollars is not None:
-        parts.append(f"${cost.dollars:,.2f} on demand ({cost.price_source})")
-    return ", ".join(parts)
+    training = StageCost(
+        "trainer",
+        held_node_hours=sum(each.node_hours for each in commands),
+        computing_node_hours=computing,
+        lost_node_hours=redone + restart,
+        chip_hours=sum_known(each.chip_hours for each in commands),
+        dollars=sum_known(each.dollars for each in commands),
+        price_source=newest.price_source if newest else None,
+    )
+    return [*costs, training]
 
 
 def divide_training(
@@ -129,20 +107,12 @@ def _ends_of_workers(
     """Yield how the workers of a command ended, and when: at each restart, and at the end of the command."""
     for event in events:
         if (event["event"], event.get("attempt")) == ("restart", command.attempt):
-            yield KILLED, event["time"]
-    if command.lives(now):
-        yield RUNNING, command.seen_at
-    elif command.exit_code is None:
-        yield KILLED, command.seen_at
+            yield "killed", event["time"]
+    if command.exit_code is None:
+        yield "running" if command.lives(now) else "killed", command.seen_at
     elif command.exit_code and command.ended_at:
-        yield FAILED, command.ended_at
+        yield "failed", command.ended_at
 
 
 def _phase(name: str, start: float, seconds: float) -> Phase:
     return Phase(name=name, started_at=datetime.fromtimestamp(start, UTC), seconds=seconds)
-
-
-def _cost_of_artifact(recipe: Recipe, stage: Stage, phases: Sequence[Phase]) -> StageCost:
-    """Count the phases that made an artifact; its nodes are CPU nodes, whose type the recipe does not name."""
-    hours = stage_nodes(recipe, stage) * sum(phase.seconds for phase in phases) / SECONDS_PER_HOUR
-    return StageCost(stage, hours, hours, 0.0, chip_hours=None, dollars=None, price_source=None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -15,7 +15,7 @@ from services.common.artifacts.checkpoint import Ancestor
 from services.common.artifacts.manifest import ManifestModel, write_durably
 from services.common.errors import ArtifactError, MillraceError, unreadable
 from services.trainer.job import RUN_FILE, Job
-from services.trainer.runs.cost import describe_costs
+from services.trainer.runs.cost import compute_costs
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +57,21 @@ def damaged_description(run_folder: Path, error: object) -> ArtifactError:
 
 def write_run(job: Job) -> None:
     """Write run.json, with the costs of the run until now."""
+    artifacts = {"corpus": job.corpus.id}
+    paths = {"corpus": job.corpus.path, "checkpoints": job.checkpoint_collection}
+    if job.cache:
+        artifacts["compile_cache"], paths["compile_cache"] = job.cache.manifest.id, job.cache.path
+    costs = compute_costs(job.recipe, job.corpus.payload, job.cache, job.run_folder)
     described = RunDescription(
         run=job.run,
         recipe=job.recipe.model_dump(mode="json"),
-        artifacts={"corpus": job.corpus.id} | ({"compile_cache": job.cache.manifest.id} if job.cache else {}),
-        paths={
-            "corpus": _below(job.root, job.corpus.path),
-            "checkpoints": _below(job.root, job.checkpoint_collection),
-        }
-        | ({"compile_cache": _below(job.root, job.cache.path)} if job.cache else {}),
+        artifacts=artifacts,
+        paths={name: _below(job.root, path) for name, path in paths.items()},
         parent=job.lineage.parent,
-        costs=describe_costs(job),
+        costs=list(map(asdict, costs)),
     )
     (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
-    content = json.dumps(described.model_dump(mode="json", by_alias=True), indent=1)
-    write_durably(job.run_folder / RUN_FILE, content.encode())
+    write_durably(job.run_folder / RUN_FILE, described.model_dump_json(by_alias=True, indent=1).encode())
 
 
 @contextmanager

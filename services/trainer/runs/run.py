@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,88 +29,79 @@ from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluatio
 from services.trainer.job import RUN_FILE, checkpoint_collection, describe_corpus, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
 from services.trainer.metrics.events import read_events
-from services.trainer.metrics.records import (
-    ATTEMPTS_FILE,
-    METRICS_FILE,
-    StepsNewestFirst,
-    read_attempts,
-    read_last_step,
-)
+from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
-from services.trainer.runs.cost import (
-    StageCost,
-    compute_costs,
-    divide_training,
-)
+from services.trainer.runs.cost import StageCost, compute_costs, divide_training
 from services.trainer.runs.description import damaged_description, read_description
 
 REPORT_FILE = "report.html"
 
 
-class RunSteps:
-    """The records of a run's steps, which are read once, when a number of them is needed first."""
+@dataclass
+class Run:
+    """A run with its artifacts and records, as read from its folder."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._steps = StepsNewestFirst(run_folder)
-        self._numbers: RunNumbers | None = None
-
-    def read(self, observe: Callable[[dict[str, Any]], None] = lambda _: None) -> RunNumbers:
-        """Read all records, newest first, and pass each to `observe`."""
-        self._numbers = RunNumbers()
-        for record in self._steps:
-            self._numbers.add(record)
-            observe(record)
-        return self._numbers
-
-    @property
-    def numbers(self) -> RunNumbers:
-        return self._numbers or self.read()
-
-    @property
-    def unreadable(self) -> int:
-        """Number of lines that cannot be read."""
-        if self._numbers is None:
-            self.read()
-        return self._steps.unreadable
-
-
-@dataclass(frozen=True)
-class StartedRun:
-    """A run with its artifacts and records, as read from its folder. It may have no checkpoint yet."""
-
-    folder: Path
+    root: Path
+    name: str
     recipe: Recipe
     corpus: Artifact[CorpusManifest]
     cache: Artifact[CompileCacheManifest] | None
     parent: Ancestor | None
     """The checkpoint of another run that this one began with; None if it is no branch."""
-    evaluations: list[dict[str, Any]]
-    attempts: list[dict[str, Any]]
-    unreadable_lines: Mapping[str, int]
-    """Number of unreadable lines of evaluations and attempts, by the name of the file."""
-    steps: RunSteps
+    newest_checkpoint: Artifact[CheckpointManifest] | None
+    """None before the first one."""
 
     @property
-    def unreadable(self) -> dict[str, int]:
-        """Number of unreadable lines, by the name of the file."""
-        return {METRICS_FILE: self.steps.unreadable, **self.unreadable_lines}
+    def folder(self) -> Path:
+        return run_folder(self.root, self.name)
+
+    @property
+    def checkpoint(self) -> Artifact[CheckpointManifest]:
+        """The newest checkpoint of a run that has one, as `open_run` returns it."""
+        assert self.newest_checkpoint
+        return self.newest_checkpoint
 
     @cached_property
-    def numbers(self) -> dict[str, float]:
-        """Numbers of the training by name; see `RunNumbers.collect`."""
-        return self.steps.numbers.collect(self.attempts)
+    def step_numbers(self) -> RunNumbers:
+        """Numbers of the steps, all of which are read for them."""
+        return RunNumbers(self.folder)
 
-    @property
-    def costs(self) -> list[StageCost]:
-        """Costs of the stages, in the order in which they ran; the trainer's is the last."""
-        cache = self.cache.manifest if self.cache else None
-        newest_step = read_last_step(self.folder) or {}
-        return compute_costs(self.recipe, self.corpus.manifest.corpus, cache, self.commands, newest_step)
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return read_evaluations(self.folder).lines
+
+    @cached_property
+    def attempts(self) -> list[dict[str, Any]]:
+        return read_attempts(self.folder).lines
 
     @cached_property
     def commands(self) -> list[CommandRecord]:
         """Records of the commands that trained the run, oldest first."""
         return read_commands(self.folder)
+
+    @property
+    def unreadable(self) -> dict[str, int]:
+        """Number of unreadable lines, by the name of the file."""
+        return {
+            METRICS_FILE: self.step_numbers.unreadable,
+            EVALUATIONS_FILE: read_evaluations(self.folder).unreadable,
+            ATTEMPTS_FILE: read_attempts(self.folder).unreadable,
+        }
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """Numbers of the training by name; see `RunNumbers.collect`.
+
+        `tokens`, `step` and `skipped_steps` are those of the newest checkpoint, if there is one.
+        """
+        state = self.newest_checkpoint and self.newest_checkpoint.manifest.checkpoint
+        found = {name: getattr(state, name) for name in ("step", "tokens", "skipped_steps")} if state else {}
+        return found | self.step_numbers.collect(self.attempts)
+
+    @cached_property
+    def costs(self) -> list[StageCost]:
+        """Costs of the stages, in the order in which they ran; the trainer's is the last."""
+        return compute_costs(self.recipe, self.corpus.manifest.corpus, self.cache, self.folder)
 
     @cached_property
     def phases(self) -> dict[str, list[Phase]]:
@@ -121,42 +111,21 @@ class StartedRun:
         return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
 
 
-@dataclass(frozen=True)
-class Run(StartedRun):
-    """A run that has a checkpoint."""
-
-    checkpoint: Artifact[CheckpointManifest]
-
-    @property
-    def state(self) -> str:
-        """Identifier of the newest state, made of its step and its content digest."""
-        return describe_state(self.checkpoint)
-
-    @cached_property
-    def numbers(self) -> dict[str, float]:
-        """Numbers of the training by name; see `RunNumbers.collect`.
-
-        `tokens`, `step` and `skipped_steps` are those of the newest checkpoint.
-        """
-        state = self.checkpoint.manifest.checkpoint
-        found = self.steps.numbers.collect(self.attempts)
-        return {"step": state.step, "tokens": state.tokens, "skipped_steps": state.skipped_steps, **found}
-
-
 def describe_state(checkpoint: Artifact[CheckpointManifest]) -> str:
+    """Return an identifier of the state, made of its step and its content digest."""
     return f"{checkpoint.manifest.id} {checkpoint.manifest.content_digest}"
 
 
 def open_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:
     """Open a run that has a checkpoint. Raises `ArtifactError` if it has none yet."""
     run = open_started_run(root, name, verify)
-    if not isinstance(run, Run):
+    if run.newest_checkpoint is None:
         raise no_checkpoint_yet(checkpoint_collection(root, name))
     return run
 
 
-def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> StartedRun:
-    """Open a run, which is a `Run` if it has a checkpoint, the newest one that passes `verify`.
+def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:
+    """Open a run with the newest checkpoint that passes `verify`, if it has one.
 
     A caller that reads no weights passes `verify_sizes`, which reads no file of the checkpoint. Raises `ArtifactError`
     if the run does not exist.
@@ -180,19 +149,8 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
     if checkpoint:
         require_of_run(checkpoint, recipe, described_corpus)
     cache_path = described.paths.get("compile_cache")
-    evaluations, attempts = read_evaluations(folder), read_attempts(folder)
-    found: dict[str, Any] = {
-        "folder": folder,
-        "recipe": recipe,
-        "corpus": corpus,
-        "cache": open_artifact(root / cache_path, CompileCacheManifest) if cache_path else None,
-        "parent": described.parent,
-        "evaluations": evaluations.lines,
-        "attempts": attempts.lines,
-        "unreadable_lines": {EVALUATIONS_FILE: evaluations.unreadable, ATTEMPTS_FILE: attempts.unreadable},
-        "steps": RunSteps(folder),
-    }
-    return Run(**found, checkpoint=checkpoint) if checkpoint else StartedRun(**found)
+    cache = open_artifact(root / cache_path, CompileCacheManifest) if cache_path else None
+    return Run(root, name, recipe, corpus, cache, described.parent, checkpoint)
 
 
 def vocabulary_file(run: Run) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from services.common.errors import ArtifactError, MillraceError
@@ -13,8 +12,6 @@ from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
 from services.trainer.job import RUN_FILE, RunCorpus, checkpoint_collection, completed_step, run_folder, run_name
 from services.trainer.runs.branch import describe_parent, find_lineage
 from services.trainer.runs.description import RunDescription, read_description
-
-_RUN_ID = r"-[0-9a-f]{8}"
 
 
 def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | None) -> dict[str, str]:
@@ -34,16 +31,18 @@ def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | None) -> dict
         checkpoint = newest_checkpoint(checkpoint_collection(root, rows["run"]), verify_sizes)
     except ArtifactError as error:
         return rows | {"begins at step": f"unknown: {error}"}
-    if checkpoint is None and lineage.parent:
-        begin = f"{lineage.parent.step:,} of {last}: a new run"
-        return rows | {"begins at step": begin, "branches from": describe_parent(root, recipe, corpus, lineage)}
-    if checkpoint is None:
-        before = explain_new_run(root, recipe, corpus)
-        return rows | {"begins at step": f"0 of {last}: a new run"} | ({"differs from": before} if before else {})
     step = completed_step(checkpoint)
     if step >= recipe.train.max_steps:
         return rows | {"begins at step": f"none: the run is complete, {step:,} of {last}"}
-    return rows | {"begins at step": f"{step:,} of {last}, from {checkpoint.path}"}
+    if checkpoint:
+        return rows | {"begins at step": f"{step:,} of {last}, from {checkpoint.path}"}
+    first = lineage.parent.step if lineage.parent else 0
+    rows["begins at step"] = f"{first:,} of {last}: a new run"
+    if lineage.parent:
+        rows["branches from"] = describe_parent(root, recipe, corpus, lineage)
+    elif before := explain_new_run(root, recipe, corpus):
+        rows["differs from"] = before
+    return rows
 
 
 def explain_new_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
@@ -60,13 +59,9 @@ def explain_new_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
 
 def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
     """Return the folder of the other run of this name that was started last."""
-    is_of_name = re.compile(re.escape(name) + _RUN_ID)
-    found = [
-        path.parent
-        for path in run_folder(root, "").glob(f"{name}-*/{RUN_FILE}")
-        if is_of_name.fullmatch(path.parent.name) and path.parent.name != run
-    ]
-    return max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime, default=None)
+    found = run_folder(root, "").glob(f"{name}-{'[0-9a-f]' * 8}/{RUN_FILE}")
+    others = [path for path in found if path.parent.name != run]
+    return max(others, key=lambda path: path.stat().st_mtime).parent if others else None
 
 
 def _changes(described: RunDescription, recipe: Recipe, corpus: RunCorpus) -> list[str]:

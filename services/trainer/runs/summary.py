@@ -1,94 +1,141 @@
-"""Summarizes a run and what the three stages made, in a dozen lines."""
+"""Tells how a run went: in a dozen facts, which are the tiles of its report, and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from services.common.artifacts.files import total_bytes
-from services.common.artifacts.manifest import Phase
-from services.common.artifacts.store import Artifact
 from services.common.problem_list import list_names
+from services.common.process.progress import write_duration
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import stage_nodes
-from services.trainer.evaluation.records import describe_mean
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.metrics.events import count_events
-from services.trainer.runs.cost import (
-    describe_training_cost,
-)
-from services.trainer.runs.listing import branches_of
 from services.trainer.runs.run import REPORT_FILE, Run
-from services.trainer.runs.status import read_statuses
+from services.trainer.runs.status import branches_of, read_status, read_statuses
+
+
+class Fact(NamedTuple):
+    """A number of a run."""
+
+    label: str
+    value: str
+    note: str = ""
+    share: float | None = None
+    """Share of a bar below the value, from 0 to 1; None for no bar."""
+
+
+def list_facts(run: Run) -> Iterator[Fact]:
+    numbers, status = run.numbers, read_status(run.root, run.name)
+    share = min(1.0, status.step / status.max_steps) if status.max_steps else None
+    of_all = f" of {status.max_steps:,}" if status.max_steps else ""
+    ended = f"; exit code {status.exit_code}" if status.exit_code else ""
+    yield Fact("State", status.state, f"step {status.step:,}{of_all}{ended}", share)
+    if "loss" in numbers:
+        error = f"± {numbers['loss_standard_error']:.3f} " if "loss_standard_error" in numbers else ""
+        steps = f"steps {numbers['loss_first_step']:,} to {numbers['loss_last_step']:,}"
+        yield Fact("Training loss", f"{numbers['loss']:.3f}", f"{error}nats per token, mean of {steps}")
+    else:
+        yield Fact("Training loss", "none yet", "no recorded step has updated the weights")
+    if run.evaluations:
+        newest = run.evaluations[-1]
+        error = f"± {newest['standard_error']:.3f} " if newest["standard_error"] is not None else ""
+        bits = f", {newest['bits_per_byte']:.3f} bits per byte" if newest["bits_per_byte"] is not None else ""
+        yield Fact("Validation loss", f"{newest['loss']:.3f}", f"{error}at step {newest['step']:,}{bits}")
+    else:
+        yield Fact("Validation loss", "none yet", "no evaluation was made")
+    if status.tokens is not None:
+        total = f"of {_write_number(status.total_tokens)}" if status.total_tokens else ""
+        seen = min(1.0, status.tokens / status.total_tokens) if status.total_tokens else None
+        yield Fact("Tokens seen", _write_number(status.tokens), total, seen)
+    left = "0 s" if status.state == "done" else "unknown"
+    if status.seconds_left is not None:
+        left = write_duration(status.seconds_left)
+    yield Fact("Time left", left, f"began {status.began_at:%Y-%m-%d %H:%M} UTC" if status.began_at else "")
+    if "tokens_per_second" in numbers:
+        yield Fact("Tokens per second", _write_number(numbers["tokens_per_second"]), "mean, without first steps")
+    if "mfu" in numbers:
+        causal = f"{numbers['mfu_causal']:.1%} with causal attention once" if "mfu_causal" in numbers else ""
+        yield Fact("MFU", f"{numbers['mfu']:.1%}", causal)
+    if status.goodput is not None:
+        restarts = int(numbers.get("restarts", 0))
+        yield Fact("Goodput", f"{status.goodput:.1%}", f"{restarts:,} restart{'' if restarts == 1 else 's'}")
+    if status.cost is None:
+        yield Fact("Cost so far", "unknown", "there is no price for these machines")
+    else:
+        yield Fact("Cost so far", f"${status.cost:,.2f}", "by on-demand prices, while nodes were held")
+    if status.chip_hours is None:
+        yield Fact("Chip-hours", "none", "no accelerator was held")
+    else:
+        yield Fact("Chip-hours", f"{status.chip_hours:,.2f}", "accelerators times the hours they were held")
 
 
 def summarize(run: Run) -> str:
-    """Summarize in a dozen lines what each stage made, how long it took, and how training went.
+    """Return a text with what each stage made, the run's facts, and what took its time.
 
     Unreadable lines of the metrics are skipped and counted: they hold no training state.
     """
-    made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
-    rows = [_stage_row(stage, artifact, run.phases[stage]) for stage, artifact in made.items() if artifact]
-    numbers = run.numbers
-    events = ", ".join(f"{count} {name}" for name, count in count_events(run.folder).items())
-    lines = [
-        *rows,
+    rows = [
+        *_describe_artifacts(run),
         *_describe_relatives(run),
-        f"loss          {_describe_loss(numbers)}",
-        *([f"validation    {_describe_evaluations(run)}"] if run.evaluations else []),
-        *([f"held          {describe_training_cost(cost)}"] if (cost := run.costs[-1]).held_node_hours else []),
-        f"trained on    {numbers['tokens']:,} tokens, {numbers.get('tokens_per_second', 0.0):,.0f} tokens/s",
-        *([f"efficiency    {_describe_efficiency(numbers)}"] if "tokens_per_second" in numbers else []),
-        f"skipped       {describe_skips(run)}",
-        *([f"events        {events}"] if events else []),
-        f"checkpoints   {_describe_checkpoints(run)}",
-        f"misses        {_describe_misses(run)}",
-        *(f"unreadable    {count:,} lines in {run.folder / file}" for file, count in run.unreadable.items() if count),
-        f"report        {run.folder / REPORT_FILE}",
+        *((fact.label, f"{fact.value}  {fact.note.replace('±', '+-')}") for fact in list_facts(run)),
+        *_describe_times(run),
+        ("Skipped", describe_skips(run)),
+        ("Events", ", ".join(f"{count} {name}" for name, count in count_events(run.folder).items()) or "none"),
+        *(("Unreadable", f"{count:,} lines in {run.folder / file}") for file, count in run.unreadable.items() if count),
+        ("Report", str(run.folder / REPORT_FILE)),
     ]
-    return "\n".join(lines)
+    return "\n".join(f"{name.lower():<18} {text}" for name, text in rows)
 
 
-def _describe_relatives(run: Run) -> Iterator[str]:
-    """Yield a line about the run's parent, and one about its branches, where there are any."""
+def _describe_artifacts(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the stage, the path, the size and the seconds of what each stage made."""
+    for stage, artifact in (("tokenizer", run.corpus), ("compiler", run.cache), ("trainer", run.checkpoint)):
+        if artifact:
+            path = artifact.path
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            seconds = sum(phase.seconds for phase in run.phases[stage])
+            yield stage, f"{shown}  {total_bytes(artifact.manifest.files) / 1e6:,.1f} MB  {seconds:,.0f} s"
+
+
+def _describe_relatives(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield a row about the run's parent, and one about its branches, where there are any."""
     if parent := run.checkpoint.manifest.checkpoint.parent:
-        yield f"branched from {parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]})"
-    if children := branches_of(read_statuses(run.folder.parents[1]), run.folder.name):
-        yield f"branches      {list_names(f'{each.run} after step {each.branch_step:,}' for each in children)}"
+        yield "branched from", f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]})"
+    if children := branches_of(read_statuses(run.root), run.name):
+        yield "branches", list_names(f"{each.run} after step {each.branch_step:,}" for each in children)
 
 
-def _describe_loss(numbers: Mapping[str, float]) -> str:
-    if "first_loss" not in numbers:
-        return "unknown: the run's metrics are lost"
-    first = f"{numbers['first_loss']:.3f} at step {numbers['first_step']:,} -> "
-    if "loss" not in numbers:
-        return f"{first}unknown: no recorded step updated the weights"
-    error = f" +- {numbers['loss_standard_error']:.3f}" if "loss_standard_error" in numbers else ""
-    return (
-        f"{first}{numbers['loss']:.3f}{error} nats per token, the mean of steps {numbers['loss_first_step']:,} to "
-        f"{numbers['loss_last_step']:,} (perplexity {numbers['perplexity']:,.2f})"
-    )
-
-
-def _describe_evaluations(run: Run) -> str:
-    """Describe the newest evaluation, the loss of the first one, and the time that all of them took."""
-    first, last = run.evaluations[0], run.evaluations[-1]
-    training_seconds = run.numbers.get("training_seconds", 0.0)
-    seconds = sum(evaluation["seconds"] for evaluation in run.evaluations)
-    share = f"; evaluations took {seconds / (seconds + training_seconds):.1%} of the time" if seconds else ""
-    return f"{first['loss']:.2f} at step {first['step']} -> {describe_mean(last)} at step {last['step']}{share}"
-
-
-def _describe_efficiency(numbers: Mapping[str, float]) -> str:
-    parts = [
-        *([f"MFU {numbers['mfu']:.1%} by PaLM's convention"] if "mfu" in numbers else []),
-        *([f"{numbers['mfu_causal']:.1%} with causal attention counted once"] if "mfu_causal" in numbers else []),
-        f"goodput {numbers['goodput']:.1%}",
-        f"{numbers['data_share']:.2%} of the time waiting for data",
-        f"{numbers['restarts']} restarts",
-    ]
-    return ", ".join(parts)
+def _describe_times(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield rows about the time of nodes, data, evaluations and checkpoints, and compile misses, where measured."""
+    numbers, cost = run.numbers, run.costs[-1]
+    if "perplexity" in numbers:
+        first = f"a loss of {numbers['first_loss']:.3f} at step {numbers['first_step']:,}"
+        yield "perplexity", f"{numbers['perplexity']:,.2f}, after {first}"
+    if held := cost.held_node_hours:
+        shares = f"{cost.computing_node_hours / held:.1%} computing, {cost.lost_node_hours / held:.1%} lost to restarts"
+        yield "held", f"{held:,.2f} node-hours, {shares}"
+    if seconds := sum(evaluation["seconds"] for evaluation in run.evaluations):
+        share = seconds / (seconds + numbers.get("training_seconds", 0.0))
+        yield "evaluations", f"{len(run.evaluations):,}, which took {share:.1%} of the time"
+    if "data_share" in numbers:
+        yield "data", f"{numbers['data_share']:.2%} of the time waiting for data"
+    yield "checkpoints", f"every {run.recipe.checkpoint.interval_steps:,} steps"
+    if "checkpoint_stall_seconds" in numbers and "tokens_per_second" in numbers:
+        stall, slowest = numbers["checkpoint_stall_seconds"], numbers.get("slowest_checkpoint_seconds", 0.0)
+        nodes = run.commands[-1].nodes if run.commands else stage_nodes(run.recipe, "trainer")
+        step_seconds = tokens_per_step(run.recipe) / numbers["tokens_per_second"]
+        optimum = optimal_interval_steps(stall, step_seconds, nodes, NODE_MTBF_HOURS)
+        yield "", f"each stopped training for {stall:.2f} s, and the slowest took {slowest:.2f} s"
+        hours = NODE_MTBF_HOURS / nodes
+        yield "", f"Young's optimum is every {optimum:,} steps, if one of {nodes} nodes fails in {hours:,.0f} hours"
+    if run.recipe.compile.enabled and not run.attempts:
+        yield "misses", "not measured: every start of the workers was killed"
+    elif run.recipe.compile.enabled:
+        graphs, files = numbers["graphs_compiled"], numbers["new_cache_files"]
+        yield "misses", f"{graphs} graphs compiled and {files} files added to the compile cache while training"
 
 
 def describe_skips(run: Run) -> str:
@@ -98,36 +145,9 @@ def describe_skips(run: Run) -> str:
     return f"{state.skipped_steps:,} of {state.step:,} steps updated nothing, because gradients were not finite"
 
 
-def _describe_checkpoints(run: Run) -> str:
-    """Describe the interval between checkpoints, and Young's optimum for the cost that this run measured."""
-    every = f"every {run.recipe.checkpoint.interval_steps:,} steps"
-    numbers = run.numbers
-    if "checkpoint_stall_seconds" not in numbers or "tokens_per_second" not in numbers:
-        return f"{every}; their cost is unknown: the run's metrics are lost"
-    stall = numbers["checkpoint_stall_seconds"]
-    nodes = run.commands[-1].nodes if run.commands else stage_nodes(run.recipe, "trainer")
-    step_seconds = tokens_per_step(run.recipe) / numbers["tokens_per_second"]
-    optimum = optimal_interval_steps(stall, step_seconds, nodes, NODE_MTBF_HOURS)
-    slowest = numbers.get("slowest_checkpoint_seconds", 0.0)
-    return (
-        f"{every}; each stopped training for {stall:.2f} s, and the slowest took {slowest:.2f} s; Young's optimum is "
-        f"every {optimum:,} steps, if one of {nodes} nodes fails in {NODE_MTBF_HOURS / nodes:,.0f} hours"
-    )
-
-
-def _describe_misses(run: Run) -> str:
-    """Describe the compile misses that workers counted in attempts that were not killed."""
-    if not run.recipe.compile.enabled:
-        return "none possible: compile.enabled = false"
-    if not run.attempts:
-        return "not measured: every attempt of this run was killed"
-    numbers = run.numbers
-    graphs, files = numbers["graphs_compiled"], numbers["new_cache_files"]
-    return f"{graphs} graphs compiled and {files} files added to the compile cache while training"
-
-
-def _stage_row(stage: str, artifact: Artifact[Any], phases: list[Phase]) -> str:
-    path = artifact.path
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    size_bytes = total_bytes(artifact.manifest.files)
-    return f"{stage:<13} {shown}  {size_bytes / 1e6:,.1f} MB  {sum(phase.seconds for phase in phases):,.0f} s"
+def _write_number(value: float) -> str:
+    """Write a number in few characters: 1.5M, 20k, 1,500, 0.25."""
+    for least, size, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= least:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

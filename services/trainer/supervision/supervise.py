@@ -26,8 +26,7 @@ from services.trainer.health.silence import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, warnings_of
-from services.trainer.metrics.ray_report import read_report
-from services.trainer.metrics.records import read_last_step
+from services.trainer.metrics.records import read_last_step, read_report
 from services.trainer.supervision.restarts import RestartPolicy
 from services.trainer.supervision.stop import forget_signals, request_stop
 from services.trainer.workers.node_staging import node_folder

@@ -17,7 +17,7 @@ def read_charts(page: str) -> dict[str, Any]:
 def read_curves(page: str) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """Return the points of each curve by its chart and its name."""
     return {
-        (each["chart"]["id"], curve["name"]): list(zip(curve["steps"], curve["values"], strict=True))
-        for each in read_charts(page)["charts"]
+        (name, curve["name"]): list(zip(curve["steps"], curve["values"], strict=True))
+        for name, each in read_charts(page)["charts"].items()
         for curve in each["curves"]
     }

@@ -1,4 +1,4 @@
-"""Lines of `metrics.jsonl`, `attempts.jsonl` and `commands.jsonl` that tests write."""
+"""Lines of `metrics.jsonl` and `commands.jsonl` that tests write."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ STEP = {
     "data_share": 0.2,
     "goodput": 0.5,
     "restarts": 0,
-}
-
-
-ATTEMPT = {
-    "started_at": 1.6e9,
-    "setup_seconds": 1.0,
-    "train_seconds": 2.0,
-    "graphs_compiled": 0,
-    "new_cache_files": 0,
 }
 
 

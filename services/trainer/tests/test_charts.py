@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.trainer.metrics.records import METRICS_FILE
-from services.trainer.report.charts import REPORT, Series
 from services.trainer.report.comparison import write_comparison
-from services.trainer.report.curves import MAX_DOTS, MAX_LABELS, MAX_MARKS, MAX_POINTS, RunCurves
+from services.trainer.report.curves import CHARTS, MAX_LABELS, MAX_MARKS, MAX_POINTS, RunCurves, Series
 from services.trainer.tests.drawn import read_curves
 from services.trainer.tests.metric_lines import STEP, make_steps
 
@@ -56,35 +55,18 @@ def test_a_moving_mean_of_a_line_is_the_line_and_non_finite_values_are_left_out(
     assert list(RunCurves().draw(LOSS)) == []
 
 
-def test_labels_marks_and_dots_are_bounded() -> None:
-    curves = RunCurves()
-    groups = {f"group {number:03}": 1.0 for number in range(2 * MAX_LABELS)}
-    for step in range(10 * MAX_MARKS):
-        curves.add({**STEP, "step": step, "gradient_norm_by_group": groups, "checkpoint_stall_seconds": 0.1})
-    assert len(list(curves.draw(Series("gradient_norm_by_group")))) == MAX_LABELS
-    assert len(curves.marks()["checkpoint"]) == MAX_MARKS
-    assert not any(curve.has_dots for curve in curves.draw(LOSS))
-    [single] = collect([1.0]).draw(LOSS)
-    assert single.has_dots
-    assert MAX_DOTS < MAX_POINTS
-
-
 def test_the_page_does_not_grow_with_the_steps() -> None:
     sizes = []
-    for num_steps in (3_000, 6_000):
+    for num_steps in (6_000, 12_000):
         curves = RunCurves()
-        for record in make_steps(num_steps, every=num_steps // 50):
-            curves.add(record)
-        drawn = [
-            curve
-            for section in REPORT
-            for chart in section.charts
-            for each in chart.series
-            for curve in curves.draw(each)
-        ]
-        assert max(len(curve.steps) for curve in drawn) <= MAX_POINTS
+        for record in make_steps(num_steps, every=5):
+            groups = {f"group {number:03}": 1.0 for number in range(2 * MAX_LABELS)} if record["step"] < 50 else {}
+            curves.add(record | {"update_ratio_by_group": groups})
+        drawn = {name: [each for series in chart for each in curves.draw(series)] for name, chart in CHARTS.items()}
+        assert len(drawn["update-by-group"]) == MAX_LABELS
         assert len(curves.positions()["steps"]) <= MAX_POINTS
-        sizes.append(sum(len(str(curve)) for curve in drawn))
+        assert max(len(steps) for steps in curves.marks().values()) <= MAX_MARKS
+        sizes.append(len(str(drawn)))
     assert sizes[1] < 1.1 * sizes[0] < 600_000
 
 

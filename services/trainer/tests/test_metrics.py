@@ -17,7 +17,7 @@ from services.trainer.agreement.step_agreement import AgreedStep, WorkerStep
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import records
-from services.trainer.metrics.metric_table import ReducedNumbers, WorkerNumbers
+from services.trainer.metrics.metric_table import WorkerNumbers
 from services.trainer.metrics.recorder import MetricsWriter
 from services.trainer.metrics.records import (
     ATTEMPTS_FILE,
@@ -141,27 +141,13 @@ def test_metrics_of_four_workers_on_two_nodes_reduce_to_what_one_worker_computes
     ]
 
 
-def test_each_metric_is_reduced_as_the_table_says() -> None:
-    fast = WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan)
-    slow = WorkerNumbers(3.0, 4.5, 0.9, 2.5, 2, 3e6, math.nan)
-    assert reduce_numbers(fast, slow).fields == {
-        "step_seconds": 4.5,
-        "data_seconds": 0.9,
-        "data_share": 0.2,
-        "loss_max": 2.5,
-        "peak_rss_bytes": 3e6,
-        "gradient_seconds_spread": 2.0,
-        "graphs_compiled": 2,
-    }
-    for loss in (math.nan, math.inf):
-        bad = slow._replace(loss_max=loss)
-        assert "loss_max" not in reduce_numbers(bad, fast).fields
-        assert "loss_max" not in reduce_numbers(fast, bad).fields
-
-
-def reduce_numbers(*workers: WorkerNumbers) -> ReducedNumbers:
-    encoded = [WorkerStep(StopReason.NONE, 0, numbers=each).encode(rank) for rank, each in enumerate(workers)]
-    return AgreedStep.decode([max(column) for column in zip(*encoded, strict=True)]).numbers
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_finite_loss_of_one_worker_hides_no_other_of_another(loss: float) -> None:
+    finite = WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan)
+    for workers in ((finite, finite._replace(loss_max=loss)), (finite._replace(loss_max=loss), finite)):
+        encoded = [WorkerStep(StopReason.NONE, 0, numbers=each).encode(rank) for rank, each in enumerate(workers)]
+        agreed = AgreedStep.decode([max(column) for column in zip(*encoded, strict=True)])
+        assert "loss_max" not in agreed.numbers.fields
 
 
 def test_goodput_and_restarts_go_on_from_the_checkpoint_that_a_start_continues(new_job: Callable[..., Job]) -> None:

@@ -22,7 +22,6 @@ from services.trainer.metrics.commands import (
     COMMANDS_FILE,
     LINE_BYTES,
     LOST_SECONDS,
-    CommandRecord,
     read_commands,
     recording_command,
 )
@@ -150,32 +149,25 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     assert cost["computing_node_hours"] + cost["lost_node_hours"] < cost["held_node_hours"]
 
 
-def restart_of(command: CommandRecord, at: float) -> dict[str, Any]:
-    return {"event": "restart", "time": BEGAN + at, "attempt": command.attempt}
-
-
-def attempt_of(started: float, setup_seconds: float, train_seconds: float) -> dict[str, Any]:
-    return {"started_at": BEGAN + started, "setup_seconds": setup_seconds, "train_seconds": train_seconds}
-
-
 def phases_of(*records: Any, events: Any = (), attempts: Any = ()) -> list[tuple[str, float, float]]:
-    """Return the name, the begin after BEGAN, and the seconds of each phase."""
+    """Return the name, the start after BEGAN, and the seconds of each phase."""
     found = divide_training(records, events, attempts, NOW)
     return [(each.name, each.started_at.timestamp() - BEGAN, each.seconds) for each in found]
 
 
-def test_a_run_whose_worker_and_whose_command_were_killed_has_the_time_of_both() -> None:
+def test_each_second_of_a_run_whose_workers_and_command_were_killed_is_in_one_phase() -> None:
+    """The first workers recorded their end before others followed them, and those of the second start were killed."""
     killed = make_command(0, 120)
     finished = make_command(160, 260, ended_at=BEGAN + 260, exit_code=0)
-    found = phases_of(killed, finished, events=[restart_of(killed, 70)], attempts=[attempt_of(160, 6, 93)])
-    assert found == [("killed", 0, 70), ("killed", 70, 50), ("start", 160, 6), ("train", 166, 93)]
-
-
-def test_workers_that_recorded_their_end_count_once_although_others_follow_them() -> None:
-    command = make_command(0, 200, ended_at=BEGAN + 200, exit_code=0)
-    attempts = [attempt_of(1, 5, 60), attempt_of(70, 5, 120)]
-    found = phases_of(command, events=[restart_of(command, 70)], attempts=attempts)
-    assert [each[:2] for each in found] == [("start", 1), ("train", 6), ("start", 70), ("train", 75)]
+    restarts = [{"event": "restart", "time": BEGAN + at, "attempt": killed.attempt} for at in (70, 100)]
+    attempts = [
+        {"started_at": BEGAN + start, "setup_seconds": 6, "train_seconds": seconds}
+        for start, seconds in ((1, 60), (160, 93))
+    ]
+    assert phases_of(killed, finished, events=restarts, attempts=attempts) == [
+        *(("start", 1, 6), ("train", 7, 60), ("killed", 70, 30), ("killed", 100, 20)),
+        *(("start", 160, 6), ("train", 166, 93)),
+    ]
 
 
 @pytest.mark.parametrize(
