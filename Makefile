@@ -281,7 +281,7 @@ test-cluster-smoke: setup ## Run the part of test-cluster that CI runs: one real
 	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
 
 test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
-	$(python) -m pytest -m cuda -rs tests/hardware services/common/program/tests/test_native_device.py
+	$(python) -m pytest -m cuda -rs tests/hardware
 
 test-trn1: ## Run the tests on trn1's NeuronCores, with the shell's Python.
 #? MATCHING=WORDS  Words of the tests' names. Default: all tests.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from services.common.program.attention import attend
+from services.common.program.backends.backend import Collectives
 from services.common.recipe.file import load_recipe
 
 REPEATS = 30
@@ -47,7 +47,7 @@ def measure(batch: int, length: int, head_dim: int, num_heads: int, num_kv_heads
         if repeat == 0:
             torch.cuda.synchronize()
             started = time.perf_counter()
-        torch.autograd.grad(attend(q, k, v, None), (q, k, v), gradient)
+        torch.autograd.grad(Collectives().attend(q, k, v, None), (q, k, v), gradient)
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / REPEATS
 

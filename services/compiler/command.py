@@ -104,16 +104,6 @@ def plan_compilation(
             metavar="N", callback=positive, help="find the number of nodes that compile all graphs in this time"
         ),
     ] = None,
-    node_cpus: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="CPUs of one node (default: those of a pod on the recipe's nodes)"),
-    ] = None,
-    node_memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N", callback=positive, help="memory of one node (default: that of a pod on the recipe's nodes)"
-        ),
-    ] = None,
 ) -> int:
     """Trace a recipe's graphs for Neuron, and estimate the time, nodes and price of compiling them."""
-    return plan(read_given(context, recipe_path, root), within_minutes, node_cpus, node_memory_gib)
+    return plan(read_given(context, recipe_path, root), within_minutes)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
+from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import list_files
 from services.common.artifacts.manifest import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
@@ -28,7 +28,7 @@ from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.launch.launcher import choose_launcher
 from services.common.process.progress import show_progress
 from services.common.program.backends.choice import choose_backend
-from services.common.recipe.schema import Recipe, fingerprint
+from services.common.recipe.schema import Recipe
 from services.compiler import neuron_cache
 from services.compiler.child_process_group import running_in_group, shell_exit_code
 from services.compiler.trace import FOR_PLAN, PHASES
@@ -72,16 +72,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
             f"({', '.join(verified.new_files[:3])} ...). Nothing was published. "
             f"Compare {scratch}/compile/log.txt and {scratch}/verify/log.txt."
         )
-    payload = CompileCachePayload(
-        target=recipe.parallel.device,
-        program_fingerprint=fingerprint(facts),
-        facts=facts,
-        graphs_compiled=num_compiled,
-        graphs_missed_by_verification=0,
-        world_size_traced=recipe.parallel.num_workers,
-        phases=tuple(phase_timer.phases),
-    )
-    return Draft(payload)
+    return neuron_cache.make_draft(recipe, facts, num_compiled, phase_timer)
 
 
 def _compile_ranks(recipe: Recipe, folder: Path, ranks: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import heapq
 import logging
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from services.common.errors import DeviceError, WorkersLost
@@ -23,27 +23,9 @@ MEMORY_FACTOR = 2.0
 """Factor by which the next attempt's memory grows after a compilation was killed."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    task: CompileTask
-    reason: str
-    log: str = ""
-    is_lost: bool = False
-
-
-def make_tasks(modules: Sequence[Module], compiled: Path, target: str, settings: Compile) -> list[CompileTask]:
+def make_tasks(modules: Sequence[Module], compiled: Path, settings: Compile) -> list[CompileTask]:
     """Make one task per graph."""
-    return [
-        CompileTask(
-            module=module,
-            compiled=compiled,
-            target=target,
-            timeout_seconds=settings.task_timeout_seconds,
-            num_cpus=settings.task_cpus,
-            memory_gib=settings.task_memory_gib,
-        )
-        for module in modules
-    ]
+    return [CompileTask(module, compiled, settings, settings.task_memory_gib) for module in modules]
 
 
 def compile_modules(tasks: Sequence[CompileTask], launcher: Launcher, settings: Compile) -> list[CompiledModule]:
@@ -69,7 +51,7 @@ class _FanOut:
         self._waiting: list[tuple[int, str, CompileTask]] = []
         self._running = 0
         self._records: dict[str, CompiledModule] = {}
-        self._failures: list[_Failure] = []
+        self._failures: list[tuple[CompileTask, CompileResult]] = []
         for task in tasks:
             self._put(task)
 
@@ -99,27 +81,28 @@ class _FanOut:
         self._running += 1
         return task, _demand_of(task)
 
-    def _end(self, task: CompileTask, result: CompileResult | LostTask) -> int:
+    def _end(self, task: CompileTask, ended: CompileResult | LostTask) -> int:
         """Record a task's result or queue its next attempt; returns the graph's bytes if the graph is done, else 0."""
         self._running -= 1
-        if isinstance(result, CompileResult) and result.record:
+        result = _result_of_lost(ended) if isinstance(ended, LostTask) else ended
+        if result.record:
             self._records[task.module.path] = result.record
             return task.module.graph_bytes
-        failure = _failure_of(task, result)
-        again = _next_attempt(task, result, self._settings.task_attempts)
-        if again is not None and (again.memory_gib == task.memory_gib or self._launcher.has_room(_demand_of(again))):
-            logger.warning(
-                "%s: %s; starting attempt %d of %d with %g GiB",
-                *(task.module.name, failure.reason, again.attempt, self._settings.task_attempts, again.memory_gib),
-            )
-            self._put(again)
-            return 0
-        if again is not None:
-            failure = replace(
-                failure, reason=f"{failure.reason}, and no node has {again.memory_gib:g} GiB for the next attempt"
-            )
-        logger.error("%s: %s", task.module.name, failure.reason)
-        self._failures.append(failure)
+        attempts = self._settings.task_attempts
+        if task.attempt < attempts and result.outcome != "failed":
+            memory_gib = task.memory_gib * (MEMORY_FACTOR if result.outcome == "killed" else 1)
+            again = replace(task, attempt=task.attempt + 1, memory_gib=memory_gib)
+            if memory_gib == task.memory_gib or self._launcher.has_room(_demand_of(again)):
+                logger.warning(
+                    "%s: %s; starting attempt %d of %d with %g GiB",
+                    *(task.module.name, result.reason, again.attempt, attempts, memory_gib),
+                )
+                self._put(again)
+                return 0
+            reason = f"{result.reason}, and no node has {memory_gib:g} GiB for the next attempt"
+            result = replace(result, reason=reason)
+        logger.error("%s: %s", task.module.name, result.reason)
+        self._failures.append((task, result))
         return task.module.graph_bytes
 
     def _describe(self) -> str:
@@ -128,29 +111,17 @@ class _FanOut:
 
 
 def _demand_of(task: CompileTask) -> TaskDemand:
-    return TaskDemand(task.num_cpus, int(task.memory_gib * GIB))
+    return TaskDemand(task.settings.task_cpus, int(task.memory_gib * GIB))
 
 
-def _failure_of(task: CompileTask, result: CompileResult | LostTask) -> _Failure:
-    if isinstance(result, LostTask):
-        return _Failure(task, f"the task was lost: {result.reason}", is_lost=not result.is_out_of_memory)
-    return _Failure(task, result.reason, result.log)
+def _result_of_lost(task: LostTask) -> CompileResult:
+    return CompileResult("killed" if task.is_out_of_memory else "lost", f"the task was lost: {task.reason}")
 
 
-def _next_attempt(task: CompileTask, result: CompileResult | LostTask, attempts: int) -> CompileTask | None:
-    """Return the task of the next attempt; None where no attempt is left, or another cannot help."""
-    if task.attempt >= attempts or (isinstance(result, CompileResult) and result.outcome == "failed"):
-        return None
-    is_killed = result.is_out_of_memory if isinstance(result, LostTask) else result.outcome == "killed"
-    memory_gib = task.memory_gib * MEMORY_FACTOR if is_killed else task.memory_gib
-    return replace(task, attempt=task.attempt + 1, memory_gib=memory_gib)
-
-
-def _explain(failures: Sequence[_Failure], num_compiled: int, num_tasks: int) -> Exception:
+def _explain(failures: Sequence[tuple[CompileTask, CompileResult]], num_compiled: int, num_tasks: int) -> Exception:
     """Make one error that names all failed graphs: `WorkersLost` if every task was lost, else `DeviceError`."""
     lines = []
-    for failure in failures:
-        task = failure.task
+    for task, failure in failures:
         log = "".join(f"\n    {line}" for line in failure.log.splitlines())
         where = f" The whole log is {task.log_path}; it ends:{log}" if log else ""
         size = f"{task.module.graph_bytes:,} bytes, attempt {task.attempt}"
@@ -159,4 +130,4 @@ def _explain(failures: Sequence[_Failure], num_compiled: int, num_tasks: int) ->
         f"{len(failures)} of {num_tasks} graphs did not compile, and nothing was published. The {num_compiled} that "
         f"did are kept: the same command compiles the rest.\n" + "\n".join(lines)
     )
-    return WorkersLost(message) if all(failure.is_lost for failure in failures) else DeviceError(message)
+    return WorkersLost(message) if all(failure.outcome == "lost" for _, failure in failures) else DeviceError(message)

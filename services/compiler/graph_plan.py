@@ -1,36 +1,70 @@
-"""`python -m services.compiler plan`: lists a recipe's graphs for Neuron, and estimates the time of compiling them."""
+"""`python -m services.compiler plan`: lists a recipe's graphs for Neuron, and estimates the time of compiling them from
+their sizes and the times of earlier graphs.
+"""
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
+import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
+from services.common.artifacts.files import listed_file
 from services.common.artifacts.manifest import MANIFEST
-from services.common.artifacts.store import SCRATCH_SUFFIX, Artifact, open_artifact
-from services.common.errors import DeviceError, RecipeError
+from services.common.artifacts.store import SCRATCH_SUFFIX, open_artifact, published_ids
+from services.common.errors import ArtifactError, DeviceError, RecipeError
+from services.common.hardware.instance_types import GIB, read_dollars_per_hour, read_pod_room
+from services.common.launch.launcher import TaskDemand
 from services.common.process.command_line import Given
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Compile, Recipe, fingerprint
 from services.compiler import neuron_cache
 from services.compiler.compile import trace_in_child
-from services.compiler.estimate import (
-    NodeSize,
-    Rate,
-    find_rate,
-    makespan,
-    node_type_of,
-    nodes_within,
-    read_records,
-    size_of,
-)
 from services.compiler.fan_out import make_tasks
-from services.compiler.neuronx_cc import CompileTask, find_compiled, target_of
+from services.compiler.neuronx_cc import NO_COMPILER, CompiledModule, CompileTask, find_compiled
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_SECONDS_PER_MB = 1_200.0
+"""Compile seconds per MB of graph, assumed until graphs were compiled under the same root. libneuronxla's own message
+says that a graph "may take up to one hour for large models", and the micro-batch graph of a 7B model has 3 MB.
+"""
+
+_RECORDS = TypeAdapter(tuple[CompiledModule, ...])
 
 
-def plan(given: Given, within_minutes: float | None, node_cpus: int | None, node_memory_gib: float | None) -> int:
+class Rate(NamedTuple):
+    seconds_per_mb: float
+    """Compile seconds per MB of graph, with as many CPUs as a task has."""
+    source: str
+    """Sentence that says where the rate comes from."""
+
+
+class NodeSize(NamedTuple):
+    cpus: int
+    memory_gib: float
+    type_name: str
+    """EC2 instance type of the node."""
+    dollars_per_hour: float | None = None
+    """List price of a node for an hour; None where it is not known."""
+
+    def __str__(self) -> str:
+        return f"{self.cpus} CPUs and {self.memory_gib:g} GiB ({self.type_name})"
+
+
+CPU_NODE_TYPE = "m7i.8xlarge"
+"""Default EC2 type of the nodes on which the compiler's pods run without a device."""
+DEVICE_NODE_TYPE = "trn1.32xlarge"
+"""EC2 type of the nodes on which the compiler's pods trace on a device, if the recipe names no trainer type."""
+
+
+def plan(given: Given, within_minutes: float | None) -> int:
     """Print the graphs, their core-hours, and the number of nodes that compile them within so many minutes.
 
     Needs torch_xla, but neither a Neuron device nor neuronx-cc. Raises `DeviceError` where torch_xla is not installed.
@@ -45,39 +79,29 @@ def plan(given: Given, within_minutes: float | None, node_cpus: int | None, node
     facts = program_facts(recipe)
     address = compile_cache_address(given.root, recipe, fingerprint(facts))
     if (address.path / MANIFEST).exists():
-        print(describe_published(open_artifact(address.path, CompileCacheManifest)))
+        published = open_artifact(address.path, CompileCacheManifest).manifest.compile_cache
+        print(
+            f"already published: {address.path}, with {published.graphs_compiled} graphs. Nothing is left to compile."
+        )
         return 0
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         trace_in_child(recipe, Path(folder), "tracing", is_for_plan=True)
         modules = neuron_cache.traced_modules(Path(folder, "cache"))
         compiled = address.beside(SCRATCH_SUFFIX) / neuron_cache.COMPILED
-        tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
+        tasks = make_tasks(modules, compiled, recipe.compile)
         rate = find_rate(given.root, modules[0].compiler, recipe.compile.task_cpus)
-        node = choose_node(recipe, node_cpus, node_memory_gib)
-        print(describe_plan(tasks, recipe.compile, rate, node, within_minutes))
+        print(describe_plan(tasks, recipe.compile, rate, size_of(node_type_of(recipe)), within_minutes))
     return 0
 
 
 def _require_torch_xla(recipe_path: Path) -> None:
     if importlib.util.find_spec("torch_xla") is None:
         raise DeviceError(
-            f"a plan for Neuron traces the graphs with torch_xla, which is not installed; it needs neither a Trainium "
-            f"nor neuronx-cc. On Linux, `make torch29` makes an environment with torch_xla (8 GB); then\n"
+            f"a plan for Neuron traces the graphs with torch_xla, which is not installed. On Linux, `make torch29` "
+            f"makes an environment that has it (8 GB); then\n"
             f"  .venv-torch29/bin/python -m services.compiler plan --recipe {recipe_path}\n"
             f"or run `plan` in the compiler's neuron image, on any machine: make images STAGE=compiler VARIANT=neuron"
         )
-
-
-def choose_node(recipe: Recipe, cpus: int | None, memory_gib: float | None) -> NodeSize:
-    """Return the given node size; a part that is None is that of the recipe's own node type."""
-    size = size_of(node_type_of(recipe))
-    return size if cpus is memory_gib is None else NodeSize(cpus or size.cpus, memory_gib or size.memory_gib)
-
-
-def describe_published(cache: Artifact[CompileCacheManifest]) -> str:
-    """Return the plan of a cache that is published: a table of its graphs, and that nothing is left to compile."""
-    rows = [(record.name, record.graph_bytes, "published") for record in read_records(cache)]
-    return "\n".join([*_table(rows), f"already published: {cache.path}. Nothing is left to compile."])
 
 
 def describe_plan(
@@ -88,7 +112,11 @@ def describe_plan(
     rows = [
         (task.module.name, task.module.graph_bytes, "to compile" if task in missing else "compiled") for task in tasks
     ]
-    lines = _table(rows)
+    width = max([len("graph"), *(len(name) for name, _, _ in rows)])
+    lines = [
+        f"{'graph':<{width}}  {'bytes':>13}  state",
+        *(f"{name:<{width}}  {graph_bytes:>13,}  {state}" for name, graph_bytes, state in rows),
+    ]
     if not missing:
         return "\n".join([*lines, "All graphs are compiled; the stage has only to publish them."])
     seconds = [task.module.graph_bytes / 1e6 * rate.seconds_per_mb for task in missing]
@@ -104,7 +132,8 @@ def describe_plan(
 def _describe_nodes(
     seconds: Sequence[float], settings: Compile, node: NodeSize, within_minutes: float | None
 ) -> list[str]:
-    per_node = node.tasks(settings.task_cpus, settings.task_memory_gib)
+    demand = TaskDemand(settings.task_cpus, int(settings.task_memory_gib * GIB))
+    per_node = demand.count_on(node.cpus, node.memory_gib * GIB)
     if per_node == 0:
         return [
             f"A node of {node} holds no task of compile.task_cpus = {settings.task_cpus} and compile.task_memory_gib = "
@@ -136,9 +165,53 @@ def _price(node: NodeSize, seconds: float) -> str:
     return f", ${node.dollars_per_hour * seconds / 3600:,.2f} at ${node.dollars_per_hour:,.2f} for a node-hour"
 
 
-def _table(rows: Sequence[tuple[str, int, str]]) -> list[str]:
-    width = max([len("graph"), *(len(name) for name, _, _ in rows)])
-    return [
-        f"{'graph':<{width}}  {'bytes':>13}  state",
-        *(f"{name:<{width}}  {graph_bytes:>13,}  {state}" for name, graph_bytes, state in rows),
-    ]
+def node_type_of(recipe: Recipe) -> str:
+    """Return the EC2 type of the nodes that trace and compile: the trainer's, or CPU nodes for `trace_on = "cpu"`."""
+    if recipe.compile.trace_on == "cpu":
+        return CPU_NODE_TYPE
+    return recipe.cluster.trainer_instance_type or DEVICE_NODE_TYPE
+
+
+def size_of(node_type: str) -> NodeSize:
+    """Return the CPUs and memory of a compiler pod on this node type; a test in tests/k8s compares the manifests."""
+    return NodeSize(*read_pod_room(node_type), node_type, read_dollars_per_hour(node_type))
+
+
+def find_rate(root: Path, compiler: str, num_cpus: int) -> Rate:
+    """Measure the rate on the caches under `root` that were compiled with `num_cpus` per task by version `compiler` of
+    neuronx-cc, or by any version if `compiler` is `NO_COMPILER`. Without such caches the rate is assumed.
+    """
+    records: list[CompiledModule] = []
+    for collection in sorted((root / "compile_cache").glob("*")):
+        for found in published_ids(collection):
+            try:
+                cache = open_artifact(collection / found, CompileCacheManifest)
+                if any(entry.path == neuron_cache.MODULES_FILE for entry in cache.manifest.files):
+                    path = listed_file(cache.path, cache.manifest, neuron_cache.MODULES_FILE)
+                    records += _RECORDS.validate_json(path.read_bytes())
+            except (ArtifactError, ValidationError) as error:
+                logger.warning("the estimate ignores a compile cache: %s", error)
+    alike = [each for each in records if each.num_cpus == num_cpus and compiler in (each.compiler, NO_COMPILER)]
+    megabytes = sum(record.graph_bytes for record in alike) / 1e6
+    if not alike:
+        return Rate(
+            ASSUMED_SECONDS_PER_MB, f"assumed: no graph was compiled under {root} with {num_cpus} CPUs per task"
+        )
+    rate = sum(record.seconds for record in alike) / megabytes
+    return Rate(rate, f"measured on {len(alike)} graphs of {megabytes:,.1f} MB published under {root}")
+
+
+def makespan(seconds: Iterable[float], slots: int) -> float:
+    """Return the seconds until all tasks are done, `slots` at a time and the longest first."""
+    free_at = [0.0] * slots
+    for each in sorted(seconds, reverse=True):
+        heapq.heapreplace(free_at, free_at[0] + each)
+    return max(free_at)
+
+
+def nodes_within(seconds: Sequence[float], tasks_per_node: int, limit_seconds: float) -> int | None:
+    """Return the smallest number of nodes that meets the limit; None where one graph alone takes longer."""
+    for nodes in range(1, len(seconds) + 1):
+        if makespan(seconds, nodes * tasks_per_node) <= limit_seconds:
+            return nodes
+    return None

@@ -10,11 +10,8 @@ CACHE/neuronxcc-<version of the compiler>/MODULE_<hash of the graph>+<hash of th
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
-
-from services.common.errors import ArtifactError
 
 GRAPH = "model.hlo_module.pb"
 FLAGS = "compile_flags.json"
@@ -22,7 +19,6 @@ NEFF = "model.neff"
 DONE = "model.done"
 
 COMPILER_PREFIX = "neuronxcc-"
-_NAME = re.compile(r"MODULE_[\w+.-]+")
 
 
 @dataclass(frozen=True)
@@ -51,20 +47,15 @@ class Module:
 
 
 def find_modules(cache: Path) -> list[Module]:
-    """Find the graphs of a cache, largest first. Raises `ArtifactError` for a folder without a graph or its flags."""
-    folders = [path for path in cache.glob(f"{COMPILER_PREFIX}*/*") if path.is_dir() and _NAME.fullmatch(path.name)]
-    return sorted((_read(cache, folder) for folder in folders), key=lambda module: (-module.graph_bytes, module.name))
-
-
-def _read(cache: Path, folder: Path) -> Module:
-    try:
-        graph_bytes = (folder / GRAPH).stat().st_size
-        flags = json.loads((folder / FLAGS).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{folder}: expected {GRAPH} and {FLAGS}, as a trace leaves them ({error}). Trace again."
-        ) from error
-    if graph_bytes == 0 or not isinstance(flags, list):
-        raise ArtifactError(f"{folder}: {GRAPH} is empty, or {FLAGS} holds no list of flags. Trace again.")
-    compiler = folder.parent.name.removeprefix(COMPILER_PREFIX)
-    return Module(cache, compiler, folder.name, tuple(flags), graph_bytes)
+    """Find the graphs of a cache, largest first."""
+    modules = [
+        Module(
+            cache,
+            compiler=folder.parent.name.removeprefix(COMPILER_PREFIX),
+            name=folder.name,
+            flags=tuple(json.loads((folder / FLAGS).read_bytes())),
+            graph_bytes=(folder / GRAPH).stat().st_size,
+        )
+        for folder in cache.glob(f"{COMPILER_PREFIX}*/MODULE_*")
+    ]
+    return sorted(modules, key=lambda module: (-module.graph_bytes, module.name))

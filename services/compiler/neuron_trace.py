@@ -13,6 +13,7 @@ import gc
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from services.common.program.backends.neuron_xla import NeuronXla
 from services.common.program.backends.xla_environment import CACHE_VARIABLE, CPU, NEURON, PJRT_VARIABLE
 from services.common.program.mesh import Mesh
 from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
-from services.compiler.neuronx_cc import compiler_version_if_any
+from services.compiler.neuronx_cc import COMPILER, NO_COMPILER, compiler_version
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """Environment variable with the Neuron platform that graphs are made for, on a node without a Neuron device."""
@@ -106,8 +107,8 @@ class TracedXla(NeuronXla):
         if CACHE_VARIABLE not in os.environ:
             return
         flags = hashlib.md5(json.dumps(self._flags).encode(), usedforsecurity=False).hexdigest()[:8]
-        compiler = f"{COMPILER_PREFIX}{compiler_version_if_any()}"
-        folder = Path(os.environ[CACHE_VARIABLE], compiler, f"MODULE_{key}+{flags}")
+        compiler = compiler_version() if shutil.which(COMPILER) else NO_COMPILER
+        folder = Path(os.environ[CACHE_VARIABLE], f"{COMPILER_PREFIX}{compiler}", f"MODULE_{key}+{flags}")
         if (folder / NEFF).is_file() and (folder / DONE).is_file():
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,8 +117,7 @@ class TracedXla(NeuronXla):
         self._graphs_kept += 1
 
     def _placeholder(self, x: Tensor) -> Tensor:
-        created: Tensor = self._builder.create_placeholder_tensor(tuple(x.shape), x.dtype)
-        return created
+        return self._builder.create_placeholder_tensor(tuple(x.shape), x.dtype)
 
     def _pending_tensors(self) -> list[Tensor]:
         """Return all live tensors that are not computed yet, in the order of their creation: the graph's outputs."""

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import tempfile
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,18 +22,15 @@ from typing import Literal
 from pydantic import ValidationError
 
 from services.common.artifacts.files import xxh3_of
-from services.common.artifacts.manifest import Count, ManifestModel, Xxh3, sync_folder, write_durably
+from services.common.artifacts.manifest import Count, ManifestModel, Xxh3, write_durably
 from services.common.errors import DeviceError, StorageError
-from services.common.hardware.instance_types import family_of
-from services.common.recipe.schema import Recipe
+from services.common.recipe.schema import Compile
 from services.compiler.child_process_group import run_in_group
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
 
 COMPILER = "neuronx-cc"
 NO_COMPILER = "absent"
 """Compiler version of graphs that were traced where neuronx-cc is not installed."""
-TARGETS = ("trn1", "trn1n", "trn2")
-TEMPORARY_SUFFIX = ".tmp"
 LOG_LINES = 12
 
 _VERSION = re.compile(r"NeuronX Compiler version (\S+)")
@@ -44,13 +40,11 @@ _KILLED_PART = re.compile(r"\[F137\]|forcibly killed")
 _EXIT_TRANSIENT = 70
 """Exit code when many compilations run at once, and of internal errors of neuronx-cc too: retried a few times."""
 
-# Start of a NEFF: package version, bytes of header, bytes of data, major version of the format. No magic number.
 _NEFF_HEADER = struct.Struct("<4Q")
+"""Start of a NEFF: package version, bytes of header, bytes of data, major version of the format. No magic number."""
 _NEFF_HEADER_BYTES = 1024
-_NEFF_PACKAGES = (1, 2)
-_NEFF_MAJOR_VERSION = 2
 
-Outcome = Literal["compiled", "killed", "transient", "failed"]
+Outcome = Literal["compiled", "killed", "lost", "transient", "failed"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +53,7 @@ class CompileTask:
     """Graph in the cache that the trace filled."""
     compiled: Path
     """Folder for compiled graphs on the shared file system."""
-    target: str
-    timeout_seconds: float
-    num_cpus: int
+    settings: Compile
     memory_gib: float
     attempt: int = 1
 
@@ -78,12 +70,6 @@ class CompileTask:
         """Log of the last failed attempt."""
         return self.folder.with_name(f"{self.module.name}.log")
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Flags of neuronx-cc: those of the graph, which are part of its key, and `--target` where they lack it."""
-        has_target = any(flag == "--target" or flag.startswith("--target=") for flag in self.module.flags)
-        return self.module.flags if has_target else (*self.module.flags, f"--target={self.target}")
-
 
 class CompiledModule(ManifestModel):
     """Record of a compiled graph: identity, checksums, and the resources that compiling it took."""
@@ -91,7 +77,6 @@ class CompiledModule(ManifestModel):
     name: str
     compiler: str
     flags: tuple[str, ...]
-    """All flags of the neuronx-cc command, including `--target`."""
     graph_bytes: Count
     graph_xxh3_128: Xxh3
     neff_bytes: Count
@@ -126,10 +111,10 @@ def compile_module(task: CompileTask) -> CompileResult:
         graph, neff = (scratch / f"model.{task.module.name}.{ending}" for ending in ("hlo_module.pb", "neff"))
         shutil.copyfile(task.module.folder / GRAPH, graph)
         shutil.copyfile(task.module.folder / FLAGS, scratch / FLAGS)
-        command = [COMPILER, "compile", "--framework=XLA", str(graph), "--output", str(neff), *task.flags]
+        command = [COMPILER, "compile", "--framework=XLA", str(graph), "--output", str(neff), *task.module.flags]
         started = time.monotonic()
         environment = {**os.environ, "TMPDIR": folder}
-        exit_code = run_in_group(command, scratch, scratch / "log.txt", task.timeout_seconds, environment)
+        exit_code = run_in_group(command, scratch, scratch / "log.txt", task.settings.task_timeout_seconds, environment)
         seconds = time.monotonic() - started
         log = (scratch / "log.txt").read_text(encoding="utf-8", errors="replace")
         outcome, reason = _judge(task, exit_code, log, neff)
@@ -137,20 +122,24 @@ def compile_module(task: CompileTask) -> CompileResult:
             task.log_path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(task.log_path, log.encode())
             return CompileResult(outcome, reason, "\n".join(log.strip().splitlines()[-LOG_LINES:]))
+        task.folder.mkdir(parents=True, exist_ok=True)
+        write_durably(task.folder / NEFF, neff.read_bytes())
+        write_durably(task.folder / DONE, b"")
         record = CompiledModule(
             name=task.module.name,
             compiler=task.module.compiler,
-            flags=task.flags,
+            flags=task.module.flags,
             graph_bytes=graph.stat().st_size,
             graph_xxh3_128=xxh3_of(graph),
             neff_bytes=neff.stat().st_size,
             neff_xxh3_128=xxh3_of(neff),
             seconds=round(seconds, 3),
-            num_cpus=task.num_cpus,
+            num_cpus=task.settings.task_cpus,
             memory_gib=task.memory_gib,
             attempts=task.attempt,
         )
-        _keep(task, neff, record)
+    write_durably(task.record_path, json.dumps(record.model_dump(mode="json"), indent=1).encode())
+    task.log_path.unlink(missing_ok=True)
     return CompileResult("compiled", record=record)
 
 
@@ -160,7 +149,7 @@ def find_compiled(task: CompileTask) -> CompiledModule | None:
         record = CompiledModule.model_validate_json(task.record_path.read_bytes())
         neff = task.folder / NEFF
         agrees = (
-            (record.name, record.compiler, record.flags) == (task.module.name, task.module.compiler, task.flags)
+            (record.name, record.compiler, record.flags) == (task.module.name, task.module.compiler, task.module.flags)
             and record.graph_xxh3_128 == xxh3_of(task.module.folder / GRAPH)
             and (task.folder / DONE).is_file()
             and (record.neff_bytes, record.neff_xxh3_128) == (neff.stat().st_size, xxh3_of(neff))
@@ -168,14 +157,6 @@ def find_compiled(task: CompileTask) -> CompiledModule | None:
     except (FileNotFoundError, ValidationError):
         return None
     return record if agrees else None
-
-
-def target_of(recipe: Recipe) -> str:
-    """Return the `--target` of neuronx-cc, the EC2 family of the training nodes; `DeviceError` for unknown ones."""
-    family = family_of(recipe.cluster.trainer_instance_type)
-    if family not in TARGETS:
-        raise DeviceError(f"neuronx-cc has no target for {family}; expected one of {', '.join(TARGETS)}.")
-    return family
 
 
 def require_compiler(version: str) -> None:
@@ -192,11 +173,6 @@ def require_compiler(version: str) -> None:
 def compiler_version() -> str:
     """Return the version of the neuronx-cc on PATH. Raises `DeviceError` where there is none."""
     return _ask_version(os.environ.get("PATH", ""))
-
-
-def compiler_version_if_any() -> str:
-    """Return the version of the neuronx-cc on PATH, or `NO_COMPILER` where there is none."""
-    return compiler_version() if shutil.which(COMPILER) else NO_COMPILER
 
 
 @functools.cache
@@ -219,7 +195,8 @@ def _ask_version(path: str) -> str:
 
 def _judge(task: CompileTask, exit_code: int | None, log: str, neff: Path) -> tuple[Outcome, str]:
     if exit_code is None:
-        return "failed", f"took longer than compile.task_timeout_seconds = {task.timeout_seconds:g}, and was killed"
+        limit = f"compile.task_timeout_seconds = {task.settings.task_timeout_seconds:g}"
+        return "failed", f"took longer than {limit}, and was killed"
     if exit_code == _EXIT_KILLED or (exit_code and _KILLED_PART.search(log)):
         had = f"the task had requested {task.memory_gib:g} GiB; see compile.task_memory_gib"
         return "killed", f"{COMPILER} was killed, most likely for lack of memory: {had}"
@@ -229,10 +206,8 @@ def _judge(task: CompileTask, exit_code: int | None, log: str, neff: Path) -> tu
             f"({shutil.disk_usage(neff.parent).free:,} bytes free). Free some space, or set TMPDIR to a folder on "
             f"another disk; the same command compiles what is missing."
         )
-    if exit_code == _EXIT_TRANSIENT:
-        return "transient", f"{COMPILER} ended with {exit_code}"
     if exit_code:
-        return "failed", f"{COMPILER} ended with {exit_code}"
+        return "transient" if exit_code == _EXIT_TRANSIENT else "failed", f"{COMPILER} ended with {exit_code}"
     if not is_neff(neff):
         return "failed", f"{COMPILER} ended with 0, but its output is missing, cut off or no NEFF"
     return "compiled", ""
@@ -244,23 +219,5 @@ def is_neff(path: Path) -> bool:
     if len(content) <= _NEFF_HEADER_BYTES:
         return False
     package, header_bytes, data_bytes, major = _NEFF_HEADER.unpack_from(content)
-    is_known = package in _NEFF_PACKAGES and major <= _NEFF_MAJOR_VERSION
+    is_known = package in (1, 2) and major <= 2
     return is_known and header_bytes < len(content) and data_bytes <= len(content) - _NEFF_HEADER_BYTES
-
-
-def _keep(task: CompileTask, neff: Path, record: CompiledModule) -> None:
-    """Publish a NEFF to the shared folder atomically; it counts only once its record is written, which is last."""
-    task.folder.mkdir(parents=True, exist_ok=True)
-    temporary = task.folder / f".{NEFF}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-    try:
-        with temporary.open("wb") as target, neff.open("rb") as source:
-            shutil.copyfileobj(source, target, 4 * 2**20)
-            target.flush()
-            os.fsync(target.fileno())
-        temporary.replace(task.folder / NEFF)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(task.folder)
-    write_durably(task.folder / DONE, b"")
-    write_durably(task.record_path, json.dumps(record.model_dump(mode="json"), indent=1).encode())
-    task.log_path.unlink(missing_ok=True)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.common.process.entry_point import run_program
+from services.common.program.backends.backend import Backend
 from services.common.program.backends.choice import choose_backend
-from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.process_group import ProcessGroup
@@ -75,10 +75,7 @@ def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backe
 
 
 def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
-    """Run PHASES with synthetic tokens, and call `tell` with the name of every phase at its end.
-
-    Returns the number of graphs that the cache did not hold.
-    """
+    """Run PHASES with synthetic tokens, and call `tell` with the name of every phase at its end."""
     program = Program(recipe, backend, draws_weights=False)
     num_micro_batches = min(len(backend.mesh.share(recipe.batch.num_micro_batches)), MAX_MICRO_BATCHES)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]

@@ -124,7 +124,7 @@ def test_a_snapshot_has_the_bits_of_its_step_while_the_gpu_goes_on(tmp_path: Pat
     program.train_step(0, micro_batches_of(recipe, 0))
     expected = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
 
-    snapshot = program.state.begin_snapshot()
+    snapshot = program.state.start_snapshot()
     for step in range(1, 4):
         program.train_step(step, micro_batches_of(recipe, step))
     found = snapshot()

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
+from services.common.program.backends.backend import Backend
 from services.common.program.backends.choice import choose_backend
-from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
@@ -124,7 +124,7 @@ def run_steps(folder: Path, environment: WorkerEnvironment) -> None:
     own_batches = batches[mesh.index("data") :: mesh.data_parallel_size]
     losses = torch.cat([backend.to_host(program.evaluate(batch)) for batch in own_batches])
     numbers["losses of targets"] = losses.flatten().tolist()
-    state = {piece.key: tensor.clone() for piece, tensor in program.state.begin_snapshot()().items()}
+    state = {piece.key: tensor.clone() for piece, tensor in program.state.start_snapshot()().items()}
     torch.save({"numbers": numbers, "state": state, "fallbacks": _fallbacks(case.device)}, folder / f"{own.name}.pt")
     group.barrier()
     group.leave()

@@ -17,8 +17,8 @@ from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
 from services.common.recipe.schema import Compile
-from services.compiler.estimate import CPU_NODE_TYPE, Rate, size_of
 from services.compiler.fan_out import make_tasks
+from services.compiler.graph_plan import CPU_NODE_TYPE, Rate, size_of
 from services.compiler.graph_plan import describe_plan as describe_graphs
 from services.compiler.modules import Module
 from tests.k8s.builders import DIGEST
@@ -111,7 +111,7 @@ def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tm
     assert (int(asked["cpu"]), int(asked["memory"])) == (node.cpus, int(node.memory_gib) * GIB)
     settings = Compile()
     modules = [Module(tmp_path, "2.21", f"MODULE_{number}", (), 1_000_000) for number in range(8)]
-    tasks = make_tasks(modules, tmp_path / "compiled", "trn1", settings)
+    tasks = make_tasks(modules, tmp_path / "compiled", settings)
     said = describe_graphs(tasks, settings, Rate(600.0, ""), size_of(CPU_NODE_TYPE), within_minutes=10)
     nodes, workers = said.split()[-2:]
 

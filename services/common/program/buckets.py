@@ -77,12 +77,12 @@ class Bucket:
         """Yield the parameters in elements `start` to `stop` of the bucket: (name, first element within the parameter,
         end within the parameter, first element within the bucket). The padding belongs to no parameter.
         """
-        begin = 0
+        offset = 0
         for name, parameter in self.parameters.items():
-            end = begin + parameter.numel()
-            if begin < stop and start < end:
-                yield name, max(start, begin) - begin, min(stop, end) - begin, max(start, begin)
-            begin = end
+            end = offset + parameter.numel()
+            if offset < stop and start < end:
+                yield name, max(start, offset) - offset, min(stop, end) - offset, max(start, offset)
+            offset = end
 
     def _hold_parameters(self) -> None:
         self._hold(self.flatten(parameter.detach() for parameter in self.parameters.values()))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.common.program.backends.protocol import Collectives
+from services.common.program.backends.backend import Collectives
 from services.common.program.buckets import Bucket
 from services.common.program.layers import cut_padding, gather_sequence, mask_padding
 

@@ -7,48 +7,20 @@ result. On one rank every layer is the plain layer, and no collective runs.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.common.program.activation_checkpointing import run_checkpointed
-from services.common.program.attention import attend
-from services.common.program.backends.protocol import Collectives
-from services.common.program.mesh import Axis, Mesh
+from services.common.program.backends.backend import Collectives
+from services.common.program.mesh import Mesh
 from services.common.program.sharding import HeadKind, Sharding, shard_along
-from services.common.recipe.schema import ActivationCheckpointing
 
 SEQUENCE = 1
 """Dimension of an activation [B, S, D] along which its slices lie."""
 PADDING_LOGIT = -1e30
 """Logit of a row of padding. Its exponential is 0, and bfloat16 holds it, so that 0 times it is 0."""
-
-
-class OneWorker:
-    """`Collectives` of a model on one rank of the host's CPU."""
-
-    mesh = Mesh(0, data_parallel_size=1)
-    runs_eagerly = True
-
-    def index(self, axis: Axis) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
-    def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-        return x
-
-    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-        return x
-
-    def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
-        return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
-
-    def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
-        return run_checkpointed(layer, mode, *arguments)
 
 
 class Linear(nn.Module):
@@ -163,8 +135,7 @@ def gather_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dt
     """
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
-    gathered_BSD: Tensor = _GatherSequence.apply(x_BSD, collectives, sum_dtype)  # type: ignore[no-untyped-call]
-    return gathered_BSD
+    return _GatherSequence.apply(x_BSD, collectives, sum_dtype)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
@@ -175,8 +146,7 @@ def reduce_scatter_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: 
     """
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
-    summed_BSD: Tensor = _ReduceScatterSequence.apply(x_BSD, collectives, sum_dtype)  # type: ignore[no-untyped-call]
-    return summed_BSD
+    return _ReduceScatterSequence.apply(x_BSD, collectives, sum_dtype)  # type: ignore[no-untyped-call]
 
 
 class _GatherSequence(torch.autograd.Function):

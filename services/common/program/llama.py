@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.common.program.backends.protocol import Collectives
+from services.common.program.backends.backend import Collectives
 from services.common.program.layers import (
     ColumnParallelLinear,
     Linear,
-    OneWorker,
     RMSNorm,
     RowParallelLinear,
     VocabularyParallelEmbedding,
@@ -51,7 +50,7 @@ class Llama(nn.Module):
         `reduce_dtype`, or in their own dtype where that is wider.
         """
         super().__init__()
-        self.collectives = collectives or OneWorker()
+        self.collectives = collectives or Collectives()
         self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing, reduce_dtype)
         self.lm_head = VocabularyParallelLinear(config.hidden_size, config.num_vocab_rows, self.collectives.mesh)
         self._vocab_size = config.vocab_size
@@ -61,11 +60,10 @@ class Llama(nn.Module):
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         """Return the normalised final hidden states [B, S / t, D] of this rank's slice of the sequence.
 
-        `positions_BS` are the tokens' distances from the begins of their documents: attention then stays within
+        `positions_BS` are the tokens' distances from the starts of their documents: attention then stays within
         documents, and rotary positions are these. Without them a sequence is one document.
         """
-        hidden_BSD: Tensor = self.model(tokens_BS, positions_BS)
-        return hidden_BSD
+        return self.model(tokens_BS, positions_BS)
 
     def residual_and_hidden(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the activations after the last layer, [B, S / t, D], and with them the result of `forward`."""
@@ -117,8 +115,7 @@ class _Decoder(nn.Module):
         self.register_buffer("indices_S", indices_S, persistent=False)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
-        normed_BSD: Tensor = self.norm(self.run_layers(tokens_BS, positions_BS))
-        return normed_BSD
+        return self.norm(self.run_layers(tokens_BS, positions_BS))
 
     def run_layers(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Return the activations after the last layer, which the final norm has not seen."""
@@ -192,10 +189,10 @@ class _FeedForward(nn.Module):
 def block_causal_mask(positions_BS: Tensor, indices_S: Tensor) -> Tensor:
     """Return the attention mask bool [B, S, S]: a token (row) attends to itself and to earlier tokens of its document.
 
-    `positions_BS` are the tokens' distances from the begins of their documents, and `indices_S` is 0 to S - 1.
+    `positions_BS` are the tokens' distances from the starts of their documents, and `indices_S` is 0 to S - 1.
     """
-    begins_BS = indices_S - positions_BS
-    return (indices_S >= begins_BS[..., None]) & (indices_S <= indices_S[:, None])
+    starts_BS = indices_S - positions_BS
+    return (indices_S >= starts_BS[..., None]) & (indices_S <= indices_S[:, None])
 
 
 def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:

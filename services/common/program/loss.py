@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.common.program.backends.protocol import Collectives
+from services.common.program.backends.backend import Collectives
 from services.common.program.layers import cut_padding, gather_sequence, mask_padding, row_ids
 
 
@@ -22,9 +22,9 @@ def next_token_loss(
     targets_BS: Tensor,
     chunk_tokens: int,
     collectives: Collectives,
-    z_loss: float = 0.0,
     reduce_dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the mean cross-entropy in nats over all B * S targets, computed in chunks of `chunk_tokens` tokens.
 
@@ -46,12 +46,9 @@ def next_token_loss(
     targets_T = targets_BS.flatten()
     if collectives.mesh.tensor_parallel_size > 1:
         arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, vocab_size)
-        mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
-        return mean
+        return _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     if not torch.compiler.is_compiling() and collectives.runs_eagerly:
-        inputs = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss)
-        mean_of_chunks: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
-        return mean_of_chunks
+        return _ChunkedLoss.apply(hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss)  # type: ignore[no-untyped-call]
     # A compiler fuses this by itself, and AOTAutograd does not cache a graph with an autograd function of our own.
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
     wide_head_VD = lm_head_VD.float()  # so that autograd sums the chunks' gradients in float32, and rounds once

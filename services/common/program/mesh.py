@@ -29,18 +29,6 @@ class Mesh:
     key_value_copies: int = 1
     are_copies_apart: bool = False
 
-    def __post_init__(self) -> None:
-        if min(self.data_parallel_size, self.tensor_parallel_size) < 1 or not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"rank {self.rank} is outside of the mesh of {self.data_parallel_size} x {self.tensor_parallel_size} "
-                f"workers"
-            )
-        if self.key_value_copies < 1 or self.tensor_parallel_size % self.key_value_copies:
-            raise ValueError(
-                f"key_value_copies = {self.key_value_copies} does not divide tensor_parallel_size = "
-                f"{self.tensor_parallel_size}"
-            )
-
     @property
     def world_size(self) -> int:
         return self.data_parallel_size * self.tensor_parallel_size

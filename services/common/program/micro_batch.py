@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,12 +16,8 @@ class MicroBatch(NamedTuple):
     tokens: Tensor
     """int64 [B, L + 1]: columns [:-1] are inputs, columns [1:] are targets."""
     positions: Tensor | None = None
-    """int32 [B, L]: distance of each input from the first token of its document, or from the begin of the row where the
-    document began before it. None where attention takes a row as one document."""
-
-    def sent_by(self, send: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return the micro-batch of the tensors that `send` returns for these."""
-        return MicroBatch(send(self.tokens), None if self.positions is None else send(self.positions))
+    """int32 [B, L]: distance of each input from the first token of its document, or from the start of the row where the
+    document started before it. None where attention takes a row as one document."""
 
 
 def make_synthetic_micro_batch(recipe: Recipe) -> MicroBatch:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from services.common.program.backends.protocol import Backend
+from services.common.program.backends.backend import Backend
 from services.common.program.buckets import Bucket
 from services.common.program.state import StateKind
 from services.common.recipe.schema import Optimizer, Schedule
@@ -25,12 +25,12 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
         return optimizer.learning_rate * (step - optimizer.warmup_begin_step + 1) / optimizer.warmup_steps
     if optimizer.decay_steps is None:
         return optimizer.learning_rate
-    begin = warm
+    start = warm
     if optimizer.cooldown_steps is not None:
-        begin = optimizer.decay_steps - optimizer.cooldown_steps
-        if step <= begin:
+        start = optimizer.decay_steps - optimizer.cooldown_steps
+        if step <= start:
             return optimizer.learning_rate  # and not the sum below, which may be rounded: `constant` has these bits
-    progress = min(1.0, (step - begin) / (optimizer.decay_steps - begin))
+    progress = min(1.0, (step - start) / (optimizer.decay_steps - start))
     span = optimizer.learning_rate - optimizer.min_learning_rate
     return optimizer.min_learning_rate + span * _SHAPES[optimizer.schedule](progress)
 
@@ -80,9 +80,9 @@ class AdamW:
         """Sums of squares of the last step's gradients, which the ranks of the tensor axis have still to add."""
         self._is_decayed_1 = [backend.place(torch.full((1,), float(bucket.is_decayed))) for bucket in buckets]
         self._is_fused = backend.has_fused_adamw(is_compiled)
-        is_update_compiled = is_compiled and not self._is_fused
-        update = self._update
-        self._update_unit: Callable[..., None] = backend.compile_elementwise(update) if is_update_compiled else update
+        self._update_unit: Callable[..., None] = self._update
+        if is_compiled and not self._is_fused:
+            self._update_unit = backend.compile(self._update, is_dynamic=True)
 
     @torch.no_grad()
     def step(self, sums_P: Sequence[Tensor], divisor: int, scalars_4: Tensor) -> tuple[Tensor, Tensor]:

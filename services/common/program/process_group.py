@@ -6,13 +6,13 @@ formed beside it. Everywhere else WORLD is the hosts' group.
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,6 @@ POLL_SECONDS = 1.0
 """Seconds between two exchanges of workers that wait for others in `wait_for_work`."""
 
 
-class Store(Protocol):
-    """Small values that workers tell each other by name, as in torch's `Store`."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value once a worker has set it."""
-        ...
-
-
 class ProcessGroup:
     """One worker's connection to all other workers of the run.
 
@@ -49,19 +39,11 @@ class ProcessGroup:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: Store | None = None,
-        host: dist.ProcessGroup | None = None,
-        *,
-        is_fake: bool = False,
+        self, rank: int, world_size: int, host: dist.ProcessGroup | None = None, *, is_fake: bool = False
     ) -> None:
         """`host` is the group of the workers' hosts; None where it is torch's own group of all workers."""
         self.rank, self.world_size, self._host = rank, world_size, host
         self._is_alone = world_size == 1 or is_fake
-        self.store = store
-        """Store of the small values by which the workers have found each other; None for a single worker."""
 
     @classmethod
     def join(cls, rank: int, world_size: int, rendezvous: str, world: str = GLOO) -> Self:
@@ -77,8 +59,11 @@ class ProcessGroup:
             store = _open_store(rendezvous, world_size)
             dist.init_process_group(world, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, store=store)
             host = None if world == GLOO else dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
-        group = cls(rank, world_size, dist.distributed_c10d._get_default_store(), host)
-        connect_by(group._connect)
+        group = cls(rank, world_size, host)
+        with connecting():
+            group.barrier()
+            group.gather(None)
+            group._broadcast(None)
         return group
 
     @classmethod
@@ -94,22 +79,16 @@ class ProcessGroup:
             dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
         return cls(rank, world_size, is_fake=True)
 
-    def _connect(self) -> None:
-        """Run each kind of collective once, where gloo would connect workers later."""
-        self.barrier()
-        self.gather(None)
-        self._broadcast(None)
-
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def maximum(self, value: int) -> int:
         """Return the largest of the workers' integers on every worker, so that all decide alike."""
-        return int(self.begin_maximum([value])()[0])
+        return int(self.start_maximum([value])()[0])
 
-    def begin_maximum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to find the largest of the workers' numbers at each place, and return the function that waits for them.
+    def start_maximum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Start to find the largest of the workers' numbers at each place, and return the function that waits for them.
 
         Workers give equally many numbers, none of them NaN, which gloo may pass over.
         """
@@ -123,7 +102,7 @@ class ProcessGroup:
         def finish() -> list[float]:
             with naming_lost_workers():
                 work.wait()
-            return cast("list[float]", largest.tolist())
+            return largest.tolist()
 
         return finish
 
@@ -183,52 +162,31 @@ def _open_store(rendezvous: str, world_size: int) -> Any:
     return dist.PrefixStore(start, client)  # type: ignore[attr-defined]
 
 
-def connect_by(collective: Callable[[], object]) -> None:
-    """Run a first collective of a group, which connects the workers that later ones of its kind need.
-
-    Later ones keep their timeouts. The first one does not: gloo waits without a limit for a connection to a worker that
-    is frozen in this moment (gloo's issue 520; torch 2.13). So this function has a limit. Raises `WorkersLost`.
-    """
-    first: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            first.set_result(collective())
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            first.set_exception(error)
-
-    threading.Thread(target=run, name="connect", daemon=True).start()
-    try:
-        with naming_lost_workers():
-            first.result(COLLECTIVE_TIMEOUT.total_seconds())
-    except TimeoutError as error:
-        seconds = COLLECTIVE_TIMEOUT.total_seconds()
-        raise WorkersLost(f"a worker did not connect to the others within {seconds:.0f} s") from error
-
-
 @contextmanager
-def naming_lost_workers() -> Iterator[None]:
-    """Raise `WorkersLost` in place of the error of a collective."""
+def connecting() -> Iterator[None]:
+    """Run the first collectives of a group in the block, which connect the workers that later ones of their kind need.
+
+    Later ones keep their timeouts. The first ones do not: gloo waits without a limit for a connection to a worker that
+    is frozen in this moment (gloo's issue 520; torch 2.13). So this ends the process after COLLECTIVE_TIMEOUT.
+    """
+    faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT.total_seconds(), exit=True, file=2)
     try:
         yield
-    except RuntimeError as error:
-        raise _name_loss(error) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
-def naming_workers_lost_in_graphs() -> Iterator[None]:
-    """Raise `WorkersLost` in place of the errors of collectives in compiled graphs, of forward and backward passes.
+def naming_lost_workers(is_every_error: bool = True) -> Iterator[None]:
+    """Raise `WorkersLost` in place of the error of a collective.
 
-    Other errors of a graph pass unchanged, such as running out of memory: they are `RuntimeError` too.
+    Not `is_every_error`: only in place of a collective's, where the block is a compiled graph or a forward and backward
+    pass. Their other errors are `RuntimeError` too, such as running out of memory, and pass unchanged.
     """
     try:
         yield
     except RuntimeError as error:
         # Gloo's errors have no type of their own, but their text begins with the path of the source that raised them.
-        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
-            raise _name_loss(error) from error
+        if is_every_error or isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            raise WorkersLost(f"a collective failed, most likely because another worker died: {error}") from error
         raise
-
-
-def _name_loss(error: RuntimeError) -> WorkersLost:
-    return WorkersLost(f"a collective failed, most likely because another worker died: {error}")

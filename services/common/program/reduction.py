@@ -22,7 +22,7 @@ class Sum(Protocol):
         ...
 
     def result(self) -> Tensor:
-        """Return the sum, and begin another one."""
+        """Return the sum, and start another one."""
         ...
 
 
@@ -41,7 +41,7 @@ class TreeSum:
         self._partial.append((size, leaf))
 
     def result(self) -> Tensor:
-        """Return the sum, and begin another one.
+        """Return the sum, and start another one.
 
         Where the number of leaves is no power of two, the partial sums are added from the smallest up.
         """

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from services.common.program.backends.protocol import Backend
+from services.common.program.backends.backend import Backend
 from services.common.program.buckets import Bucket
 from services.common.program.optimizer import AdamW
 from services.common.program.sharding import Sharding
@@ -54,14 +54,14 @@ class ShardedState:
             self._optimizer.update_weights()
         self._backend.end_graph()
 
-    def begin_snapshot(self) -> Callable[[], dict[StateSlice, Tensor]]:
-        """Begin to copy what this rank owns to the host, and return a function that waits for the copy and returns it,
+    def start_snapshot(self) -> Callable[[], dict[StateSlice, Tensor]]:
+        """Start to copy what this rank owns to the host, and return a function that waits for the copy and returns it,
         in any thread.
 
-        The copy lasts until the next snapshot begins, before which the caller has to wait for this one.
+        The copy lasts until the next snapshot starts, before which the caller has to wait for this one.
         """
         state = {kind: list(map(self._backend.sliceable, held)) for kind, held in self._optimizer.state().items()}
-        return self._snapshots.begin(self._slice(state, is_owned=True))
+        return self._snapshots.start(self._slice(state, is_owned=True))
 
     def find_owners(self) -> dict[str, np.ndarray]:
         """Return the slices of each parameter that the ranks own, by the parameter's name: int64 [slices, 7] of
@@ -76,15 +76,15 @@ class ShardedState:
                 if bucket.sum_axis is not None and first_of_axis.index(bucket.sum_axis) > 0:
                     continue
                 length = bucket.size // mesh.data_parallel_size
-                for name, _, stop, begin in bucket.runs(0, bucket.size):
+                for name, _, stop, offset in bucket.runs(0, bucket.size):
                     box = self._shardings[name].of(first_of_axis).box(bucket.parameters[name].shape)
                     num_elements = min(stop, _num_elements(box))  # rows of padding are the last of a shard
                     if not num_elements:
                         continue
-                    data_indices = np.arange(begin // length, (begin + num_elements - 1) // length + 1)
+                    data_indices = np.arange(offset // length, (offset + num_elements - 1) // length + 1)
                     rows = np.tile((*StateSlice("weight", name, box, 0, num_elements).row, 0), (len(data_indices), 1))
-                    rows[:, -3] = np.maximum(data_indices * length - begin, 0)
-                    rows[:, -2] = np.minimum((data_indices + 1) * length - begin, num_elements)
+                    rows[:, -3] = np.maximum(data_indices * length - offset, 0)
+                    rows[:, -2] = np.minimum((data_indices + 1) * length - offset, num_elements)
                     rows[:, -1] = data_indices * mesh.tensor_parallel_size + tensor_index
                     found.setdefault(name, []).append(rows)
         return {name: np.concatenate(rows) for name, rows in found.items()}
@@ -98,7 +98,9 @@ class ShardedState:
         """Return whether all weights of the model are finite, [1] on the device. A weight that is not finite stays so,
         whatever the gradients are. All workers call it.
         """
-        is_finite_1 = self._backend.all_reduce(self._find_bad_weights(), "tensor", "max") == 0
+        extremes = [extreme for each in self._weights() for extreme in (each.min(), each.max())]
+        is_bad_1 = torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
+        is_finite_1 = self._backend.all_reduce(is_bad_1, "tensor", "max") == 0
         self._backend.end_graph()
         return is_finite_1
 
@@ -126,26 +128,21 @@ class ShardedState:
                 continue
             length = bucket.size // mesh.data_parallel_size
             first = mesh.index("data") * length
-            begin = first if self._optimizer.is_sharded else 0  # element of the bucket where the held tensor begins
+            offset = first if self._optimizer.is_sharded else 0  # element of the bucket where the held tensor starts
             num_held = len(self._optimizer.exp_avg_S[number])
-            start, stop = (first, first + length) if is_owned else (begin, begin + num_held)
+            start, stop = (first, first + length) if is_owned else (offset, offset + num_held)
             for name, run_start, run_stop, place in bucket.runs(start, stop):
                 box = self._shardings[name].box(bucket.parameters[name].shape)
                 end = min(run_stop, _num_elements(box))
                 if run_start >= end:  # only padding, which no full tensor has
                     continue
                 for kind, held in state.items():
-                    elements = held[number][place - begin :][: end - run_start]
+                    elements = held[number][place - offset :][: end - run_start]
                     slices[StateSlice(kind, name, box, run_start, end)] = elements
         return slices
 
     def _weights(self) -> list[Tensor]:
         return [weights for bucket in self._buckets for weights in bucket.weights]
-
-    def _find_bad_weights(self) -> Tensor:
-        """Return 1 where a weight on this rank is not finite, otherwise 0: float32 [1]."""
-        extremes = [extreme for each in self._weights() for extreme in (each.min(), each.max())]
-        return torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
 
 
 def _num_elements(box: Iterable[tuple[int, int]]) -> int:

@@ -21,10 +21,10 @@ class Snapshots:
     def __init__(self) -> None:
         self._memory: dict[StateSlice, Tensor] = {}
 
-    def begin(self, state: Mapping[StateSlice, Tensor]) -> Callable[[], dict[StateSlice, Tensor]]:
-        """Begin to copy the state, and return a function that waits for the copy and returns it, in any thread.
+    def start(self, state: Mapping[StateSlice, Tensor]) -> Callable[[], dict[StateSlice, Tensor]]:
+        """Start to copy the state, and return a function that waits for the copy and returns it, in any thread.
 
-        The copy lasts until the next `begin`, before which the caller has to wait for this copy.
+        The copy lasts until the next `start`, before which the caller has to wait for this copy.
         """
         copy = self._memory_for(state)
         for piece, tensor in state.items():
@@ -53,7 +53,7 @@ class CudaSnapshots(Snapshots):
         super().__init__()
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def begin(self, state: Mapping[StateSlice, Tensor]) -> Callable[[], dict[StateSlice, Tensor]]:
+    def start(self, state: Mapping[StateSlice, Tensor]) -> Callable[[], dict[StateSlice, Tensor]]:
         copy = self._memory_for(state)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

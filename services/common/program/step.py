@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.common.program.backends.protocol import Backend
+from services.common.program.backends.backend import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.health import Health, measure_activations, name_groups
 from services.common.program.initial_weights import draw_weights
@@ -19,7 +19,7 @@ from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
-from services.common.program.process_group import naming_workers_lost_in_graphs
+from services.common.program.process_group import naming_lost_workers
 from services.common.program.sharded_state import ShardedState
 from services.common.recipe.schema import Recipe
 
@@ -58,9 +58,10 @@ class Program:
         self.backend = backend
         batch, train, is_compiled = recipe.batch, recipe.train, recipe.compile.enabled
         length, checkpointing = recipe.corpus.sequence_length, train.activation_checkpointing
-        self._reduce_dtype = DTYPES[recipe.parallel.reduce_dtype]
+        reduce_dtype = DTYPES[recipe.parallel.reduce_dtype]
+        self._head_options = (batch.loss_chunk_tokens, backend, reduce_dtype, recipe.model.vocab_size)
         with backend.device:
-            self.model = Llama(recipe.model, length, backend, checkpointing, self._reduce_dtype)
+            self.model = Llama(recipe.model, length, backend, checkpointing, reduce_dtype)
         with backend.host:
             self._place_zeros()
             shardings = self.model.shardings()
@@ -87,7 +88,7 @@ class Program:
         """Seconds of the last step until this rank's gradient was computed, or until the host had asked for it where
         the device computes asynchronously."""
 
-    @naming_workers_lost_in_graphs()
+    @naming_lost_workers(is_every_error=False)
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
         """Run step number `step` (from 0) with this rank's share of the global batch: micro-batches on the host.
 
@@ -117,7 +118,7 @@ class Program:
         """
         return float(torch.cat(self._own_losses).max()) if self._own_losses else math.nan
 
-    @naming_workers_lost_in_graphs()
+    @naming_lost_workers(is_every_error=False)
     def compute_again(self, micro_batches: Iterable[MicroBatch]) -> Recomputation | None:
         """Compute this rank's gradient of the last step again, from the same micro-batches, and update nothing.
 
@@ -133,7 +134,7 @@ class Program:
         self._losses.result()
         return Recomputation(was_finite, _are_finite([total.result() for total in self._sums]))
 
-    @naming_workers_lost_in_graphs()
+    @naming_lost_workers(is_every_error=False)
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
         """Return the loss of each target of the micro-batches that the model replicas evaluate: this rank's own, and
@@ -162,7 +163,7 @@ class Program:
         groups = name_groups(self.buckets, self.recipe.model.num_hidden_layers)
         return Health.of(squares_3K, groups, self.recipe.batch.num_micro_batches, numbers_R2)
 
-    @naming_workers_lost_in_graphs()
+    @naming_lost_workers(is_every_error=False)
     @torch.no_grad()
     def measure_activations(self, micro_batch: MicroBatch) -> Tensor:
         """Return the mean square of the activations after the last layer, and the largest logit, for the micro-batch of
@@ -174,7 +175,7 @@ class Program:
         self.backend.end_graph()
         return gathered
 
-    @naming_workers_lost_in_graphs()
+    @naming_lost_workers(is_every_error=False)
     def measure_squares(self, step: int, skipped_steps: int) -> Tensor:
         """Return `AdamW.measure_squares` of step number `step`, which was the last one and was applied: [3, K] on the
         device. The arguments are those of its `train_step`. All workers call this. Raises `WorkersLost`.
@@ -222,25 +223,20 @@ class Program:
         # The context stays outside of the compiled function: AOTAutograd does not cache a graph that enters autocast,
         # and would trace it again at each start.
         with self.backend.autocast(self.recipe.train.dtype):
-            return function(*micro_batch.sent_by(self.backend.send))
+            return function(*(each if each is None else self.backend.send(each) for each in micro_batch))
 
     def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
-        chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
-        lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
-        options = (chunk_tokens, backend, z_loss, self._reduce_dtype, self.recipe.model.vocab_size)
-        return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, *options)
+        hidden_BSD, targets_BS = self.model(tokens_BS[:, :-1], positions_BS), tokens_BS[:, 1:]
+        z_loss = self.recipe.train.z_loss
+        return next_token_loss(hidden_BSD, self.model.lm_head.weight, targets_BS, *self._head_options, z_loss)
 
     def _micro_losses(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
-        lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
-        options = (self.recipe.batch.loss_chunk_tokens, backend, self._reduce_dtype, self.recipe.model.vocab_size)
-        return next_token_losses(hidden_BSD, lm_head_VD, targets_BS, *options)
+        hidden_BSD, targets_BS = self.model(tokens_BS[:, :-1], positions_BS), tokens_BS[:, 1:]
+        return next_token_losses(hidden_BSD, self.model.lm_head.weight, targets_BS, *self._head_options)
 
     def _micro_health(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         residual_BSD, hidden_BSD = self.model.residual_and_hidden(tokens_BS[:, :-1], positions_BS)
-        options = (self.recipe.batch.loss_chunk_tokens, self.backend, self._reduce_dtype, self.recipe.model.vocab_size)
-        return measure_activations(residual_BSD, hidden_BSD, self.model.lm_head.weight, *options)
+        return measure_activations(residual_BSD, hidden_BSD, self.model.lm_head.weight, *self._head_options)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -39,7 +39,7 @@ def behave(folder: Path, **modules: str) -> None:
     """Set the failure of all graphs whose name contains a key. Other graphs compile.
 
     `hang`, `killed` (by signal 9), `busy` (exit 70), `part-killed` (70, as when a child process was killed),
-    `broken` (exit 1), `full` (disk), `garbage`, `empty`, `cut`, `nothing`. With `-once`: in the first compilation only.
+    `broken` (exit 1), `full` (disk), `garbage`, `cut`, `nothing`. With `-once`: in the first compilation only.
     """
     partial = folder / "behaviour.partial"
     partial.write_text(json.dumps(modules), encoding="utf-8")
@@ -95,7 +95,7 @@ def _count_call(folder: Path, call: dict[str, Any]) -> int:
 
 def _misbehave(behaviour: str, neff: Path, digest: str) -> int:
     whole = make_neff(digest)
-    written = {"garbage": b"\x7fELF" * 1000, "empty": b"", "cut": whole[:-100]}
+    written = {"garbage": b"\x7fELF" * 1000, "cut": whole[:-100]}
     if behaviour == "hang":
         subprocess.run(["sleep", str(HANG_SECONDS)], check=False)  # the real compiler has child processes, too
     elif behaviour == "killed":

@@ -33,7 +33,7 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_one_process_traces_every_graph_of_split_models_for_any_number_of_them(gang: Gang) -> None:
     missed = [json.loads((gang.folder / f"missed-{rank}.json").read_text()) for rank in range(4)]
-    assert missed == [{"begun": 0, "resumed": 0}] * 2 + [{"begun": 0}] * 2
+    assert missed == [{"started": 0, "resumed": 0}] * 2 + [{"started": 0}] * 2
     traced = json.loads(gang.traced.read_text())
     assert len(traced) >= 5  # forward and backward of a step, evaluation, update, activations of a health measurement
     assert list_files(gang.cache) == traced

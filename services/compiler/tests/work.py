@@ -62,11 +62,8 @@ class GraphKeeper(TorchNative):
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         return {GRAPHS_VARIABLE: str(folder)}
 
-    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
-        return torch.compile(function, backend=aot_autograd(fw_compiler=self._keep), dynamic=False, fullgraph=True)
-
-    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
-        return torch.compile(function, backend=aot_autograd(fw_compiler=self._keep), dynamic=True, fullgraph=True)
+    def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
+        return torch.compile(function, backend=aot_autograd(fw_compiler=self._keep), dynamic=is_dynamic, fullgraph=True)
 
     def graphs_compiled(self) -> int:
         return self._graphs_compiled
@@ -98,13 +95,13 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
         partial.write_text(json.dumps(list_files(gang.cache)), encoding="utf-8")
         partial.rename(gang.traced)
     wait_until(gang.traced.exists, 300)
-    missed = {"begun": begin(gang, environment)}
+    missed = {"started": start(gang, environment)}
     if rank < gang.fewer.parallel.num_workers:
         missed["resumed"] = resume(gang, environment)
     (gang.folder / f"missed-{rank}.json").write_text(json.dumps(missed), encoding="utf-8")
 
 
-def begin(gang: Gang, environment: WorkerEnvironment) -> int:
+def start(gang: Gang, environment: WorkerEnvironment) -> int:
     """Take a step, an evaluation and a health measurement; returns the number of graphs that the cache lacked."""
     group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     program, share = make_program(gang, gang.recipe, environment.rank)

@@ -97,7 +97,7 @@ class StepAgreement:
     def begin(self, step: WorkerStep) -> None:
         """Give this worker's part of the next agreement. Returns at once."""
         assert self._wait is None, "the agreement before is not finished"
-        self._wait = self._group.begin_maximum(step.encode(self._group.rank))
+        self._wait = self._group.start_maximum(step.encode(self._group.rank))
 
     def finish(self) -> AgreedStep:
         """Return what all workers agree on, once all of them have begun this agreement.

@@ -117,7 +117,7 @@ class CheckpointWriter:
             data_offset_samples=job.lineage.data_offset_samples,
             imported=imported,
         )
-        self._writing = self._thread.submit(self._write, self._payload, state.begin_snapshot())
+        self._writing = self._thread.submit(self._write, self._payload, state.start_snapshot())
         if self._group.rank == 0 and self._rows is None:
             self._rows = of_all_kinds(state.find_owners())
 

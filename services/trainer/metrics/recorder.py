@@ -17,7 +17,7 @@ import torch
 
 from services.common.hardware.gpus import sum_peaks
 from services.common.process.telemetry import JsonLines
-from services.common.program.backends.protocol import Backend
+from services.common.program.backends.backend import Backend
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.common.recipe.derived import causal_flops_per_token, palm_flops_per_token, tokens_per_step

@@ -13,9 +13,6 @@ gc.disable()
 try:
     import services.common.program.backends.torch_native
     import services.trainer.supervision.supervise  # noqa: F401
-    from services.common.program.fingerprint import parse_source
-
-    parse_source()
 finally:
     gc.freeze()
     gc.enable()

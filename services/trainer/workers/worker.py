@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.backend import Backend
 from services.common.program.backends.choice import choose_backend
-from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import GLOO, ProcessGroup
 from services.trainer.job import Job

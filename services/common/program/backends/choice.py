@@ -6,7 +6,7 @@ import importlib
 from typing import cast
 
 from services.common.hardware.image_platform import require_backend
-from services.common.program.backends.protocol import Backend
+from services.common.program.backends.backend import Backend
 from services.common.recipe.schema import Device
 
 

@@ -20,7 +20,6 @@ from services.common.errors import DeviceError
 from services.common.program.backends.warm_cache import missing_graphs
 
 COMPILER = "neuronx-cc"
-EXIT_CODE = DeviceError.exit_code
 
 # libneuronxla hands over a graph as `.../model.MODULE_<hash>+<hash of the flags>.hlo_module.pb`.
 _MODULE = re.compile(r"MODULE_\w+\+\w+")
@@ -45,7 +44,9 @@ class CompilerShim:
         """PATH of this process with the shim first."""
         real = shutil.which(COMPILER)
         otherwise = f'exec {shlex.quote(real)} "$@"' if real else "exit 127"
-        script = _SCRIPT.format(otherwise=otherwise, requests=shlex.quote(str(self._requests)), exit_code=EXIT_CODE)
+        script = _SCRIPT.format(
+            otherwise=otherwise, requests=shlex.quote(str(self._requests)), exit_code=DeviceError.exit_code
+        )
         shim = folder / COMPILER
         shim.write_text(script, encoding="utf-8")
         shim.chmod(0o700)
@@ -64,8 +65,8 @@ class CompilerShim:
         if not self._requests.exists():
             return None
         requests = self._requests.read_text(encoding="utf-8", errors="replace").splitlines()
-        graphs = list(dict.fromkeys(_name_graph(request) for request in requests))
-        return missing_graphs(graphs)
+        found = ((_MODULE.search(request), request) for request in requests)
+        return missing_graphs(list(dict.fromkeys(module.group() if module else request for module, request in found)))
 
 
 def make_shim() -> CompilerShim:
@@ -80,8 +81,3 @@ def forbid_compiler() -> CompilerShim:
     shim = make_shim()
     os.environ["PATH"] = shim.path
     return shim
-
-
-def _name_graph(request: str) -> str:
-    found = _MODULE.search(request)
-    return found.group() if found else request

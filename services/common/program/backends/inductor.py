@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from services.common.errors import DeviceError
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
-from services.common.program.backends.warm_cache import graph_of, missing_graphs
+from services.common.program.backends.warm_cache import missing_graphs, name_of
 from services.common.program.backends.whole_graph import compile_whole
 
 R = TypeVar("R")
@@ -31,16 +31,15 @@ class Inductor:
     def __init__(self) -> None:
         torch.use_deterministic_algorithms(True)
         # Otherwise Inductor times reductions of several block sizes on a GPU, and a step's bits depend on the fastest.
-        if hasattr(
-            torch._inductor.config, "deterministic"
-        ):  # torch 2.9, which the Neuron variant has, compiles for no GPU
+        if hasattr(torch._inductor.config, "deterministic"):  # not in torch 2.9, whose variant compiles for no GPU
             torch._inductor.config.deterministic = True
         # Triton cuts a kernel's file name at 150 characters, and Inductor finds no cached kernel with a longer one:
         # each process compiled 4 of a step's again (seen on an H100 with torch 2.11; 2.13 has the same lines).
         torch._inductor.config.triton.descriptive_names = False  # type: ignore[assignment]
         self.counter = CompileCounter()
         torch._inductor.config.post_grad_custom_pre_pass = self.counter
-        if _is_cache_filled():
+        folder = os.environ.get(CACHE_VARIABLE)
+        if folder and any(Path(folder).glob("*")):  # graphs that another process compiled
             # Inductor precompiles its C++ header (8 s, 155 MB) before it knows whether there is a kernel to compile.
             torch._inductor.codecache._precompile_header = _name_header  # type: ignore[assignment]
         # Inductor starts a Python process for each instruction set of the CPU to load a library: 1.2 s in all.
@@ -59,7 +58,7 @@ class Inductor:
         compiled = compile_whole(function, dynamic=is_dynamic)
 
         def call(*arguments: Any) -> R:
-            self.counter.graph = graph_of(function)
+            self.counter.graph = f"a graph of {name_of(function)}"
             try:
                 return compiled(*arguments)
             except RuntimeError as error:  # Dynamo wraps the error that the counter raises
@@ -68,11 +67,6 @@ class Inductor:
                 raise
 
         return call
-
-
-def _is_cache_filled() -> bool:
-    """Return whether the cache holds graphs that another process compiled."""
-    return CACHE_VARIABLE in os.environ and any(Path(os.environ[CACHE_VARIABLE]).glob("*"))
 
 
 def _name_header(header: str, *_: Any, **__: Any) -> str:

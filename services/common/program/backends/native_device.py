@@ -35,10 +35,6 @@ class NativeDevice:
     """Whether the collectives have `all_to_all_single` with slices of any length."""
     compiler: Literal["inductor", "neuron"] = "inductor"
     """Compiler of `TorchNative.compile`."""
-    names_ranks_in_graphs: bool = False
-    """Whether the collectives of a compiled graph may list ranks, where others name the axis alone."""
-    hides_others: bool = False
-    """Whether the library itself hides the node's other devices from a process, and numbers the one that it shows."""
     visible_variable: str = ""
     """Environment variable that names those of the node's devices which a process sees."""
     library: str = ""
@@ -60,8 +56,6 @@ NATIVE_DEVICES: dict[Device, NativeDevice] = {
         forms_world=True,
         has_all_to_all=False,
         compiler="neuron",
-        names_ranks_in_graphs=True,
-        hides_others=True,
         visible_variable="NEURON_RT_VISIBLE_CORES",
         library="torch_neuronx",
         runs_eagerly=False,
@@ -86,7 +80,7 @@ def open_device(name: Device, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     require_device(name)
-    if NATIVE_DEVICES[name].hides_others:
+    if name == "neuron":
         return torch.device(name)
     variable = NATIVE_DEVICES[name].visible_variable
     listed = os.environ.get(variable, ",".join(map(str, range(torch.get_device_module(name).device_count()))))
@@ -130,8 +124,8 @@ def require_device(name: Device, is_absence_fine: bool = False) -> None:
 
     A library that compiles without its device needs none where `is_absence_fine`, or the environment says so.
     """
-    is_absence_fine = NATIVE_DEVICES[name].compiler == "neuron" and (is_absence_fine or is_compile_only(os.environ))
-    library = NATIVE_DEVICES[name].library
+    native = NATIVE_DEVICES[name]
+    library, compiles_alone = native.library, native.compiler == "neuron"
     try:
         if library:
             importlib.import_module(library)
@@ -142,10 +136,9 @@ def require_device(name: Device, is_absence_fine: bool = False) -> None:
             f"Install a torch that does{f', and {library}' if library else ''}, or choose another device: "
             f"--parallel.device=cpu"
         ) from error
-    if num_devices == 0 and not is_absence_fine:
-        native = NATIVE_DEVICES[name]
+    if num_devices == 0 and not (compiles_alone and (is_absence_fine or is_compile_only(os.environ))):
         variable = native.visible_variable
-        compiles = ", compile graphs without one: --compile.trace_on=cpu" if native.compiler == "neuron" else ""
+        compiles = ", compile graphs without one: --compile.trace_on=cpu" if compiles_alone else ""
         raise DeviceError(
             f"parallel.device = {name!r}, and torch {torch.__version__} finds no such device on this machine "
             f"({variable}={os.environ.get(variable, 'not set')}). Run on a machine that has one and its driver"

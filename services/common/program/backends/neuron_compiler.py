@@ -20,13 +20,13 @@ from torch import Tensor
 
 from services.common.program.backends.compiler_shim import CompilerShim, make_shim
 from services.common.program.backends.neuron_facts import CACHE_VARIABLE
-from services.common.program.backends.warm_cache import graph_of, missing_graphs
+from services.common.program.backends.warm_cache import missing_graphs, name_of
 from services.common.program.backends.whole_graph import compile_whole
 
 R = TypeVar("R")
 
 NEURON = "neuron"
-MOST_SHAPES = 64
+MAX_SHAPES = 64
 """Shapes for which one function may be compiled: the update is compiled for each length of a bucket's blocks."""
 
 
@@ -37,7 +37,7 @@ class NeuronCompiler:
         self._folder = Path(os.environ[CACHE_VARIABLE]) if CACHE_VARIABLE in os.environ else None
         self._num_known = self._count_files()
         self._shim: CompilerShim | None = None
-        torch._dynamo.config.recompile_limit = max(MOST_SHAPES, torch._dynamo.config.recompile_limit)
+        torch._dynamo.config.recompile_limit = max(MAX_SHAPES, torch._dynamo.config.recompile_limit)
 
     def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
         """Compile a function for the shapes of each call, also where it may be called with several (`is_dynamic`):
@@ -50,7 +50,7 @@ class NeuronCompiler:
             if self._shim is None:
                 return compiled(*arguments)
             shapes = tuple(each.shape for each in arguments if isinstance(each, Tensor))
-            with self._refusing(self._shim, graph_of(function), is_new=shapes not in known):
+            with self._refusing(self._shim, f"a graph of {name_of(function)}", is_new=shapes not in known):
                 result = compiled(*arguments)
             known.add(shapes)
             return result

@@ -7,23 +7,22 @@ torch_xla makes the graphs on a CPU too, and with PJRT_DEVICE=CPU it runs those 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from services.common.program import attention
+from services.common.errors import DeviceError
+from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.backends import neuron_distributed
+from services.common.program.backends.backend import Backend
 from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
-from services.common.program.backends.environment_facts import require_flags
-from services.common.program.backends.fenced_checkpointing import run_fenced
 from services.common.program.backends.xla_environment import (
     CACHE_VARIABLE,
     FLAGS_VARIABLE,
@@ -32,24 +31,17 @@ from services.common.program.backends.xla_environment import (
     PJRT_VARIABLE,
     compiler_flags,
     count_modules,
-    graph_variables,
-    library_versions,
-    pjrt_device,
-    require_opened,
     require_pinned,
     require_runtime,
     torch_xla_is_absent,
     why_without_nxd,
+    xla_facts,
 )
-from services.common.program.buckets import SeparateBucket, choose_num_blocks
+from services.common.program.buckets import SeparateBucket
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
-from services.common.program.process_group import GLOO
 from services.common.program.reduction import HeldSum
-from services.common.program.snapshot import Snapshots
 from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
-
-R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +55,9 @@ cut, be it a bucket or an activation.
 """
 
 
-class NeuronXla:
+class NeuronXla(Backend):
     """`Backend` on a NeuronCore of trn1, or on torch_xla's CPU device."""
 
-    host = torch.device("cpu")
     runs_eagerly = False
     rounds_weights = False
 
@@ -83,7 +74,12 @@ class NeuronXla:
         torch.autograd.set_multithreading_enabled(False)
         self.mesh, self.device = mesh, self._xla.device()
         # This asks the device itself: `runtime.device_type()` would read the variable again.
-        require_opened(self._xm.xla_device_hw(self.device), os.environ[PJRT_VARIABLE])
+        opened, expected = self._xm.xla_device_hw(self.device), os.environ[PJRT_VARIABLE]
+        if opened != expected:
+            raise DeviceError(
+                f"torch_xla opened its {opened} device, and {PJRT_VARIABLE} is {expected}: it was imported before the "
+                f"variable was set, or the Neuron runtime did not start. Its messages are above."
+            )
         self._flash_attention: neuron_distributed.FlashAttention | None = None
         if not self._why_without_nxd:
             neuron_distributed.require_groups(mesh)
@@ -101,39 +97,12 @@ class NeuronXla:
 
     @staticmethod
     def facts(recipe: Recipe) -> dict[str, Any]:
-        require_pinned(os.environ)
-        require_flags(os.environ, FLAGS_VARIABLE, compiler_flags(recipe))
-        if importlib.util.find_spec("torch_xla") is None:
-            raise torch_xla_is_absent("it is not installed")
-        data_parallel_size = recipe.parallel.data_parallel_size
-        return {
-            "libraries": library_versions(),
-            "pjrt_device": pjrt_device(os.environ),
-            # An update is one graph, which lists the ranks that sum together, and contains the shapes of its blocks.
-            "data_parallel_size": data_parallel_size,
-            "zero_stage": recipe.parallel.zero_stage,
-            "blocks": choose_num_blocks(recipe.batch.num_micro_batches, data_parallel_size),
-            "compiler_flags": list(compiler_flags(recipe)),
-            "flash_attention": why_without_nxd(os.environ) or "NxD's, of sequences that it takes",
-            "environment": graph_variables(os.environ),
-        }
-
-    @staticmethod
-    def world_collectives(device: Device) -> str:
-        return GLOO  # torch_xla's collectives have no group of torch.distributed
+        return xla_facts(recipe)
 
     @staticmethod
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         # The name of a graph in the cache ends in a hash of the flags.
         return {CACHE_VARIABLE: str(folder), FLAGS_VARIABLE: " ".join(compiler_flags(recipe))}
-
-    @staticmethod
-    def trace_environment(recipe: Recipe) -> dict[str, str]:
-        return {}
-
-    @staticmethod
-    def ranks_to_trace(recipe: Recipe) -> tuple[int, ...]:
-        return (0,)  # a collective lists the ranks of all groups
 
     def index(self, axis: Axis) -> Tensor:
         return self._indices[axis]
@@ -143,8 +112,7 @@ class NeuronXla:
     def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
         if self.mesh.size(axis) == 1:
             return x
-        reduced: Tensor = self._xm.all_reduce(op, x, groups=self._groups[axis], pin_layout=False)
-        return reduced
+        return self._xm.all_reduce(op, x, groups=self._groups[axis], pin_layout=False)
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         size = self.mesh.size(axis)
@@ -152,8 +120,7 @@ class NeuronXla:
             return x
 
         def gather(part: Tensor, dim: int) -> Tensor:
-            gathered: Tensor = self._xm.all_gather(part, dim=dim, groups=self._groups[axis], pin_layout=False)
-            return gathered
+            return self._xm.all_gather(part, dim=dim, groups=self._groups[axis], pin_layout=False)
 
         return all_gather_in_pieces(gather, x, size, dim, MAX_COLLECTIVE_BYTES)
 
@@ -164,17 +131,15 @@ class NeuronXla:
 
         def scatter(part: Tensor, dim: int) -> Tensor:
             groups = self._groups[axis]
-            scattered: Tensor = self._xm.reduce_scatter(
+            return self._xm.reduce_scatter(
                 "sum", part, scale=1.0, scatter_dim=dim, shard_count=size, groups=groups, pin_layout=False
             )
-            return scattered
 
         return reduce_scatter_in_pieces(scatter, x, size, dim, MAX_COLLECTIVE_BYTES)
 
     def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-        """Put an optimisation barrier around tensors; see `fenced_checkpointing.Fence`."""
-        fenced: tuple[Tensor, ...] = _Fence.apply(self._xm, after, *tensors)  # type: ignore[no-untyped-call]
-        return fenced
+        """Put an optimization barrier around tensors; see `activation_checkpointing.Fence`."""
+        return _Fence.apply(self._xm, after, *tensors)  # type: ignore[no-untyped-call]
 
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         dtype = v_BKSN.dtype  # rotation made q and k float32, and torch's autocast for xla does not round for attention
@@ -183,11 +148,11 @@ class NeuronXla:
         reason = self._why_without_nxd or neuron_distributed.why_not_flash(q_BHSN, v_BKSN, mask_B1SS)
         self._tell_attention(reason)
         if self._flash_attention is None or reason:
-            return attention.attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
+            return super().attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
         return self._flash_attention(q_BHSN, k_BKSN, v_BKSN)
 
     def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
-        return run_fenced(layer, mode, self.fence, *arguments)
+        return run_checkpointed(layer, mode, *arguments, fence=self.fence)
 
     def _tell_attention(self, reason: str) -> None:
         """Log once which attention runs, and why it is not NxD's."""
@@ -203,21 +168,6 @@ class NeuronXla:
     def make_sum(self, size: int, in_tree: bool) -> HeldSum:
         return HeldSum(self.place(torch.zeros(size, device=self.host)))
 
-    def make_snapshots(self) -> Snapshots:
-        return Snapshots()
-
-    def has_fused_adamw(self, is_compiled: bool) -> bool:
-        return False
-
-    def place(self, x: Tensor) -> Tensor:
-        return x.to(self.device)
-
-    def send(self, x: Tensor) -> Tensor:
-        return x.to(self.device)
-
-    def to_host(self, x: Tensor) -> Tensor:
-        return x.cpu()
-
     def sliceable(self, x: Tensor) -> Tensor:
         return self.to_host(x)  # a view on the device would be a graph of its own
 
@@ -230,16 +180,7 @@ class NeuronXla:
 
     def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         with self._naming_missing_graphs():
-            return {name: value.item() for name, value in values.items()}
-
-    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
-        return torch.autocast("xla", torch.bfloat16, enabled=dtype == "bfloat16")
-
-    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
-        return function
-
-    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
-        return function
+            return super().read(values)
 
     def require_warm_cache(self) -> None:
         self._shim = forbid_compiler()

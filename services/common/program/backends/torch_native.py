@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from services.common.program.activation_checkpointing import run_checkpointed
-from services.common.program.attention import attend
+from services.common.program.backends.backend import Backend
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, TRITON_CACHE_VARIABLE, inductor_facts
 from services.common.program.backends.native_device import (
     NATIVE_DEVICES,
@@ -24,12 +22,11 @@ from services.common.program.backends.native_device import (
     require_device,
 )
 from services.common.program.backends.neuron_facts import cache_variables, trace_variables
-from services.common.program.buckets import Bucket
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
-from services.common.program.process_group import COLLECTIVE_TIMEOUT, GLOO, connect_by, naming_lost_workers
+from services.common.program.process_group import COLLECTIVE_TIMEOUT, GLOO, connecting, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
-from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
+from services.common.recipe.schema import Device, Recipe
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -54,10 +51,9 @@ GROUP_NAMES: dict[Axis, str] = {axis: f"millrace-{axis}" for axis in AXES}
 """Names of the process groups, by axis; compiled graphs contain them."""
 
 
-class TorchNative:
+class TorchNative(Backend):
     """`Backend` on a CPU, a CUDA GPU, or a NeuronCore by TorchNeuron: operations run as they are called."""
 
-    host = torch.device("cpu")
     rounds_weights = True
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
@@ -105,8 +101,8 @@ class TorchNative:
     @staticmethod
     def ranks_to_trace(recipe: Recipe) -> tuple[int, ...]:
         parallel = recipe.parallel
-        if not NATIVE_DEVICES[parallel.device].names_ranks_in_graphs or parallel.tensor_parallel_size == 1:
-            return (0,)
+        if NATIVE_DEVICES[parallel.device].compiler == "inductor" or parallel.tensor_parallel_size == 1:
+            return (0,)  # collectives of Inductor's graphs name the axis alone, where others may list ranks
         # The compiled functions of the program have collectives along the tensor axis alone.
         return tuple(group[0] for group in make_mesh(recipe, 0, parallel.num_workers).groups("tensor"))
 
@@ -152,14 +148,11 @@ class TorchNative:
         size = self.mesh.size(axis)
         if size == 1 or self._native.collectives != GLOO or FAKE in dist.get_backend():
             return
-
-        def collectives() -> None:
+        with connecting(), naming_lost_workers():
             x = torch.zeros(size)
             for op in ("sum", "max"):
                 self.all_reduce(x, axis, op)
             self.all_gather(self.reduce_scatter(x, axis), axis)
-
-        connect_by(collectives)
 
     def _sum_exactly(self, x: Tensor, axis: Axis, size: int) -> Tensor:
         """Return the sum in the tree: each rank sums one slice, then all gather. It sends as many bytes as a ring."""
@@ -179,13 +172,7 @@ class TorchNative:
             # With a mask, torch's only CUDA kernel for grouped queries keeps the scores [B, H, S, S] in memory.
             copies = q_BHSN.shape[1] // k_BKSN.shape[1]
             k_BKSN, v_BKSN = (each.repeat_interleave(copies, dim=1) for each in (k_BKSN, v_BKSN))
-        return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
-
-    def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
-        return run_checkpointed(layer, mode, *arguments)
-
-    def make_bucket(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None) -> Bucket:
-        return Bucket(parameters, num_blocks, sum_axis)
+        return super().attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
 
     def make_sum(self, size: int, in_tree: bool) -> Sum:
         return TreeSum() if in_tree else RunningSum()
@@ -196,37 +183,13 @@ class TorchNative:
     def has_fused_adamw(self, is_compiled: bool) -> bool:
         return self._native.fused_adamw == "always" or (self._native.fused_adamw == "eager" and not is_compiled)
 
-    def place(self, x: Tensor) -> Tensor:
-        return x.to(self.device)
-
     def send(self, x: Tensor) -> Tensor:
         # From pageable memory a GPU copies only after all earlier work, and the host waits for that: it would launch
         # the next micro-batch's kernels late.
-        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else self.place(x)
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
 
-    def to_host(self, x: Tensor) -> Tensor:
-        return x.cpu()
-
-    def sliceable(self, x: Tensor) -> Tensor:
-        return x
-
-    def keep(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors
-
-    def end_graph(self) -> None:
-        pass
-
-    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        return {name: value.item() for name, value in values.items()}
-
-    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
-
-    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
-        return self._compiler.compile(function)
-
-    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
-        return self._compiler.compile(function, is_dynamic=True)
+    def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
+        return self._compiler.compile(function, is_dynamic)
 
     def require_warm_cache(self) -> None:
         self._compiler.forbid_compilation()

@@ -6,21 +6,14 @@ from collections.abc import Sequence
 
 from services.common.errors import DeviceError
 
-_SHOWN_GRAPHS = 4
-
 
 def missing_graphs(names: Sequence[str]) -> DeviceError:
     """Return the error for graphs that the compile cache does not hold although `compile.require_warm` is set."""
-    named = ", ".join(names[:_SHOWN_GRAPHS]) + (" ..." if len(names) > _SHOWN_GRAPHS else "")
+    named = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
     return DeviceError(
         f"compile.require_warm is set, and the compile cache does not hold {named} ({len(names)} in all), because it "
         f"was made for another step. Run the compiler stage again, or set --compile.require_warm=false to compile here."
     )
-
-
-def graph_of(function: object) -> str:
-    """Return the name of a function's graph in an error."""
-    return f"a graph of {name_of(function)}"
 
 
 def name_of(function: object) -> str:

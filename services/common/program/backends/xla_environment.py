@@ -10,12 +10,14 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import DeviceError
 from services.common.hardware.image_platform import neuron_chips, version_of
 from services.common.hardware.instance_types import family_of
 from services.common.program.backends import neuron_distributed
-from services.common.program.backends.environment_facts import variables_of
+from services.common.program.backends.environment_facts import require_flags, variables_of
+from services.common.program.buckets import choose_num_blocks
 from services.common.recipe.schema import Recipe
 
 CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
@@ -44,14 +46,27 @@ _GRAPH_VARIABLES = (
 _DISTRIBUTIONS = ("torch_xla", "torch-neuronx", "libneuronxla", "neuronx-cc", "neuronx_distributed", "nki")
 
 
-def library_versions() -> dict[str, str]:
-    """Return the versions of torch_xla and the Neuron packages; `absent` for a package that is not installed."""
-    return {name: version_of(name) for name in _DISTRIBUTIONS}
+def xla_facts(recipe: Recipe) -> dict[str, Any]:
+    """Return by name what decides the recipe's graphs and their bits on torch_xla, without importing it.
 
-
-def graph_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change graphs, without those that hold a password or a token."""
-    return {**PINNED_VARIABLES, **variables_of(environment, _GRAPH_VARIABLES)}
+    Raises `DeviceError` where torch_xla is absent, or a variable is set against the recipe.
+    """
+    require_pinned(os.environ)
+    require_flags(os.environ, FLAGS_VARIABLE, compiler_flags(recipe))
+    if importlib.util.find_spec("torch_xla") is None:
+        raise torch_xla_is_absent("it is not installed")
+    data_parallel_size = recipe.parallel.data_parallel_size
+    return {
+        "libraries": {name: version_of(name) for name in _DISTRIBUTIONS},
+        "pjrt_device": pjrt_device(os.environ),
+        # An update is one graph, which lists the ranks that sum together, and contains the shapes of its blocks.
+        "data_parallel_size": data_parallel_size,
+        "zero_stage": recipe.parallel.zero_stage,
+        "blocks": choose_num_blocks(recipe.batch.num_micro_batches, data_parallel_size),
+        "compiler_flags": list(compiler_flags(recipe)),
+        "flash_attention": why_without_nxd(os.environ) or "NxD's, of sequences that it takes",
+        "environment": {**PINNED_VARIABLES, **variables_of(os.environ, _GRAPH_VARIABLES)},
+    }
 
 
 def require_pinned(environment: Mapping[str, str]) -> None:
@@ -103,15 +118,6 @@ def require_runtime(environment: Mapping[str, str]) -> None:
             f"parallel.device = 'xla', and this node lacks {' and '.join(missing)}. torch_xla would compute on the "
             f"host instead. Run on a Trainium node in a neuron image; for a trial on the host, of one worker, set "
             f"{PJRT_VARIABLE}={CPU}"
-        )
-
-
-def require_opened(device_type: str, expected: str) -> None:
-    """Raise `DeviceError` where torch_xla opened a device of another type than PJRT_DEVICE names."""
-    if device_type != expected:
-        raise DeviceError(
-            f"torch_xla opened its {device_type} device, and {PJRT_VARIABLE} is {expected}: it was imported before the "
-            f"variable was set, or the Neuron runtime did not start. Its messages are above."
         )
 
 

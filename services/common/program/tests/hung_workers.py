@@ -6,13 +6,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program import process_group
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
@@ -32,7 +30,7 @@ def lose_a_worker(call: tuple[str, Path], environment: WorkerEnvironment) -> Non
     _limit_collectives()
     collectives: dict[str, Callable[[], object]] = {
         "maximum": lambda: group.maximum(1),
-        "begun maximum": lambda: [group.begin_maximum([1.0])()],
+        "started maximum": lambda: [group.start_maximum([1.0])()],
         "gather": lambda: group.gather({}),
         "exact sum": lambda: backend.all_reduce(torch.zeros(WORKERS), "data"),
         "fast sum": lambda: backend.reduce_scatter(torch.zeros(WORKERS), "data"),
@@ -46,19 +44,6 @@ def _limit_collectives() -> None:
     for each in c10d._world.pg_map:
         if isinstance(each, dist.ProcessGroup) and {device.type for device in each._device_types} & {"cpu", "cuda"}:
             c10d._set_pg_timeout(LIMIT, each)
-
-
-def lose_a_worker_that_never_connects(call: tuple[str, Path], environment: WorkerEnvironment) -> None:
-    """Form a group whose last worker hangs before the first collective."""
-    connect_by = process_group.connect_by
-    patch = pytest.MonkeyPatch()
-
-    def connect(collective: Callable[[], object]) -> None:
-        patch.setattr(process_group, "COLLECTIVE_TIMEOUT", LIMIT)
-        _note_loss(call[1], environment.rank, lambda: connect_by(collective))
-
-    patch.setattr(process_group, "connect_by", connect)
-    ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
 
 
 def _note_loss(folder: Path, rank: int, call: Callable[[], object]) -> None:

@@ -22,8 +22,8 @@ from services.common.program.layers import (
 )
 from services.common.program.loss import next_token_loss
 from services.common.program.mesh import Mesh
-from services.common.program.process_group import ProcessGroup
 from services.common.program.tests import neuron_stand_ins
+from services.common.program.tests.work import joined
 
 WORKERS = 2
 BATCH, LENGTH, HIDDEN, INNER, VOCABULARY = 2, 8, 16, 32, 64
@@ -36,13 +36,11 @@ def compare(folder: Path, environment: WorkerEnvironment) -> None:
     rank = environment.rank
     os.environ["NXD_CPU_MODE"] = "1"  # NxD's own switch: its collectives are gloo's
     neuron_stand_ins.install()
-    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
-    nxd = {name: importlib.import_module(f"neuronx_distributed.parallel_layers.{name}") for name in _MODULES}
-    nxd["parallel_state"].initialize_model_parallel(tensor_model_parallel_size=WORKERS)
-    backend = TorchNative(Mesh(rank, 1, WORKERS), 1, "fast")
-    torch.save({"ours": _run_ours(backend), "theirs": _run_theirs(nxd, rank)}, folder / f"{rank}.pt")
-    group.barrier()
-    group.leave()
+    with joined(folder, environment) as results:
+        nxd = {name: importlib.import_module(f"neuronx_distributed.parallel_layers.{name}") for name in _MODULES}
+        nxd["parallel_state"].initialize_model_parallel(tensor_model_parallel_size=WORKERS)
+        backend = TorchNative(Mesh(rank, 1, WORKERS), 1, "fast")
+        results |= {"ours": _run_ours(backend), "theirs": _run_theirs(nxd, rank)}
 
 
 _MODULES = ("parallel_state", "layers", "loss_functions", "mappings")

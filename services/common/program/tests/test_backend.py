@@ -12,21 +12,17 @@ from torch import Tensor
 
 from services.common.errors import DeviceError
 from services.common.hardware import image_platform
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh
-from services.common.program.pieces import reduce_scatter_in_pieces
 from services.common.program.tests import work
+from services.common.recipe.schema import Device
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """Results of the collectives on each of 4 workers."""
-    folder = tmp_path_factory.mktemp("collectives")
-    run_workers(inline, work.run_collectives, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
+    return work.run_on_workers(work.run_collectives, work.WORKERS, tmp_path_factory.mktemp("collectives"))
 
 
 def test_collectives_go_along_one_axis_of_the_mesh(found: list[dict[str, Tensor]]) -> None:
@@ -63,8 +59,7 @@ def test_collectives_in_pieces_give_the_bits_of_one_call(found: list[dict[str, T
 def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> None:
     """A sum in bfloat16 would round each of 8 additions."""
     size = work.SUMMING_WORKERS
-    run_workers(inline, work.sum_activations, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    found = work.run_on_workers(work.sum_activations, size, tmp_path)
     exact_BSD = torch.stack([work.activation_of(rank).double() for rank in range(size)]).sum(0)
 
     def error(of: Tensor) -> float:
@@ -78,33 +73,6 @@ def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> No
         assert all(each.dtype == torch.bfloat16 for each in sums.values())
         assert torch.equal(sums[torch.float32], exact_BSD.bfloat16())
         assert error(sums[torch.float32]) < 0.7 * error(sums[torch.bfloat16]), name
-
-
-@pytest.mark.parametrize("max_bytes", [1, 16, 40, 96])
-def test_no_piece_is_larger_than_the_limit_unless_it_has_one_element_of_each_worker(max_bytes: int) -> None:
-    seen: list[int] = []
-
-    def reduce_scatter(x: Tensor, dim: int) -> Tensor:
-        seen.append(x.nbytes)
-        return x.narrow(dim, 0, x.shape[dim] // 4)
-
-    x = torch.arange(2 * 8 * 3, dtype=torch.float32).view(2, 8, 3)
-    assert torch.equal(reduce_scatter_in_pieces(reduce_scatter, x, 4, 1, max_bytes), x[:, :2])
-    assert max(seen) <= max(max_bytes, 4 * x.element_size())
-    assert sum(seen) == x.nbytes
-
-
-def test_one_worker_needs_no_others() -> None:
-    backend, mine = TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), work.part_of(0)
-
-    for axis in AXES:
-        for result in (
-            backend.all_reduce(mine, axis),
-            backend.all_gather(mine, axis),
-            backend.reduce_scatter(mine, axis),
-        ):
-            assert torch.equal(result, mine)
-    assert backend.read({"half": torch.tensor(0.5), "yes": torch.tensor(True)}) == {"half": 0.5, "yes": 1.0}
 
 
 def test_eager_workers_import_no_inductor_and_reuse_memory() -> None:
@@ -127,36 +95,31 @@ assert counts[0] > min(counts[1:]) == 0, counts
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_workstation_may_leave_its_gpus_idle_and_a_cuda_image_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    for device in ("cpu", "cuda"):
-        assert choose_backend(device) is TorchNative
-
-    monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
-    assert choose_backend("cuda") is TorchNative
-    for other in ("cpu", "neuron", "xla"):
-        with pytest.raises(DeviceError, match=rf"cuda image.*'{other}'"):
-            choose_backend(other)
-
-    monkeypatch.setenv("MILLRACE_VARIANT", "cpu")
-    assert choose_backend("cpu") is TorchNative
-    with pytest.raises(DeviceError, match=r"cpu image.*make images VARIANT=cuda"):
-        choose_backend("cuda")
-
-    monkeypatch.setenv("MILLRACE_VARIANT", "trn2")
-    assert choose_backend("neuron") is TorchNative
-    with pytest.raises(DeviceError, match=r"trn2 image.*'xla'.*make images VARIANT=neuron"):
-        choose_backend("xla")
-
-
-def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variant", "device", "is_taken"),
+    [
+        *(("", device, True) for device in ("cpu", "cuda")),  # a workstation may leave its GPUs idle
+        *(("cuda", device, device == "cuda") for device in ("cpu", "cuda", "neuron", "xla")),
+        *(("cpu", device, device == "cpu") for device in ("cpu", "cuda")),
+        *(("trn2", device, device == "neuron") for device in ("neuron", "xla")),
+        ("neuron", "cpu", False),
+    ],
+)
+def test_an_image_is_for_its_own_device(
+    monkeypatch: pytest.MonkeyPatch, variant: str, device: Device, is_taken: bool
 ) -> None:
-    assert choose_backend("cpu") is TorchNative
+    if variant:
+        monkeypatch.setenv("MILLRACE_VARIANT", variant)
+    if is_taken:
+        assert choose_backend(device) is TorchNative
+        return
+    with pytest.raises(DeviceError, match=f"{variant} image.*'{device}'") as raised:
+        choose_backend(device)
+    assert raised.value.exit_code == 4
+
+
+def test_a_trainium_node_refuses_to_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
     (tmp_path / "neuron0").touch()
     with pytest.raises(DeviceError, match="1 Neuron devices"):
-        choose_backend("cpu")
-
-    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
-    with pytest.raises(DeviceError, match=r"neuron image.*'cpu'"):
         choose_backend("cpu")

@@ -46,11 +46,6 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return compiler
 
 
-def ask(shim: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(shim / "neuronx-cc"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-
 def test_a_missing_graph_ends_the_run_with_4_and_is_named(real: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", RUN]
@@ -65,20 +60,17 @@ def test_a_missing_graph_ends_the_run_with_4_and_is_named(real: Path, tmp_path: 
     assert not list(tmp_path.glob("millrace-*/shim-*"))
 
 
-def test_every_graph_is_named_once(tmp_path: Path, real: Path) -> None:
+def test_every_graph_is_named_once_and_other_commands_go_to_the_compiler(tmp_path: Path, real: Path) -> None:
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(tmp_path / "neuronx-cc"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
     shim = CompilerShim(tmp_path)
+    assert ask("--version").stdout == "real --version\n"
     assert shim.refusal() is None
 
     for module in (GRAPH, OTHER, GRAPH):
-        refused = ask(tmp_path, "compile", "--framework=XLA", f"{WORK}/model.{module}.hlo_module.pb", "--output", "x")
+        refused = ask("compile", "--framework=XLA", f"{WORK}/model.{module}.hlo_module.pb", "--output", "x")
         assert refused.returncode == 4
         assert module in refused.stderr
-
     assert f"{GRAPH}, {OTHER} (2 in all)" in str(shim.refusal())
-
-
-def test_what_is_no_compilation_goes_to_the_compiler(tmp_path: Path, real: Path) -> None:
-    shim = CompilerShim(tmp_path)
-
-    assert ask(tmp_path, "--version").stdout == "real --version\n"
-    assert shim.refusal() is None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from numpy.random import Philox
 
-from services.common.program import initial_weights
 from services.common.program.initial_weights import TILE, draw_weights
 from services.common.program.state import StateSlice, fill
 from services.common.recipe.schema import Model
@@ -57,19 +54,6 @@ def test_a_part_has_the_bits_of_the_whole(
     assert torch.equal(drawn, expected)
 
 
-def test_a_part_costs_the_tiles_that_it_touches(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: Counter[int] = Counter()
-
-    def count(key: int, counter: list[int]) -> Philox:
-        drawn[counter[2]] += 1
-        return Philox(key=key, counter=counter)
-
-    monkeypatch.setattr(initial_weights, "Philox", count)
-
-    draw(model, StateSlice("weight", NAME, ((TILE, 2 * TILE), (0, 2 * TILE)), TILE, 3 * TILE))
-    assert drawn == {3: 1, 4: 1}  # of 12 tiles in 4 rows
-
-
 def test_weights_have_the_recipes_deviation_and_differ_by_name_seed_and_tile(model: Model) -> None:
     matrix, output, norm = draw(model, whole_of(NAME), whole_of(OUTPUT), whole_of(NORM))
     [other] = draw(model, whole_of(NAME), seed=4)
@@ -82,9 +66,3 @@ def test_weights_have_the_recipes_deviation_and_differ_by_name_seed_and_tile(mod
     assert len(matrix.unique()) > 0.99 * len(matrix)  # no tile is another's copy
     for unlike in (output * scale, other):
         assert torch.corrcoef(torch.stack([matrix, unlike]))[0, 1].abs() < 0.01
-
-
-def test_moments_are_left_as_they_are(model: Model) -> None:
-    held = {StateSlice.whole("exp_avg", NAME, SHAPE): torch.zeros(math.prod(SHAPE))}
-    draw_weights(held, SHAPES, model, seed=3)
-    assert not any(tensor.any() for tensor in held.values())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.program.layers import OneWorker
+from services.common.program.backends.backend import Collectives
 from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
 from services.common.recipe.schema import Model, RopeScaling
@@ -82,7 +82,7 @@ def test_loss_and_every_gradient_are_bit_equal(models: tuple[Llama, Any]) -> Non
     tokens_BS = _tokens(LENGTH + 1)
     inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:].contiguous()
 
-    our_loss = next_token_loss(ours(inputs_BS), ours.lm_head.weight, targets_BS, targets_BS.numel(), OneWorker())
+    our_loss = next_token_loss(ours(inputs_BS), ours.lm_head.weight, targets_BS, targets_BS.numel(), Collectives())
     their_loss = theirs(inputs_BS, labels=inputs_BS, shift_labels=targets_BS).loss
     our_gradients = torch.autograd.grad(our_loss, list(ours.parameters()))
     their_gradients = torch.autograd.grad(their_loss, list(theirs.parameters()))
@@ -92,22 +92,13 @@ def test_loss_and_every_gradient_are_bit_equal(models: tuple[Llama, Any]) -> Non
         assert torch.equal(our, their), name
 
 
-def test_chunked_loss_is_the_same_sum(models: tuple[Llama, Any]) -> None:
-    ours, _ = models
-    tokens_BS = _tokens(LENGTH + 1)
-    hidden_BSD, targets_BS = ours(tokens_BS[:, :-1]), tokens_BS[:, 1:]
-    whole = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, targets_BS.numel(), OneWorker())
-    chunked = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, 50, OneWorker())  # 192 = 3 * 50 + 42
-    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
-
-
-BEGIN = 30
-"""Position at which the second of two documents in a row begins."""
+START = 30
+"""Position at which the second of two documents in a row starts."""
 
 
 def _positions() -> torch.Tensor:
     places = torch.arange(LENGTH, dtype=torch.int32)
-    return torch.where(places < BEGIN, places, places - BEGIN).repeat(2, 1)
+    return torch.where(places < START, places, places - START).repeat(2, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -115,29 +106,19 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(shape: str) -> Non
     model, tokens_BS = _model(shape), _tokens(LENGTH)
     together = model.logits(tokens_BS, _positions())
 
-    for document in (slice(BEGIN), slice(BEGIN, LENGTH)):
+    for document in (slice(START), slice(START, LENGTH)):
         torch.testing.assert_close(together[:, document], model.logits(tokens_BS[:, document]), rtol=1e-5, atol=1e-6)
 
 
 def test_no_gradient_goes_from_one_document_to_another() -> None:
     model, tokens_BS = _model("llama-3"), _tokens(LENGTH) // 2
-    tokens_BS[:, BEGIN:] += 160  # other embeddings than the first document's
+    tokens_BS[:, START:] += 160  # other embeddings than the first document's
 
     causal, block_causal = (
-        torch.autograd.grad(model(tokens_BS, positions)[:, BEGIN:].square().sum(), model.model.embed_tokens.weight)[0]
+        torch.autograd.grad(model(tokens_BS, positions)[:, START:].square().sum(), model.model.embed_tokens.weight)[0]
         for positions in (None, _positions())
     )
 
     assert causal[:160].any()
     assert not block_causal[:160].any()
     assert block_causal[160:].any()
-
-
-def test_initial_weights_do_not_depend_on_the_other_layers() -> None:
-    shallow, deep = Llama(LLAMA_2, LENGTH), Llama(LLAMA_2.model_copy(update={"num_hidden_layers": 5}), LENGTH)
-    initialize(shallow, LLAMA_2, seed=3)
-    initialize(deep, LLAMA_2, seed=3)
-    shared = dict(shallow.named_parameters())
-    for name, parameter in deep.named_parameters():
-        if name in shared:
-            assert torch.equal(parameter, shared[name]), name

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.common.program.layers import OneWorker
+from services.common.program.backends.backend import Collectives
 from services.common.program.loss import next_token_loss, next_token_losses
 
 Z_LOSS = 0.1
@@ -24,7 +24,7 @@ def _leaves() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_z_loss_changes_the_gradient_by_that_of_the_penalty() -> None:
     hidden_BSD, lm_head_VD, targets_BS = _leaves()
-    loss = next_token_loss(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker(), Z_LOSS)
+    loss = next_token_loss(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, Collectives(), z_loss=Z_LOSS)
     logits_TV = (hidden_BSD.double() @ lm_head_VD.double().t()).flatten(0, 1)
     formula = F.cross_entropy(logits_TV, targets_BS.flatten()) + Z_LOSS * logits_TV.logsumexp(-1).square().mean()
 
@@ -37,19 +37,19 @@ def test_z_loss_changes_the_gradient_by_that_of_the_penalty() -> None:
 
 def test_the_reported_loss_is_cross_entropy_alone() -> None:
     leaves = _leaves()
-    without = next_token_loss(*leaves, CHUNK_TOKENS, OneWorker())
+    without = next_token_loss(*leaves, CHUNK_TOKENS, Collectives())
 
-    assert torch.equal(next_token_loss(*leaves, CHUNK_TOKENS, OneWorker(), Z_LOSS), without)
+    assert torch.equal(next_token_loss(*leaves, CHUNK_TOKENS, Collectives(), z_loss=Z_LOSS), without)
 
 
 def test_an_evaluation_has_the_loss_of_each_target() -> None:
     hidden_BSD, lm_head_VD, targets_BS = _leaves()
     with torch.no_grad():
-        found_BS = next_token_losses(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker())
+        found_BS = next_token_losses(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, Collectives())
         expected_T = F.cross_entropy(
             (hidden_BSD @ lm_head_VD.t()).flatten(0, 1), targets_BS.flatten(), reduction="none"
         )
-        mean = next_token_loss(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker())
+        mean = next_token_loss(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, Collectives())
 
     torch.testing.assert_close(found_BS, expected_T.view(targets_BS.shape), rtol=1e-6, atol=1e-6)
     assert found_BS.mean().item() == pytest.approx(mean.item(), rel=1e-6)
@@ -68,7 +68,7 @@ def test_the_heads_gradients_of_many_chunks_are_summed_in_float32(is_compiled: b
     compute = torch.compile(next_token_loss, backend="aot_eager") if is_compiled else next_token_loss
 
     def error(chunk_tokens: int) -> float:
-        loss = compute(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, OneWorker())
+        loss = compute(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, Collectives())
         [found] = torch.autograd.grad(loss, lm_head_VD)
         return float((found.double() - expected).norm())
 

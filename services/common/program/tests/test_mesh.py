@@ -57,9 +57,3 @@ def test_the_parts_of_one_model_take_the_same_share_and_together_all_of_them_tak
     assert shares == [range(4), range(4), range(4, 8), range(4, 8)]
     with pytest.raises(ValueError, match=r"\b9\b.*\b2\b"):
         Mesh(0, data_parallel_size=2).share(9)
-
-
-@pytest.mark.parametrize(("rank", "data", "tensor"), [(4, 2, 2), (-1, 2, 2), (0, 0, 2), (0, 2, 0)])
-def test_a_rank_outside_of_the_mesh_is_refused(rank: int, data: int, tensor: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} .*{data} x {tensor}"):
-        Mesh(rank, data, tensor)

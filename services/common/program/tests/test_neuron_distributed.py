@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import DeviceError
-from services.common.program.attention import attend
+from services.common.program.backends.backend import Collectives
 from services.common.program.backends.neuron_distributed import FlashAttention, require_equal_groups, why_not_flash
 from services.common.program.mesh import Axis, Mesh
 
@@ -26,21 +26,17 @@ def heads(num_heads: int, length: int, head_dim: int, dtype: torch.dtype = torch
         (heads(4, 3000, 128), None, "3,000 positions, and the kernel takes multiples of 2,048"),
         (heads(4, 2048, 256), None, "256 dimensions, and the kernel takes at most 128"),
         (heads(4, 2048, 128, torch.float32), None, "multiplies in bfloat16, and train.dtype is float32"),
+        (heads(3, 4096, 128), None, "3 heads, and its 2 physical cores"),
     ],
-    ids=["taken", "documents", "length", "width", "float32"],
+    ids=["taken", "documents", "length", "width", "float32", "odd heads"],
 )
 def test_the_kernel_is_for_causal_attention_in_bfloat16_of_lengths_it_takes(
-    query: Tensor, mask: Tensor | None, said: str
+    monkeypatch: pytest.MonkeyPatch, query: Tensor, mask: Tensor | None, said: str
 ) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     reason = why_not_flash(query, query, mask)
     assert said in reason
     assert bool(reason) == bool(said)
-
-
-def test_a_worker_of_two_cores_needs_an_even_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    assert why_not_flash(heads(4, 2048, 128), heads(4, 2048, 128), None) == ""
-    assert "3 heads" in why_not_flash(heads(3, 2048, 128), heads(3, 2048, 128), None)
 
 
 def test_key_value_heads_are_given_to_the_kernel_once_for_each_query_head_and_their_gradients_are_summed() -> None:
@@ -55,7 +51,7 @@ def test_key_value_heads_are_given_to_the_kernel_once_for_each_query_head_and_th
         )
 
     q, k, v = (torch.randn(2, count, 16, 8, requires_grad=True) for count in (6, 2, 2))
-    ours, expected = FlashAttention(kernel, "trn1")(q, k, v), attend(q, k, v, None)
+    ours, expected = FlashAttention(kernel, "trn1")(q, k, v), Collectives().attend(q, k, v, None)
     torch.testing.assert_close(ours, expected)
     weights = torch.randn_like(expected)
     gradients = zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (ours, expected)), strict=True)
@@ -68,27 +64,17 @@ def test_key_value_heads_are_given_to_the_kernel_once_for_each_query_head_and_th
 
 def groups_of_trn1(mesh: Mesh) -> dict[Axis, list[list[int]]]:
     """Return the groups that neuronx-distributed 0.18 documents in `initialize_model_parallel` for 32 cores."""
+    in_a_row, in_a_ring = [[*range(n, n + 8)] for n in range(0, 32, 8)], [[*range(n, 32, 8)] for n in range(8)]
     if mesh.tensor_parallel_size == 4:
-        data = [[*range(first, first + 8)] for first in range(0, 32, 8)]
-        return {
-            "tensor": [[n, n + 8, n + 16, n + 24] for n in range(8)],
-            "data": data,
-            "key_value": [[n] for n in range(32)],
-        }
-    tensor = [[*range(first, first + 8)] for first in range(0, 32, 8)]
-    return {
-        "tensor": tensor,
-        "data": [list(ranks) for ranks in zip(*tensor, strict=True)],
-        "key_value": [[n + first, n + first + 4] for first in range(0, 32, 8) for n in range(4)],
-    }
-
-
-def test_groups_are_those_of_the_topology() -> None:
-    mesh = Mesh(0, 4, 8, key_value_copies=2, are_copies_apart=True)
-    require_equal_groups(mesh, groups_of_trn1(mesh), "trn1")
+        return {"tensor": in_a_ring, "data": in_a_row, "key_value": [[n] for n in range(32)]}
+    copies = [[n + first, n + first + 4] for first in range(0, 32, 8) for n in range(4)]
+    return {"tensor": in_a_row, "data": in_a_ring, "key_value": copies}
 
 
 def test_a_size_whose_groups_would_not_be_along_links_is_refused_with_both_sides() -> None:
+    fitting = Mesh(0, 4, 8, key_value_copies=2, are_copies_apart=True)
+    require_equal_groups(fitting, groups_of_trn1(fitting), "trn1")
+
     mesh = Mesh(0, 8, 4)
     with pytest.raises(DeviceError) as raised:
         require_equal_groups(mesh, groups_of_trn1(mesh), "trn1")

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ import torch
 from services.common.errors import DeviceError
 from services.common.hardware import image_platform
 from services.common.program.backends import neuron_xla
+from services.common.program.backends.backend import Backend
 from services.common.program.backends.neuron_distributed import FlashAttention
 from services.common.program.backends.neuron_xla import NeuronXla
-from services.common.program.backends.protocol import Backend
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.backends.xla_environment import require_pinned, require_runtime
 from services.common.program.mesh import Mesh
@@ -139,25 +139,27 @@ def test_what_is_fenced_is_passed_on_with_its_gradient() -> None:
     assert behind_nan.isnan().all()
 
 
-def test_a_switch_that_changes_graphs_is_refused() -> None:
-    with pytest.raises(DeviceError, match=r"XLA_HLO_DEBUG=1 .*unset XLA_HLO_DEBUG") as raised:
-        require_pinned({"XLA_HLO_DEBUG": "1"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_HLO_DEBUG", "1"),
+        *((name, value) for name in ("XLA_DOWNCAST_BF16", "XLA_USE_BF16") for value in ("0", "1")),
+    ],
+)
+def test_a_variable_that_changes_graphs_or_rounds_behind_the_program_s_back_is_refused(name: str, value: str) -> None:
+    with pytest.raises(DeviceError, match=f"{name}={value} .*unset {name}") as raised:
+        require_pinned({name: value})
     assert raised.value.exit_code == 4
 
 
-def test_where_torch_xla_is_absent_the_image_that_has_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_xla", None)
-    with pytest.raises(DeviceError, match=r"torch_xla .*make images VARIANT=neuron") as raised:
-        neuron_xla.import_torch_xla()
-    assert raised.value.exit_code == 4
-
-
-def test_the_facts_of_a_program_need_torch_xla_and_import_nothing(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ask", [lambda recipe: neuron_xla.import_torch_xla(), NeuronXla.facts], ids=["run", "facts"])
+def test_where_torch_xla_is_absent_the_image_that_has_it_is_named(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Recipe], object]
 ) -> None:
+    """Neither needs an import to say so."""
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     with pytest.raises(DeviceError, match=r"torch_xla .*make images VARIANT=neuron") as raised:
-        NeuronXla.facts(recipe)
+        ask(recipe)
     assert raised.value.exit_code == 4
 
 
@@ -189,20 +191,15 @@ def test_nothing_is_computed_on_the_host_of_a_node_without_neuron_devices(
     with pytest.raises(DeviceError, match=r"libneuronxla.*/dev/neuron0.*PJRT_DEVICE=CPU") as raised:
         require_runtime({})
     assert raised.value.exit_code == 4
+    monkeypatch.delenv("PJRT_DEVICE")
+    with pytest.raises(DeviceError, match="/dev/neuron0"):  # torch_xla is not imported before
+        NeuronXla(ALONE, 1, "fast")
     (tmp_path / "neuron0").touch()
     with pytest.raises(DeviceError, match="libneuronxla"):
         require_runtime({"PJRT_DEVICE": "NEURON"})
     require_runtime({"PJRT_DEVICE": "CPU"})
     with pytest.raises(DeviceError, match="PJRT_DEVICE=TPU"):
         require_runtime({"PJRT_DEVICE": "TPU"})
-
-
-@needs_torch_xla
-def test_a_backend_is_not_made_without_a_neuron_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
-    monkeypatch.delenv("PJRT_DEVICE")
-    with pytest.raises(DeviceError, match="/dev/neuron0"):
-        NeuronXla(ALONE, 1, "fast")
 
 
 class Unclaimed(NeuronXla):
@@ -235,32 +232,15 @@ def test_what_is_computed_again_has_the_same_losses(
     assert train(again, NeuronXla(ALONE, 1, "fast")) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["XLA_DOWNCAST_BF16", "XLA_USE_BF16"])
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_rounding_behind_the_program_s_back_is_refused(name: str, value: str) -> None:
-    with pytest.raises(DeviceError, match=f"{name}={value}.*train.dtype"):
-        require_pinned({name: value})
-
-
 @needs_torch_xla
-def test_the_log_says_once_which_attention_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_nxds_kernel_attends_where_it_takes_the_sequence(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says once for each of the two which attention runs."""
     caplog.set_level(logging.INFO)
     backend = NeuronXla(ALONE, 1, "fast")
-    x_BHSN = torch.ones(1, 2, 16, 8, dtype=torch.bfloat16, device=backend.device)
-    for _ in range(2):
-        backend.attend(x_BHSN, x_BHSN, x_BHSN, None)
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention: torch's SDPA (PJRT_DEVICE=CPU, and NxD's kernels are for NeuronCores)"
-    ]
-
-    caplog.clear()
     backend._why_without_nxd = ""
     backend._flash_attention = FlashAttention(lambda q, k, v, **options: q + 1, "trn1")
-    long_BHSN = torch.ones(1, 2, 2048, 8, dtype=torch.bfloat16, device=backend.device)
     for _ in range(2):
-        assert torch.equal(backend.attend(long_BHSN, long_BHSN, long_BHSN, None).cpu(), torch.full((1, 2, 2048, 8), 2))
-        assert torch.equal(backend.attend(x_BHSN, x_BHSN, x_BHSN, None).cpu(), x_BHSN.cpu())
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention: NxD's NKI flash attention",
-        "attention: torch's SDPA (a sequence has 16 positions, and the kernel takes multiples of 2,048)",
-    ]
+        for length, expected in ((2048, 2.0), (16, 1.0)):
+            x_BHSN = torch.ones(1, 2, length, 8, dtype=torch.bfloat16, device=backend.device)
+            assert backend.attend(x_BHSN, x_BHSN, x_BHSN, None).cpu().eq(expected).all()
+    assert len(caplog.records) == 2

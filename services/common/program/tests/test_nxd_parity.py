@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from services.common.errors import DeviceError
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.backends.neuron_distributed import require_groups
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.tests import neuron_stand_ins, nxd_parity
+from services.common.program.tests.work import run_on_workers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,10 +38,7 @@ def needs_nxd() -> None:
 
 
 def test_layers_and_loss_have_the_outputs_and_gradients_of_nxd_s(tmp_path: Path) -> None:
-    size = nxd_parity.WORKERS
-    run_workers(inline, nxd_parity.compare, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
-    for rank in range(size):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for rank, found in enumerate(run_on_workers(nxd_parity.compare, nxd_parity.WORKERS, tmp_path)):
         assert found["ours"].keys() == found["theirs"].keys()
         for name, ours in found["ours"].items():
             torch.testing.assert_close(ours, found["theirs"][name], rtol=1e-5, atol=1e-6, msg=f"{name} of rank {rank}")

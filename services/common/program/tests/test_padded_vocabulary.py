@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.initial_weights import VOCABULARY_WEIGHTS
 from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import Mesh
-from services.common.program.state import StateKind, StateSlice, fill, overlap
+from services.common.program.state import StateSlice
 from services.common.program.tests import work
 from services.common.testing.recipes import make_recipe
 
@@ -24,10 +20,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, work.Tr
     """Results of 4 workers."""
     if torch.__version__ < "2.10":
         pytest.skip("the heap of a worker is damaged in one of five runs over torch 2.9's gloo")
-    folder = tmp_path_factory.mktemp("workers")
-    spec = WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder)
-    run_workers(inline, work.train_odd_vocabularies, folder, spec)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
+    return work.run_on_workers(work.train_odd_vocabularies, work.WORKERS, tmp_path_factory.mktemp("workers"))
 
 
 @pytest.fixture(scope="module", params=work.ODD_VOCABULARIES)
@@ -47,15 +40,9 @@ def test_workers_that_share_an_odd_vocabulary_train_as_one(
     assert all(each["numbers"] == found[0]["numbers"] for each in found)
     for name, numbers in expected["numbers"].items():
         assert found[0]["numbers"][name] == pytest.approx(numbers, rel=2e-6, abs=0), name
-    slices = {StateSlice.parse(key): tensor for each in found for key, tensor in each["state"].items()}
     shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL, **work.ODD_VOCABULARIES[vocabulary]).model)
-    assert sum(map(len, slices)) == 3 * sum(map(math.prod, shapes.values()))  # no checkpoint has the workers' padding
-    for kind in get_args(StateKind):
-        for name, shape in shapes.items():
-            whole = StateSlice.whole(kind, name, shape)
-            tensor = torch.empty(shape)
-            fill(whole, tensor, {piece: held.clone for piece, held in slices.items() if overlap(piece, whole)})
-            torch.testing.assert_close(tensor.flatten(), expected["state"][whole.key], rtol=0, atol=5e-5)
+    for whole, tensor in work.assemble(found, shapes).items():  # no checkpoint has the workers' padding
+        torch.testing.assert_close(tensor.flatten(), expected["state"][whole.key], rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("changes", [{"model__tie_word_embeddings": "true"}, work.WITH_ROUNDED_WEIGHTS])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
 from services.common.errors import WorkersLost
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
+from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import Llama, parameter_shapes
 from services.common.program.mesh import Mesh
-from services.common.program.sharding import Sharding, shard_along
-from services.common.program.state import StateKind, StateSlice, fill, overlap
+from services.common.program.state import StateSlice
 from services.common.program.tests import work
 from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
@@ -28,17 +24,7 @@ Results = dict[str, work.Trained]
 def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[StateSlice, torch.Tensor]:
     """Assemble the full tensors from the slices that the mesh's workers own."""
     shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL).model)
-    workers = [results[name] for results in together if name in results]
-    slices = {StateSlice.parse(key): tensor for each in workers for key, tensor in each["state"].items()}
-    assert sum(map(len, slices)) == 3 * sum(map(math.prod, shapes.values()))
-    found = {
-        StateSlice.whole(kind, parameter, shape): torch.empty(shape)
-        for kind in get_args(StateKind)
-        for parameter, shape in shapes.items()
-    }
-    for target, tensor in found.items():
-        fill(target, tensor, {piece: held.clone for piece, held in slices.items() if overlap(piece, target)})
-    return found
+    return work.assemble([results[name] for results in together if name in results], shapes)
 
 
 def results_of(
@@ -47,20 +33,17 @@ def results_of(
     """Return the results of each worker. Where a worker is lost, all are started again once, as the trainer does.
 
     These tests are about results. Workers of such a group have been seen to end with SIGABRT: once with torch 2.13, and
-    in 3 of 16 groups with torch 2.9, there in malloc, called by gloo. They form and leave some forty process groups
-    within seconds, where a run forms one for each axis. A second loss fails the test.
+    in 3 of 16 groups with torch 2.9, there in malloc, called by gloo: in its all-to-all, which the variant with torch
+    2.9 does not use. They form and leave some forty process groups within seconds, where a run forms one for each axis.
+    A second loss fails the test.
     """
+    if torch.__version__ < "2.10":
+        pytest.skip("torch 2.9's gloo damages the heap of a worker in one of five runs")
     try:
-        return load_results(function, num_workers, folders.mktemp("workers"))
+        return work.run_on_workers(function, num_workers, folders.mktemp("workers"))
     except WorkersLost as lost:
         warnings.warn(f"started again, because {lost}", stacklevel=2)
-        return load_results(function, num_workers, folders.mktemp("workers"))
-
-
-def load_results(function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folder: Path) -> list[Results]:
-    """Run the workers and return the results that each writes to the folder."""
-    run_workers(inline, function, folder, WorkerGroupSpec(num_workers, 1, num_workers, folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(num_workers)]
+        return work.run_on_workers(function, num_workers, folders.mktemp("workers"))
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +54,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> work.Trained:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of 4 workers on each mesh."""
-    if torch.__version__ < "2.10":
-        # In 3 of 16 runs a worker died in malloc, called by gloo's all-to-all or when its groups ended; not with 2.13.
-        # The variant with torch 2.9 sums over the device's own collectives.
-        pytest.skip("the heap of a worker is damaged in one of five runs over torch 2.9's gloo")
     return results_of(work.train_on_all, work.WORKERS, tmp_path_factory)
 
 
@@ -90,8 +69,6 @@ def test_four_data_parallel_workers_have_the_bits_of_one(
 def test_two_four_and_eight_workers_that_share_the_optimizers_state_have_the_bits_of_one(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if torch.__version__ < "2.10":
-        pytest.skip("as for four: torch 2.9's gloo damages the heap of a worker")
     alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.EIGHT_STEPS, **work.OF_EIGHT)
     found = results_of(work.train_on_fewer_and_fewer, max(work.SIZES), tmp_path_factory)
 
@@ -215,34 +192,3 @@ def test_a_split_model_has_the_z_loss_and_the_documents_of_the_whole_one(
     for results in together:
         for name, found in results["tensor 4, 2 key-value heads" + work.IN_DOCUMENTS]["numbers"].items():
             assert found == pytest.approx(whole[name], rel=2e-6, abs=0), name
-
-
-@pytest.mark.parametrize("tensor_parallel_size", [2, 4])
-def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_parallel_size: int) -> None:
-    recipe = make_recipe(tmp_path, model__num_attention_heads="8", model__num_key_value_heads="2")
-    whole = Llama(recipe.model, 16)
-    initialize(whole, recipe.model, seed=3)
-
-    class OfRank(type(whole.collectives)):  # type: ignore[misc]
-        def __init__(self, rank: int) -> None:
-            self.mesh = Mesh(rank, 1, tensor_parallel_size, max(1, tensor_parallel_size // 2))
-
-    parts = [Llama(recipe.model, 16, OfRank(rank)) for rank in range(tensor_parallel_size)]
-    for part in parts:
-        initialize(part, recipe.model, seed=3)
-
-    for name, full in whole.named_parameters():
-        sharding = parts[0].shardings()[name]
-        copies = tensor_parallel_size // sharding.num_shards
-        slices = [part.get_parameter(name).detach() for part in parts]
-        assert all(torch.equal(slices[n], slices[n - n % copies]) for n in range(tensor_parallel_size)), name
-        joined = torch.cat(slices[::copies], sharding.dim) if sharding.dim is not None else slices[0]
-        assert torch.equal(joined, full), name
-
-
-def test_copies_of_a_part_lie_on_neighbours() -> None:
-    shardings = [shard_along(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
-
-    assert shardings == [Sharding(0, 2, part, "key_value", "key_value") for part in (0, 0, 1, 1)]
-    assert shard_along(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Sharding(sum_axis="key_value")
-    assert shard_along(Mesh(0, 4), 0, "key_value") == Sharding()

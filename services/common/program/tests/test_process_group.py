@@ -11,12 +11,11 @@ from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.tests import hung_workers
 
 
-@pytest.mark.parametrize("name", ["maximum", "begun maximum", "gather", "exact sum", "fast sum", "connect"])
+@pytest.mark.parametrize("name", ["maximum", "started maximum", "gather", "exact sum", "fast sum"])
 def test_a_worker_that_hangs_is_lost_after_the_limit_of_a_collective(tmp_path: Path, name: str) -> None:
-    work = hung_workers.lose_a_worker_that_never_connects if name == "connect" else hung_workers.lose_a_worker
     spec = WorkerGroupSpec(hung_workers.WORKERS, 1, hung_workers.WORKERS, tmp_path)
     folder = tmp_path / "found"
     folder.mkdir()
-    run_workers(inline, work, (name, folder), spec)
+    run_workers(inline, hung_workers.lose_a_worker, (name, folder), spec)
 
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == dict.fromkeys("012", "lost")

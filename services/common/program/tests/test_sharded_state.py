@@ -44,7 +44,7 @@ def test_the_owners_that_one_worker_finds_are_what_each_worker_writes(
     states = [state_of(recipe, each) for each in meshes]
 
     written = [
-        (piece.name, *piece.row, rank) for rank, state in enumerate(states) for piece in state.begin_snapshot()()
+        (piece.name, *piece.row, rank) for rank, state in enumerate(states) for piece in state.start_snapshot()()
     ]
     for state in states[:: max(1, mesh.world_size - 1)]:
         found = [(name, *row) for name, rows in state.find_owners().items() for row in rows.tolist()]

@@ -19,13 +19,13 @@ def test_a_snapshot_keeps_its_step_and_the_next_one_takes_its_memory(tmp_path: P
     program.train_step(0, micro_batches_of(recipe, 0))
     expected = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
 
-    snapshot = program.state.begin_snapshot()
+    snapshot = program.state.start_snapshot()
     program.train_step(1, micro_batches_of(recipe, 1))
     found = snapshot()
 
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[piece], tensor) for piece, tensor in expected.items())
-    following = program.state.begin_snapshot()()
+    following = program.state.start_snapshot()()
     assert {piece: tensor.data_ptr() for piece, tensor in following.items()} == {
         piece: tensor.data_ptr() for piece, tensor in found.items()
     }

@@ -30,7 +30,7 @@ def test_weights_that_are_rounded_once_an_update_train_as_those_that_autocast_ro
         results = [program.train_step(step, micro_batches_of(recipe, step)) for step in range(STEPS)]
         numbers = [number for each in results for number in backend.read(each._asdict()).values()]
         dtypes = {parameter.dtype for parameter in program.model.parameters()}
-        return dtypes, numbers, {piece.key: tensor for piece, tensor in program.state.begin_snapshot()().items()}
+        return dtypes, numbers, {piece.key: tensor for piece, tensor in program.state.start_snapshot()().items()}
 
     dtypes, numbers, state = train()
     monkeypatch.setattr(Program, "_cast_buckets", lambda _: None)

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, TypedDict, get_args
 
 import pytest
 import torch
 
-from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.backends import torch_native
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.layers import gather_sequence, reduce_scatter_sequence
-from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
+from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
-from services.common.program.optimizer import step_scalars
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.process_group import ProcessGroup
+from services.common.program.state import StateKind, StateSlice, fill, overlap
 from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import make_recipe
 
 WORKERS = 4
+
+
+def run_on_workers(
+    function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Run a function of this module, or one like these, on workers, and return what each saved by `joined`."""
+    run_workers(inline, function, folder, WorkerGroupSpec(num_workers, 1, num_workers, folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_workers)]
+
+
+@contextmanager
+def joined(folder: Path, environment: WorkerEnvironment) -> Iterator[dict[str, Any]]:
+    """Join the group of all workers in the block, and save what it puts into the results, by name."""
+    results: dict[str, Any] = {}
+    with in_group(environment.rank, environment.world_size, environment.rendezvous):
+        yield results
+    torch.save(results, folder / f"{environment.rank}.pt")
+
+
+@contextmanager
+def in_group(rank: int, world_size: int, rendezvous: str) -> Iterator[None]:
+    group = ProcessGroup.join(rank, world_size, rendezvous)
+    yield
+    group.barrier()
+    group.leave()
+
+
+def own_folder(folder: Path, environment: WorkerEnvironment) -> Path:
+    own = folder / str(environment.rank)
+    own.mkdir()
+    return own
 
 
 def part_of(rank: int) -> torch.Tensor:
@@ -41,30 +75,25 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
     all workers with this worker's slice of it.
     """
     rank = environment.rank
-    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
-    mesh = mesh_of(rank)
-    results: dict[str, torch.Tensor] = {}
-    for reduction in ("exact", "fast"):
-        backend = TorchNative(mesh, 1, reduction)
-        for axis in AXES:
-            mine = part_of(rank)
-            results |= {
-                f"{reduction} sum {axis}": backend.all_reduce(mine, axis),
-                f"{reduction} max {axis}": backend.all_reduce(mine, axis, "max"),
-                f"{reduction} gather {axis}": backend.all_gather(mine, axis, dim=1),
-                f"{reduction} scatter {axis}": backend.reduce_scatter(mine, axis, dim=0),
-                f"{reduction} index {axis}": backend.index(axis),
-            }
-            assert torch.equal(mine, part_of(rank))
-    backend, mine = TorchNative(Mesh(rank, data_parallel_size=WORKERS), 1, "exact"), part_of(rank)
-    results |= {"total": backend.all_reduce(mine, "data"), "slice": backend.reduce_scatter(mine, "data")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_native, "PIECE_ELEMENTS", mine.numel() // 2 + 1)  # the last piece is shorter
-        results["in pieces"] = backend.all_reduce(mine, "data")
-    results |= run_in_pieces(rank)
-    torch.save(results, folder / f"{rank}.pt")
-    group.barrier()
-    group.leave()
+    mesh, mine = mesh_of(rank), part_of(rank)
+    with joined(folder, environment) as results:
+        for reduction in ("exact", "fast"):
+            backend = TorchNative(mesh, 1, reduction)
+            for axis in AXES:
+                results |= {
+                    f"{reduction} sum {axis}": backend.all_reduce(mine, axis),
+                    f"{reduction} max {axis}": backend.all_reduce(mine, axis, "max"),
+                    f"{reduction} gather {axis}": backend.all_gather(mine, axis, dim=1),
+                    f"{reduction} scatter {axis}": backend.reduce_scatter(mine, axis, dim=0),
+                    f"{reduction} index {axis}": backend.index(axis),
+                }
+                assert torch.equal(mine, part_of(rank))
+        backend = TorchNative(Mesh(rank, data_parallel_size=WORKERS), 1, "exact")
+        results |= {"total": backend.all_reduce(mine, "data"), "slice": backend.reduce_scatter(mine, "data")}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_native, "PIECE_ELEMENTS", mine.numel() // 2 + 1)  # the last piece is shorter
+            results["in pieces"] = backend.all_reduce(mine, "data")
+        results.update(run_in_pieces(rank))
 
 
 PIECE_BYTES = 100
@@ -106,17 +135,13 @@ def activation_of(rank: int) -> torch.Tensor:
 def sum_activations(folder: Path, environment: WorkerEnvironment) -> None:
     """Write this worker's slice of the sum of activations, and of a gathered activation's gradients, in each type."""
     rank = environment.rank
-    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
-    backend = TorchNative(Mesh(rank, 1, environment.world_size), 1, "fast")
-    results = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        results[f"forward {dtype}"] = reduce_scatter_sequence(activation_of(rank), backend, dtype)
-        slice_BSD = torch.zeros_like(results[f"forward {dtype}"]).requires_grad_()
-        gathered_BSD = gather_sequence(slice_BSD, backend, dtype)
-        (results[f"backward {dtype}"],) = torch.autograd.grad(gathered_BSD, [slice_BSD], activation_of(rank))
-    torch.save(results, folder / f"{rank}.pt")
-    group.barrier()
-    group.leave()
+    with joined(folder, environment) as results:
+        backend = TorchNative(Mesh(rank, 1, environment.world_size), 1, "fast")
+        for dtype in (torch.float32, torch.bfloat16):
+            results[f"forward {dtype}"] = reduce_scatter_sequence(activation_of(rank), backend, dtype)
+            slice_BSD = torch.zeros_like(results[f"forward {dtype}"]).requires_grad_()
+            gathered_BSD = gather_sequence(slice_BSD, backend, dtype)
+            (results[f"backward {dtype}"],) = torch.autograd.grad(gathered_BSD, [slice_BSD], activation_of(rank))
 
 
 PARALLEL_STEPS, MANY_STEPS = 2, 6
@@ -191,7 +216,7 @@ def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **ove
     evaluated = torch.cat([backend.to_host(program.evaluate(batch)) for batch in own])
     return {
         "numbers": {**found, "evaluation": evaluated.flatten().tolist()},
-        "state": {piece.key: tensor.clone() for piece, tensor in program.state.begin_snapshot()().items()},
+        "state": {piece.key: tensor.clone() for piece, tensor in program.state.start_snapshot()().items()},
         "num_held": sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S))),
     }
 
@@ -203,52 +228,58 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     train with activation checkpointing and for MANY_STEPS. Those without a data axis also train with z-loss and
     documents. The first two workers then train on MESHES_OF_TWO.
     """
-    rank = environment.rank
-    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
-    own = folder / str(rank)
-    own.mkdir()
+    rank, own = environment.rank, own_folder(folder, environment)
     meshes = {
         name: make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, environment.world_size)
         for name, sizes in MESHES.items()
     }
-    results = {name: train_on(mesh, own) for name, mesh in meshes.items()}
-    results[COPIES_APART] = train_on(replace(meshes["tensor 4, 2 key-value heads"], are_copies_apart=True), own)
-    for name, mesh in meshes.items():
-        if mesh.data_parallel_size > 1:
-            results[name + SHARDED] = train_on(mesh, own, parallel__zero_stage="1")
-            results[name + ROUNDED] = train_on(mesh, own, **WITH_ROUNDED_WEIGHTS)
-            results[name + SHARDED + ROUNDED] = train_on(mesh, own, parallel__zero_stage="1", **WITH_ROUNDED_WEIGHTS)
-        if mesh.tensor_parallel_size > 1:
-            results[name + LONG] = train_on(mesh, own, MANY_STEPS)
-            mode = "selective" if mesh.data_parallel_size > 1 else "full"
-            results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing=mode)
-        if mesh.data_parallel_size == 1:
-            results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
-    results["data 4" + FAST] = train_on(meshes["data 4"], own, train__reduction="fast")
-    group.barrier()
-    group.leave()
+    with joined(folder, environment) as results:
+        results |= {name: train_on(mesh, own) for name, mesh in meshes.items()}
+        results[COPIES_APART] = train_on(replace(meshes["tensor 4, 2 key-value heads"], are_copies_apart=True), own)
+        for name, mesh in meshes.items():
+            if mesh.data_parallel_size > 1:
+                sharded = {"parallel__zero_stage": "1"}
+                results[name + SHARDED] = train_on(mesh, own, **sharded)
+                results[name + ROUNDED] = train_on(mesh, own, **WITH_ROUNDED_WEIGHTS)
+                results[name + SHARDED + ROUNDED] = train_on(mesh, own, **sharded, **WITH_ROUNDED_WEIGHTS)
+            if mesh.tensor_parallel_size > 1:
+                results[name + LONG] = train_on(mesh, own, MANY_STEPS)
+                mode = "selective" if mesh.data_parallel_size > 1 else "full"
+                results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing=mode)
+            if mesh.data_parallel_size == 1:
+                results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
+        results["data 4" + FAST] = train_on(meshes["data 4"], own, train__reduction="fast")
     if rank < 2:
-        group = ProcessGroup.join(rank, 2, f"{environment.rendezvous}-two")
-        for name, sizes in MESHES_OF_TWO.items():
-            mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, 2)
-            results[name + LONG] = train_on(mesh, own, MANY_STEPS)
-        group.barrier()
-        group.leave()
-    torch.save(results, folder / f"{rank}.pt")
+        with in_group(rank, 2, f"{environment.rendezvous}-two"):
+            for name, sizes in MESHES_OF_TWO.items():
+                mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, 2)
+                results[name + LONG] = train_on(mesh, own, MANY_STEPS)
+        torch.save(results, folder / f"{rank}.pt")
 
 
 def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> None:
     """Run `train_on` with sharded optimizers on SIZES of data-parallel workers; surplus workers leave."""
-    rank, results = environment.rank, dict[str, Trained]()
-    own = folder / str(rank)
-    own.mkdir()
+    rank, own, results = environment.rank, own_folder(folder, environment), dict[str, Trained]()
     for size in SIZES:
         if rank < size:
-            group = ProcessGroup.join(rank, size, f"{environment.rendezvous}-{size}")
-            results[f"data {size}"] = train_on(Mesh(rank, size), own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
-            group.barrier()
-            group.leave()
+            with in_group(rank, size, f"{environment.rendezvous}-{size}"):
+                mesh = Mesh(rank, size)
+                results[f"data {size}"] = train_on(mesh, own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
     torch.save(results, folder / f"{rank}.pt")
+
+
+def assemble(workers: Sequence[Trained], shapes: Mapping[str, Sequence[int]]) -> dict[StateSlice, torch.Tensor]:
+    """Return the full tensors of the state from the slices that the workers own, which have each element once."""
+    slices = {StateSlice.parse(key): tensor for each in workers for key, tensor in each["state"].items()}
+    assert sum(map(len, slices)) == 3 * sum(map(math.prod, shapes.values()))
+    found = {
+        StateSlice.whole(kind, parameter, shape): torch.empty(tuple(shape))
+        for kind in get_args(StateKind)
+        for parameter, shape in shapes.items()
+    }
+    for target, tensor in found.items():
+        fill(target, tensor, {piece: held.clone for piece, held in slices.items() if overlap(piece, target)})
+    return found
 
 
 FOUR_SHARES = {"data 2 x tensor 2": (2, 2), "tensor 4": (1, 4)}
@@ -270,17 +301,13 @@ of 4 shards of 226 rows, and a third of the second.
 
 def train_odd_vocabularies(folder: Path, environment: WorkerEnvironment) -> None:
     """Run `train_on` with ODD_VOCABULARIES on FOUR_SHARES, with sharded optimizers, and write the results."""
-    rank, results = environment.rank, dict[str, Trained]()
-    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
-    own = folder / str(rank)
-    own.mkdir()
-    for name, sizes in FOUR_SHARES.items():
-        mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, environment.world_size)
-        for vocabulary, overrides in ODD_VOCABULARIES.items():
-            results[f"{vocabulary}, {name}"] = train_on(mesh, own, MANY_STEPS, parallel__zero_stage="1", **overrides)
-    group.barrier()
-    group.leave()
-    torch.save(results, folder / f"{rank}.pt")
+    rank, own = environment.rank, own_folder(folder, environment)
+    with joined(folder, environment) as results:
+        for name, sizes in FOUR_SHARES.items():
+            mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, environment.world_size)
+            for vocabulary, overrides in ODD_VOCABULARIES.items():
+                trained = train_on(mesh, own, MANY_STEPS, parallel__zero_stage="1", **overrides)
+                results[f"{vocabulary}, {name}"] = trained
 
 
 HEALTH_STEPS = 2
@@ -295,82 +322,28 @@ HEALTH_LAYOUTS = {
     "data 2, ZeRO-1": {"parallel__data_parallel_size": "2", "parallel__zero_stage": "1"},
     "tensor 2": {"parallel__tensor_parallel_size": "2"},
 }
-HEALTH_NAMES = ("gradient_norms", "update_ratios", "largest_logit", "activation_rms")
+Measured = tuple[dict[str, Any], int]
+"""The health of a model by the names of its numbers, and a digest of the weights after one more step."""
 
 
-class HealthNumbers(TypedDict):
-    """Health of the small recipe's model after HEALTH_STEPS steps."""
-
-    gradient_norms: dict[str, float]
-    update_ratios: dict[str, float]
-    largest_logit: float
-    activation_rms: float
-    sent: list[tuple[str, str, int]]
-    """Collectives of the measurement: the kind, the axis, and the number of elements that this worker gives."""
-    weights_digest: int
-    """Digest after one more step than was measured."""
-    unmeasured_weights_digest: int
-    """Digest after the same steps without a measurement."""
-
-
-class CountingBackend(TorchNative):
-    """Lists the collectives that the program calls."""
-
-    sent: list[tuple[str, str, int]]
-
-    def all_reduce(self, x: torch.Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> torch.Tensor:
-        return self._count("reduce", x, axis, lambda: super(CountingBackend, self).all_reduce(x, axis, op))
-
-    def all_gather(self, x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-        return self._count("gather", x, axis, lambda: super(CountingBackend, self).all_gather(x, axis, dim))
-
-    def _count(self, kind: str, x: torch.Tensor, axis: Axis, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        before = list(getattr(self, "sent", ()))
-        result = run()  # an exact sum calls other collectives
-        self.sent = [*before, (kind, axis, x.numel())] if self.mesh.size(axis) > 1 else before
-        return result
-
-
-def learning_rate_of(recipe: Recipe, step: int) -> float:
-    return float(step_scalars(recipe.optimizer, step)[0])
-
-
-def measure_health_on(mesh: Mesh, folder: Path, **overrides: str) -> HealthNumbers:
-    """Train HEALTH_STEPS steps, measure, and train one step more."""
+def measure_health_on(mesh: Mesh, folder: Path, is_measured: bool = True, /, **overrides: str) -> Measured:
+    """Train HEALTH_STEPS steps, measure unless told otherwise, and train one step more."""
     recipe = make_recipe(folder, **overrides)
-    backend = CountingBackend(mesh, 1, recipe.train.reduction)
-
-    def digest(measure: Callable[[Program, list[MicroBatch]], None]) -> int:
-        program = Program(recipe, backend)
-        for step in range(HEALTH_STEPS + 1):
-            batches = micro_batches_of(recipe, step)
-            own = [batches[n] for n in mesh.share(len(batches))]
-            program.train_step(step, own)
-            if step == HEALTH_STEPS - 1:
-                measure(program, own)
-        return program.state.digests()["weights"]
-
-    found: dict[str, Any] = {}
-
-    def measure(program: Program, batches: list[MicroBatch]) -> None:
-        backend.sent = []
-        found.update(program.measure_health(HEALTH_STEPS - 1, 0, True, batches)._asdict(), sent=backend.sent)
-
-    measured = digest(measure)
-    unmeasured = digest(lambda program, batches: None)
-    return cast("HealthNumbers", {**found, "weights_digest": measured, "unmeasured_weights_digest": unmeasured})
+    program, health = Program(recipe, TorchNative(mesh, 1, recipe.train.reduction)), dict[str, Any]()
+    for step in range(HEALTH_STEPS + 1):
+        batches = micro_batches_of(recipe, step)
+        own = [batches[n] for n in mesh.share(len(batches))]
+        program.train_step(step, own)
+        if is_measured and step == HEALTH_STEPS - 1:
+            health = program.measure_health(step, 0, True, own)._asdict()
+    return health, program.state.digests()["weights"]
 
 
 def measure_health_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     """Run `measure_health_on` with each of HEALTH_MODELS on each of HEALTH_LAYOUTS, and write the results."""
-    rank, results = environment.rank, dict[str, HealthNumbers]()
-    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
-    own = folder / str(rank)
-    own.mkdir()
-    for model, overrides in HEALTH_MODELS.items():
-        for layout, changes in HEALTH_LAYOUTS.items():
-            mesh = make_mesh(make_recipe(own, **overrides, **changes), rank, environment.world_size)
-            results[f"{model}, {layout}"] = measure_health_on(mesh, own, **overrides, **changes)
-    group.barrier()
-    group.leave()
-    torch.save(results, folder / f"{rank}.pt")
+    own = own_folder(folder, environment)
+    with joined(folder, environment) as results:
+        for model, overrides in HEALTH_MODELS.items():
+            for layout, changes in HEALTH_LAYOUTS.items():
+                mesh = make_mesh(make_recipe(own, **overrides, **changes), environment.rank, environment.world_size)
+                results[f"{model}, {layout}"] = measure_health_on(mesh, own, **overrides, **changes)

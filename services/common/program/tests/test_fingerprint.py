@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.program import source
-from services.common.program.fingerprint import parse_source
+from services.common.program import fingerprint
 
 STEP, BACKEND = "services.common.program.step", "services.common.program.backends.torch_native"
 REDUCTION, OTHER_BACKEND = "reduction.py", "backends/other_device.py"
@@ -18,17 +17,17 @@ REDUCTION, OTHER_BACKEND = "reduction.py", "backends/other_device.py"
 @pytest.fixture
 def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that changes a file in a copy of the program and returns the copy's digest."""
-    program = Path(source.__file__).parent
+    program = Path(fingerprint.__file__).parent
     copy = tmp_path / "program"
     shutil.copytree(program, copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
-    monkeypatch.setattr(source, "__file__", str(copy / "source.py"))
+    monkeypatch.setattr(fingerprint, "__file__", str(copy / "fingerprint.py"))
 
     def change(file: str = "", old: str = "", new: str = "") -> str:
         if file:
             text = (copy / file).read_text(encoding="utf-8") if (copy / file).exists() else ""
             assert old in text
             (copy / file).write_text(text.replace(old, new, 1) if old else text + new, encoding="utf-8")
-        return source.source_digest(STEP, BACKEND)
+        return fingerprint.source_digest(STEP, BACKEND)
 
     return change
 
@@ -49,17 +48,6 @@ def test_a_file_that_the_step_imports_from_afar_counts(digest: Callable[..., str
     assert digest() != digest("backends/inductor.py", 'return "millrace-compile-counter"', 'return "another"')
 
 
-def test_a_process_that_is_forked_after_the_parse_parses_only_what_has_changed(digest: Callable[..., str]) -> None:
-    source._parse.cache_clear()
-    parse_source()
-    num_modules = source._parse.cache_info().misses
-
-    before = digest()
-    assert source._parse.cache_info().misses == num_modules > 20
-    assert digest(REDUCTION, "size *= 2", "size *= 4") != before
-    assert source._parse.cache_info().misses == num_modules + 1
-
-
 def test_another_backend_and_what_no_step_imports_do_not_count(digest: Callable[..., str]) -> None:
     before = digest()
 
@@ -69,7 +57,7 @@ def test_another_backend_and_what_no_step_imports_do_not_count(digest: Callable[
 
 
 def test_a_program_without_its_source_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "__file__", str(tmp_path / "source.pyc"))
+    monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "fingerprint.pyc"))
 
     with pytest.raises(FileNotFoundError):
-        source.source_digest(STEP, BACKEND)
+        fingerprint.source_digest(STEP, BACKEND)
