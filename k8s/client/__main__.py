@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from k8s.client.overlay import choose_overlay, cluster_down, cluster_up, write_overlay
 from k8s.objects.api import connect
@@ -16,30 +15,15 @@ from services.common.process.entry_point import exit_code_of
 
 
 def main(argv: list[str]) -> int:
-    commands = {
-        "cluster-up": up,
-        "cluster-manifests": write,
-        "cluster-down": down,
-    }
     parser = argparse.ArgumentParser(prog="python -m k8s.client", description=__doc__)
-    parser.add_argument("command", choices=commands)
-    return commands[parser.parse_args(argv).command]()
-
-
-def up() -> int:
-    return cluster_up(connect(), _read_overlay(), os.environ.get("HEAD_TAG", ""))
-
-
-def write() -> int:
-    return write_overlay(sys.stdout, connect, _read_overlay(), os.environ.get("HEAD_TAG", ""))
-
-
-def down() -> int:
-    return cluster_down(connect(), _read_overlay(), is_forced=os.environ.get("FORCE", "") not in ("", "0"))
-
-
-def _read_overlay() -> Path:
-    return choose_overlay(os.environ.get("OVERLAY") or "local")
+    parser.add_argument("command", choices=("cluster-up", "cluster-manifests", "cluster-down"))
+    command = parser.parse_args(argv).command
+    overlay = choose_overlay(os.environ.get("OVERLAY") or "local")
+    if command == "cluster-up":
+        return cluster_up(connect(), overlay, os.environ.get("HEAD_TAG", ""))
+    if command == "cluster-manifests":
+        return write_overlay(sys.stdout, connect, overlay, os.environ.get("HEAD_TAG", ""))
+    return cluster_down(connect(), overlay, is_forced=os.environ.get("FORCE", "") not in ("", "0"))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from k8s.objects.one_off_job import CPU_STAGE
 from k8s.objects.worker_group import quantity, worker_group_of
 from services.common.recipe.schema import STAGES
 
-MOST_HEADS = 2 + len(STAGES)
+MAX_HEADS = 2 + len(STAGES)
 """Largest number of head pods: the cluster's, its replacement, and one for each stage with a Ray cluster of its own."""
-MOST_ONE_OFFS = 4
+MAX_ONE_OFFS = 4
 """Largest number of concurrent one-offs, each as large as a pod of a CPU node."""
-MOST_JOBS = "count/jobs.batch"
+MAX_JOBS = "count/jobs.batch"
 JOB_REQUESTS = {"cpu": Decimal("0.2"), "memory": Decimal(2**30)}  # at most: k8s/base/pod-admission.yaml
 COUNTED = {"cpu": "requests.cpu", "memory": "requests.memory", NEURON: f"requests.{NEURON}", EFA: f"requests.{EFA}"}
 
@@ -62,7 +62,7 @@ def fill_one_off(namespace: Object, cluster: Object) -> None:
 def fill_quota(quota: Object, cluster: Object) -> None:
     """Set the ResourceQuota to the requests of all pods: worker groups at full size, heads, Jobs and one-offs."""
     hard = quota["spec"]["hard"]
-    jobs = int(hard[MOST_JOBS])
+    jobs = int(hard[MAX_JOBS])
     asked = defaultdict(Decimal, {name: amount * jobs for name, amount in JOB_REQUESTS.items()})
     pods = jobs
     for containers, count in _pods(cluster):
@@ -77,7 +77,7 @@ def fill_quota(quota: Object, cluster: Object) -> None:
 def _pods(cluster: Object) -> Iterator[tuple[list[Object], int]]:
     """The containers of every kind of pod, and the largest number of pods of that kind."""
     spec = cluster["spec"]
-    yield spec["headGroupSpec"]["template"]["spec"]["containers"], MOST_HEADS
-    yield worker_group_of(cluster, CPU_STAGE).pod["containers"], MOST_ONE_OFFS
+    yield spec["headGroupSpec"]["template"]["spec"]["containers"], MAX_HEADS
+    yield worker_group_of(cluster, CPU_STAGE).pod["containers"], MAX_ONE_OFFS
     for group in spec["workerGroupSpecs"]:
         yield group["template"]["spec"]["containers"], int(group["maxReplicas"])

@@ -20,25 +20,22 @@ from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.good_images import find_image_before
-from k8s.client.deployment_manifests import write_manifests
-from k8s.client.deployment_plan import describe_plan
+from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import PRINTING, Watch, follow
-from k8s.client.reaper_job import start_reaper
 from k8s.client.resolved_deployment import (
     ResolvedDeployment,
     complete_from_record,
     default_recipe_of,
     resolve,
 )
-from k8s.client.stage_preflight import Problem, check_cluster, check_in_pods
+from k8s.client.stage_preflight import check_cluster, check_in_pods
 from k8s.objects.api import Api, Conflict
-from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.attempt import nodes_of
+from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
-from k8s.objects.node_shares import read_share_book
-from k8s.objects.rayjob import nodes_of
-from k8s.objects.recipe import render_recipe_config_map
+from k8s.objects.node_group import read_leases
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
@@ -47,7 +44,7 @@ from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 300.0
-REAP_MINUTES = 5
+REAP_MINUTES = 10
 ORPHAN_SECONDS = 900.0
 """Seconds in which pods of a deployment without a record must end: their termination notice is unknown."""
 
@@ -91,12 +88,18 @@ def _deploy(
         return _attach(api, running, resolved.deployment, request, watch)
     deployment = _check(api, group, resolved)
     if request.is_dry_run:
-        print("\nDRY_RUN=1: nothing was changed")
-        if manifests:
-            write_manifests(manifests, api, group, deployment, resolved.recipe.text)
-        return 0
+        return _end_dry_run(api, group, deployment, resolved, manifests)
     _send(api, group, deployment, resolved.recipe.text)
     return _follow(api, deployment, request, watch)
+
+
+def _end_dry_run(
+    api: Api, group: WorkerGroup, deployment: Deployment, resolved: ResolvedDeployment, manifests: TextIO | None
+) -> int:
+    print("\nDRY_RUN=1: nothing was changed")
+    if manifests:
+        write_manifests(manifests, api, group, deployment, resolved.recipe.text)
+    return 0
 
 
 def stop_stage(api: Api, stage: str) -> int:
@@ -111,17 +114,10 @@ def stop_stage(api: Api, stage: str) -> int:
             api.delete("Job", job_name(stage), uid=record.uid)
     if _release(api, stage, record):
         print(f"{stage} is down: it has no pods and no gang")
-        _release_nodes(api, stage)
+        for lease in read_leases(api):  # this machine needs no AWS account
+            if lease.holder == stage:
+                print(f"the reaper scales node group {lease.group} down within {REAP_MINUTES} minutes")
     return 0
-
-
-def _release_nodes(api: Api, stage: str) -> None:
-    """Start the reaper, which scales node groups down with its own rights: this machine needs no AWS account."""
-    pools = read_share_book(api).pools_of(stage)
-    if not pools:
-        return
-    when = f"within {REAP_MINUTES} minutes" if start_reaper(api) else "within half an hour"
-    print(f"the reaper removes the stage's nodes from node group {', '.join(pools)} {when}")
 
 
 def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
@@ -139,10 +135,7 @@ def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = 
     if record and not record.is_over:
         deployment = _check(api, group, resolved)
         if request.is_dry_run:
-            print(f"\nDRY_RUN=1: nothing was changed; {request.stage} would be stopped first")
-            if manifests:
-                write_manifests(manifests, api, group, deployment, resolved.recipe.text)
-            return 0
+            return _end_dry_run(api, group, deployment, resolved, manifests)
         stop_stage(api, request.stage)
         group = read_worker_group(api, request.stage)
     return _deploy(api, group, resolved, again, manifests)
@@ -228,13 +221,10 @@ def _check(api: Api, group: WorkerGroup, resolved: ResolvedDeployment) -> Deploy
         for artifact in found.upstream:
             print(f"reads       {artifact['schema']} {artifact['name']}/{artifact['id']}", flush=True)
     if problems:
-        raise NotDeployed(_list_problems(group.name, problems), max(problem.exit_code for problem in problems))
+        lines = "".join(f"\n  - {problem.text}" for problem in problems)
+        message = f"{group.name} is not deployed, nothing was changed:{lines}"
+        raise NotDeployed(message, max(problem.exit_code for problem in problems))
     return deployment
-
-
-def _list_problems(stage: str, problems: list[Problem]) -> str:
-    lines = "".join(f"\n  - {problem.text}" for problem in problems)
-    return f"{stage} is not deployed, nothing was changed:{lines}"
 
 
 def _send(api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
@@ -244,7 +234,7 @@ def _send(api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str
     before = read_record(api, group.name)
     if before and before.is_over:
         api.delete("Job", job_name(group.name), uid=before.uid)
-        _wait_until_gone(api, before)
+        _wait_for_end(before, lambda: read_record(api, group.name), STOP_MARGIN_SECONDS)
     try:
         api.create(render_deploy_job(group, deployment))
     except Conflict as error:
@@ -329,11 +319,6 @@ def _release(api: Api, stage: str, record: Record | None) -> bool:
 def _wait_until_over(api: Api, record: Record) -> bool:
     """Wait for the deployment's end. False if it takes longer than a stage may take to stop."""
     return _wait_for_end(record, lambda: read_running_record(api, record.deployment.stage), _patience(record))
-
-
-def _wait_until_gone(api: Api, record: Record) -> bool:
-    """Wait until a deleted Job is gone. False if it takes too long."""
-    return _wait_for_end(record, lambda: read_record(api, record.deployment.stage), STOP_MARGIN_SECONDS)
 
 
 def _wait_for_end(record: Record, read: Callable[[], Record | None], seconds: float) -> bool:

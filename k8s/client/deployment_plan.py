@@ -1,20 +1,25 @@
-"""Describes a deployment on KubeRay before it is made: cost, nodes, image, restarts and timeouts."""
+"""Describes a deployment on KubeRay before it is made: cost, nodes, image, restarts and timeouts, and its manifests."""
 
 from __future__ import annotations
 
+from typing import TextIO
+
+import yaml
+
 from deploy.client.outline import Outline
-from deploy.stage_contract import RECIPE
 from k8s.client.compile_tasks import tasks_of_a_pod
-from k8s.client.node_pool_checks import describe_cost, describe_reservation, describe_source, hours_limit
-from k8s.objects.api import Object
+from k8s.client.node_pool_checks import describe_cost, describe_reservation, describe_source
+from k8s.objects.api import API_VERSIONS, Api, Object
+from k8s.objects.attempt import render_isolated_rayjob, render_pod_group, render_rayjob
+from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import NEURON
-from k8s.objects.worker_group import WorkerGroup, render_worker_group
+from k8s.objects.names import CLUSTER, NEURON, recipe_name
+from k8s.objects.worker_group import WorkerGroup, groups_with, render_worker_group
 
 
 def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
     """The plan for a person, one fact a line, the cost first."""
-    recipe = _recipe_of(render_worker_group(group, deployment))
+    recipe = recipe_name(group.name, deployment.recipe_digest)
     stage = f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes, 'pods')}"
     told = {
         "cost": describe_cost(group, deployment, outline),
@@ -28,7 +33,6 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         f"recipe      {outline.name}, ConfigMap {_change(group.recipe, recipe)}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
         f"restarts    {_restarts(group, deployment)}",
-        f"holds       {_holds(group, deployment, outline)}",
         f"retries     {_retries(group, deployment)}",
         f"waits       {deployment.start_timeout_seconds} s for its pods at first (WAIT), and "
         f"{deployment.loss_timeout_seconds} s after a loss, while the other nodes are held (WAIT_AFTER_LOSS)",
@@ -64,36 +68,57 @@ def _place_of_trace(group: WorkerGroup, outline: Outline) -> str:
 
 
 def _retries(group: WorkerGroup, deployment: Deployment) -> str:
-    if group.name == "trainer":
-        return f"{deployment.retries} without a new checkpoint between them, after exit code 75 or a lost head"
-    return f"{deployment.retries}, after exit code 75 or a lost head"
+    between = " without a new checkpoint between them" if group.name == "trainer" else ""
+    return f"{deployment.retries}{between}, after exit code 75 or a lost head"
 
 
 def _restarts(group: WorkerGroup, deployment: Deployment) -> str:
     if deployment.mode == "isolated":
         return "nothing: a Ray cluster of its own starts, and ends with the stage"
-    others = [name for name in _groups(group.cluster) if name != group.name]
+    names = [each["groupName"] for each in group.cluster["spec"]["workerGroupSpecs"]]
+    others = [name for name in names if name != group.name]
     kept = f"the head and {' and '.join(others)} keep their pods"
     if group.replicas and render_worker_group(group, deployment)["template"] != group.spec["template"]:
         return f"{group.replicas} {group.name} pods that an earlier deployment left up; {kept}"
     return f"nothing: {group.replicas} -> {deployment.nodes} {group.name} pods; {kept}"
 
 
-def _holds(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
-    kind = group.instance_type or "any node"
-    limit = hours_limit(group, outline)
-    most = f", at most {deployment.nodes * limit:.1f} an attempt" if limit else ""
-    return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"
-
-
-def _groups(cluster: Object) -> list[str]:
-    return [str(group["groupName"]) for group in cluster["spec"]["workerGroupSpecs"]]
-
-
-def _recipe_of(group: Object) -> str:
-    volumes = group["template"]["spec"]["volumes"]
-    return str(next(volume["configMap"]["name"] for volume in volumes if volume["name"] == RECIPE.name))
-
-
 def _change(before: str, after: str) -> str:
     return f"{after} (unchanged)" if before == after else f"{before} -> {after}"
+
+
+def write_manifests(file: TextIO, api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
+    """Write every object that the client and its deploy Job create or change, in this order."""
+    is_shared = deployment.mode == "shared"
+    first = (
+        render_rayjob(group, deployment, 1, deployment.nodes)
+        if is_shared
+        else render_isolated_rayjob(group, deployment, 1)
+    )
+    documents = [
+        ("the client creates it", render_recipe_config_map(group.name, recipe_text, deployment.recipe_digest)),
+        ("the client creates it; it creates the objects below", render_deploy_job(group, deployment)),
+        ("while the stage is deployed", render_pod_group(group, deployment, 1, deployment.nodes)),
+        *([("a patch, with the other groups as they are", _group_patch(group, deployment))] if is_shared else []),
+        ("once the gang is placed; a further attempt gets another one", first),
+    ]
+    write_documents(file, api, documents)
+
+
+def write_documents(file: TextIO, api: Api, documents: list[tuple[str, Object]]) -> None:
+    """Write objects of the namespace, each with a comment."""
+    for comment, each in documents:
+        document = each | {"metadata": each["metadata"] | {"namespace": api.namespace}}
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+        file.write(f"---\n# {each['kind']} {each['metadata']['name']}: {comment}\n{text}")
+    file.flush()
+
+
+def _group_patch(worker_group: WorkerGroup, deployment: Deployment) -> Object:
+    group = render_worker_group(worker_group, deployment) | {"replicas": deployment.nodes}
+    return {
+        "apiVersion": API_VERSIONS["RayCluster"],
+        "kind": "RayCluster",
+        "metadata": {"name": CLUSTER},
+        "spec": {"workerGroupSpecs": groups_with(worker_group, group)},
+    }

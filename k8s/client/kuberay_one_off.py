@@ -24,7 +24,7 @@ from deploy.client.one_off_request import (
     require_known,
 )
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
-from k8s.client.deployment_manifests import write_documents
+from k8s.client.deployment_plan import write_documents
 from k8s.client.deployment_watch import PodOutput
 from k8s.client.pull_watch import PullWatch, explain_wait
 from k8s.client.resolved_deployment import START_TIMEOUT_SECONDS, default_recipe_of
@@ -32,7 +32,7 @@ from k8s.client.stage_image import choose_image, find_image_labels
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes
 from k8s.objects.conditions import is_job_over
-from k8s.objects.deployment import UPDATE_HEAD
+from k8s.objects.deploy_job import find_recipe_text
 from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
@@ -50,24 +50,12 @@ from k8s.objects.one_off_job import (
     render_one_off_nodes_job,
 )
 from k8s.objects.placement import newest_event
-from k8s.objects.recipe import find_recipe_text
 from k8s.objects.record import Outcome, read_record
-from k8s.objects.worker_group import WorkerGroup, image_of, read_cluster, worker_group_of
-from services.common.errors import DeviceError, MillraceError, TryAgain
+from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
+from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.packed_recipe import pack_recipe
 
 POLL_SECONDS = 1.0
-LAST_FILES_SECONDS = 120.0
-LEAVE_SECONDS = 120.0
-"""Seconds after which a pod that does not terminate is deleted by force, since its node is lost."""
-
-
-class NoNode(MillraceError):
-    """No node or no image will come for the one-off, so its Job was deleted."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -75,9 +63,8 @@ class _ResolvedOneOff:
     """A one-off that passed every check that needs no Job."""
 
     one_off: OneOff
-    job: Object
-    nodes_job: Object | None
-    """The Job that scales a node group up; None for static nodes."""
+    jobs: list[tuple[str, Object]]
+    """The Jobs to create, in this order, each with a comment. The one that adds a node comes first: it waits."""
     plan: str
 
 
@@ -91,7 +78,7 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
     if request.is_dry_run:
         print("\nDRY_RUN=1: nothing was changed")
         if manifests:
-            write_documents(manifests, api, _documents(resolved))
+            write_documents(manifests, api, resolved.jobs)
         return 0
     found = _find(api, resolved.one_off.digest)
     name = str(found["metadata"]["name"]) if found else resolved.one_off.name
@@ -99,8 +86,8 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
         state = "has already run" if is_job_over(found) else "already runs"
         print(f"{name} of {found['metadata']['creationTimestamp']} {state} this request; following it", flush=True)
     try:
-        if not found:
-            _submit(api, resolved)
+        for _, job in [] if found else resolved.jobs:
+            api.create(job)
         if request.is_followed:
             return _follow(api, name, request)
     except KeyboardInterrupt:
@@ -141,9 +128,12 @@ def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
         memory_gib=request.memory_gib,
     )
     job = render_one_off_job(group, cpu_group, one_off)
-    nodes_job = render_one_off_nodes_job(cpu_group, one_off) if cpu_group.node_pool else None
+    jobs = [("the client creates it, and deletes it at its end", job)]
+    if cpu_group.node_pool:
+        nodes_job = render_one_off_nodes_job(cpu_group, one_off)
+        jobs.insert(0, ("it holds the node while the other Job runs", nodes_job))
     plan = [*_describe(api, cpu_group, one_off, job, recipe), describe_judge(labels)]
-    return _ResolvedOneOff(one_off, job, nodes_job, "\n".join(filter(None, plan)))
+    return _ResolvedOneOff(one_off, jobs, "\n".join(filter(None, plan)))
 
 
 def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
@@ -196,28 +186,11 @@ def _describe(
     return lines
 
 
-def _documents(resolved: _ResolvedOneOff) -> list[tuple[str, Object]]:
-    nodes = [("it holds the node while the other Job runs", resolved.nodes_job)] if resolved.nodes_job else []
-    return [*nodes, ("the client creates it, and deletes it at its end", resolved.job)]
-
-
 def _find(api: Api, digest: str) -> Object | None:
     """The newest Job of an identical request. A Job whose end a client has seen is deleted, so it is not found."""
     found = api.find_all("Job", f"{COMPONENT_LABEL}={ONE_OFF},{DEPLOYMENT_LABEL}={digest}")
     left = [job for job in found if "deletionTimestamp" not in job["metadata"]]
     return max(left, key=lambda job: str(job["metadata"]["creationTimestamp"]), default=None)
-
-
-def _submit(api: Api, resolved: _ResolvedOneOff) -> None:
-    """Create the Jobs. The one that adds a node comes first, since it waits for the other."""
-    if resolved.nodes_job:
-        api.create(resolved.nodes_job)
-    try:
-        api.create(resolved.job)
-    except MillraceError:
-        if resolved.nodes_job:
-            api.delete("Job", resolved.nodes_job["metadata"]["name"])
-        raise
 
 
 def _follow(api: Api, name: str, request: OneOffRequest) -> int:
@@ -227,7 +200,7 @@ def _follow(api: Api, name: str, request: OneOffRequest) -> int:
     if api.find("Job", one_off_nodes_name(name)):
         PodOutput(api, f"job-name={one_off_nodes_name(name)}", "nodes", f"node of {name}").start()
     job, pods = _await_end(api, name, request)
-    output.finish(LAST_FILES_SECONDS)
+    output.finish()
     code, said = read_end(job, pods)
     print(f"{name} ended with exit code {code}{f': {said}' if said else ''}", flush=True)
     api.delete("Job", name, uid=job["metadata"]["uid"])
@@ -237,10 +210,10 @@ def _follow(api: Api, name: str, request: OneOffRequest) -> int:
 def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, list[Object]]:
     """Wait for the Job's end: the Job and its pods. A Job that will not start is deleted.
 
-    Raises `NoNode` where no node or image will come, and `TryAgain` after the seconds of WAIT.
+    Raises `DeviceError` where no node or image will come, and `TryAgain` after the seconds of WAIT.
     """
     seconds = START_TIMEOUT_SECONDS if request.start_timeout_seconds is None else request.start_timeout_seconds
-    wait = _StartWatch(api, name, seconds)
+    deadline, pull = time.monotonic() + seconds, PullWatch()
     while True:
         try:
             job, pods = api.find("Job", name), api.find_all("Pod", f"job-name={name}")
@@ -248,62 +221,40 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
                 raise DeviceError(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
             if is_job_over(job):
                 return job, pods
-            wait.look(job, pods)
+            waits = _explain_start(api, job, pods, pull)
+            if waits and time.monotonic() > deadline:
+                raise TryAgain(f"{name} did not start within {seconds:g} s (WAIT=), and was deleted: {waits}")
         except ApiUnreachable as error:
             print(f"{name}: {error}; the Job continues", file=sys.stderr)
-        except (NoNode, TryAgain):
+        except (DeviceError, TryAgain):
             api.delete("Job", name)
             raise
         time.sleep(POLL_SECONDS)
 
 
-class _StartWatch:
-    """Watches a one-off's pod: whether it starts in time, and whether it terminates when it is deleted."""
+def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> str:
+    """Explain what a Job whose pod has not started waits for; empty once it has.
 
-    def __init__(self, api: Api, name: str, start_timeout_seconds: float) -> None:
-        self._api, self._name = api, name
-        self._deadline = time.monotonic() + start_timeout_seconds
-        self._timeout_seconds = start_timeout_seconds
-        self._pull: PullWatch | None = None
-        self._leaving_since: float | None = None
+    Raises `DeviceError` or `TryAgain` where no node or image will come.
+    """
+    if any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
+        return ""
+    waits = newest_event(api, job) or "it has no pod yet"  # as where the quota is used up
+    for pod in pods:
+        waits = explain_wait(api, pod)
+        if problem := pull.explain_end(pod, waits):
+            raise DeviceError(problem)
+    _require_nodes(api, str(job["metadata"]["name"]))
+    return waits
 
-    def look(self, job: Object, pods: list[Object]) -> None:
-        """Raises `NoNode` where no node or image will come, and `TryAgain` after the time limit of the start."""
-        if any("deletionTimestamp" in pod["metadata"] for pod in pods):
-            self._end_lost(pods)
-        elif not any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
-            self._require_start(job, pods)
 
-    def _require_start(self, job: Object, pods: list[Object]) -> None:
-        waits = newest_event(self._api, job) or "it has no pod yet"  # as where the quota is used up
-        for pod in pods:
-            waits = explain_wait(self._api, pod)
-            self._pull = self._pull or PullWatch(image_of(pod["spec"]))
-            if problem := self._pull.explain_end(pod, waits):
-                raise NoNode(problem, DeviceError.exit_code)
-        self._require_nodes()
-        if time.monotonic() > self._deadline:
-            raise TryAgain(
-                f"{self._name} did not start within {self._timeout_seconds:g} s (WAIT=), and was deleted: {waits}"
-            )
-
-    def _require_nodes(self) -> None:
-        """Raise `NoNode` where the Job that scales the node group up has ended."""
-        nodes_job = self._api.find("Job", one_off_nodes_name(self._name))
-        outcome = ((nodes_job or {}).get("metadata", {}).get("annotations") or {}).get(OUTCOME_ANNOTATION)
-        if outcome:
-            ended = Outcome.from_fields(json.loads(outcome))
-            raise NoNode(f"{self._name} gets no node, and was deleted: {ended.message}", ended.exit_code)
-        if nodes_job and is_job_over(nodes_job):
-            raise NoNode(
-                f"{self._name} gets no node, and was deleted: the Job that adds one has ended, with the output above. "
-                f"A head that is older than this checkout does not have that Job's program: {UPDATE_HEAD}",
-                DeviceError.exit_code,
-            )
-
-    def _end_lost(self, pods: list[Object]) -> None:
-        """Delete pods by force that stay Terminating, as they do on a lost node, and the Job with them."""
-        self._leaving_since = self._leaving_since or time.monotonic()
-        if time.monotonic() - self._leaving_since > LEAVE_SECONDS:
-            for pod in pods:
-                self._api.delete("Pod", pod["metadata"]["name"], uid=pod["metadata"]["uid"], grace_seconds=0)
+def _require_nodes(api: Api, name: str) -> None:
+    """Raise `DeviceError` or `TryAgain` where the Job that scales the node group up has ended."""
+    nodes_job = api.find("Job", one_off_nodes_name(name))
+    outcome = ((nodes_job or {}).get("metadata", {}).get("annotations") or {}).get(OUTCOME_ANNOTATION)
+    if outcome:
+        ended = Outcome(**json.loads(outcome))
+        kind = TryAgain if ended.exit_code == TryAgain.exit_code else DeviceError
+        raise kind(f"{name} gets no node, and was deleted: {ended.message}")
+    if nodes_job and is_job_over(nodes_job):
+        raise DeviceError(f"{name} gets no node, and was deleted: the Job that adds one ended, see its output above")

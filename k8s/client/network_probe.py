@@ -7,10 +7,9 @@ API is a good address to try: it answers the client at this moment, and no polic
 
 from __future__ import annotations
 
+from k8s.client.probe import render_probe_job
 from k8s.client.setup_job import run_setup_job
 from k8s.objects.api import Api, Object
-from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
-from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
@@ -19,8 +18,6 @@ POLICIES_ANNOTATION = "millrace.dev/network-policies"
 """Annotation of the namespace."""
 NOT_ENFORCED = "not-enforced"
 """The annotation's value on a cluster that has no engine for network policies."""
-NAME = "preflight-network"
-KEPT_SECONDS = 300
 LONGEST_SECONDS = 300
 CLOSED, OPEN = "closed", "open"
 PATIENCE_SECONDS = 60
@@ -44,8 +41,11 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     """Describe the result. Raises `DeviceError` for policies that are not enforced, unless an annotation says so."""
     is_expected = (namespace["metadata"].get("annotations") or {}).get(POLICIES_ANNOTATION) != NOT_ENFORCED
     command = ["python", "-c", SCRIPT, str(PATIENCE_SECONDS if is_expected else 1)]
+    group = WorkerGroup(STAGES[0], cluster, 0)
+    heads = group.head_pod
+    job = render_probe_job(group, "network", heads, heads["containers"][0], {"command": command}, {}, LONGEST_SECONDS)
     answers = {
-        "a Job": run_setup_job(api, _job(cluster, command)),
+        "a Job": run_setup_job(api, job),
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
     }
     if odd := {owner: words for owner, words in answers.items() if words.strip() not in (CLOSED, OPEN)}:
@@ -63,28 +63,3 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
         f"{found}. Install or enable an engine (on EKS the VPC CNI's enableNetworkPolicy), then repeat the command. "
         f"For a cluster without an engine, annotate the overlay's namespace with {POLICIES_ANNOTATION}: {NOT_ENFORCED}"
     )
-
-
-def _job(cluster: Object, command: list[str]) -> Object:
-    """A Job of the head's image, with a stage's account, as the probes of preflight have it."""
-    group = WorkerGroup(STAGES[0], cluster, 0)
-    head = group.head_pod
-    labels = {STAGE_LABEL: STAGES[0], COMPONENT_LABEL: "preflight"}
-    pod: Object = {
-        "restartPolicy": "Never",
-        "serviceAccountName": STAGES[0],
-        "automountServiceAccountToken": False,
-        "securityContext": head["securityContext"],
-        **{key: head[key] for key in ("nodeSelector", "tolerations", "imagePullSecrets") if key in head},
-        "containers": [
-            {
-                "name": "try",
-                "image": head["containers"][0]["image"],
-                "imagePullPolicy": head["containers"][0]["imagePullPolicy"],
-                "command": command,
-                "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
-                "securityContext": head["containers"][0]["securityContext"],
-            }
-        ],
-    }
-    return render_short_job(NAME, labels, pod, limit_seconds=LONGEST_SECONDS, kept_seconds=KEPT_SECONDS)

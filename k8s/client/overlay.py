@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -16,14 +16,20 @@ import yaml
 from deploy.progress import ProgressPrinter
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
 from k8s.client.network_probe import require_network_policies
-from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back, require_same_region
+from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
 from k8s.client.settings_env import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, ONE_OFF_NODES, RUN_LABEL, VARIANT_ANNOTATION
-from k8s.objects.operator import explain_batch_scheduler
-from k8s.objects.placement import ask_for_operator, explain_start, heads_of, is_ready, newest_event, pods_of
+from k8s.objects.placement import (
+    explain_batch_scheduler,
+    explain_start,
+    heads_of,
+    is_ready,
+    newest_event,
+    pods_of,
+)
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
@@ -31,8 +37,6 @@ from services.common.recipe.schema import STAGES
 
 OVERLAYS = Path(__file__).parents[1] / "overlays"
 LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"
-OLDEST_KUSTOMIZE = 5
-"""Oldest major version of kustomize that has the components, labels and replacements of the manifests: kubectl 1.27."""
 PLACEHOLDER = "CHANGE-ME"
 POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
@@ -59,13 +63,11 @@ def render(overlay: Path) -> list[Object]:
 def find_kubectl() -> Path:
     """The kubectl of PATH, or else the one that `make cluster-local` compiled; it is used for its kustomize.
 
-    Raises `DeviceError` where neither is new enough.
+    Raises `DeviceError` where there is neither.
     """
     on_path = shutil.which("kubectl")
-    candidates = [*([Path(on_path)] if on_path else []), LOCAL_KUBECTL]
-    for kubectl in candidates:
-        if kubectl.exists() and _kustomize_of(kubectl) >= OLDEST_KUSTOMIZE:
-            return kubectl
+    if on_path or LOCAL_KUBECTL.exists():
+        return Path(on_path) if on_path else LOCAL_KUBECTL
     raise DeviceError(
         f"the manifests need kubectl 1.27 or newer, on PATH or in {LOCAL_KUBECTL.parent}: install it, or compile it "
         f"with `.venv/bin/python -m tests.cluster.kit build`"
@@ -75,8 +77,7 @@ def find_kubectl() -> Path:
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. Images and replicas that deployments set are kept.
 
-    Raises `DeviceError` and applies nothing where it would change the head, or a group's pods, while a stage runs.
-    Raises `DeviceError` also for an operator with a batch scheduler, which shows only after the RayCluster exists.
+    Raises `DeviceError` where it would change the head while a stage runs, or for an operator with a batch scheduler.
     """
     objects = render(overlay)
     require_filled_in(overlay, objects)
@@ -84,8 +85,7 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     _set_head_image(api, cluster, head_tag)
     live = _find_cluster(api)
     if live:
-        require_same_region(api, cluster, live)
-        _require_stages_untouched(api, _merged(cluster, live), live)
+        _require_head_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
         place = api.within(each["metadata"].get("namespace", api.namespace))
         if each is cluster:
@@ -151,8 +151,11 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
         _await_gone(api, "Pod", f"{COMPONENT_LABEL} in (deploy,{ONE_OFF_NODES})")
     print_left_nodes(api)
     for each in reversed(_in_order(objects)):
-        api.within(each["metadata"].get("namespace", api.namespace)).delete_object(each)
-        print(f"deleted     {each['kind']} {each['metadata']['name']}", flush=True)
+        kind, name = each["kind"], each["metadata"]["name"]
+        with suppress(KindAbsent):
+            place = api.within(each["metadata"].get("namespace", api.namespace))
+            place.delete(kind, name, version=each["apiVersion"])
+        print(f"deleted     {kind} {name}", flush=True)
     deadline = time.monotonic() + DOWN_SECONDS
     for name in [each["metadata"]["name"] for each in objects if each["kind"] == "Namespace"]:
         while api.find("Namespace", name):
@@ -199,7 +202,7 @@ def _apply_cluster(api: Api, rendered: Object) -> None:
         merged = _merged(rendered, live)
         try:
             if live:
-                _require_stages_untouched(api, merged, live)
+                _require_head_untouched(api, merged, live)
             api.apply(merged)
             return
         except Conflict:
@@ -235,44 +238,25 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
             group["template"].setdefault("metadata", {}).setdefault("labels", {})[RUN_LABEL] = run
 
 
-def _require_stages_untouched(api: Api, wanted: Object, live: Object) -> None:
-    """Raise `DeviceError` for a changed head while a stage is deployed, and for changed pods of a running group.
+def _require_head_untouched(api: Api, wanted: Object, live: Object) -> None:
+    """Raise `DeviceError` for a changed head while a stage is deployed.
 
-    A trial apply gives the changes with the API server's defaults. The operator replaces no pod for a change, but a pod
-    that is lost comes back changed: a head with another Ray, which no worker can join, or a pod unlike its neighbours.
+    A trial apply gives the changes with the API server's defaults. The operator replaces no pod for a change, but a
+    head that is lost comes back changed, perhaps with another Ray, which no worker can join. The admission policy
+    `millrace-deployments` refuses, in the trial already, changed pods of a worker group that runs.
     """
     would_be = api.apply(wanted, is_trial=True)
-    groups = {group["groupName"]: group for group in would_be["spec"].get("workerGroupSpecs") or []}
-    for group in live["spec"].get("workerGroupSpecs") or []:
-        name = group["groupName"]
-        if group.get("replicas") and groups.get(name, {}).get("template") != group["template"]:
-            raise DeviceError(
-                f"worker group {name} runs, and the manifests change its pods: wait for the stage, or make stop-stage "
-                f"STAGE={name}. Nothing was applied to the RayCluster."
-            )
-    changed = sorted(_changes_of_head(live["spec"], would_be["spec"]))
+    before, after = ({k: v for k, v in each["spec"].items() if k != "workerGroupSpecs"} for each in (live, would_be))
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     busy = [stage for stage in STAGES if read_running_record(api, stage) or pods_of(api, stage)] if changed else []
     if busy:
         present = image_of(head_pod_of(live))
         raise DeviceError(
-            f"stage {' and '.join(busy)} is deployed or has pods, and this would change its head: "
-            f"{'; '.join(changed)}. Wait for it, or make stop-stage STAGE={busy[0]}, then repeat the command. "
-            f"HEAD_TAG={present} keeps the head's image. Nothing was applied to the RayCluster."
+            f"stage {' and '.join(busy)} is deployed or has pods, and this would change its head "
+            f"({', '.join(changed)}; image {present} -> {image_of(head_pod_of(would_be))}). Wait for it, or make "
+            f"stop-stage STAGE={busy[0]}, then repeat the command. HEAD_TAG={present} keeps the head's image. Nothing "
+            f"was applied to the RayCluster."
         )
-
-
-def _changes_of_head(live: Object, would_be: Object) -> Iterator[str]:
-    """Describe the differences of two RayClusters outside of their worker groups."""
-    before, after = copy.deepcopy(live), copy.deepcopy(would_be)
-    was, will_be = (spec["headGroupSpec"]["template"]["spec"]["containers"][0] for spec in (before, after))
-    if was["image"] != will_be["image"]:
-        yield f"head image {was['image']} -> {will_be['image']}"
-        was["image"] = will_be["image"]
-    if before["headGroupSpec"] != after["headGroupSpec"]:
-        yield "the head's pod template or its Ray parameters"
-    for key in (before.keys() | after.keys()) - {"headGroupSpec", "workerGroupSpecs"}:
-        if before.get(key) != after.get(key):
-            yield f"{key} {before.get(key)} -> {after.get(key)}"
 
 
 def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
@@ -299,7 +283,7 @@ def _await_head(api: Api) -> tuple[Object, str]:
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
             # The operator does not replace a pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
-        state = explain_start(api, heads[0]) if heads else _cluster_events(api, time.monotonic() - began)
+        state = explain_start(api, heads[0]) if heads else _cluster_events(api)
         progress.report(state)
         if time.monotonic() - began > HEAD_SECONDS:
             raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
@@ -312,9 +296,8 @@ def _never_ran(pod: Object) -> bool:
     return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
 
 
-def _cluster_events(api: Api, waited_seconds: float) -> str:
-    warning = newest_event(api, read_cluster(api))
-    return warning or f"waiting for the KubeRay operator to create its pod{ask_for_operator(waited_seconds)}"
+def _cluster_events(api: Api) -> str:
+    return newest_event(api, read_cluster(api)) or "waiting for the KubeRay operator to create its pod"
 
 
 def _await_gone(api: Api, kind: str, selector: str = "") -> None:
@@ -329,10 +312,3 @@ def _await_gone(api: Api, kind: str, selector: str = "") -> None:
 def _in_order(objects: list[Object]) -> list[Object]:
     """The objects in kustomize's order, with Jobs after the network policies, and the RayCluster after everything."""
     return sorted(objects, key=lambda each: {"Job": 1, "RayCluster": 2}.get(each["kind"], 0))
-
-
-def _kustomize_of(kubectl: Path) -> int:
-    """Major version of the kustomize in a kubectl; 0 where it is unknown."""
-    done = subprocess.run([kubectl, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
-    version = json.loads(done.stdout).get("kustomizeVersion", "") if done.returncode == 0 else ""
-    return int(version.lstrip("v").partition(".")[0] or 0)

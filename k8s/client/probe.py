@@ -20,9 +20,8 @@ from deploy.progress import ProgressPrinter
 from deploy.stage_contract import RECIPE
 from k8s.client.pull_watch import OTHER_PROCESSOR, PullWatch, explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
-from k8s.objects.deploy_job import aws_variables
+from k8s.objects.deploy_job import aws_variables, render_short_job
 from k8s.objects.names import COMPONENT_LABEL, DEPLOYER, STAGE_LABEL
-from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 
@@ -46,8 +45,8 @@ class Answer:
     """Variant, python and ray of the image; empty where it did not answer."""
     records: tuple[int, ...] = ()
     """Versions of a deployment's record that the head's image reads."""
-    node_pool: dict[str, Any] | None = None
-    """The stage's pool as EKS describes it; None from a head's image that is too old for pools."""
+    node_pool: dict[str, Any] = field(default_factory=dict)
+    """The stage's pool as EKS describes it; empty for static nodes."""
     upstream: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
     exit_code: int = DeviceError.exit_code
@@ -73,7 +72,7 @@ class Probe:
         """Wait for the pod's end, and report what it waits for, such as its image."""
         deadline = time.monotonic() + self._timeout_seconds
         report = ProgressPrinter(self._what).report
-        waits, pull = "it has no pod yet", PullWatch(self._image)
+        waits, pull = "it has no pod yet", PullWatch()
         while time.monotonic() < deadline:
             for pod in self._api.find_all("Pod", f"job-name={self._job['metadata']['name']}"):
                 if pod["status"].get("phase") in ("Succeeded", "Failed"):
@@ -95,7 +94,7 @@ class Probe:
             return Answer(
                 report["platform"],
                 tuple(report.get("records", ())),
-                report.get("node_pool"),
+                report.get("node_pool", {}),
                 report.get("upstream", []),
                 report.get("problem"),
                 exit_code,
@@ -132,7 +131,9 @@ def probe_head(api: Api, group: WorkerGroup) -> Probe:
     # No shell: the admission policies let a deploy Job's account run programs of the head's image alone.
     arguments = [f"--node-pool={group.node_pool}"] if group.node_pool else []
     command = ["python", "-m", "k8s.controller.head_facts"]
-    job = _job(group, "head", head, head["containers"][0], {"command": command, "args": arguments}, {}, LEAST_SECONDS)
+    job = render_probe_job(
+        group, "head", head, head["containers"][0], {"command": command, "args": arguments}, {}, LEAST_SECONDS
+    )
     if group.node_pool:
         for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
             metadata["labels"] = metadata["labels"] | {COMPONENT_LABEL: POOL_PROBE}
@@ -156,11 +157,11 @@ def probe_stage(
     place = group.head_pod if is_beside_head else group.pod
     container = group.container | {"image": image}
     command = {"command": ["sh", "-c", script]}
-    job = _job(group, group.name, place, container, command, {"RECIPE": recipe}, seconds)
+    job = render_probe_job(group, group.name, place, container, command, {"RECIPE": recipe}, seconds)
     return Probe(api, job, f"asking the {group.name}'s image", seconds)
 
 
-def _job(
+def render_probe_job(
     group: WorkerGroup,
     what: str,
     place: Object,

@@ -19,15 +19,14 @@ OTHER_PROCESSOR = ("no match for platform", "exec format error")
 class PullWatch:
     """Watches one pod that has not started."""
 
-    def __init__(self, image: str) -> None:
-        self._image = image
+    def __init__(self) -> None:
         self._failing_since: float | None = None
 
     def explain_end(self, pod: Object, waits: str) -> str:
         """The reason why the pod will never start; empty while it may. `waits` describes what it waits for."""
-        reason = waiting_reason(pod)
+        reason, image = waiting_reason(pod), image_of(pod["spec"])
         if reason in HOPELESS:
-            return f"{self._image} cannot run: {waits}"
+            return f"{image} cannot run: {waits}"
         if reason not in PULL_ERRORS:
             return ""
         self._failing_since = self._failing_since or time.monotonic()
@@ -43,7 +42,7 @@ class PullWatch:
                 "It is built for another processor than the node's: build it for that processor, or name another image "
                 "with TAG="
             )
-        return f"image {self._image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}. {advice}"
+        return f"image {image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}. {advice}"
 
 
 def explain_wait(api: Api, pod: Object) -> str:

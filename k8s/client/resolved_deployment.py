@@ -13,9 +13,9 @@ from deploy.client.requested_recipe import RequestedRecipe, parse_requested_reci
 from k8s.client.compile_tasks import TASKS, choose_trace_option, pods_of, tasks_of_a_pod
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
+from k8s.objects.deploy_job import find_recipe_text
 from k8s.objects.deployment import DEGREE, Deployment
 from k8s.objects.names import recipe_name
-from k8s.objects.recipe import find_recipe_text
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from deploy.progress import ProgressPrinter
 from k8s.objects.api import Api, Object
+from k8s.objects.conditions import has_condition
 from k8s.objects.placement import explain_start
 from services.common.errors import DeviceError, TryAgain
 
@@ -29,10 +30,10 @@ def run_setup_job(api: Api, job: Object) -> str:
     report = ProgressPrinter(f"Job {name} has not ended").report
     while True:
         status = (api.find("Job", name) or {}).get("status") or {}
-        pods = sorted(api.find_all("Pod", f"job-name={name}"), key=_creation)  # one for each attempt
+        pods = api.find_all("Pod", f"job-name={name}")  # one for each attempt
         if status.get("succeeded"):
             return _last_line(api, pods)
-        if any(each["type"] == "Failed" and each["status"] == "True" for each in status.get("conditions") or []):
+        if has_condition({"status": status}, "Failed"):
             raise DeviceError(
                 f"Job {name} in namespace {api.namespace} failed, and nothing after it was applied: "
                 f"{_last_line(api, pods)}. kubectl -n {api.namespace} describe job,pods"
@@ -49,14 +50,10 @@ def _require_time(deadline: float, name: str, waits: str) -> None:
 
 
 def _last_line(api: Api, pods: list[Object]) -> str:
-    """Last line of the newest attempt's log, or of an earlier one's where that is empty."""
-    for pod in reversed(pods):
+    """Last line of the log of the newest attempt that has one."""
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), reverse=True):
         with suppress(DeviceError):  # the container never started
             container = pod["spec"]["containers"][0]["name"]
             if lines := list(api.log(pod["metadata"]["name"], container)):
                 return lines[-1].partition(" ")[2]
     return "its log is empty"
-
-
-def _creation(pod: Object) -> str:
-    return str(pod["metadata"].get("creationTimestamp", ""))

@@ -30,13 +30,6 @@ def find_image_labels(group: WorkerGroup, image: str) -> dict[str, str]:
     return {} if group.is_image_on_nodes else find_labels(image)
 
 
-def read_platform_labels(group: WorkerGroup, image: str) -> dict[str, str]:
-    """Variant, Python and Ray of an image, from its labels; empty without labels, where a probe asks the image."""
-    labels = find_image_labels(group, image)
-    platform = {what: labels.get(f"millrace.{what}", "") for what in ("variant", "python", "ray")}
-    return platform if all(platform.values()) else {}
-
-
 def _named(repository: str, tag: str) -> str:
     if "/" in tag:
         return tag

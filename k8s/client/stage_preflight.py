@@ -11,21 +11,15 @@ from deploy.client.outline import Outline
 from k8s.client.compile_tasks import check_trace
 from k8s.client.node_pool_checks import check_pool, check_reservation
 from k8s.client.probe import Answer, probe_head, probe_stage
-from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK
-from k8s.client.stage_image import read_platform_labels
-from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.api import Api, ApiUnreachable
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment
 from k8s.objects.names import CLUSTER, DEPLOYER, NEURON
-from k8s.objects.operator import explain_batch_scheduler
-from k8s.objects.placement import heads_of, is_ready
+from k8s.objects.placement import explain_batch_scheduler, heads_of, is_ready
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import DeviceError, RecipeError
 
-ASK_FOR_RIGHTS = "an administrator gives you these rights with the group millrace-deployers: k8s/README.md"
-RAYJOB_NAME_CHARACTERS = 47
-"""Longest name of a RayJob. The API server accepts longer ones, and the operator then fails in the RayJob's status."""
 CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
 
@@ -50,22 +44,17 @@ class Findings:
 def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[Problem]:
     """Problems that the Kubernetes API shows. A check that this user has no right to is a problem as well."""
     checks: list[Callable[[], Iterable[str]]] = [
-        lambda: _check_rights(api),
         lambda: [_check_head(api, group)],
-        lambda: [_check_token(api)],
         lambda: [explain_batch_scheduler(api, group.head_pod)],
         lambda: [check_trace(group, outline)],
         lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
         lambda: [check_size(group, deployment.nodes)],
         lambda: [check_queue(api, group, deployment.nodes)],
         lambda: _check_claims(api, group),
-        lambda: _check_accounts(api, group),
-        lambda: [_check_priority(api, group)],
+        lambda: _check_objects(api, group),
         # The nodes of a pool are added for the deployment; a probe of the head's image checks the pool.
         lambda: [check_reservation(group) if group.node_pool else check_nodes(api, group, deployment.nodes)],
-        lambda: _check_routing(group),
         lambda: [_check_other_stages(api, group)],
-        lambda: [_check_names(deployment)],
     ]
     return [Problem(text) for check in checks for text in _found(check) if text]
 
@@ -73,8 +62,7 @@ def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline:
 def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: str) -> Findings:
     """Problems that only pods can see, and the upstream artifacts that the stage will read.
 
-    The stage's own image checks the recipe and the artifacts, since this checkout may know other keys. It is not pulled
-    where its labels already show that it does not fit the head.
+    The stage's own image checks the recipe and the artifacts, since this checkout may know other keys.
     """
     with (
         probe_stage(
@@ -83,35 +71,28 @@ def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: 
         probe_head(api, group) as heads,
     ):
         head = heads.await_answer()
-        labels = read_platform_labels(group, deployment.image)
-        problems = _check_head_image(group, head) + _compare(deployment, labels, head.platform)
+        problems = _check_head_image(group, head)
         if group.node_pool and not head.problem:
-            problems += _check_pool(api, group, deployment, head)
+            problems += _check_pool(group, deployment, head)
         if problems:
-            return Findings(problems, [], labels.get("ray", ""))
+            return Findings(problems, [], "")
         own = stages.await_answer()
     if own.problem:
         problems.append(Problem(_name_judge(deployment.image, own), own.exit_code))
-    problems += _compare(deployment, own.platform, head.platform)
+    problems += _compare_platforms(deployment, own.platform, head.platform)
     return Findings(problems, own.upstream, own.platform.get("ray", ""))
 
 
-def _check_pool(api: Api, group: WorkerGroup, deployment: Deployment, head: Answer) -> list[Problem]:
+def _check_pool(group: WorkerGroup, deployment: Deployment, head: Answer) -> list[Problem]:
     """Problems of the node pool. An EKS that does not answer has another exit code than a pool that does not fit."""
-    exit_code = int((head.node_pool or {}).get("exit_code", DeviceError.exit_code))
-    said = _found(lambda: check_pool(api, group, deployment.nodes, head.node_pool))
+    exit_code = int(head.node_pool.get("exit_code", DeviceError.exit_code))
+    said = _found(lambda: check_pool(group, deployment.nodes, head.node_pool))
     return [Problem(text, exit_code) for text in said]
 
 
 def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
     """Problems of the head's image, whose deploy Jobs must be able to read this client's deployments."""
     image = image_of(group.head_pod)
-    if head.problem and "No module named" in head.problem:
-        return [
-            Problem(
-                f"the head's image {image} is older than this checkout, and cannot read its deployments: {UPDATE_HEAD}"
-            )
-        ]
     if head.problem:
         return [Problem(head.problem, head.exit_code)]
     if RECORD_VERSION in head.records:
@@ -132,13 +113,6 @@ def _name_judge(image: str, own: Answer) -> str:
     if own.exit_code != RecipeError.exit_code:
         return str(own.problem)
     return f"the image {image} does not accept this recipe: {own.problem} Correct it with RECIPE= or ARGS=."
-
-
-def _compare(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:
-    """Problems of the image's platform on a shared cluster; an isolated one has the image's own."""
-    if deployment.mode != "shared" or not ours or not heads:
-        return []
-    return [Problem(text) for text in _compare_platforms(deployment.image, ours, heads)]
 
 
 def _found(check: Callable[[], Iterable[str]]) -> list[str]:
@@ -165,12 +139,6 @@ def _check_head(api: Api, group: WorkerGroup) -> str:
     return f"the Ray head is not ready ({state}): kubectl -n {api.namespace} describe pods -l ray.io/node-type=head"
 
 
-def _check_token(api: Api) -> str:
-    if api.find("Secret", CLUSTER):
-        return ""
-    return f"Secret {CLUSTER} (the Ray token) is missing; the operator creates it with the RayCluster: make cluster-up"
-
-
 def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
     problems = []
     for claim in group.claims.values():
@@ -190,25 +158,15 @@ def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
     return problems
 
 
-def _check_accounts(api: Api, group: WorkerGroup) -> list[str]:
-    wanted = (group.pod["serviceAccountName"], DEPLOYER)
-    return [
-        f"service account {name} does not exist: make cluster-up"
-        for name in wanted
-        if api.find("ServiceAccount", name) is None
+def _check_objects(api: Api, group: WorkerGroup) -> list[str]:
+    """Objects of the manifests that are missing. The operator makes the Secret, the Ray token, with the RayCluster."""
+    needed = [
+        ("Secret", CLUSTER),
+        ("ServiceAccount", group.pod["serviceAccountName"]),
+        ("ServiceAccount", DEPLOYER),
+        ("PriorityClass", group.pod["priorityClassName"]),
     ]
-
-
-def _check_priority(api: Api, group: WorkerGroup) -> str:
-    name = group.pod["priorityClassName"]
-    if api.find("PriorityClass", name):
-        return ""
-    return f"PriorityClass {name}, which worker group {group.name} names, does not exist: make cluster-up"
-
-
-def _check_routing(group: WorkerGroup) -> list[str]:
-    _ = group.routing_resource  # raises `DeviceError` with the problem
-    return []
+    return [f"{kind} {name} does not exist: make cluster-up" for kind, name in needed if not api.find(kind, name)]
 
 
 def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
@@ -234,60 +192,16 @@ def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
     return ""
 
 
-def _check_rights(api: Api) -> list[str]:
-    """Rights that this user or the deploy Job's account lacks."""
-    needed_by_job = [
-        ("patch", "ray.io", "rayclusters", CLUSTER),
-        ("create", "ray.io", "rayjobs", ""),
-        ("create", "scheduling.volcano.sh", "podgroups", ""),
-        ("create", "coordination.k8s.io", "leases", ""),
-        ("patch", "batch", "jobs", ""),
-        ("list", "", "pods", ""),
-        ("delete", "", "pods", ""),
-        ("get", "", "nodes", ""),
-    ]
-    refused = [
-        f"{each.verb} {each.resource}"
-        for each in (*IN_THE_NAMESPACE, *IN_THE_CLUSTER, *TO_ASK)
-        if not _may(api, "SelfSubjectAccessReview", {}, each.verb, each.group, each.resource, each.name)
-    ]
-    if refused:  # without the right to ask there is no answer about the deploy Job either
-        return [f"you may not {', '.join(refused)} in namespace {api.namespace}; {ASK_FOR_RIGHTS}"]
-    user = {"user": f"system:serviceaccount:{api.namespace}:{DEPLOYER}"}
+def _compare_platforms(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:
+    """Differences to the head's platform on a shared cluster: Ray refuses nodes with another Ray or Python."""
+    if deployment.mode != "shared" or not ours or not heads:
+        return []
     return [
-        f"the deploy Job's account may not {verb} {resource}: k8s/base/deployer.yaml grants it, make cluster-up"
-        for verb, group, resource, name in needed_by_job
-        if not _may(api, "SubjectAccessReview", user, verb, group, resource, name)
-    ]
-
-
-def _compare_platforms(image: str, ours: dict[str, str], heads: dict[str, str]) -> list[str]:
-    """Differences to the head's platform. Ray refuses nodes with another version of Ray, or of Python."""
-    return [
-        f"image {image} has {what} {ours.get(what)}, but the Ray head has {heads.get(what)}, and Ray requires the "
-        f"same. Build both images from one checkout (make images), or use a cluster of its own: MODE=isolated"
+        Problem(
+            f"image {deployment.image} has {what} {ours.get(what)}, but the Ray head has {heads.get(what)}, and Ray "
+            f"requires the same. Build both images from one checkout (make images), or use a cluster of its own: "
+            f"MODE=isolated"
+        )
         for what in ("variant", "python", "ray")
         if ours.get(what) != heads.get(what)
     ]
-
-
-def _check_names(deployment: Deployment) -> str:
-    name = deployment.rayjob_name(99)
-    return (
-        f"RayJob name {name} exceeds {RAYJOB_NAME_CHARACTERS} characters" if len(name) > RAYJOB_NAME_CHARACTERS else ""
-    )
-
-
-def _may(api: Api, kind: str, subject: Object, verb: str, group: str, resource: str, name: str) -> bool:
-    resource, _, subresource = resource.partition("/")
-    attributes: dict[str, Any] = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource}
-    if subresource:
-        attributes["subresource"] = subresource
-    if name:
-        attributes["name"] = name
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": kind,
-        "spec": subject | {"resourceAttributes": attributes},
-    }
-    return bool(api.create(review | {"metadata": {}})["status"]["allowed"])

@@ -5,11 +5,9 @@ from __future__ import annotations
 from k8s.client.kuberay_one_off import describe_one_offs
 from k8s.client.node_pool_checks import describe_pool
 from k8s.objects.api import Api, Object
+from k8s.objects.attempt import nodes_of, placed_size
 from k8s.objects.deployment import Deployment, UnknownRecord
-from k8s.objects.node_shares import ShareBook, read_share_book
 from k8s.objects.placement import explain_placement, heads_of, is_ready, pods_of
-from k8s.objects.pod_group import placed_size
-from k8s.objects.rayjob import nodes_of
 from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.recipe.schema import STAGES
@@ -22,14 +20,13 @@ def describe_status(api: Api) -> str:
     head = "ready" if any(map(is_ready, heads)) else "not ready"
     paragraphs = [f"cluster     {api.server}, namespace {api.namespace}, Ray head {head}"]
     groups = [worker_group_of(cluster, name) for name in STAGES]
-    book = read_share_book(api) if any(group.node_pool for group in groups) else ShareBook({}, None)
-    paragraphs += [_describe_stage(api, group, book) for group in groups]
+    paragraphs += [_describe_stage(api, group) for group in groups]
     if one_offs := describe_one_offs(api):
         paragraphs.append("\n".join(["one-offs", *one_offs]))
     return "\n\n".join(paragraphs)
 
 
-def _describe_stage(api: Api, group: WorkerGroup, book: ShareBook) -> str:
+def _describe_stage(api: Api, group: WorkerGroup) -> str:
     try:
         record = read_record(api, group.name)
     except UnknownRecord as error:
@@ -40,8 +37,8 @@ def _describe_stage(api: Api, group: WorkerGroup, book: ShareBook) -> str:
         f"  image     {group.image}",
         f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} created, {group.replicas} wanted",
     ]
-    pools = dict.fromkeys([*filter(None, [group.node_pool]), *book.pools_of(group.name)])
-    lines += [f"  nodes     {describe_pool(api, book, group.name, name)}" for name in pools]
+    if group.node_pool:
+        lines.append(f"  nodes     {describe_pool(api, group.node_pool)}")
     if record:
         lines += _describe_record(api, group, record)
     if pods and (record is None or (record.is_over and not record.deployment.keep)):

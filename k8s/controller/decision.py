@@ -4,28 +4,12 @@ cluster.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import assert_never
 
 from deploy.exit_codes import EXIT_AGAIN
-from k8s.controller.action import (
-    Action,
-    DeleteOlderRayJobs,
-    EmptyGroup,
-    EndAttempt,
-    EndDeployment,
-    HoldNodes,
-    PlaceGang,
-    ShrinkGang,
-    StartAttempt,
-    StopDriver,
-    TakeDown,
-    Wait,
-)
-from k8s.controller.deployment_state import Awaited, State
-from k8s.controller.observation import Gang, Observation
-from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
+from k8s.controller.observation import Gang, Observation, State, exit_code_of_driver, exit_code_of_rayjob
 from k8s.objects.deployment import Deployment
-from k8s.objects.placement import ask_for_operator
 from k8s.objects.record import Outcome, Record
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
@@ -50,9 +34,6 @@ def decide(observation: Observation) -> Action:
         PLACING <---------------------------+   nodes, pods and Ray nodes come; a gang that lacks nodes is shrunk
             | all pods have joined Ray      |   where the recipe allows it after a loss
             v                               |
-        CLUSTER_STARTING (MODE=isolated)    |
-            |                               |
-            v                               |
         SUBMITTING <------ HEAD_LOST        |   HEAD_LOST follows from any state with a RayJob when Ray does not
             |                  ^            |   answer; the operator submits the job to the new head
             v                  |            |
@@ -71,8 +52,8 @@ def decide(observation: Observation) -> Action:
             v
         TAKING_DOWN         RayJobs, pods, PodGroup and nodes go
 
-    A request to stop leads from PENDING and RUNNING to STOPPING and DRIVER_ENDED, from SUBMITTING and CLUSTER_STARTING
-    to STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Every wait has a limit: the attempt, or
+    A request to stop leads from PENDING and RUNNING to STOPPING and DRIVER_ENDED, from SUBMITTING to
+    STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Every wait has a limit: the attempt, or
     from CLEARING and PLACING the deployment, then ends with exit code 75.
 
     Raises `ValueError` for the state PLACING without an observed gang.
@@ -85,15 +66,13 @@ def decide(observation: Observation) -> Action:
             if observation.gang is None:
                 raise ValueError("an attempt cannot be placed without an observation of its gang")
             return _place(observation, observation.gang)
-        case State.CLUSTER_STARTING:
-            return _await_own_cluster(observation)
         case State.SUBMITTING:
             return _await_submission(observation)
         case State.PENDING:
             return _await_resource(observation)
         case State.RUNNING:
             status = driver.status.lower() if driver else ""
-            return Wait(report=f"attempt {observation.attempt} is {status}", waits_for=Awaited.NOTHING)
+            return Wait(report=f"attempt {observation.attempt} is {status}")
         case State.STOPPING:
             return StopDriver(report=f"stopping for {record.stop}: the driver has its notice")
         case State.STOPPED_BEFORE_RUN:
@@ -130,13 +109,12 @@ def choose_size(deployment: Deployment, nodes: int, attempts: int, room: int, wa
 
 def _take_down(observation: Observation) -> Action:
     record, deployment = observation.record, observation.deployment
-    is_patient = observation.waited_for(Awaited.OPERATOR) < SETTLE_SECONDS
+    is_patient = observation.waited_seconds < SETTLE_SECONDS
     names = [deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
     return TakeDown(
         ended_rayjobs=frozenset(names if is_patient else ()),
         # Pods that were never placed are of no use, and would take nodes as soon as there are some.
         are_pods_kept=deployment.keep and bool(record.attempts),
-        waits_for=Awaited.OPERATOR,
     )
 
 
@@ -147,13 +125,13 @@ def _end(record: Record, exit_code: int, message: str) -> Action:
 
 def _clear(observation: Observation) -> Action:
     """Delete the RayJobs of an attempt or a deployment that was cut short."""
-    waited = observation.waited_for(Awaited.OLDER_RAYJOBS)
+    waited = observation.waited_seconds
     limit = observation.deployment.start_timeout_seconds
     if waited > limit:
         message = f"the RayJob of an earlier attempt was not removed within {limit} s"
         return _end(observation.record, EXIT_AGAIN, message)
     report = "waiting for the KubeRay operator to end and remove the RayJob of an earlier attempt"
-    return DeleteOlderRayJobs(report=report + ask_for_operator(waited), waits_for=Awaited.OLDER_RAYJOBS)
+    return DeleteOlderRayJobs(report=report)
 
 
 def _place(observation: Observation, gang: Gang) -> Action:
@@ -171,7 +149,7 @@ def _place(observation: Observation, gang: Gang) -> Action:
         name = deployment.rayjob_name(observation.attempt)
         report = f"attempt {observation.attempt}: RayJob {name} runs {deployment.image} on {nodes} nodes"
         return StartAttempt(nodes=nodes, report=report)
-    waited = observation.waited_for(Awaited.GANG)
+    waited = observation.waited_seconds
     attempts = len(record.attempts)
     size = choose_size(deployment, nodes, attempts, gang.room, waited)
     if size == 0:
@@ -179,15 +157,13 @@ def _place(observation: Observation, gang: Gang) -> Action:
     if size < nodes:
         report = f"{nodes} nodes did not come in {waited:.0f} s, room for {gang.room}: this attempt runs on {size}"
         return ShrinkGang(nodes=size, report=report)
-    if gang.is_up_to_date and gang.replicas == nodes and gang.pods < nodes and (asks := ask_for_operator(waited)):
-        missing = f"{missing}; waited{asks}"
     if not gang.pool.is_raised:
-        return HoldNodes(report=missing, waits_for=Awaited.GANG)
+        return HoldNodes(report=missing)
     if must_empty:
-        return EmptyGroup(report=missing, waits_for=Awaited.GANG)
+        return EmptyGroup(report=missing)
     if deployment.mode != "shared":  # its RayJob creates its pods
-        return Wait(report=missing, waits_for=Awaited.GANG)
-    return PlaceGang(nodes=nodes, report=missing, waits_for=Awaited.GANG)
+        return Wait(report=missing)
+    return PlaceGang(nodes=nodes, report=missing)
 
 
 def _explain_gang(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
@@ -218,36 +194,113 @@ def _explain_pods(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
 
 def _await_resource(observation: Observation) -> Action:
     missing = observation.missing or "all pods are ready"
-    if observation.waited_for(Awaited.DRIVER_RESOURCE) <= PENDING_SECONDS:
-        return Wait(report=f"the job is pending; {missing}", waits_for=Awaited.DRIVER_RESOURCE)
+    if observation.waited_seconds <= PENDING_SECONDS:
+        return Wait(report=f"the job is pending; {missing}")
     resource = f"{STAGE_RESOURCE_PREFIX}{observation.deployment.stage}"
     message = f"the job was pending for {PENDING_SECONDS:.0f} s: no live Ray node has {resource} to give; {missing}"
     return EndAttempt(exit_code=EXIT_AGAIN, message=message, is_driver_stopped=True)
 
 
-def _await_own_cluster(observation: Observation) -> Action:
-    """Wait for the head and the pods of an isolated attempt."""
-    missing, event = observation.missing or "its Ray head is starting", observation.cluster_event
-    patience = observation.deployment.patience_seconds(len(observation.record.attempts))
-    if observation.waited_for(Awaited.OWN_CLUSTER) > patience:
-        return EndAttempt(exit_code=EXIT_AGAIN, message=f"not up after {patience} s: {missing} {event}".strip())
-    return Wait(report=f"{missing} {f'({event})' if event else ''}".strip(), waits_for=Awaited.OWN_CLUSTER)
-
-
 def _await_head(observation: Observation) -> Action:
-    if observation.waited_for(Awaited.HEAD) > HEAD_LOST_SECONDS:
+    if observation.waited_seconds > HEAD_LOST_SECONDS:
         return EndAttempt(exit_code=EXIT_AGAIN, message=f"the Ray head was lost: {observation.ray_error}")
     report = "the Ray head does not answer; the operator will submit this attempt to a new head"
-    return Wait(report=report, waits_for=Awaited.HEAD)
+    return Wait(report=report)
 
 
 def _await_submission(observation: Observation) -> Action:
-    if observation.waited_for(Awaited.SUBMISSION) <= SUBMIT_SECONDS:
-        return Wait(report="waiting for the operator to submit the job", waits_for=Awaited.SUBMISSION)
+    """Wait until Ray knows the job, on an isolated attempt also for the Ray cluster that its RayJob makes."""
+    deployment, limit = observation.deployment, SUBMIT_SECONDS
+    if deployment.mode == "isolated":
+        limit = deployment.patience_seconds(len(observation.record.attempts))
+    if observation.waited_seconds <= limit:
+        return Wait(report=observation.missing or "waiting for the operator to submit the job")
     status = (observation.rayjob or {}).get("status") or {}
+    said = observation.missing or f"its RayJob says {status.get('jobDeploymentStatus') or 'nothing'}"
     message = (
-        f"the operator did not submit the job within {SUBMIT_SECONDS:.0f} s; its RayJob says "
-        f"{status.get('jobDeploymentStatus') or 'nothing'}. Does the operator run, without a batch scheduler of its "
-        f"own (k8s/README.md)?"
+        f"the operator did not submit the job within {limit:.0f} s; {said}. Does the operator run, without a batch "
+        f"scheduler of its own (k8s/README.md)?"
     )
     return EndAttempt(exit_code=EXIT_AGAIN, message=message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """The one thing that the controller does in a pass."""
+
+    report: str = ""
+    """A line for people, printed when it changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Action):
+    """Change nothing; the next pass observes again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteOlderRayJobs(Action):
+    """Delete the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyGroup(Action):
+    """Scale the worker group to 0, because its pods cannot serve the attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldNodes(Action):
+    """Ask the node pool for all nodes of the deployment, even if the attempt has fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceGang(Action):
+    """Give the PodGroup this many nodes, and the worker group as many replicas."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkGang(Action):
+    """Give the PodGroup fewer nodes. The next pass scales the worker group."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartAttempt(Action):
+    """Create the RayJob of the next attempt."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopDriver(Action):
+    """Let Ray send SIGTERM to the driver, once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndAttempt(Action):
+    """Write the attempt to the record."""
+
+    exit_code: int
+    message: str
+    is_driver_stopped: bool = False
+    """Whether Ray is asked to stop the driver, which has not begun."""
+    is_rayjob_kept: bool = False
+    """Whether the RayJob, which has ended, stays for `kubectl get rayjobs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndDeployment(Action):
+    """Write the outcome of the deployment to the record."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeDown(Action):
+    """Stop the RayJobs, then remove pods and PodGroup, then give back the nodes; all but the first unless kept."""
+
+    ended_rayjobs: frozenset[str]
+    """RayJobs that Ray says have ended, and that the operator is given time to mark as ended."""
+    are_pods_kept: bool

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 
 from k8s.objects.deployment import RECORD_VERSION
-from k8s.objects.eks import NodeGroupError, describe_node_group
+from k8s.objects.node_group import NodeGroupError, describe_node_group
 from services.common.hardware.image_platform import describe_platform
 
 

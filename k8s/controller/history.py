@@ -19,8 +19,6 @@ from services.common.process.telemetry import read_last_json_line
 
 RUN_DIGEST = "[0-9a-f]" * 8
 STEP_DIGITS = "[0-9]" * 8
-MAX_CHECKPOINT_SECONDS = 86_400.0
-"""The longest credible time of a checkpoint in seconds; a file with a larger number is taken for damaged."""
 
 
 def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
@@ -41,20 +39,12 @@ def record_good_image(api: Api, group: WorkerGroup, image: str) -> None:
     Raises `OSError` or `ValueError` when it cannot be kept under the root; the annotation has it nevertheless.
     """
     image = image if "@sha256:" in image else _digest_of_pods(api, group) or image
-    root = Path(group.root)
+    images = add_good_image(group.good_images, image)
     try:
-        kept = read_good_images(root, group.name)
-    except (OSError, ValueError):
-        _annotate_good_images(api, group, add_good_image(group.good_images, image))
-        raise
-    images = add_good_image(merge_histories(kept, group.good_images), image)
-    _annotate_good_images(api, group, images)
-    if images != kept:
+        root = Path(group.root)
+        images = add_good_image(merge_histories(read_good_images(root, group.name), group.good_images), image)
         write_good_images(root, group.name, images)
-
-
-def _annotate_good_images(api: Api, group: WorkerGroup, images: list[str]) -> None:
-    if images != group.good_images:
+    finally:
         _annotate(api, group, good_images_annotation(group.name), json.dumps(images))
 
 
@@ -65,7 +55,7 @@ def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
     files = sorted(Path(group.root).glob("run/*/attempts.jsonl"), key=lambda file: file.stat().st_mtime)
     last = read_last_json_line(files[-1]) if files else None
     seconds = last.get("slowest_checkpoint_seconds") if last else None
-    if isinstance(seconds, int | float) and 0 < seconds <= MAX_CHECKPOINT_SECONDS:
+    if seconds:
         _annotate(api, group, checkpoint_annotation(group.name), f"{seconds:.1f}")
 
 

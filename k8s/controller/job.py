@@ -1,6 +1,6 @@
 """The program of a deploy Job, `python -m k8s.controller.job DEPLOYMENT`.
 
-It ends with 0 or 64 only when the deployment has ended or cannot be read; the stage's exit code is in the outcome.
+It ends with 0 or 64 only when the deployment has ended; the stage's exit code is in the outcome.
 After every other exit code Kubernetes starts the program again.
 """
 
@@ -14,8 +14,7 @@ import time
 from k8s.controller.reconciler import Reconciler
 from k8s.objects.api import Api, connect
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
-from k8s.objects.deployment import Deployment, UnknownRecord
-from k8s.objects.record import refuse_record
+from k8s.objects.deployment import Deployment
 from services.common.errors import DeviceError
 
 EXIT_START_AGAIN = 143
@@ -28,30 +27,10 @@ TALKATIVE = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dash
 def main(text: str) -> int:
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        deployment = Deployment.from_json(text)
-    except UnknownRecord as error:
-        return _refuse(text, error)
-    outcome = Reconciler(connect_patiently(), deployment, os.environ["POD_NAME"]).run()
+    outcome = Reconciler(connect_patiently(), Deployment.from_json(text), os.environ["POD_NAME"]).run()
     if outcome is None:
         return EXIT_START_AGAIN
     return 0 if outcome.exit_code == 0 else EXIT_ENDED_BADLY
-
-
-def _refuse(text: str, error: UnknownRecord) -> int:
-    """End the deployment, which this image could not read after a restart either."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            outcome = refuse_record(connect_patiently(), text, error)
-        except DeviceError as away:
-            print(f"deploy: trying again in 1 s: {away}", file=sys.stderr, flush=True)
-            if time.monotonic() > deadline:
-                return EXIT_START_AGAIN
-            time.sleep(1)
-        else:
-            print(f"deploy: {outcome.message} (exit code {outcome.exit_code})", flush=True)
-            return EXIT_ENDED_BADLY
 
 
 def connect_patiently() -> Api:

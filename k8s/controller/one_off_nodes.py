@@ -1,22 +1,19 @@
-"""Holds the node of a one-off while the one-off's Job runs, and gives it back afterwards.
+"""Holds the CPU node group while a one-off's Job runs, so that the one-off has a node, and releases it afterwards.
 
 A second Job runs `python -m k8s.controller.one_off_nodes JOB` for this, because a one-off has no rights in the cluster
-and a client has no AWS account. The program is level-triggered and may be killed at any time: the Job's next pod
-continues, and the reaper gives back a node that no Job holds.
+and a client has no AWS account. It may be killed at any time: the Job's next pod continues, or the reaper does.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
 from dataclasses import asdict
 
 from deploy.progress import ProgressPrinter
-from k8s.controller.job import EXIT_START_AGAIN, connect_patiently
-from k8s.controller.node_pool import PatientRelease, open_node_pool
+from k8s.controller.job import connect_patiently
+from k8s.controller.node_pool import NodePool, release_node_groups
 from k8s.objects.api import Api
 from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
 from k8s.objects.one_off_job import cpu_group_of, is_active
@@ -41,74 +38,51 @@ class OneOffNodes:
         self._api, self._one_off = api, one_off
         self._report = ProgressPrinter("nodes").report
         group = cpu_group_of(read_cluster(api))
-        self._pool = open_node_pool(api, one_off, group.node_pool, group.capacity_ends_at)
-        self._release = PatientRelease(api, one_off, self._report)
-        self._began = time.monotonic()
-        self._is_seen = False
-        self._over_since: float | None = None
-        self._is_refused = False
-        self.is_given_up = False
-        """Whether somebody deleted the Job of this program, so that the node is given back at once."""
+        self._pool = NodePool(api, one_off, group.node_pool, group.capacity_ends_at)
+        self._waits_until = time.monotonic() + APPEAR_SECONDS
 
     def advance(self) -> bool:
         """Take the next step. Returns False once no work is left.
 
         Raises errors of the Kubernetes API and of EKS, after which it may be called again.
         """
-        if not self._is_refused and not self.is_given_up:
-            job = self._api.find("Job", self._one_off)
-            self._is_seen = self._is_seen or job is not None
-            if is_active(job):
-                self._over_since = None
-                self._hold()
+        job = self._api.find("Job", self._one_off)
+        if is_active(job):
+            self._waits_until = time.monotonic() + LEAVE_SECONDS
+            if self._hold():
                 return True
-            if self._is_leaving():
-                return True
-        return not self._release.advance()
+        elif time.monotonic() < self._waits_until and (job is None or self._has_pods()):
+            return True
+        release_node_groups(self._api, self._one_off, self._report)
+        return False
 
-    def _hold(self) -> None:
-        state = self._pool.look(NODES)
+    def _hold(self) -> bool:
+        """Take the next step towards the node. Returns False where it will never come."""
+        state = self._pool.observe(NODES)
+        self._report(state.refusal or state.report or "the node is ready")
         if state.refusal:
-            self._report(state.refusal)
             outcome = json.dumps(asdict(Outcome(state.exit_code, state.refusal)))
-            name = one_off_nodes_name(self._one_off)
-            self._api.merge("Job", name, {"metadata": {"annotations": {OUTCOME_ANNOTATION: outcome}}})
-            self._is_refused = True
+            patch = {"metadata": {"annotations": {OUTCOME_ANNOTATION: outcome}}}
+            self._api.merge("Job", one_off_nodes_name(self._one_off), patch)
         elif not state.is_raised:
-            self._report(state.report)
             self._pool.hold(NODES)
-        elif state.report:
-            self._report(state.report)
+        return not state.refusal
 
-    def _is_leaving(self) -> bool:
-        """Whether the one-off's Job may still appear, or its pods are still on the node."""
-        now = time.monotonic()
-        if not self._is_seen:
-            return now - self._began < APPEAR_SECONDS
-        self._over_since = now if self._over_since is None else self._over_since
+    def _has_pods(self) -> bool:
         pods = self._api.find_all("Pod", f"job-name={self._one_off}")
-        is_there = any((pod.get("status") or {}).get("phase") not in ENDED for pod in pods)
-        return is_there and now - self._over_since < LEAVE_SECONDS
+        return any((pod.get("status") or {}).get("phase") not in ENDED for pod in pods)
 
 
 def main(one_off: str) -> int:
-    """Hold the node until it is given back. Returns 143 when this pod was told to leave and the next one continues."""
-    terminated = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    api = connect_patiently()
-    nodes = OneOffNodes(api, one_off)
+    """Hold the node until it is given back."""
+    nodes = OneOffNodes(connect_patiently(), one_off)
     while True:
         try:
-            if terminated.is_set() and not nodes.is_given_up:
-                own = api.find("Job", one_off_nodes_name(one_off))
-                if own and "deletionTimestamp" not in own["metadata"]:
-                    return EXIT_START_AGAIN
-                nodes.is_given_up = True
             if not nodes.advance():
                 return 0
         except MillraceError as error:  # the API or EKS does not answer, or another process wrote first
             print(f"nodes: trying again in {POLL_SECONDS:.0f} s: {error}", file=sys.stderr, flush=True)
-        time.sleep(POLL_SECONDS) if terminated.is_set() else terminated.wait(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

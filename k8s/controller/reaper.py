@@ -1,29 +1,25 @@
-"""The reaper takes down stages that no deploy Job holds any more.
+"""The reaper takes down what no Job holds any more: stages whose deploy Job is gone, and node groups of ended one-offs.
 
-The CronJob `reaper` runs `python -m k8s.controller.reaper` every 15 minutes. A stage is an orphan when its deploy Job
-was deleted with `--cascade=orphan`, has failed or was never created, while the stage still has pods, a PodGroup or
-nodes of a pool. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Stages that were
-deployed with KEEP=1 stay. The reaper also gives back the node of a one-off whose Job ended that long ago.
+The CronJob `reaper` runs `python -m k8s.controller.reaper` every 5 minutes. A stage is an orphan when its deploy Job
+was deleted while its process was dead, or has failed, and it still has pods, a PodGroup, running RayJobs or a node
+group. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Pods of KEEP=1 stay.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
-from typing import Protocol
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
-from k8s.controller.node_pool import NodeRelease
+from k8s.controller.node_pool import release_node_groups
 from k8s.objects.api import Api, ApiUnreachable, Conflict
-from k8s.objects.eks import EksUnreachable
+from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL, lease_name
-from k8s.objects.node_shares import read_share_book
+from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, read_leases
 from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
-from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import read_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
 from k8s.objects.worker_group import worker_group_of
@@ -34,136 +30,85 @@ from services.common.recipe.schema import STAGES
 POLL_SECONDS = 2.0
 ORPHAN_SECONDS = 120.0
 """Seconds without a renewed Lease after which an orphan is taken down: four times the duration of a Lease."""
-RUN_SECONDS = 840.0  # the next run of the CronJob continues
+RUN_SECONDS = 270.0  # the next run of the CronJob continues
 
 
-@dataclass(frozen=True)
-class StageSnapshot:
-    """A stage as the reaper sees it in one pass."""
+class Reaper:
+    """Takes down one stage, or releases the node group of one one-off, once nobody holds it."""
 
-    replicas: int
-    pods: int
-    rayjobs: int
-    """Number of RayJobs that have not ended."""
-    has_gang: bool
-    """Whether the stage has a PodGroup."""
-    nodes: int
-    """Number of nodes that the stage holds of pools."""
-    is_kept: bool
-    """Whether the stage was deployed with KEEP=1."""
-    is_held: bool
-    """Whether a deploy Job that has not ended holds the stage."""
-    lease: str
-    """The version of the Lease, which changes while a process works on the stage; empty without a Lease."""
-
-
-def describe_orphan(stage: StageSnapshot) -> str:
-    """List the remains of a stage that nobody holds; empty when it is held, kept, or down."""
-    if stage.is_held:
-        return ""
-    has_pods = bool(stage.pods or stage.replicas)
-    nodes = f"{stage.nodes} nodes of its pool" if stage.nodes else ""
-    if stage.is_kept:  # a person may have taken the kept pods down since
-        return "" if has_pods or stage.has_gang else nodes
-    parts = [
-        f"{stage.pods} pods" if has_pods else "",
-        f"{stage.rayjobs} RayJobs that run" if stage.rayjobs else "",
-        "its PodGroup" if stage.has_gang else "",
-        nodes,
-    ]
-    return ", ".join(filter(None, parts))
-
-
-class StageReaper:
-    """Takes down one stage when it is an orphan."""
-
-    def __init__(self, api: Api, stage: str) -> None:
-        self._api, self._stage = api, stage
-        self._report = ProgressPrinter(f"reaper: {stage}").report
-        self._lost = LostPods(api, stage, self._report)
-        self._nodes = NodeRelease(api, stage)
+    def __init__(self, api: Api, holder: str) -> None:
+        self._api, self._holder = api, holder
+        self._report = ProgressPrinter(f"reaper: {holder}").report
+        self._lost = LostPods(api, holder, self._report) if holder in STAGES else None
         self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and the time when it was first seen
 
     def advance(self) -> bool:
         """Take the next step. Returns False when no further step is due."""
-        stage = self._observe()
-        orphan = describe_orphan(stage)
-        lost = self._lost.remove(is_idle=bool(orphan))
+        orphan = self._describe_orphan()
+        lost = self._lost.remove(is_idle=bool(orphan)) if self._lost else 0
         if not orphan:
             self._seen = ("", 0.0)
             return lost > 0
-        version = f"lease {stage.lease}"
+        lease = self._api.find("Lease", lease_name(self._holder))
+        version = f"lease {lease['metadata']['resourceVersion'] if lease else 'absent'}"
         if self._seen[0] != version:
             self._seen = (version, time.monotonic())
-            self._report(f"no deploy Job holds {orphan}")
+            self._report(f"no Job holds {orphan}")
         if time.monotonic() - self._seen[1] < ORPHAN_SECONDS:
             return True
-        left = stop_rayjobs(self._api, self._stage) or release_pods(self._api, self._stage)
-        waits = f"taking it down, {left} left" if left else self._nodes.advance()
-        self._report(waits or "is down: no pods, no gang")
-        if not waits:
-            self._api.delete("Lease", lease_name(self._stage))
-        return bool(waits)
+        if self._holder in STAGES and (left := self._take_down()):
+            self._report(f"taking it down, {left} left")
+            return True
+        release_node_groups(self._api, self._holder, self._report)
+        self._api.delete("Lease", lease_name(self._holder))
+        self._report("is down")
+        return False
 
-    def _observe(self) -> StageSnapshot:
-        cluster = self._api.find("RayCluster", CLUSTER)  # absent when somebody deleted it, and with it the pods
-        record = read_record(self._api, self._stage)
-        gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._stage}")
-        lease = self._api.find("Lease", lease_name(self._stage))
+    def _take_down(self) -> int:
+        return stop_rayjobs(self._api, self._holder) or release_pods(self._api, self._holder)
+
+    def _describe_orphan(self) -> str:
+        """List what is left of a stage or one-off that no Job holds; empty when it is held, kept, or down."""
+        groups = [f"node group {each.group}" for each in read_leases(self._api) if each.holder == self._holder]
+        if self._holder not in STAGES:
+            return "" if is_active(self._api.find("Job", self._holder)) else ", ".join(groups)
+        record = read_record(self._api, self._holder)
+        if record and not record.is_over and not record.is_deleted:
+            return ""
+        gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
         marks = [(gang["metadata"].get("annotations") or {}).get(KEEP_ANNOTATION) for gang in gangs]
-        return StageSnapshot(
-            replicas=worker_group_of(cluster, self._stage).replicas if cluster else 0,
-            pods=len(pods_of(self._api, self._stage)),
-            rayjobs=sum(not has_ended(job) for job in rayjobs_of(self._api, self._stage)),
-            has_gang=bool(gangs),
-            nodes=sum(shares.nodes.get(self._stage, 0) for shares in read_share_book(self._api).pools.values()),
-            is_kept="1" in marks or bool(record and record.is_over and record.deployment.keep),
-            is_held=bool(record and not record.is_over and not record.is_deleted),
-            lease=lease["metadata"]["resourceVersion"] if lease else "",
-        )
-
-
-class OneOffReaper:
-    """Gives back nodes of one-offs whose own Job for that is gone, or whose process was killed."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-        self._report = ProgressPrinter("reaper").report
-        self._over_since: dict[str, float] = {}
-
-    def advance(self) -> bool:
-        """Take the next step. Returns False when no further step is due."""
-        held = {holder for shares in read_share_book(self._api).pools.values() for holder in shares.nodes}
-        orphans = [each for each in held.difference(STAGES) if not is_active(self._api.find("Job", each))]
-        now = time.monotonic()
-        self._over_since = {each: self._over_since.get(each, now) for each in sorted(orphans)}
-        for each, since in self._over_since.items():
-            if now - since >= ORPHAN_SECONDS:
-                left = NodeRelease(self._api, each).advance()
-                self._report(f"{each}: {left or 'its node is given back'}")
-        return bool(orphans)
-
-
-class _Reaper(Protocol):
-    def advance(self) -> bool: ...
+        cluster = self._api.find("RayCluster", CLUSTER)  # absent when somebody deleted it, and with it the pods
+        pods = len(pods_of(self._api, self._holder))
+        has_pods = pods > 0 or bool(cluster and worker_group_of(cluster, self._holder).replicas)
+        if ("1" in marks or (record and record.deployment.keep)) and (has_pods or gangs):
+            return ""
+        rayjobs = sum(not has_ended(job) for job in rayjobs_of(self._api, self._holder))
+        parts = [
+            f"{pods} pods" if has_pods else "",
+            f"{rayjobs} RayJobs that run" if rayjobs else "",
+            "its PodGroup" if gangs else "",
+            *groups,
+        ]
+        return ", ".join(filter(None, parts))
 
 
 def main() -> int:
     api = connect_patiently()
-    reapers: list[_Reaper] = [*(StageReaper(api, stage) for stage in STAGES), OneOffReaper(api)]
+    one_offs = sorted({lease.holder for lease in read_leases(api)}.difference(STAGES))
+    reapers = [Reaper(api, holder) for holder in (*STAGES, *one_offs)]
     deadline = time.monotonic() + RUN_SECONDS
     while sum(map(_advance, reapers)) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return 0
 
 
-def _advance(reaper: _Reaper) -> bool:
+def _advance(reaper: Reaper) -> bool:
     try:
         return reaper.advance()
     except MillraceError as error:  # it must not keep the reaper from the other stages
         print(f"reaper: {error}", file=sys.stderr, flush=True)
         # These errors pass: another process wrote first, or the API or EKS does not answer at the moment.
-        return isinstance(error, ApiUnreachable | Conflict | EksUnreachable)
+        return isinstance(error, ApiUnreachable | Conflict | EksUnreachable | NodeGroupBusy)
 
 
 if __name__ == "__main__":

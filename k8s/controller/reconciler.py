@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter
-from k8s.controller.action import (
+from k8s.controller.decision import (
     Action,
     DeleteOlderRayJobs,
     EmptyGroup,
@@ -27,24 +27,29 @@ from k8s.controller.action import (
     StartAttempt,
     StopDriver,
     TakeDown,
+    decide,
 )
-from k8s.controller.decision import decide
-from k8s.controller.deployment_state import Awaited, State
-from k8s.controller.driver_log import LOG_FOLDER, DriverLog
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
-from k8s.controller.node_pool import PatientRelease, open_node_pool
-from k8s.controller.observation import Gang, Observation
-from k8s.controller.outcome import has_progressed
-from k8s.controller.ray_jobs import RayJobs, RayUnreachable
+from k8s.controller.node_pool import NodePool, PoolState, release_node_groups
+from k8s.controller.observation import Gang, Observation, State, has_progressed
+from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.controller.stage_lease import LeaseHeld, StageLease
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
+from k8s.objects.attempt import (
+    blocks_next_attempt,
+    nodes_of,
+    placed_size,
+    rayjobs_of,
+    render_isolated_rayjob,
+    render_pod_group,
+    render_rayjob,
+)
 from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
-from k8s.objects.placement import addresses_of, explain_placement, newest_event, pods_of
-from k8s.objects.pod_group import placed_size, render_pod_group
-from k8s.objects.rayjob import blocks_next_attempt, nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
+from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, NodeGroupError
+from k8s.objects.placement import addresses_of, explain_placement, pods_of
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
@@ -53,6 +58,8 @@ from services.common.errors import EXIT_BUG, MillraceError, print_traceback
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
 """Seconds to wait for the rest of an ended driver's log."""
+RELEASE_SECONDS = 600.0
+"""Seconds of attempts to scale a busy node group down, after which that is left to the reaper."""
 LOST_LOG_SECONDS = 2.0
 """Seconds to wait for the log of a driver whose node is gone. Such a stream ends with a connection's limit, if ever."""
 
@@ -69,10 +76,10 @@ class Reconciler:
         self._terminated = threading.Event()
         self._report = ProgressPrinter("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
-        self._pool = open_node_pool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
-        self._nodes = PatientRelease(api, deployment.stage, self._report)
+        self._pool = NodePool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
+        self._releases_since: float | None = None
         self._refused_since: float | None = None
-        self._wait = (Awaited.NOTHING, 0.0)  # the thing that is waited for, and since when
+        self._entered: tuple[object, float] = (None, 0.0)  # the state with the gang's size, and since when
         self._is_pass_due = False  # the next pass follows at once
         self._log: DriverLog | None = None
         self._submission: tuple[str, int] | None = None  # the submission whose log is followed
@@ -123,22 +130,24 @@ class Reconciler:
         name = self._deployment.rayjob_name(len(record.attempts) + 1)
         rayjob = None if record.outcome else self._api.find("RayJob", name)
         lost = self._lost.remove(is_idle=rayjob is None)
-        observation = self._observe(record, rayjob)
+        observation = self._with_wait(self._observe(record, rayjob))
         self._follow_log(observation)
         action = decide(observation)
         is_done = self._act(action, observation)
         if action.report:
             self._report(action.report)
-        if action.waits_for is not None and action.waits_for != self._wait[0]:
-            self._wait = (action.waits_for, time.monotonic())
         # A pod of the deploy Job on a lost node would keep the Job from ending.
         return record.outcome if is_done and not lost else None
 
+    def _with_wait(self, seen: Observation) -> Observation:
+        """The observation with the seconds that the deployment has waited in its state."""
+        entered = (seen.state, seen.gang.nodes if seen.gang else 0)
+        if entered != self._entered[0]:
+            self._entered = (entered, time.monotonic())
+        return replace(seen, waited_seconds=time.monotonic() - self._entered[1])
+
     def _observe(self, record: Record, rayjob: Object | None) -> Observation:
-        waiting_for, since = self._wait
-        seen = Observation(
-            record=record, rayjob=rayjob, waiting_for=waiting_for, waited_seconds=time.monotonic() - since
-        )
+        seen = Observation(record=record, rayjob=rayjob)
         if rayjob is not None:
             return self._observe_attempt(seen, rayjob)
         if seen.state is not State.PLACING:
@@ -160,7 +169,7 @@ class Reconciler:
             pods=len(pods_of(self._api, self._stage)),
             is_up_to_date=self._deployment.mode == "shared" and wanted["template"] == group.spec["template"],
             room=count_room(self._api, group) if is_after_loss else 0,
-            pool=self._pool.look(self._deployment.nodes),
+            pool=self._pool.observe(self._deployment.nodes),
             group=group,
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
@@ -184,17 +193,12 @@ class Reconciler:
             seen = replace(seen, driver=self._ray_of(rayjob).find(rayjob["metadata"]["name"]))
         except RayUnreachable as error:
             seen = replace(seen, ray_error=str(error))
-        if seen.state is State.PENDING:
+        is_isolated = self._deployment.mode == "isolated"
+        if seen.state is State.PENDING or (seen.state is State.SUBMITTING and is_isolated):
             group = read_worker_group(self._api, self._stage)
-            return replace(seen, missing=explain_placement(self._api, group, nodes_of(rayjob)))
-        if seen.state is State.CLUSTER_STARTING:
-            group = read_worker_group(self._api, self._stage)
-            name = (rayjob.get("status") or {}).get("rayClusterName")
-            cluster = self._api.find("RayCluster", name) if name else None
-            event = newest_event(self._api, cluster) if cluster else ""
-            missing = explain_placement(self._api, group, self._deployment.nodes)
-            reports = filter(None, (missing, self._pool.look(self._deployment.nodes).report))
-            return replace(seen, missing="; ".join(reports), cluster_event=event)
+            pool = self._pool.observe(self._deployment.nodes) if is_isolated else PoolState()
+            reports = (explain_placement(self._api, group, nodes_of(rayjob)), pool.report)
+            return replace(seen, missing="; ".join(filter(None, reports)))
         return seen
 
     def _act(self, action: Action, observation: Observation) -> bool:
@@ -277,18 +281,15 @@ class Reconciler:
             self._log.close(LOST_LOG_SECONDS if is_lost else LOG_SECONDS)
             self._log = self._submission = None
         group = read_worker_group(self._api, self._stage)
-        if action.exit_code == 0:
-            try:
-                record_good_image(self._api, group, self._deployment.image)
-            except (OSError, ValueError) as error:  # a lost history fails no stage
-                self._report(f"the image is not kept under the root: {error}")
         try:
+            if action.exit_code == 0:
+                record_good_image(self._api, group, self._deployment.image)
             record_checkpoint_seconds(self._api, group)
-        except (OSError, ValueError, AttributeError) as error:  # a run's folder may be removed at any time
-            self._report(f"no checkpoint time is recorded: {error}")
+        except (OSError, ValueError) as error:  # a lost history fails no stage; a run's folder may go at any time
+            self._report(f"the history of the stage is not recorded: {error}")
         number = observation.attempt
         record = self._read_record()  # people write requests to stop to the same Job; only this process writes attempts
-        checkpoints = self._look_for_checkpoints(group, record.checkpoints)
+        checkpoints = self._find_checkpoints(group, record.checkpoints)
         is_newer = has_progressed(record.checkpoints, checkpoints, action.message)
         write_attempt(self._api, record, Outcome(action.exit_code, action.message, is_newer), checkpoints)
         if not action.is_rayjob_kept:
@@ -306,9 +307,22 @@ class Reconciler:
         left = release_pods(self._api, self._stage)
         if left:
             self._report(f"waiting for {left} {self._stage} pods to leave")
-        return left == 0 and self._nodes.advance()
+        return left == 0 and self._release_nodes()
 
-    def _look_for_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
+    def _release_nodes(self) -> bool:
+        """Scale the node group down. True once that is done, or is left to the reaper, which has another role."""
+        self._releases_since = self._releases_since or time.monotonic()
+        try:
+            release_node_groups(self._api, self._stage, self._report)
+        except NodeGroupError as error:
+            is_passing = isinstance(error, NodeGroupBusy | EksUnreachable)
+            if is_passing and time.monotonic() - self._releases_since < RELEASE_SECONDS:
+                self._report(str(error))
+                return False
+            self._report(f"{error}. The nodes are left to the reaper")
+        return True
+
+    def _find_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
         """Find the trainer's newest checkpoints; the other stages have none, so their retries count attempts."""
         if group.name != "trainer" or not self._deployment.recipe:
             return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +37,6 @@ API_VERSIONS = {
     "CronJob": "batch/v1",
     "Lease": "coordination.k8s.io/v1",
     "PriorityClass": "scheduling.k8s.io/v1",
-    "SelfSubjectAccessReview": "authorization.k8s.io/v1",
-    "SubjectAccessReview": "authorization.k8s.io/v1",
     "RayCluster": "ray.io/v1",
     "RayJob": "ray.io/v1",
     "PodGroup": "scheduling.volcano.sh/v1beta1",
@@ -49,6 +48,7 @@ CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
 """Seconds without a line after which a log stream ends, and its reader asks for the log again."""
 FIELD_MANAGER = "millrace"
+ASK_FOR_RIGHTS = "For a missing right, ask an administrator for the group millrace-deployers (k8s/README.md)"
 
 
 class ApiUnreachable(DeviceError):
@@ -123,10 +123,13 @@ class Api:
             options |= {"dry_run": "All"} if is_trial else {}
             return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
 
-    def delete(self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None) -> None:
+    def delete(
+        self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None, version: str | None = None
+    ) -> None:
         """Delete an object and what it owns. An absent object is no error, nor, with `uid`, one of another uid.
 
-        With a grace of 0 s a pod's object is deleted at once, even if its node does not answer.
+        With a grace of 0 s a pod's object is deleted at once, even if its node does not answer. `version` is the
+        apiVersion of a kind that `API_VERSIONS` does not name.
         """
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         if uid:
@@ -135,23 +138,13 @@ class Api:
             body["gracePeriodSeconds"] = grace_seconds
         try:
             with _explained(f"delete {kind} {name}"):
-                resource = self._resource(kind)
+                resource = self._resource(kind, version)
                 resource.delete(name=name, body=body, **self._scope(resource))
         except _Absent:
             return
         except Conflict:
             if not uid:
                 raise
-
-    def delete_object(self, body: Object) -> None:
-        """Delete an object of any kind. An absent object or an unknown kind is no error."""
-        kind, name = body["kind"], body["metadata"]["name"]
-        try:
-            with _explained(f"delete {kind} {name}"):
-                resource = self._resource(kind, body["apiVersion"])
-                resource.delete(name=name, body={"propagationPolicy": "Background"}, **self._scope(resource))
-        except (_Absent, KindAbsent):
-            return
 
     def log(self, pod: str, container: str) -> Iterator[str]:
         """Yield the log lines of a pod, each after its time stamp, until the stream ends."""
@@ -191,11 +184,8 @@ class Api:
     def _resource(self, kind: str, api_version: str | None = None) -> Any:
         version = api_version or API_VERSIONS[kind]
         try:
-            return self._dynamic.resources.get(api_version=version, kind=kind)
-        except ApiException as error:
-            raise _explain(f"look up {kind}", error) from error
-        except urllib3.exceptions.HTTPError as error:
-            raise ApiUnreachable(f"the Kubernetes API does not answer: {error}") from error
+            with _explained(f"look up {kind}"):
+                return self._dynamic.resources.get(api_version=version, kind=kind)
         except ResourceNotFoundError as error:
             raise KindAbsent(
                 f"the cluster at {self.server} has no type {kind} ({version}): "
@@ -235,20 +225,15 @@ class _Absent(DeviceError):
     pass
 
 
-class _explained:  # noqa: N801 - a context manager that reads as a word
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
     """Turn the errors of the Kubernetes client into errors that say what was asked for."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ApiException):
-            raise _explain(self._what, error) from error
-        if isinstance(error, urllib3.exceptions.HTTPError):
-            raise ApiUnreachable(f"{self._what}: the Kubernetes API does not answer: {error}") from error
+    try:
+        yield
+    except ApiException as error:
+        raise _explain(what, error) from error
+    except urllib3.exceptions.HTTPError as error:
+        raise ApiUnreachable(f"{what}: the Kubernetes API does not answer: {error}") from error
 
 
 def _explain(what: str, error: ApiException) -> DeviceError:
@@ -257,10 +242,10 @@ def _explain(what: str, error: ApiException) -> DeviceError:
         return _Absent(f"{what}: not found. {said}")
     if error.status == 409:
         return Conflict(f"{what}: {said}")
-    if error.status in (401, 403):
-        return DeviceError(f"{what}: the cluster refuses the request: {said}")
     if error.status in (429, 500, 502, 503, 504):
         return ApiUnreachable(f"{what}: {said}")
+    if error.status in (401, 403):
+        return DeviceError(f"{what}: the cluster refuses the request: {said}. {ASK_FOR_RIGHTS}")
     return DeviceError(f"{what}: {said}")
 
 

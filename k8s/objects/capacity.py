@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal
 
 from k8s.objects.api import Api, Object
@@ -45,15 +46,15 @@ def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
     """Check that there are enough nodes on each of which one pod of the stage could run."""
     present = api.find_all("Node")
     selector = group.pod.get("nodeSelector") or {}
-    labelled = [node for node in present if selector.items() <= (node["metadata"].get("labels") or {}).items()]
+    labelled = _selected(present, group)
     if not labelled:
         return (
             f"no node has the labels that {group.name} pods select ({_labels(selector)}); instance types here: "
             f"{', '.join(sorted({_instance_type(node) for node in present}))}"
         )
-    open_to_us = [node for node in labelled if not _refusing_taints(node, group)]
+    open_to_us = [node for node in labelled if not _refusing_taints(_taints_of(node), group)]
     if not open_to_us:
-        taints = sorted({taint for node in labelled for taint in _refusing_taints(node, group)})
+        taints = sorted({taint for node in labelled for taint in _refusing_taints(_taints_of(node), group)})
         return f"every node that {group.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
     room = sum(_pods_that_fit(node, group) for node in open_to_us)
     if room >= nodes:
@@ -66,13 +67,11 @@ def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
     )
 
 
-def check_fit(node: Object, group: WorkerGroup) -> str:
-    """Check that a pod of the stage could run on a node like this one.
+def check_fit(name: str, labels: dict[str, str], taints: Sequence[Object], group: WorkerGroup) -> str:
+    """Check that a pod of the stage may run on the nodes of the node group `name`, by their labels and taints.
 
-    Resources are checked only where the node has `allocatable`. Labels that every node has, such as that of its zone,
-    are ignored.
+    Labels that every node has, such as that of its zone, are ignored.
     """
-    name, labels = node["metadata"]["name"], node["metadata"].get("labels") or {}
     wrong = {
         key: value
         for key, value in (group.pod.get("nodeSelector") or {}).items()
@@ -81,24 +80,20 @@ def check_fit(node: Object, group: WorkerGroup) -> str:
     if wrong:
         had = {key: labels.get(key, "nothing") for key in wrong}
         return f"nodes of {name} have {_labels(had)}, and {group.name} pods select {_labels(wrong)}"
-    if taints := _refusing_taints(node, group):
-        return f"nodes of {name} have taints that {group.name} pods do not tolerate: {', '.join(taints)}"
-    if node["status"].get("allocatable") and (lacking := _lacking([node], group)):
-        return (
-            f"a node of {name} ({_instance_type(node)}) has not enough {', '.join(lacking)} for one {group.name} pod: "
-            f"give the pool another instance type, or make the pods smaller"
-        )
+    if refusing := _refusing_taints(taints, group):
+        return f"nodes of {name} have taints that {group.name} pods do not tolerate: {', '.join(refusing)}"
     return ""
 
 
 def count_room(api: Api, group: WorkerGroup) -> int:
     """Number of the stage's pods for which the present nodes would have room if nothing else ran on them."""
+    nodes = _selected(api.find_all("Node"), group)
+    return sum(_pods_that_fit(node, group) for node in nodes if not _refusing_taints(_taints_of(node), group))
+
+
+def _selected(nodes: list[Object], group: WorkerGroup) -> list[Object]:
     selector = group.pod.get("nodeSelector") or {}
-    return sum(
-        _pods_that_fit(node, group)
-        for node in api.find_all("Node")
-        if selector.items() <= (node["metadata"].get("labels") or {}).items() and not _refusing_taints(node, group)
-    )
+    return [node for node in nodes if selector.items() <= (node["metadata"].get("labels") or {}).items()]
 
 
 def _pods_that_fit(node: Object, group: WorkerGroup) -> int:
@@ -120,8 +115,11 @@ def _lacking(nodes: list[Object], group: WorkerGroup) -> list[str]:
     ]
 
 
-def _refusing_taints(node: Object, group: WorkerGroup) -> list[str]:
-    taints = node["spec"].get("taints") or []
+def _taints_of(node: Object) -> list[Object]:
+    return node["spec"].get("taints") or []
+
+
+def _refusing_taints(taints: Sequence[Object], group: WorkerGroup) -> list[str]:
     tolerations = group.pod.get("tolerations") or []
     return [
         f"{taint['key']}:{taint['effect']}"

@@ -1,8 +1,11 @@
-"""The deploy Job: the client creates it, and the controller in its pod runs the deployment."""
+"""The deploy Job, in whose pod the controller runs a deployment, and the other objects that the client creates for it:
+the ConfigMap of the recipe, and short Jobs.
+"""
 
 from __future__ import annotations
 
-from k8s.objects.api import Object
+from deploy.stage_contract import RECIPE_FILE
+from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
     CLUSTER,
@@ -13,6 +16,7 @@ from k8s.objects.names import (
     RUN_LABEL,
     STAGE_LABEL,
     job_name,
+    recipe_name,
 )
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup
 
@@ -126,3 +130,36 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
+
+
+def render_short_job(
+    name: str, labels: dict[str, str], pod: Object, *, limit_seconds: int, kept_seconds: int, tries: int = 0
+) -> Object:
+    """The Job of a pod with these labels. `tries` is the number of further pods after one that failed."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "backoffLimit": tries,
+            "activeDeadlineSeconds": limit_seconds,
+            "ttlSecondsAfterFinished": kept_seconds,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def render_recipe_config_map(stage: str, text: str, digest: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": recipe_name(stage, digest), "labels": {STAGE_LABEL: stage}},
+        "immutable": True,
+        "data": {RECIPE_FILE: text},
+    }
+
+
+def find_recipe_text(api: Api, stage: str, digest: str) -> str | None:
+    """The recipe of an earlier deployment; None where its ConfigMap was deleted."""
+    kept = api.find("ConfigMap", recipe_name(stage, digest))
+    return str(kept["data"][RECIPE_FILE]) if kept else None

@@ -1,7 +1,7 @@
 """One deployment of a stage, as its deploy Job carries it.
 
 The client writes this and the head's image reads it, and the two may be of different versions. So it carries a version
-number, which every change of a field raises. A program that meets another number says which side to update.
+number, which every change of a field raises. Preflight refuses a head that reads another version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEGREE = "--parallel.data_parallel_size"
 
 RECORD_VERSION = 5
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
-_MOST_LABEL_CHARACTERS = 63
+_MAX_LABEL_CHARACTERS = 63
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
 
 ClusterMode = Literal["shared", "isolated"]
@@ -25,11 +25,6 @@ ClusterMode = Literal["shared", "isolated"]
 
 class UnknownRecord(DeviceError):
     """A deploy Job carries a deployment that this version of the program cannot read."""
-
-    def __init__(self, message: str, is_newer: bool = True) -> None:
-        super().__init__(message)
-        self.is_newer = is_newer
-        """Whether a newer version wrote it; otherwise an older one did."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class Deployment:
     @property
     def run_label(self) -> str:
         """The recipe's name as the value of a label: at most 63 characters, the last of them a letter or a digit."""
-        return self.recipe[:_MOST_LABEL_CHARACTERS].rstrip("._-")
+        return self.recipe[:_MAX_LABEL_CHARACTERS].rstrip("._-")
 
     def patience_seconds(self, attempts: int) -> int:
         """Seconds to wait for the gang of the next attempt after so many earlier attempts."""
@@ -108,12 +103,7 @@ class Deployment:
         except (ValueError, TypeError) as error:
             raise UnknownRecord(f"its record cannot be read: {error}") from error
         version = values.pop("version", None)
-        if version != RECORD_VERSION:
-            is_newer = not isinstance(version, int) or version > RECORD_VERSION
-            raise UnknownRecord(f"its record has version {version}, and this program reads {RECORD_VERSION}", is_newer)
-        odd = values.keys() ^ {each.name for each in fields(cls)}
-        if odd:
-            message = f"its record of version {version} differs in the fields {', '.join(sorted(odd))}"
-            raise UnknownRecord(message, is_newer=bool(odd & values.keys()))
+        if version != RECORD_VERSION or values.keys() != {each.name for each in fields(cls)}:
+            raise UnknownRecord(f"its record has version {version}, and this program reads {RECORD_VERSION}")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values | lists)

@@ -24,10 +24,7 @@ COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"
 DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: for deployments that name no recipe
 REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: the AWS region of its nodes
-
-# The Lease that records the size of each pool before any deployment raised it, and who holds how many of its nodes.
-NODE_POOLS = "node-pools"
-NODE_POOLS_ANNOTATION = "millrace.dev/node-pools"
+NODE_GROUP_ANNOTATION = "millrace.dev/node-group"  # on the Lease of a node group: CLUSTER/GROUP
 
 # On a deploy Job: its attempts, its outcome, and who asked it to stop.
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"

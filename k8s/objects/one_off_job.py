@@ -14,7 +14,7 @@ from deploy.exit_codes import EXIT_AGAIN
 from deploy.stage_contract import ONE_OFF_DRAIN_SECONDS, ROOT, SCRATCH, find_contract, make_one_off_command
 from k8s.objects.api import Object
 from k8s.objects.conditions import conditions_of, is_job_over
-from k8s.objects.deploy_job import render_head_program
+from k8s.objects.deploy_job import render_head_program, render_short_job
 from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
@@ -25,7 +25,6 @@ from k8s.objects.names import (
     USER_ANNOTATION,
     one_off_nodes_name,
 )
-from k8s.objects.short_job import render_short_job
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, quantity, worker_group_of
 from services.common.errors import DeviceError, LimitError
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
@@ -138,10 +137,8 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
 
 
 def is_active(job: Object | None) -> bool:
-    """Whether a one-off's Job needs its node. A suspended Job does not, because its deadline would never come."""
-    if job is None or is_job_over(job) or "deletionTimestamp" in job["metadata"]:
-        return False
-    return not job["spec"].get("suspend") and (job["metadata"].get("labels") or {}).get(COMPONENT_LABEL) == ONE_OFF
+    """Whether a one-off's Job needs its node."""
+    return job is not None and not is_job_over(job) and "deletionTimestamp" not in job["metadata"]
 
 
 def describe_words(job: Object) -> str:

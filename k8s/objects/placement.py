@@ -13,18 +13,6 @@ from k8s.objects.worker_group import WorkerGroup
 PASSING = frozenset({"PodInitializing", "ContainerCreating", ""})
 """Reasons for which a container waits that pass by themselves; every other reason needs a person."""
 TELLING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedScheduling", "FailedCreatePodSandBox", "Failed")
-OPERATOR_SECONDS = 60.0
-"""Seconds that the KubeRay operator may take for its next step before a report asks whether it runs."""
-
-
-def ask_for_operator(waited_seconds: float) -> str:
-    """The question whether the KubeRay operator runs, for a wait of more than `OPERATOR_SECONDS`; else empty.
-
-    The text does not change as the wait goes on, because a report is printed whenever its text changes.
-    """
-    if waited_seconds <= OPERATOR_SECONDS:
-        return ""
-    return f" for more than {OPERATOR_SECONDS:.0f} s. Does the KubeRay operator run? kubectl get pods -A | grep kuberay"
 
 
 def pods_of(api: Api, stage: str) -> list[Object]:
@@ -128,3 +116,30 @@ def newest_event(api: Api, thing: Object) -> str:
 
 def _counted(reasons: Counter[str]) -> Iterable[str]:
     return (f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.items())
+
+
+DEFAULT_SCHEDULER = "default-scheduler"  # the API server writes it into a pod that names none
+POD_GROUP = f"ray-{CLUSTER}-pg"
+"""The PodGroup that an operator with Volcano's integration makes for the whole RayCluster."""
+
+
+def explain_batch_scheduler(api: Api, head_pod: Object) -> str:
+    """Explain that the operator has a batch scheduler of its own; empty where it has none.
+
+    With the integration of Volcano the operator makes a PodGroup for the RayCluster. With every integration (Volcano,
+    YuniKorn, KAI, scheduler-plugins) it gives the head another scheduler than `head_pod` of the manifests has.
+    """
+    wanted = head_pod.get("schedulerName") or DEFAULT_SCHEDULER
+    given = sorted({pod["spec"].get("schedulerName") or DEFAULT_SCHEDULER for pod in heads_of(api)} - {wanted})
+    if given:
+        sign = f"it gave the head to the scheduler {given[0]}"
+    elif api.find("PodGroup", POD_GROUP):
+        sign = f"it made PodGroup {POD_GROUP}"
+    else:
+        return ""
+    return (
+        f"the KubeRay operator runs with its own batch scheduler ({sign}): a RayJob on this cluster would stay "
+        f"Initializing for ever. Start the operator without one (Helm: batchScheduler.name unset), or let it watch "
+        f"other namespaces and run a second operator for {api.namespace} (docs/operations/existing-cluster.md), then: "
+        f"make cluster-down cluster-up"
+    )

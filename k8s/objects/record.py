@@ -7,13 +7,12 @@ everything else.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import asdict, dataclass, replace
 
 from deploy.exit_codes import shorten_line
 from k8s.objects.api import Api, Conflict, Object
 from k8s.objects.conditions import is_job_over
-from k8s.objects.deployment import UPDATE_CLIENT, UPDATE_HEAD, Deployment, UnknownRecord
+from k8s.objects.deployment import UPDATE_CLIENT, Deployment, UnknownRecord
 from k8s.objects.names import (
     ATTEMPTS_ANNOTATION,
     CHECKPOINTS_ANNOTATION,
@@ -22,7 +21,6 @@ from k8s.objects.names import (
     STOP_ANNOTATION,
     job_name,
 )
-from services.common.recipe.schema import STAGES
 
 FULL_MESSAGES = 20
 SHORT_MESSAGE_CHARACTERS = 80
@@ -36,14 +34,6 @@ class Outcome:
     message: str
     progressed: bool = False
     """Whether an attempt left a newer committed checkpoint than the attempt before it."""
-
-    @classmethod
-    def from_fields(cls, values: dict[str, Any]) -> Self:
-        """Read what a head of another version may have written when it refused a deployment: unknown fields are
-        ignored.
-        """
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass(frozen=True)
@@ -88,9 +78,9 @@ def record_of(job: Object) -> Record:
         deployment=deployment,
         uid=metadata["uid"],
         version=metadata.get("resourceVersion", ""),
-        attempts=tuple(Outcome.from_fields(each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
+        attempts=tuple(Outcome(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
         checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
-        outcome=Outcome.from_fields(json.loads(outcome)) if outcome else None,
+        outcome=Outcome(**json.loads(outcome)) if outcome else None,
         stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,
@@ -100,35 +90,13 @@ def record_of(job: Object) -> Record:
 
 def _deployment_of(job: Object) -> Deployment:
     try:
-        return Deployment.from_json(_text_of(job))
+        return Deployment.from_json(job["spec"]["template"]["spec"]["containers"][0]["args"][-1])
     except UnknownRecord as error:
         name = job["metadata"]["name"]
-        older = f"an older version made it; once it has ended, kubectl -n {NAMESPACE} delete job {name} removes it"
-        advice = f"a newer version made it: {UPDATE_CLIENT}" if error.is_newer else older
-        raise UnknownRecord(f"Job {name}: {error}; {advice}", error.is_newer) from error
-
-
-def _text_of(job: Object) -> str:
-    return str(job["spec"]["template"]["spec"]["containers"][0]["args"][-1])
-
-
-def refuse_record(api: Api, text: str, error: UnknownRecord) -> Outcome:
-    """End a deployment that this head's image cannot read, before anything was started.
-
-    Raises `Conflict` when its Job was changed meanwhile.
-    """
-    side = f"the head's image is older than the client: {UPDATE_HEAD}"
-    if not error.is_newer:
-        side = f"the client is older than the head's image: {UPDATE_CLIENT}"
-    outcome = Outcome(error.exit_code, f"nothing was started: {error}; {side}")
-    for name in map(job_name, STAGES):
-        job = api.find("Job", name)
-        if job and _text_of(job) == text:
-            metadata = {each: job["metadata"][each] for each in ("resourceVersion", "uid")}
-            annotations = {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))}
-            patch = {"metadata": metadata | {"annotations": annotations}}
-            api.merge("Job", name, patch | no_more_failures(job))
-    return outcome
+        raise UnknownRecord(
+            f"Job {name}: {error}. If a newer version made it, {UPDATE_CLIENT}; else, once it has ended: "
+            f"kubectl -n {NAMESPACE} delete job {name}"
+        ) from error
 
 
 def ask_to_stop(api: Api, record: Record, user: str) -> None:

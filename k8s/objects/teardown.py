@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from k8s.objects.api import Api
+from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.names import CLUSTER, STAGE_LABEL
 from k8s.objects.placement import pods_of
-from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.worker_group import scale_down, worker_group_of
 
 

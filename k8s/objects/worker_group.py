@@ -103,15 +103,7 @@ class WorkerGroup:
     @property
     def routing_resource(self) -> str:
         """The Ray resource that only this group's pods declare."""
-        declared = self.spec.get("resources") or {}
-        name = f"{STAGE_RESOURCE_PREFIX}{self.name}"
-        if name not in declared:
-            raise DeviceError(
-                f"worker group {self.name} does not declare the Ray resource {name} (it has "
-                f"{', '.join(declared) or 'none'}), so no job can be sent to its pods. "
-                f"Correct k8s/stages/{self.name}/worker-group.yaml, then: make cluster-up"
-            )
-        return name
+        return f"{STAGE_RESOURCE_PREFIX}{self.name}"
 
     @property
     def good_images(self) -> list[str]:
@@ -137,13 +129,7 @@ class WorkerGroup:
     def dollars_per_node_hour(self) -> float | None:
         """The price of one node in dollars an hour; None where the manifests give none."""
         text = self._optional(node_price_annotation(self.name))
-        try:
-            return float(text) if text else None
-        except ValueError as error:
-            raise DeviceError(
-                f"RayCluster {CLUSTER} has the annotation {node_price_annotation(self.name)}: {text!r}, which is no "
-                f"number of dollars an hour (expected: 21.50). Correct the overlay, then: make cluster-up"
-            ) from error
+        return float(text) if text else None
 
     @property
     def capacity_ends_at(self) -> str:
@@ -209,13 +195,7 @@ class WorkerGroup:
         return quantity(str(declared.get(resource) or limits.get(limit, "0")))
 
     def _mount_of(self, volume: str) -> str:
-        for mount in self.container.get("volumeMounts", []):
-            if mount["name"] == volume:
-                return str(mount["mountPath"])
-        raise DeviceError(
-            f"worker group {self.name} mounts no volume {volume!r}. Correct k8s/stages/{self.name}/worker-group.yaml, "
-            f"then: make cluster-up"
-        )
+        return str(next(each["mountPath"] for each in self.container["volumeMounts"] if each["name"] == volume))
 
     def _optional(self, annotation: str) -> str:
         """An annotation of the RayCluster; empty where it is absent."""

@@ -20,8 +20,8 @@ from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from images.versions import describe_build
 from k8s.objects.api import Api, Object
+from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.placement import heads_of, is_ready, pods_of
-from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import Record, read_record
 from k8s.objects.worker_group import WorkerGroup, read_worker_group
 from services.common.artifacts.corpus import CorpusManifest

@@ -11,7 +11,7 @@ import pytest
 
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
-from k8s.objects.operator import POD_GROUP
+from k8s.objects.placement import POD_GROUP
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, load_images, make_site
 from tests.cluster.kit import cluster, fake_nodes
@@ -45,23 +45,13 @@ def theirs(kit: Api) -> Iterator[list[Object]]:
 
 def things_of_a_team() -> Iterator[Object]:
     def thing(api: str, kind: str, name: str, **parts: Any) -> Object:
-        is_theirs = kind not in ("Namespace", "Queue", "PriorityClass", "PersistentVolume")
+        is_theirs = kind not in ("Namespace", "Queue", "PriorityClass")
         where = {"namespace": NAMESPACE} if is_theirs else {}
         return {"apiVersion": api, "kind": kind, "metadata": {"name": name, **where}, **parts}
 
-    size = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
     yield thing("v1", "Namespace", NAMESPACE)
     yield thing("scheduling.volcano.sh/v1beta1", "Queue", NAMESPACE, spec={"capability": {"cpu": "8"}, "weight": 1})
     yield thing("scheduling.k8s.io/v1", "PriorityClass", NAMESPACE, value=1)
-    yield thing(
-        "v1",
-        "PersistentVolume",
-        NAMESPACE,
-        spec={**size, "capacity": {"storage": "1Gi"}, "hostPath": {"path": "/tmp", "type": "Directory"}},
-    )
-    claim = {**size, "volumeName": NAMESPACE, "resources": {"requests": {"storage": "1Gi"}}}
-    yield thing("v1", "PersistentVolumeClaim", "notes", spec=claim)
-    yield thing("v1", "Service", "notebook", spec={"ports": [{"port": 80}], "type": "LoadBalancer"})
     fake = {
         "nodeSelector": {"type": "kwok"},
         "tolerations": [{"key": "aws.amazon.com/neuron", "operator": "Exists"}],

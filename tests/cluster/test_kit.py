@@ -1,4 +1,4 @@
-"""The cluster that all tests of this folder run on is a real one: it schedules gangs, and leaves nothing behind."""
+"""The cluster that all tests of this folder run on is a real one, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from images.platforms import REPOSITORY
-from infra.shapes import find_shape
 from services.common.errors import DeviceError, TryAgain
 from services.common.testing.waiting import wait_until
-from tests.cluster.kit import cluster, fake_nodes
+from tests.cluster.kit import cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -37,64 +36,11 @@ def get(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(cluster.kubectl("get", *arguments, "-o", "json")))
 
 
-def apply(*objects: dict[str, Any]) -> None:
-    cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
-
-
-def gang(name: str, size: int) -> list[dict[str, Any]]:
-    """A Volcano PodGroup and its pods, each of which takes a whole trn1 node."""
-    group = {
-        "apiVersion": "scheduling.volcano.sh/v1beta1",
-        "kind": "PodGroup",
-        "metadata": {"name": name},
-        "spec": {"minMember": size, "queue": "default"},
-    }
-    devices = {"aws.amazon.com/neuron": str(find_shape("trn1.32xlarge").neuron_devices)}
-    pods = [
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": f"{name}-{n}", "annotations": {"scheduling.k8s.io/group-name": name}},
-            "spec": {
-                "schedulerName": "volcano",
-                "nodeSelector": {"type": "kwok"},
-                "tolerations": [{"key": "aws.amazon.com/neuron", "operator": "Exists"}],
-                "containers": [
-                    {"name": "work", "image": "any", "resources": {"requests": devices, "limits": devices}},
-                ],
-            },
-        }
-        for n in range(size)
-    ]
-    return [group, *pods]
-
-
-def bound(name: str) -> int:
-    pods = get("pods")["items"]
-    return sum("nodeName" in pod["spec"] for pod in pods if pod["metadata"]["name"].startswith(f"{name}-"))
-
-
-def conditions(name: str) -> str:
-    """The conditions that Volcano wrote to the PodGroup; none until it has handled it."""
-    return " ".join(each["message"] for each in get("podgroup", name).get("status", {}).get("conditions", []))
-
-
 def test_the_node_has_neuron_devices_and_the_operators_their_types() -> None:
     capacity = get("node", "node-a")["status"]["capacity"]
     assert (capacity["aws.amazon.com/neuron"], capacity["vpc.amazonaws.com/efa"]) == ("64", "32")
     types = {each["metadata"]["name"] for each in get("crd")["items"]}
     assert {"rayclusters.ray.io", "rayjobs.ray.io", "podgroups.scheduling.volcano.sh"} <= types
-
-
-def test_a_gang_is_placed_whole_or_not_at_all() -> None:
-    fake_nodes.fake(1)
-    apply(*gang("pair", 2))
-    wait_until(
-        lambda: "Insufficient aws.amazon.com/neuron" in conditions("pair") or "unschedulable" in conditions("pair")
-    )
-    assert bound("pair") == 0
-    fake_nodes.fake(2)
-    wait_until(lambda: bound("pair") == 2)
 
 
 def test_down_leaves_no_process_no_mount_and_no_bridge() -> None:

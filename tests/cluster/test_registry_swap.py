@@ -186,16 +186,6 @@ def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_ba
     assert [training.harness.worker_group(name).spec for name in ("compiler", "trainer")] == others
 
 
-def test_an_image_that_is_not_in_the_registry(training: Place) -> None:
-    code, said = training.refused(TAG="0.0.0-cpu")
-    assert code == 4
-    assert f"{training.registry}/millrace/tokenizer:0.0.0-cpu" in said
-    code, said = training.refused(TAG=f"sha256:{'0' * 64}")
-    assert code == 4
-    assert "cannot be pulled on node-a" in said
-    assert "not found" in said
-
-
 def test_the_head_is_not_changed_under_a_stage(training: Place, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {name_of('head')}\nLABEL another=yes\n", encoding="utf-8")
     docker("build", "--quiet", "--tag", "millrace-test/head:next", str(tmp_path))

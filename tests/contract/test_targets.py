@@ -23,7 +23,7 @@ from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
 from images.registry import repository_of
 from k8s.client.settings_env import fill_in
-from k8s.objects.rayjob import render_rayjob
+from k8s.objects.attempt import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Stage

@@ -8,6 +8,8 @@ from deploy.client.outline import Outline
 from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client.resolved_deployment import DEFAULT_RECIPE
 from k8s.objects.deployment import Deployment
+from k8s.objects.one_off_job import OneOff
+from services.common.recipe.schema import Stage
 from tests.k8s.rendered import Thing
 
 DIGEST = "0" * 64
@@ -58,3 +60,17 @@ def node(name: str, taints: list[Thing], conditions: list[Thing]) -> Thing:
         "spec": {"taints": taints},
         "status": {"conditions": conditions},
     }
+
+
+def one_off_of(stage: Stage = "trainer", **changes: Any) -> OneOff:
+    fields: dict[str, Any] = {
+        "stage": stage,
+        "id": "abc123",
+        "digest": "0" * 16,
+        "image": f"millrace/{stage}@sha256:{DIGEST}",
+        "words": ("artifacts", "list", "a b"),
+        "recipe": "packed",
+        "seconds": 3_600,
+        "user": "somebody",
+    }
+    return OneOff(**fields | changes)

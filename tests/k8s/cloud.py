@@ -7,7 +7,7 @@ from typing import Any
 from botocore.awsrequest import AWSResponse
 from moto.eks.models import eks_backends
 
-from k8s.objects.eks import NODE_GROUP_LABEL, _connect
+from k8s.objects.node_group import NODE_GROUP_LABEL, _connect
 from tests.k8s.builders import READY, REGION
 from tests.k8s.world import World
 

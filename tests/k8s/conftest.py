@@ -13,7 +13,7 @@ import pytest
 from k8s.client.overlay import find_kubectl, render
 from k8s.controller import reconciler
 from k8s.controller.reconciler import Reconciler
-from k8s.objects import eks
+from k8s.objects import node_group
 from k8s.objects.record import Outcome
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, Clock
@@ -53,9 +53,9 @@ def account() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, mock_aws():
         patch.setenv("AWS_REGION", REGION)
-        eks._connect.cache_clear()
+        node_group._connect.cache_clear()
         yield
-    eks._connect.cache_clear()
+    node_group._connect.cache_clear()
 
 
 @pytest.fixture

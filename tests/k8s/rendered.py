@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import yaml
 from images.platforms import REPOSITORY
 
 OVERLAYS = {"local": REPOSITORY / "k8s/overlays/local", "eks": REPOSITORY / "k8s/overlays/eks"}
-REMOVED = object()
 
 Thing = dict[str, Any]  # a Kubernetes object, or a part of one
 
@@ -33,21 +31,6 @@ def write_overlay_on_eks(folder: Path, **settings: str) -> Path:
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
     return folder
-
-
-def changed(things: list[Thing], name: str, pointer: str, value: object) -> list[Thing]:
-    """A copy in which one field of the object KIND/NAME has another value, or is `REMOVED`. `pointer` is RFC 6901's."""
-    result = copy.deepcopy(things)
-    part: Any = next(thing for thing in result if name_of(thing) == name)
-    *path, last = [word.replace("~1", "/") for word in pointer.split("/")[1:]]
-    for word in path:
-        part = part[int(word)] if isinstance(part, list) else part[word]
-    key = int(last) if isinstance(part, list) else last
-    if value is REMOVED:
-        del part[key]
-    else:
-        part[key] = value
-    return result
 
 
 def name_of(thing: Thing) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,8 @@ from deploy.client.requested_recipe import read_requested_recipe
 from images.platforms import REPOSITORY
 from k8s.client.compile_tasks import check_trace
 from k8s.client.resolved_deployment import ResolvedDeployment, resolve
-from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
-from services.common.recipe.schema import Compile
-from services.compiler.fan_out import make_tasks
-from services.compiler.graph_plan import CPU_NODE_TYPE, Rate, size_of
-from services.compiler.graph_plan import describe_plan as describe_graphs
-from services.compiler.modules import Module
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import Thing, cluster_of
 
@@ -46,14 +39,6 @@ def resolved(group: WorkerGroup, *arguments: str, nodes: int | None = None) -> R
     request = DeployRequest("compiler", read_requested_recipe(RECIPE), image, nodes, arguments=arguments)
     api: Any = None  # an image that has a digest is looked up nowhere
     return resolve(api, group, request)
-
-
-def test_a_gang_of_the_compiler_reserves_no_neuron_device(compiler: WorkerGroup) -> None:
-    deployment = resolved(compiler, "--compile.num_workers=6").deployment
-    gang = render_pod_group(compiler, deployment, 1, deployment.nodes)["spec"]
-
-    assert gang["minMember"] == 2
-    assert gang["minResources"] == {"cpu": "60", "memory": str(224 * GIB), "ephemeral-storage": str(200 * GIB)}
 
 
 @pytest.mark.parametrize(("tasks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 3)])
@@ -102,20 +87,3 @@ def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(compiler: Wo
     said = check_trace(compiler, resolved(compiler, "--compile.trace_on=device").outline)
     assert 'compile.trace_on is "device", but compiler pods have no aws.amazon.com/neuron' in said
     assert "COMPILER_POOL=trainium" in said
-
-
-def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tmp_path: Path) -> None:
-    """`services.compiler plan` without options is about the pods that a deployment brings up."""
-    asked = compiler.requests
-    node = size_of(CPU_NODE_TYPE)
-    assert (int(asked["cpu"]), int(asked["memory"])) == (node.cpus, int(node.memory_gib) * GIB)
-    settings = Compile()
-    modules = [Module(tmp_path, "2.21", f"MODULE_{number}", (), 1_000_000) for number in range(8)]
-    tasks = make_tasks(modules, tmp_path / "compiled", settings)
-    said = describe_graphs(tasks, settings, Rate(600.0, ""), size_of(CPU_NODE_TYPE), within_minutes=10)
-    nodes, workers = said.split()[-2:]
-
-    assert (nodes, workers) == ("--cluster.compiler_nodes=3", "--compile.num_workers=8")
-    for arguments in ((nodes, workers), (workers,)):
-        deployment = resolved(compiler, *arguments).deployment
-        assert (deployment.nodes, deployment.arguments) == (3, (*arguments, ON_CPU))

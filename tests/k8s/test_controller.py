@@ -1,4 +1,4 @@
-"""Tables for the parts of the controller: retries, states, sizes of a gang, lost pods, the Lease, orphans."""
+"""Tables for the parts of the controller: retries, states, sizes of a gang, lost pods, the Lease."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.job_submission import JobStatus
 
-from k8s.controller.decision import WHOLE_GANG_SECONDS, choose_size
-from k8s.controller.deployment_state import State, state_of_attempt
 from k8s.controller.history import find_newest_checkpoints
-from k8s.controller.outcome import count_disturbances, has_progressed, may_try_again
-from k8s.controller.ray_jobs import DriverState
-from k8s.controller.reaper import StageSnapshot, describe_orphan
+from k8s.controller.observation import count_disturbances, has_progressed, may_try_again
 from k8s.controller.stage_lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
@@ -90,61 +85,6 @@ def test_a_thousand_attempts_fit_into_an_annotation() -> None:
     assert len(attempts) == 1_000
     assert sum(len(each.message) for each in attempts) < 128 * 2**10
     assert {len(each.message) for each in attempts[-FULL_MESSAGES:]} == {500}
-
-
-def driver(status: JobStatus) -> DriverState:
-    return DriverState(status, None, "", 1)
-
-
-@pytest.mark.parametrize(
-    ("status", "seen", "is_ray_there", "stop", "mode", "expected"),
-    [
-        ({}, None, True, "", "shared", State.SUBMITTING),
-        ({}, None, False, "", "shared", State.HEAD_LOST),
-        ({}, None, True, "ann", "shared", State.STOPPED_BEFORE_RUN),
-        ({}, None, False, "", "isolated", State.CLUSTER_STARTING),
-        ({"jobStatus": "RUNNING"}, None, False, "", "isolated", State.HEAD_LOST),
-        ({"jobStatus": "RUNNING"}, None, True, "", "shared", State.SUBMITTING),  # a new head does not know it yet
-        ({"jobStatus": "RUNNING"}, None, False, "ann", "shared", State.HEAD_LOST),
-        ({"jobDeploymentStatus": "Failed"}, None, False, "", "shared", State.RAYJOB_ENDED),
-        ({"jobDeploymentStatus": "ValidationFailed"}, None, True, "ann", "shared", State.RAYJOB_ENDED),
-        ({}, driver(JobStatus.PENDING), True, "", "shared", State.PENDING),
-        ({}, driver(JobStatus.PENDING), True, "ann", "shared", State.STOPPING),
-        ({}, driver(JobStatus.RUNNING), True, "", "shared", State.RUNNING),
-        ({"jobDeploymentStatus": "Failed"}, driver(JobStatus.RUNNING), True, "", "shared", State.RUNNING),
-        ({}, driver(JobStatus.FAILED), True, "ann", "shared", State.DRIVER_ENDED),
-    ],
-)
-def test_the_state_of_an_attempt(
-    status: Thing, seen: DriverState | None, is_ray_there: bool, stop: str, mode: Any, expected: State
-) -> None:
-    assert state_of_attempt({"status": status}, seen, is_ray_there, stop, mode) is expected
-
-
-LONG = WHOLE_GANG_SECONDS + 1
-
-
-@pytest.mark.parametrize(
-    ("nodes", "attempts", "room", "waited", "expected"),
-    [
-        (8, 1, 7, 10.0, 8),
-        (8, 1, 7, LONG, 4),
-        (8, 1, 3, LONG, 2),
-        (8, 1, 8, LONG, 4),  # there should be room for all, and Volcano places none
-        (4, 1, 8, LONG, 2),
-        (8, 1, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
-        (2, 1, 2, LONG, 2),
-        (8, 1, 1, 1_801.0, 8),  # the nodes that are left are held for hours
-        (8, 1, 1, 21_601.0, 0),
-        (8, 0, 7, LONG, 8),  # the first attempt has the nodes that preflight saw
-        (8, 0, 7, 1_801.0, 0),
-    ],
-)
-def test_a_gang_without_a_spare_node_continues_on_fewer(
-    nodes: int, attempts: int, room: int, waited: float, expected: int
-) -> None:
-    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800, loss_timeout_seconds=21_600)
-    assert choose_size(deployment, nodes, attempts, room, waited) == expected
 
 
 def test_fewer_nodes_are_another_data_parallel_degree() -> None:
@@ -229,24 +169,6 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
     assert len(said) == len(set(said)), "nothing is said twice"
 
 
-def test_a_pod_that_looks_well_leaves_a_node_with_a_fault_while_its_stage_is_idle(clock: Clock) -> None:
-    """The kubelet calls pods ready whatever their devices are."""
-    well = pod("works", "faulty") | {"status": {"phase": "Running", "conditions": [READY]}}
-    api: Any = MemoryApi(node("faulty", [], [READY, FAULT]), well)
-    lost = LostPods(api, "trainer", print)
-    assert lost.remove(is_idle=False) == 0
-    clock.now += 331
-    lost.remove(is_idle=False)
-    assert (api.names("Pod"), lost.faults) == (["works"], "")
-    lost.remove(is_idle=True)
-    assert "AcceleratedHardwareReady" in lost.faults
-    clock.now += 331
-    lost.remove(is_idle=True)
-    assert api.names("Pod") == []
-    lost.remove(is_idle=True)
-    assert lost.faults == ""
-
-
 def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Clock) -> None:
     api = MemoryApi()
     here, there = StageLease(api, "trainer", "here"), StageLease(api, "trainer", "there")  # type: ignore[arg-type]
@@ -264,30 +186,3 @@ def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Cl
     here.hold()
     with pytest.raises(LeaseHeld):
         there.hold()
-
-
-def snapshot(**changes: Any) -> StageSnapshot:
-    nothing: dict[str, Any] = {"replicas": 0, "pods": 0, "rayjobs": 0, "has_gang": False, "nodes": 0}
-    nothing |= {"is_kept": False, "is_held": False, "lease": ""}
-    return StageSnapshot(**nothing | changes)
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected"),
-    [
-        (snapshot(), ""),
-        (snapshot(lease="7"), ""),
-        (snapshot(replicas=2, pods=2, has_gang=True), "2 pods, its PodGroup"),
-        (snapshot(replicas=2), "0 pods"),
-        (snapshot(rayjobs=1), "1 RayJobs that run"),
-        (snapshot(has_gang=True), "its PodGroup"),
-        (snapshot(replicas=2, pods=2, has_gang=True, is_held=True), ""),
-        (snapshot(replicas=2, pods=2, has_gang=True, is_kept=True), ""),
-        (snapshot(nodes=2), "2 nodes of its pool"),
-        (snapshot(nodes=2, is_held=True), ""),
-        (snapshot(replicas=2, pods=2, has_gang=True, nodes=2, is_kept=True), ""),
-        (snapshot(nodes=2, is_kept=True), "2 nodes of its pool"),
-    ],
-)
-def test_what_nobody_holds_is_an_orphan(seen: StageSnapshot, expected: str) -> None:
-    assert describe_orphan(seen) == expected

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.controller.action import (
+from k8s.controller.decision import (
+    HEAD_LOST_SECONDS,
+    PENDING_SECONDS,
+    SETTLE_SECONDS,
+    SUBMIT_SECONDS,
+    WHOLE_GANG_SECONDS,
     Action,
     DeleteOlderRayJobs,
     EmptyGroup,
@@ -21,20 +26,11 @@ from k8s.controller.action import (
     StopDriver,
     TakeDown,
     Wait,
-)
-from k8s.controller.decision import (
-    HEAD_LOST_SECONDS,
-    PENDING_SECONDS,
-    SETTLE_SECONDS,
-    SUBMIT_SECONDS,
-    WHOLE_GANG_SECONDS,
     decide,
 )
-from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.node_pool import PoolState
-from k8s.controller.observation import Gang, Observation
+from k8s.controller.observation import Gang, Observation, State
 from k8s.controller.ray_jobs import DriverState
-from k8s.objects.placement import OPERATOR_SECONDS
 from k8s.objects.record import Outcome, Record
 from tests.k8s.builders import deployment_of
 
@@ -65,10 +61,6 @@ def gang(nodes: int = 8, **changes: Any) -> Gang:
     return Gang(nodes, **standing | changes)
 
 
-def waited(awaited: Awaited, seconds: float) -> dict[str, Any]:
-    return {"waiting_for": awaited, "waited_seconds": seconds}
-
-
 def placed(**status: str) -> dict[str, Any]:
     return {"rayjob": {"status": status, "spec": {}}}
 
@@ -84,7 +76,7 @@ def ended(exit_code: int, is_driver_stopped: bool = False, is_rayjob_kept: bool 
 
 
 def taken_down(rayjobs: frozenset[str], are_pods_kept: bool = False) -> TakeDown:
-    return TakeDown(ended_rayjobs=rayjobs, are_pods_kept=are_pods_kept, waits_for=Awaited.OPERATOR)
+    return TakeDown(ended_rayjobs=rayjobs, are_pods_kept=are_pods_kept)
 
 
 def over(exit_code: int) -> EndDeployment:
@@ -96,9 +88,8 @@ Row = tuple[str, Observation, Action]
 
 OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
 NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False, "joined": 0}
-GANG = Awaited.GANG
-PLACE, EMPTY, HOLD = PlaceGang(nodes=8, waits_for=GANG), EmptyGroup(waits_for=GANG), HoldNodes(waits_for=GANG)
-DELETE_OLDER = DeleteOlderRayJobs(waits_for=Awaited.OLDER_RAYJOBS)
+PLACE, EMPTY, HOLD = PlaceGang(nodes=8), EmptyGroup(), HoldNodes()
+DELETE_OLDER = DeleteOlderRayJobs()
 WITHOUT_RAYJOB: list[Row] = [
     ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EMPTY),
     ("terminating pods", seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)), EMPTY),
@@ -114,36 +105,46 @@ WITHOUT_RAYJOB: list[Row] = [
     ("an isolated attempt beside kept pods", seen(mode="isolated", gang=gang(**OTHER_PODS)), EMPTY),
     (
         "a lost node without a spare",
-        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited(GANG, LONG)),
+        seen((LOST,), gang=gang(missing="7 of 8", room=7), waited_seconds=LONG),
         ShrinkGang(nodes=4),
     ),
-    ("a missing node before the first attempt", seen(gang=gang(missing="7 of 8", room=7), **waited(GANG, LONG)), PLACE),
-    ("the end of the wait", seen(gang=gang(missing="7 of 8"), **waited(GANG, PATIENCE + 1)), over(75)),
-    ("a longer wait after a loss", seen((LOST,), gang=gang(missing="7 of 8"), **waited(GANG, PATIENCE + 1)), PLACE),
+    (
+        "room for all, of which Volcano places none",
+        seen((LOST,), gang=gang(missing="7 of 8", room=8), waited_seconds=LONG),
+        ShrinkGang(nodes=4),
+    ),
+    (
+        "less room than the recipe allows, so that it waits for nodes",
+        seen((LOST,), gang=gang(missing="1 of 8", room=3), waited_seconds=LONG),
+        PLACE,
+    ),
+    ("a missing node before the first attempt", seen(gang=gang(missing="7 of 8", room=7), waited_seconds=LONG), PLACE),
+    ("the end of the wait", seen(gang=gang(missing="7 of 8"), waited_seconds=PATIENCE + 1), over(75)),
+    ("a longer wait after a loss", seen((LOST,), gang=gang(missing="7 of 8"), waited_seconds=PATIENCE + 1), PLACE),
     (
         "the end of the wait after a loss",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited(GANG, LOSS_PATIENCE + 1)),
+        seen((LOST,), gang=gang(missing="7 of 8"), waited_seconds=LOSS_PATIENCE + 1),
         over(75),
     ),
     (
         "a shrunk gang, with a wait of its own",
-        seen((LOST,), gang=gang(4, missing="3 of 4"), **waited(Awaited.NOTHING, PATIENCE + 1)),
-        PlaceGang(nodes=4, waits_for=GANG),
+        seen((LOST,), gang=gang(4, missing="3 of 4"), waited_seconds=PATIENCE + 1),
+        PlaceGang(nodes=4),
     ),
     ("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
     ("a pool to raise for an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
     (
         "nodes that start for an isolated attempt",
         seen(mode="isolated", gang=gang(**NO_PODS, pool=PoolState(report="2 of 8"))),
-        Wait(waits_for=GANG),
+        Wait(),
     ),
     ("nodes that start", seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))), PLACE),
     (
         "nodes that do not come",
-        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), **waited(GANG, PATIENCE + 1)),
+        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), waited_seconds=PATIENCE + 1),
         over(75),
     ),
-    ("a pool that EKS does not raise", seen(gang=gang(pool=UNRAISED), **waited(GANG, PATIENCE + 1)), over(75)),
+    ("a pool that EKS does not raise", seen(gang=gang(pool=UNRAISED), waited_seconds=PATIENCE + 1), over(75)),
     ("a pool that may not be raised", seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))), over(4)),
     (
         "another stage's nodes that start beside a whole gang",
@@ -151,24 +152,14 @@ WITHOUT_RAYJOB: list[Row] = [
         StartAttempt(nodes=8),
     ),
     ("a RayJob of an earlier deployment", seen(older_rayjobs=1), DELETE_OLDER),
-    (
-        "an older RayJob that the operator does not remove",
-        seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, OPERATOR_SECONDS + 1)),
-        DELETE_OLDER,
-    ),
-    ("an older RayJob that stays", seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, PATIENCE + 1)), over(75)),
-    (
-        "pods that the operator does not make",
-        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited(GANG, OPERATOR_SECONDS + 1)),
-        PLACE,
-    ),
+    ("an older RayJob that stays", seen(older_rayjobs=1, waited_seconds=PATIENCE + 1), over(75)),
 ]
 WITH_RAYJOB: list[Row] = [
-    ("a running driver", seen(**driver(JobStatus.RUNNING)), Wait(waits_for=Awaited.NOTHING)),
-    ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), Wait(waits_for=Awaited.DRIVER_RESOURCE)),
+    ("a running driver", seen(**driver(JobStatus.RUNNING)), Wait()),
+    ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), Wait()),
     (
         "a driver that stays pending",
-        seen(**driver(JobStatus.PENDING), **waited(Awaited.DRIVER_RESOURCE, PENDING_SECONDS + 1)),
+        seen(**driver(JobStatus.PENDING), waited_seconds=PENDING_SECONDS + 1),
         ended(75, is_driver_stopped=True),
     ),
     ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
@@ -191,26 +182,43 @@ WITH_RAYJOB: list[Row] = [
         ended(0, is_rayjob_kept=True),
     ),
     ("a stop before Ray knows the job", seen(stop="ann", **placed()), ended(75)),
-    ("a job to submit", seen(**placed()), Wait(waits_for=Awaited.SUBMISSION)),
+    ("a job to submit", seen(**placed()), Wait()),
+    ("a job that a new head does not know yet", seen(**placed(jobStatus="RUNNING")), Wait()),
+    ("a stop while the head is lost", seen(stop="ann", **placed(jobStatus="RUNNING"), ray_error="refused"), Wait()),
     (
-        "a job that is not submitted",
-        seen(**placed(jobDeploymentStatus="Initializing"), **waited(Awaited.SUBMISSION, SUBMIT_SECONDS + 1)),
+        "a RayJob that the operator refused",
+        seen(**placed(jobDeploymentStatus="ValidationFailed")),
+        ended(4, is_rayjob_kept=True),
+    ),
+    (
+        "a driver that runs although its RayJob failed",
+        seen(**driver(JobStatus.RUNNING) | placed(jobDeploymentStatus="Failed")),
+        Wait(),
+    ),
+    (
+        "the lost head of an isolated attempt",
+        seen(mode="isolated", **placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=HEAD_LOST_SECONDS + 1),
         ended(75),
     ),
-    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), Wait(waits_for=Awaited.HEAD)),
+    (
+        "a job that is not submitted",
+        seen(**placed(jobDeploymentStatus="Initializing"), waited_seconds=SUBMIT_SECONDS + 1),
+        ended(75),
+    ),
+    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), Wait()),
     (
         "a head that does not come back",
-        seen(**placed(jobStatus="RUNNING"), ray_error="refused", **waited(Awaited.HEAD, HEAD_LOST_SECONDS + 1)),
+        seen(**placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=HEAD_LOST_SECONDS + 1),
         ended(75),
     ),
     (
         "a starting cluster of an isolated attempt",
-        seen(mode="isolated", **placed(), cluster_event="FailedMount: no claim"),
-        Wait(waits_for=Awaited.OWN_CLUSTER),
+        seen(mode="isolated", **placed(), missing="0 of 8"),
+        Wait(),
     ),
     (
         "a cluster of an isolated attempt that does not start",
-        seen(mode="isolated", **placed(), missing="0 of 8", **waited(Awaited.OWN_CLUSTER, PATIENCE + 1)),
+        seen(mode="isolated", **placed(), missing="0 of 8", waited_seconds=PATIENCE + 1),
         ended(75),
     ),
 ]
@@ -223,7 +231,7 @@ ENDING: list[Row] = [
     ("an outcome", seen((DONE,), DONE), taken_down(RAYJOBS)),
     (
         "an outcome that the operator does not see",
-        seen((DONE,), DONE, **waited(Awaited.OPERATOR, SETTLE_SECONDS)),
+        seen((DONE,), DONE, waited_seconds=SETTLE_SECONDS),
         taken_down(frozenset()),
     ),
     ("KEEP=1", seen((DONE,), DONE, keep=True), taken_down(RAYJOBS, are_pods_kept=True)),
@@ -248,8 +256,3 @@ def test_an_observation_decides_the_action(observation: Observation, expected: A
 def test_every_state_and_every_action_is_in_the_table() -> None:
     assert {observation.state for _, observation, _ in ALL} == set(State)
     assert {type(action) for _, _, action in ALL} == set(Action.__subclasses__())
-
-
-def test_a_gang_that_was_not_observed_is_a_bug() -> None:
-    with pytest.raises(ValueError, match="gang"):
-        decide(seen())

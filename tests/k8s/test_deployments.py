@@ -15,25 +15,19 @@ from ray.job_submission import JobStatus
 from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest, read_deploy_request
 from deploy.client.requested_recipe import read_requested_recipe
-from images.platforms import REPOSITORY
 from k8s.client import commands
-from k8s.client.deployment_manifests import write_manifests
-from k8s.client.deployment_plan import describe_plan
+from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import Watch
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
-from k8s.controller.driver_log import Readable
-from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
-from k8s.controller.ray_jobs import DriverState
+from k8s.controller.observation import exit_code_of_driver, exit_code_of_rayjob
+from k8s.controller.ray_jobs import DriverState, Readable
+from k8s.objects.attempt import render_isolated_rayjob, render_pod_group, render_rayjob
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import node_price_annotation
-from k8s.objects.pod_group import render_pod_group
-from k8s.objects.rayjob import render_isolated_rayjob, render_rayjob
-from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
-from tests.architecture.imports import closure_of, modules_of
 from tests.k8s.builders import DIGEST, deployment_of
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
@@ -49,31 +43,6 @@ NO_API: Any = MemoryApi()
 def clusters(overlays: dict[str, list[Thing]]) -> dict[str, Thing]:
     """The RayCluster of each overlay."""
     return {name: cluster_of(things) for name, things in overlays.items()}
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-@pytest.mark.parametrize("stage", ["tokenizer", "compiler", "trainer"])
-def test_everything_that_is_sent_fits_the_api(
-    clusters: dict[str, Thing], schemas: dict[Kind, Schema], overlay: str, stage: str
-) -> None:
-    worker = worker_group_of(clusters[overlay], stage)
-    deployment = deployment_of(stage)
-    sent = [
-        render_recipe_config_map(stage, "name = 'x'", DIGEST),
-        render_pod_group(worker, deployment, 1, 2),
-        render_rayjob(worker, deployment, 1, 2),
-        render_isolated_rayjob(worker, deployment_of(stage, mode="isolated"), 1),
-        render_deploy_job(worker, deployment),
-    ]
-    assert [problem for thing in sent for problem in problems_of(thing, schemas)] == []
-
-
-def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thing]) -> None:
-    deployment = deployment_of(fewer_nodes=(2, 1), ray_version="2.9")
-    job = MemoryApi().create(render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment))
-    record = record_of(job)
-    assert record.deployment == deployment
-    assert (record.attempts, record.outcome, record.is_over) == ((), None, False)
 
 
 def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
@@ -191,12 +160,6 @@ def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(traine
     assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
 
 
-def test_a_deploy_job_reads_no_recipe() -> None:
-    """The head's image may know other recipe keys than the stage's image."""
-    modules = modules_of(REPOSITORY, "services/common", "deploy", "k8s")
-    assert "services.common.recipe.file" not in closure_of(modules, {"k8s.controller.job"})
-
-
 def node(name: str, changes: Thing | None = None) -> Thing:
     made: Thing = {
         "kind": "Node",
@@ -258,12 +221,14 @@ def test_a_followed_log_leaves_out_ray_s_state_dumps() -> None:
         assert "".join([*shown, readable.finish()]) == "step 1\nstep 2\nstep 3"
 
 
-@pytest.mark.parametrize("stage", ["tokenizer", "trainer"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("stage", ["tokenizer", "compiler", "trainer"])
 @pytest.mark.parametrize("mode", ["shared", "isolated"])
-def test_a_dry_run_writes_every_manifest(
-    clusters: dict[str, Thing], schemas: dict[Kind, Schema], stage: str, mode: str
+def test_a_dry_run_writes_every_manifest_that_a_deployment_sends(
+    clusters: dict[str, Thing], schemas: dict[Kind, Schema], overlay: str, stage: str, mode: str
 ) -> None:
-    worker, file = worker_group_of(clusters["eks"], stage), io.StringIO()
+    """They fit the API. Of the RayCluster the stage's group alone is changed."""
+    worker, file = worker_group_of(clusters[overlay], stage), io.StringIO()
     text = "name = 'x' # it's \u00e4\n"
     deployment = deployment_of(stage, mode=mode)
     write_manifests(file, NO_API, worker, deployment, text)

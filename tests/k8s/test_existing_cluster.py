@@ -1,15 +1,12 @@
-"""The overlay for a cluster that is there already, and the page that says what comes into it."""
+"""The overlay for a cluster that is there already, filled in as its page says."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY
-from infra.addons.releases import choose_releases, read_releases
 from k8s.client.overlay import OVERLAYS, render, require_filled_in
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
@@ -19,7 +16,6 @@ from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_settings import FILLED_IN
 
 EXISTING = OVERLAYS / "existing"
-PAGE = REPOSITORY / "docs/operations/existing-cluster.md"
 
 
 @pytest.fixture
@@ -45,14 +41,3 @@ def test_its_nodes_are_simply_there_and_it_keeps_the_rules(existing: list[Thing]
     assert [worker_group_of(cluster_of(existing), stage).node_pool for stage in STAGES] == ["", "", ""]
     assert [problem for rule in (*rules.EVERYWHERE, *rules.IN_PRODUCTION) for problem in rule(existing)] == []
     assert "PodMonitor" not in {each["kind"] for each in existing}
-
-
-def test_the_page_installs_what_is_tested_beside_an_operator_of_others() -> None:
-    """The page names the add-on's version, and a namespace whose policies admit the operator's pod."""
-    page = PAGE.read_text(encoding="utf-8")
-    releases = {release.name: release for release in read_releases()}
-    assert f"--version {releases['kuberay'].version} " in page
-    assert f"--repo {releases['kuberay'].repository} " in page
-    assert re.findall(r"--namespace (\S+)", page) == ["millrace-kuberay"]
-    for only in re.findall(r"ONLY=([a-z,]+)", page):
-        assert choose_releases(list(releases.values()), only)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from k8s.client import probe, pull_watch, stage_preflight
+from k8s.client import probe, pull_watch
 from k8s.client.stage_preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import node_pool_annotation
@@ -70,7 +70,6 @@ class Pods:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
 
 
 @pytest.fixture
@@ -126,18 +125,9 @@ def test_a_platform_that_does_not_fit_the_head_s(trainer: WorkerGroup) -> None:
     assert look(answers(other), trainer, mode="isolated").ray_version == "2.59.0"
 
 
-def test_labels_that_do_not_fit_spare_the_pull(trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
-    api = Pods({"stage": [waiting("ContainerCreating")], "head": [ended(0)]}, {"head": json.dumps(HEAD)})
-    [problem] = look(api, trainer).problems
-    assert "has python 3.11.2, but the Ray head has 3.12.11" in problem.text
-    assert sorted(api.deleted) == sorted(api.jobs)
-
-
 @pytest.mark.parametrize(
     ("head", "code", "expected"),
     [
-        ("python: No module named k8s.controller.head_facts", 1, "is older than this checkout.*cluster-up"),
         ({"platform": PLATFORM, "records": [1]}, 0, "version 1.*the head's image is older.*HEAD_TAG="),
         (
             {"platform": PLATFORM, "records": [8, 9]},

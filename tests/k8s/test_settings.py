@@ -9,14 +9,13 @@ import pytest
 import yaml
 
 from infra.shapes import find_shape
-from k8s.client.overlay import render, require_filled_in
+from k8s.client.overlay import render
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
 from tests.k8s import rules
 from tests.k8s.builders import deployment_of
 from tests.k8s.rendered import (
-    OVERLAYS,
     Thing,
     cluster_of,
     containers_of,
@@ -140,12 +139,6 @@ def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -
     assert of_groups["tokenizer"] == {"node-pool": "blue/cpu", "node-shape": "m7i.8xlarge", "node-price": "1.61"}
     assert annotations(COMPILER_POOL="cpu")["compiler"] == of_groups["tokenizer"]
     assert annotations(TRAINIUM_NODE_GROUP="")["trainer"] == trn1  # they are simply there
-
-
-def test_what_is_not_filled_in_is_refused(rendered: Render) -> None:
-    require_filled_in(OVERLAYS["eks"], rendered())
-    with pytest.raises(RecipeError, match="CHANGE-ME"):
-        require_filled_in(OVERLAYS["eks"], rendered(FSX_DNS_NAME="CHANGE-ME"))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 from ray.job_submission import JobStatus
 
 from k8s.controller.ray_jobs import DriverState, RayUnreachable
-from k8s.controller.reaper import StageReaper
+from k8s.controller.reaper import Reaper
 from k8s.controller.reconciler import Reconciler
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
-from k8s.objects.node_shares import read_share_book
+from k8s.objects.node_group import find_holder
 from k8s.objects.placement import pods_of
 from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
@@ -79,17 +79,15 @@ class World:
         return record
 
     @property
-    def held(self) -> dict[str, int]:
-        """Number of nodes that each stage or one-off holds of the pool."""
-        shares = read_share_book(self.api).pools.get(self.pool)  # type: ignore[arg-type]
-        return shares.nodes if shares else {}
+    def holder(self) -> str:
+        """The stage or one-off that holds the node group."""
+        return find_holder(self.api, self.pool)  # type: ignore[arg-type]
 
     @property
     def is_down(self) -> bool:
         """Whether nothing of the stage is left, and its worker group, if the RayCluster is there, has 0 replicas."""
         cluster = self.api.find("RayCluster", "millrace")
-        left = [*self.held, *(name for kind in ("Pod", "PodGroup") for name in self.api.names(kind))]
-        left += ["its lease"] if self.api.find("Lease", "stage-trainer") else []
+        left = [name for kind in ("Pod", "PodGroup", "Lease") for name in self.api.names(kind)]
         return not left and not (cluster and cluster_group(cluster)["replicas"])
 
     def bound(self) -> list[str]:
@@ -225,8 +223,8 @@ def orphan(world: World) -> None:
     world.watch = watch
 
 
-def reap(world: World, seconds: float) -> None:
-    reaper = StageReaper(world.api, "trainer")  # type: ignore[arg-type]
+def reap(world: World, seconds: float, holder: str = "trainer") -> None:
+    reaper = Reaper(world.api, holder)  # type: ignore[arg-type]
     until = world.clock.now + seconds
     while reaper.advance() and world.clock.now < until:
         world.pass_time()

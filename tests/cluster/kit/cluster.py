@@ -17,7 +17,6 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,8 +66,6 @@ PREREQUISITES = {
 
 KUBERNETES = "v1.34.4"
 KUBERAY = "kuberay-operator"
-STILL_SECONDS = 30.0
-"""Seconds between two lines about a program that is still being compiled."""
 PACKAGES = {  # binary -> package of the module in go.mod
     "etcd": "./etcd",
     "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
@@ -122,28 +119,9 @@ def build() -> None:
     )
     for number, (name, (command, options)) in enumerate(commands.items(), start=1):
         began = time.monotonic()
-        with _telling_the_time(f"{number:2d} of {len(commands)}  {name:26s}"):
-            run(*command, **options)
+        print(f"{number:2d} of {len(commands)}  {name} ...", flush=True)
+        run(*command, **options)
         print(f"{number:2d} of {len(commands)}  {name:26s}{time.monotonic() - began:7.1f} s", flush=True)
-
-
-@contextmanager
-def _telling_the_time(what: str) -> Iterator[None]:
-    """Say what is done, at once and every half minute until it is done."""
-    is_done, began = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        print(f"{what}  ...", flush=True)
-        while not is_done.wait(STILL_SECONDS):
-            print(f"{what}{time.monotonic() - began:7.0f} s ...", flush=True)
-
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
 
 
 def make_certificates() -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import subprocess
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from images.docker import inspect_image
 from images.registry import repository_of
 from k8s.client.stage_image import full_name
 from services.common.errors import DeviceError
-from tests.cluster.kit.processes import HOME, SOCKET, run
+from tests.cluster.kit.processes import SOCKET, run
 
 
 def load(*images: str) -> None:
@@ -22,14 +20,13 @@ def load(*images: str) -> None:
     One that is there already is not copied again.
     """
     ids = {image: inspect_image(image)["Id"] for image in images}
-    with exclusive("load"):
-        there = references()
-        copy([image for image, id in ids.items() if id not in there])
-        now = references()
-        for image, id in ids.items():
-            source = id if id in there else full_name(image)
-            give_names(source, [full_name(image), f"{repository_of(full_name(image))}@{now[source]}"])
-        drop_layers({references()[full_name(image)] for image in images})
+    there = references()
+    copy([image for image, id in ids.items() if id not in there])
+    now = references()
+    for image, id in ids.items():
+        source = id if id in there else full_name(image)
+        give_names(source, [full_name(image), f"{repository_of(full_name(image))}@{now[source]}"])
+    drop_layers({references()[full_name(image)] for image in images})
 
 
 def copy(images: list[str]) -> None:
@@ -74,11 +71,3 @@ def drop_layers(digests: Iterable[str]) -> None:
 
 def ctr(*arguments: str, **kwargs: Any) -> str:
     return run("ctr", "-a", SOCKET, "-n", "k8s.io", *arguments, **kwargs)
-
-
-@contextmanager
-def exclusive(name: str) -> Iterator[None]:
-    """Let one process at a time on this machine do this."""
-    with (HOME / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

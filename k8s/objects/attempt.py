@@ -1,10 +1,11 @@
-"""The RayJob of an attempt: the controller renders it from worker group and deployment, and KubeRay submits it."""
+"""The objects of one attempt: the PodGroup, by which Volcano places its gang, and the RayJob, which KubeRay submits."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shlex
+from decimal import ROUND_UP, Decimal
 
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
@@ -12,7 +13,9 @@ from k8s.objects.names import (
     CLUSTER,
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
+    KEEP_ANNOTATION,
     NODES_KEY,
+    PLACED_FOR_ANNOTATION,
     RUN_LABEL,
     STAGE_LABEL,
 )
@@ -95,3 +98,38 @@ def blocks_next_attempt(job: Object, ended: list[str]) -> bool:
     metadata = job["metadata"]
     is_given_up = metadata["name"] in ended[-1:] and "deletionTimestamp" in metadata
     return not has_ended(job) and (metadata["name"] not in ended or is_given_up)
+
+
+def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
+    """The PodGroup of one attempt. It lives no longer than the deployment: an empty one holds room in its queue."""
+    return {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {
+            "name": group.pod_group,
+            "labels": {STAGE_LABEL: group.name},
+            "annotations": {
+                PLACED_FOR_ANNOTATION: deployment.rayjob_name(attempt),
+                KEEP_ANNOTATION: "1" if deployment.keep else "0",
+            },
+        },
+        "spec": {
+            "minMember": nodes,
+            "queue": group.queue,
+            "priorityClassName": group.pod["priorityClassName"],
+            "minResources": {name: _amount(each * nodes) for name, each in group.requests.items()},
+        },
+    }
+
+
+def _amount(number: Decimal) -> str:
+    """A Kubernetes quantity: whole numbers as they are, fractions in thousandths."""
+    return str(int(number)) if number == int(number) else f"{int((number * 1000).to_integral_value(ROUND_UP))}m"
+
+
+def placed_size(group: Object | None, deployment: Deployment, attempt: int) -> int:
+    """Number of nodes of the attempt: all of the deployment's unless the attempt's PodGroup was shrunk."""
+    placed_for = ((group or {}).get("metadata", {}).get("annotations") or {}).get(PLACED_FOR_ANNOTATION)
+    if group and placed_for == deployment.rayjob_name(attempt):
+        return int(group["spec"]["minMember"])
+    return deployment.nodes

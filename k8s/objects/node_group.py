@@ -1,16 +1,24 @@
-"""Describes and resizes EKS managed node groups, with errors that name the next step."""
+"""EKS managed node groups: their size, which a pod with an AWS role describes and changes, and their Lease.
+
+The Lease of a group names the one stage or one-off for which the group is scaled up. Whoever scales a group up takes
+its Lease first and deletes it after scaling down, so the next process of the holder, or the reaper, knows what to scale
+down after a crash. It does not expire.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from deploy.exit_codes import EXIT_AGAIN
+from k8s.objects.api import Api
+from k8s.objects.conditions import has_condition
+from k8s.objects.names import NODE_GROUP_ANNOTATION
 from services.common.errors import DeviceError
 
 # A call ends within the 30 s of a stage's Lease; otherwise another process would take over during the call.
@@ -142,37 +150,76 @@ def _explained(call: str, name: str) -> Iterator[None]:
     """Turn the errors of botocore into `NodeGroupError`s that name the call and the node group."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError  # noqa: PLC0415
 
+    what = f"{call} node group {name}"
     try:
         yield
     except ClientError as error:
-        raise _explain(call, name, error.response) from error
+        raise _explain(what, name, error.response) from error
     except (NoCredentialsError, NoRegionError) as error:
         raise NodeGroupDenied(
-            f"{call} node group {name}: this pod has no AWS account or region ({error}). The service accounts deployer "
-            f"and reaper need a Pod Identity association (infra/modules/eks makes it), and its agent must run"
+            f"{what}: this pod has no AWS account or region ({error}). The service accounts deployer and reaper need a "
+            f"Pod Identity association (infra/modules/eks makes it), and its agent must run"
         ) from error
     except BotoCoreError as error:
-        raise EksUnreachable(f"{call} node group {name}: EKS does not answer: {error}") from error
+        raise EksUnreachable(f"{what}: EKS does not answer: {error}") from error
 
 
-def _explain(call: str, name: str, response: dict[str, Any]) -> NodeGroupError:
-    code, said = response.get("Error", {}).get("Code", ""), response.get("Error", {}).get("Message", "")
-    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    make: Callable[[str], NodeGroupError] = NodeGroupError
-    advice = ""
+def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
+    code, said = response["Error"]["Code"], response["Error"]["Message"]
+    message = f"{what}: {code}: {said.rstrip('.')}"
     if code in BUSY:
-        make = NodeGroupBusy
-    elif code == "ResourceNotFoundException":
-        make = NodeGroupAbsent
-        advice = ". Correct CLUSTER_NAME and the names of the node groups in the overlay's settings.env"
-    elif code in DENIED:
-        make = NodeGroupDenied
-        advice = (
-            ". The roles of the service accounts deployer and reaper must allow eks:DescribeNodegroup and "
-            "eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent, and its action has "
-            f"attached the IAM policy {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget. It "
-            "stays on the roles until somebody resets the action in the console of AWS Budgets"
+        return NodeGroupBusy(message)
+    if code == "ResourceNotFoundException":
+        return NodeGroupAbsent(f"{message}. Correct CLUSTER_NAME and the node groups in the overlay's settings.env")
+    if code in DENIED:
+        return NodeGroupDenied(
+            f"{message}. The roles of the service accounts deployer and reaper must allow eks:DescribeNodegroup and "
+            f"eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent: its action has "
+            f"attached {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget until somebody "
+            f"resets it in the console of AWS Budgets"
         )
-    elif status >= 500 or "Throttl" in code or code == "TooManyRequestsException":
-        make = EksUnreachable
-    return make(f"{call} node group {name}: {code}: {said.rstrip('.')}{advice}")
+    status = response["ResponseMetadata"]["HTTPStatusCode"]
+    is_passing = status >= 500 or "Throttl" in code or code == "TooManyRequestsException"
+    return EksUnreachable(message) if is_passing else NodeGroupError(message)
+
+
+@dataclass(frozen=True)
+class NodeGroupLease:
+    """The Lease of a node group that is scaled up."""
+
+    group: str
+    """The EKS cluster and its managed node group, as CLUSTER/GROUP."""
+    holder: str
+    """A stage, or the name of a one-off's Job."""
+    name: str
+    """The name of the Lease."""
+    uid: str
+
+
+def read_leases(api: Api) -> list[NodeGroupLease]:
+    """The Leases of all node groups that are scaled up."""
+    leases = []
+    for each in api.find_all("Lease"):
+        metadata = each["metadata"]
+        if group := (metadata.get("annotations") or {}).get(NODE_GROUP_ANNOTATION):
+            leases.append(NodeGroupLease(group, each["spec"]["holderIdentity"], metadata["name"], metadata["uid"]))
+    return leases
+
+
+def find_holder(api: Api, group: str) -> str:
+    """The holder of a node group; empty where nobody holds it."""
+    return next((lease.holder for lease in read_leases(api) if lease.group == group), "")
+
+
+def take_lease(api: Api, group: str, holder: str) -> None:
+    """Make `holder` the one for which the group is scaled. Raises `Conflict` where somebody else was first."""
+    name = f"node-group-{split_name(group)[1].lower().replace('_', '-')}"
+    metadata = {"name": name, "annotations": {NODE_GROUP_ANNOTATION: group}}
+    spec = {"holderIdentity": holder}
+    api.create({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec})
+
+
+def count_ready_nodes(api: Api, group: str) -> int:
+    """Number of nodes of the group that have joined the Kubernetes cluster and are Ready."""
+    nodes = api.find_all("Node", f"{NODE_GROUP_LABEL}={split_name(group)[1]}")
+    return sum(has_condition(node, "Ready") for node in nodes)

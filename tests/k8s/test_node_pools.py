@@ -1,0 +1,370 @@
+"""Nodes of an EKS node group come with a deployment or a one-off and go after it, however it ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from k8s.client.commands import stop_stage
+from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
+from k8s.controller import node_pool, reconciler
+from k8s.controller.one_off_nodes import APPEAR_SECONDS, LEAVE_SECONDS, OneOffNodes
+from k8s.controller.ray_jobs import DriverState
+from k8s.controller.reaper import ORPHAN_SECONDS
+from k8s.controller.reconciler import RELEASE_SECONDS, Reconciler
+from k8s.objects import node_group
+from k8s.objects.names import OUTCOME_ANNOTATION, node_pool_annotation, one_off_nodes_name
+from k8s.objects.node_group import take_lease
+from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
+from k8s.objects.record import ask_to_stop
+from k8s.objects.worker_group import worker_group_of
+from services.common.errors import DeviceError
+from tests.k8s.builders import Clock, one_off_of
+from tests.k8s.cloud import POOL, Cloud, Refusal
+from tests.k8s.rendered import Thing
+from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, orphan, reap
+
+ONE_OFF = "one-off-trainer-abc123"
+
+
+@pytest.fixture
+def make_world(eks_cluster: Thing, clock: Clock, account: None) -> Callable[[], World]:
+    """Makes worlds without nodes, whose trainer and CPU nodes come from the node group."""
+    for stage in ("trainer", "tokenizer"):
+        eks_cluster["metadata"]["annotations"][node_pool_annotation(stage)] = POOL
+    began = clock.now
+
+    def make() -> World:
+        clock.now = began
+        return World(eks_cluster, clock, nodes=0, pool=POOL)
+
+    return make
+
+
+class Killed(BaseException):
+    """SIGKILL."""
+
+
+class Mortal:
+    """The API for a process that is killed after its n-th write, of whatever kind."""
+
+    def __init__(self, api: Any, writes: int) -> None:
+        self._api, self._left = api, writes
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._api, name)
+        return self.counted(call) if name in ("create", "merge", "replace", "delete") else call
+
+    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*arguments: Any, **options: Any) -> Any:
+            done = call(*arguments, **options)
+            self._left -= 1
+            if self._left == 0:
+                raise Killed
+            return done
+
+        return write
+
+
+@pytest.mark.parametrize(
+    ("states", "exit_code"),
+    [([ended(0)], 0), ([ended(3, "millrace: no corpus")], 3), ([LOST, ended(0)], 0), ([LOST, LOST, LOST, LOST], 75)],
+)
+def test_nodes_come_for_a_deployment_and_go_after_it(
+    world: World, cloud: Cloud, reconcile: Reconcile, states: list[DriverState], exit_code: int
+) -> None:
+    bound: list[list[str]] = []
+
+    def attempt(number: int) -> DriverState:
+        bound.append(world.bound())
+        assert (cloud.size, world.holder) == (2, "trainer")
+        return states[number - 1]
+
+    world.attempt = attempt
+    assert reconcile(retries=3).exit_code == exit_code
+    assert bound == [["ip-0", "ip-1"]] * len(states)
+    assert cloud.sizes == [0, 2, 0], "once up and once down, whatever happened between"
+    assert world.is_down
+    assert world.api.names("Node") == []
+
+
+def test_the_group_is_not_lowered_before_the_pods_are_gone(
+    world: World, cloud: Cloud, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods: list[int] = []
+    resize = node_group.resize_node_group
+
+    def watched(name: str, desired: int) -> None:
+        pods.append(len(world.api.names("Pod")))
+        resize(name, desired)
+
+    monkeypatch.setattr(node_pool, "resize_node_group", watched)
+    assert reconcile().exit_code == 0
+    assert pods == [0, 0]
+
+
+def test_a_group_has_one_holder_and_the_next_one_waits(
+    world: World, cloud: Cloud, reconcile: Reconcile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take_lease(world.api, POOL, "compiler")  # type: ignore[arg-type]
+    assert reconcile(start_timeout_seconds=60).exit_code == 75
+    assert f"node group {POOL} is held by compiler" in capsys.readouterr().out
+    assert (cloud.sizes, world.holder) == ([0], "compiler")
+    released_at = world.clock.now + 600
+
+    def release() -> None:
+        cloud.serve(world)
+        if world.clock.now > released_at:
+            world.api.delete("Lease", "node-group-trainium")
+            world.watch = lambda: cloud.serve(world)
+
+    world.watch = release
+    assert reconcile(id="def456").exit_code == 0
+    assert cloud.sizes == [0, 2, 0]
+
+
+@pytest.mark.parametrize("how", ["stop-stage", "the Job is deleted"])
+def test_who_ends_a_deployment_gives_its_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile, how: str) -> None:
+    def end() -> None:
+        cloud.serve(world)
+        if world.drivers and how != "stop-stage":
+            world.api.delete("Job", "deploy-trainer")
+        elif world.drivers and not world.record.stop:
+            ask_to_stop(world.api, world.record, "ann")  # type: ignore[arg-type]
+
+    world.watch = end
+    world.attempt = lambda number: RUNNING
+    assert reconcile().exit_code == 75
+    assert cloud.sizes == [0, 2, 0]
+    assert world.is_down
+
+
+def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
+    make_world: Callable[[], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process is killed after every single write to Kubernetes or EKS in turn, and the Job's next pod continues."""
+    worlds: list[World] = []
+    monkeypatch.setattr(reconciler, "RayJobs", lambda cluster, namespace: worlds[-1])
+    monkeypatch.setattr(reconciler, "DriverLog", NoLog)
+    monkeypatch.setattr(Reconciler, "_pause", lambda self: worlds[-1].pass_time())
+    resize, cloud = node_group.resize_node_group, Cloud()
+    for writes in itertools.count(1):
+        world = make_world()
+        worlds.append(world)
+        cloud.sizes = [0]
+        world.watch = partial(cloud.serve, world)
+        deployment = world.deploy()
+        api = Mortal(world.api, writes)
+        monkeypatch.setattr(node_pool, "resize_node_group", api.counted(resize))
+        try:
+            outcome = Reconciler(api, deployment, "first").run()  # type: ignore[arg-type]
+        except Killed:
+            outcome = Reconciler(world.api, deployment, "second").run()  # type: ignore[arg-type]
+        else:
+            break
+        world.pass_time()
+        assert outcome, f"killed after write {writes}"
+        assert (cloud.sizes, world.holder, world.bound()) == ([0, 2, 0], "", []), f"killed after write {writes}"
+    assert writes > 15
+
+
+@pytest.mark.usefixtures("reconcile")
+def test_the_nodes_of_a_stage_that_nobody_holds_are_given_back(world: World, cloud: Cloud) -> None:
+    orphan(world)
+    world.api.delete("Job", "deploy-trainer")
+    reap(world, ORPHAN_SECONDS - 10)
+    assert (cloud.size, len(world.bound())) == (2, 2), "somebody may be about to deploy it"
+    reap(world, 3 * ORPHAN_SECONDS)
+    world.pass_time()
+    assert cloud.sizes == [0, 2, 0]
+    assert world.is_down
+
+
+def test_kept_pods_keep_their_nodes_until_they_are_stopped(
+    world: World,
+    cloud: Cloud,
+    reconcile: Reconcile,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """KEEP=1; then `stop-stage` on a machine that has no AWS account, and the reaper."""
+    monkeypatch.setattr("time.sleep", lambda seconds: world.pass_time())
+    reconcile(keep=True)
+    complete_job(world)
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert (world.bound(), world.holder) == (["ip-0", "ip-1"], "trainer")
+    with pytest.raises(DeviceError, match=rf"{POOL} by trainer.*make stop-stage STAGE=trainer"):
+        require_nodes_given_back(world.api)  # type: ignore[arg-type]
+    print_left_nodes(world.api)  # type: ignore[arg-type]
+    assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
+    stop_stage(world.api, "trainer")  # type: ignore[arg-type]
+    assert (cloud.size, world.bound()) == (2, [])
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert world.is_down
+    require_nodes_given_back(world.api)  # type: ignore[arg-type]
+
+
+def test_nodes_without_capacity_are_given_up_and_given_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
+    cloud.has_capacity = False
+    cloud.set_health("AsgInstanceLaunchFailures", "We currently do not have sufficient trn1.32xlarge capacity")
+    outcome = reconcile(start_timeout_seconds=600)
+    assert (outcome.exit_code, "AsgInstanceLaunchFailures" in outcome.message) == (75, True)
+    assert (cloud.sizes, world.is_down) == ([0, 2, 0], True)
+
+
+def test_eks_that_is_busy_is_asked_again(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
+    """EKS makes one update of a group at a time."""
+    refusal = Refusal("UpdateNodegroupConfig", 409, "ResourceInUseException", times=3)
+    assert reconcile().exit_code == 0
+    assert refusal.left == 0
+    assert cloud.sizes == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("refused", "changes", "exit_code"),
+    [
+        (("UpdateNodegroupConfig", 403, "AccessDeniedException"), {}, 4),
+        (("DescribeNodegroup", 403, "AccessDeniedException"), {}, 4),
+        (None, {"nodes": 5}, 4),  # the group has at most 4
+        (None, {"capacity_ends_at": "2026-01-31T12:00:00Z"}, 75),  # its reservation is over
+    ],
+)
+def test_nodes_that_will_never_come_end_a_deployment_at_once(
+    world: World,
+    cloud: Cloud,
+    reconcile: Reconcile,
+    refused: tuple[str, int, str] | None,
+    changes: dict[str, Any],
+    exit_code: int,
+) -> None:
+    refusal = Refusal(*refused) if refused else None
+    began = world.clock.now
+    outcome = reconcile(**changes)
+    if refusal:
+        refusal.end()
+    assert outcome.exit_code == exit_code
+    assert world.clock.now - began < 60
+    assert cloud.sizes == [0]
+    assert world.is_down
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "waited_seconds"),
+    [(403, "AccessDeniedException", 0.0), (503, "ServerException", RELEASE_SECONDS)],
+)
+def test_nodes_that_eks_does_not_take_back_are_left_to_the_reaper(
+    world: World, cloud: Cloud, reconcile: Reconcile, status: int, code: str, waited_seconds: float
+) -> None:
+    """The budget's action takes the right from the deploy Job while a stage runs; the reaper keeps it."""
+    refusals: list[Refusal] = []
+
+    def attempt(number: int) -> DriverState:
+        refusals.append(Refusal("UpdateNodegroupConfig", status, code))
+        return ended(0)
+
+    world.attempt = attempt
+    began = world.clock.now
+    assert reconcile().exit_code == 0
+    assert waited_seconds <= world.clock.now - began < waited_seconds + 120
+    assert (cloud.size, world.holder) == (2, "trainer")
+    refusals[0].end()
+    complete_job(world)
+    reap(world, 2 * ORPHAN_SECONDS)
+    assert cloud.size == 0
+    assert world.is_down
+
+
+def one_off_nodes(world: World, api: Any = None) -> OneOffNodes:
+    """The program that holds the node of a one-off whose two Jobs are there."""
+    if world.api.find("Job", ONE_OFF) is None:
+        cluster = world.api.find("RayCluster", "millrace") or {}
+        cpu_group = cpu_group_of(cluster)
+        world.api.create(render_one_off_nodes_job(cpu_group, one_off_of()))
+        world.api.create(render_one_off_job(worker_group_of(cluster, "trainer"), cpu_group, one_off_of()))
+    return OneOffNodes(api or world.api, ONE_OFF)  # type: ignore[arg-type]
+
+
+def advance(world: World, nodes: OneOffNodes, times: int = 4) -> bool:
+    is_left = True
+    for _ in range(times):
+        is_left = nodes.advance()
+        world.pass_time()
+    return is_left
+
+
+def begin_pod(world: World) -> None:
+    metadata = {"name": "pod", "labels": {"job-name": ONE_OFF}}
+    world.api.create({"kind": "Pod", "metadata": metadata, "spec": {}, "status": {"phase": "Running"}})
+
+
+def test_a_node_comes_for_a_one_off_and_goes_when_its_pod_has_ended(world: World, cloud: Cloud) -> None:
+    nodes = one_off_nodes(world)
+    advance(world, nodes)
+    assert (cloud.sizes, world.holder) == ([0, 1], ONE_OFF)
+    begin_pod(world)
+    complete_job(world, ONE_OFF)
+    advance(world, nodes)
+    assert cloud.size == 1, "the pod is still on it"
+    world.api.merge("Pod", "pod", {"status": {"phase": "Succeeded"}})
+    assert not advance(world, nodes)
+    assert (cloud.sizes, world.holder) == ([0, 1, 0], "")
+
+
+@pytest.mark.parametrize(("has_pod", "seconds"), [(True, LEAVE_SECONDS), (False, APPEAR_SECONDS)])
+def test_a_one_off_whose_job_is_gone_holds_a_node_for_a_while_only(
+    world: World, cloud: Cloud, has_pod: bool, seconds: float
+) -> None:
+    """Ctrl-C deleted it, or the client died before it made the Job."""
+    nodes = one_off_nodes(world)
+    if has_pod:
+        advance(world, nodes)
+        begin_pod(world)
+    world.api.delete("Job", ONE_OFF)
+    assert advance(world, nodes)
+    assert cloud.size == has_pod
+    world.clock.now += seconds
+    assert not advance(world, nodes)
+    assert (cloud.size, world.holder) == (0, "")
+
+
+def test_a_one_off_whose_node_will_never_come_is_told_why(world: World, cloud: Cloud) -> None:
+    refusal = Refusal("UpdateNodegroupConfig", 403, "AccessDeniedException")
+    assert not advance(world, one_off_nodes(world))
+    refusal.end()
+    job = world.api.find("Job", one_off_nodes_name(ONE_OFF)) or {}
+    assert OUTCOME_ANNOTATION in job["metadata"]["annotations"]
+    assert (cloud.size, world.holder) == (0, "")
+
+
+def test_what_holds_a_one_off_s_node_may_be_killed_after_any_write(
+    make_world: Callable[[], World], cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is killed after every single write in turn; the Job's next pod continues, or the reaper does."""
+    resize = node_group.resize_node_group
+    for writes in itertools.count(1):
+        world = make_world()
+        world.watch = partial(cloud.serve, world)
+        mortal = Mortal(world.api, writes)
+        monkeypatch.setattr(node_pool, "resize_node_group", mortal.counted(resize))
+        try:
+            nodes = one_off_nodes(world, mortal)
+            advance(world, nodes)
+            complete_job(world, ONE_OFF)
+            advance(world, nodes)
+        except Killed:
+            monkeypatch.setattr(node_pool, "resize_node_group", resize)
+            if writes % 2:
+                advance(world, one_off_nodes(world))
+                complete_job(world, ONE_OFF)
+                assert not advance(world, one_off_nodes(world))
+            else:
+                complete_job(world, ONE_OFF)
+                reap(world, 2 * ORPHAN_SECONDS, ONE_OFF)
+            assert (cloud.size, world.holder) == (0, ""), f"killed after {writes} writes"
+        else:
+            assert writes > 3
+            return

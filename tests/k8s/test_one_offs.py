@@ -1,0 +1,345 @@
+"""A one-off: its Job, its image and recipe, refusals before anything is created, and how it is followed to its end."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.client.one_off_request import OneOffRequest
+from deploy.client.requested_recipe import read_requested_recipe
+from k8s.client import deployment_watch, kuberay_one_off
+from k8s.client.kuberay_one_off import run_one_off
+from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
+from k8s.objects.names import OUTCOME_ANNOTATION, good_images_annotation, node_pool_annotation
+from k8s.objects.one_off_job import cpu_group_of, render_one_off_job
+from k8s.objects.record import Outcome
+from k8s.objects.worker_group import worker_group_of
+from services.common.errors import LimitError, RecipeError
+from services.common.process.entry_point import exit_code_of
+from services.common.process.subcommands import LABEL
+from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
+from services.common.recipe.schema import Stage
+from services.common.testing.recipes import recipe_text
+from tests.k8s.builders import DIGEST, deployment_of, one_off_of
+from tests.k8s.memory_api import MemoryApi
+from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.schemas import Kind, Schema, problems_of
+from tests.polling import Script, script_polls
+
+POOL = "millrace/cpu"
+
+
+IMAGE = f"millrace/trainer@sha256:{DIGEST}"
+
+
+NAME = re.compile(r"one-off-trainer-[0-9a-f]{6}")
+
+
+class Cluster(MemoryApi):
+    """An API server, with a kubelet that does what a test lets it."""
+
+    def __init__(self, cluster: Thing) -> None:
+        super().__init__(copy.deepcopy(cluster))
+        self.lines: list[str] = []
+        self.sent: list[Thing] = []
+
+    def create(self, body: Thing) -> Thing:
+        if body["kind"] == "Job":
+            self.sent.append(body)
+        return super().create(body)
+
+    def log(self, pod: str, container: str) -> Iterator[str]:
+        return iter([f"2026-01-01T00:00:{number:012.9f}Z {line}" for number, line in enumerate(self.lines)])
+
+    @property
+    def one_offs(self) -> list[str]:
+        return [name for name in self.names("Job") if NAME.fullmatch(name)]
+
+    def begin_pod(self, **status: Any) -> None:
+        """The pod of the one-off is placed, or waits."""
+        [name] = self.one_offs
+        job = self.find("Job", name)
+        assert job
+        metadata = {"name": f"{name}-x", "labels": {"job-name": name}}
+        spec = job["spec"]["template"]["spec"] | {"nodeName": "cpu-0"}
+        self.create({"kind": "Pod", "metadata": metadata, "spec": spec, "status": {"phase": "Running"} | status})
+
+    def end_pod(self, code: int, reason: str = "", *lines: str) -> None:
+        self.lines += lines
+        state = {"terminated": {"exitCode": code, "reason": reason}}
+        statuses = [{"name": "one-off", "state": state}]
+        for name in self.names("Pod"):
+            self.merge(
+                "Pod", name, {"status": {"phase": "Failed" if code else "Succeeded", "containerStatuses": statuses}}
+            )
+        self.end_job("Failed" if code else "Complete")
+
+    def end_job(self, how: str, reason: str = "") -> None:
+        [name] = self.one_offs
+        condition = {"type": how, "status": "True", "reason": reason}
+        self.merge("Job", name, {"status": {"conditions": [condition]}})
+
+
+Ask = Callable[..., OneOffRequest]
+
+
+def run(api: Cluster, request: OneOffRequest, manifests: io.StringIO | None = None) -> int:
+    return run_one_off(api, request, manifests)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trainer(overlays: dict[str, list[Thing]]) -> Thing:
+    """The RayCluster of a cluster whose nodes are simply there, with an image that a deployment gave the trainer."""
+    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
+    cluster["metadata"]["annotations"].pop(node_pool_annotation("tokenizer"))
+    cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["image"] = IMAGE
+    return cluster
+
+
+@pytest.fixture
+def api(trainer: Thing) -> Cluster:
+    return Cluster(trainer)
+
+
+@pytest.fixture
+def pooled(api: Cluster) -> Cluster:
+    annotations = {node_pool_annotation("tokenizer"): POOL}
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": annotations}})
+    return api
+
+
+@pytest.fixture(autouse=True)
+def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The labels of the image, as its registry returns them."""
+    told: dict[str, str] = {LABEL: "summary report export artifacts"}
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: told)
+    return told
+
+
+@pytest.fixture
+def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Changes the cluster by one step at each poll, and fails at a poll without a step left."""
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
+    return script_polls(monkeypatch)
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Ask:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(recipe_text())
+
+    def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
+        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe)}
+        return OneOffRequest(stage, words or ("summary",), **fields | changes)
+
+    return request
+
+
+def test_memory_brings_its_share_of_a_node(overlays: dict[str, list[Thing]]) -> None:
+    cluster = cluster_of(overlays["eks"])
+    group, cpu_group = worker_group_of(cluster, "trainer"), cpu_group_of(cluster)
+    job = render_one_off_job(group, cpu_group, one_off_of(memory_gib=28))  # a quarter
+    amounts = {"cpu": "7500m", "memory": str(28 * 2**30), "ephemeral-storage": str(25 * 2**30)}
+    assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {"requests": amounts, "limits": amounts}
+    for wrong in (0, 113):
+        with pytest.raises(LimitError, match=f"MEMORY={wrong}: .*112 GiB"):
+            render_one_off_job(group, cpu_group, one_off_of(memory_gib=wrong))
+
+
+def test_what_cannot_be_is_refused_before_anything_is_created(api: Cluster, ask: Ask, labels: dict[str, str]) -> None:
+    with pytest.raises(LimitError, match="MEMORY=500"):
+        run(api, ask(memory_gib=500))
+    labels[LABEL] = "evaluate"
+    with pytest.raises(RecipeError, match="'summary' is no subcommand of the trainer, which has evaluate"):
+        run(api, ask())
+    assert api.sent == []
+
+
+def test_the_image_is_that_of_the_newest_deployment_or_the_newest_good_one(
+    api: Cluster, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def image_of_the_newest(**changes: Any) -> str:
+        run(api, ask(is_followed=False, **changes))
+        return str(api.sent[-1]["spec"]["template"]["spec"]["containers"][0]["image"])
+
+    assert image_of_the_newest() == IMAGE
+    other = f"sha256:{'1' * 64}"
+    assert image_of_the_newest(tag=other) == f"millrace/trainer@{other}"
+    cluster = api.find("RayCluster", "millrace")
+    assert cluster
+    cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["image"] = "millrace/trainer:unset"
+    api.merge("RayCluster", "millrace", {"spec": cluster["spec"]})
+    good = json.dumps(["millrace/trainer@sha256:a", "millrace/trainer@sha256:b"])
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): good}}})
+    assert image_of_the_newest() == "millrace/trainer@sha256:b"
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): None}}})
+    monkeypatch.setattr(kuberay_one_off, "choose_image", lambda api, stage, *rest: f"{stage} of the working tree")
+    assert image_of_the_newest() == "trainer of the working tree"
+
+
+def recipe_of(job: Thing) -> str:
+    variables = {each["name"]: each.get("value") for each in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    return unpack_recipe(variables[RECIPE_VARIABLE]).decode() if variables.get(RECIPE_VARIABLE) else ""
+
+
+def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: Cluster, ask: Ask) -> None:
+    """A one-off takes the overrides of the newest deployment, so that it finds the run that these named."""
+    text = recipe_text(name="deployed")
+    deployment = replace(
+        deployment_of(), arguments=("--optimizer.learning_rate=0.1", "--corpus=/fsx/c", "--train.seed=1")
+    )
+    api.create(render_recipe_config_map("trainer", text, deployment.recipe_digest))
+    job = render_deploy_job(worker_group_of(api.find("RayCluster", "millrace") or {}, "trainer"), deployment)
+    api.create(job)
+    run(api, ask("export", "--output", "hf", "--train.seed=2", recipe=None, is_followed=False))
+    sent = api.sent[-1]
+    words = sent["spec"]["template"]["spec"]["containers"][0]["args"]
+    overrides = ["--optimizer.learning_rate=0.1", "--train.seed=1"]
+    assert words[words.index("--") + 1 :] == ["export", *overrides, "--output", "hf", "--train.seed=2"]
+    assert recipe_of(sent) == text
+    run(api, ask(is_followed=False))
+    assert recipe_of(api.sent[-1]) == recipe_text(), "RECIPE= names another"
+    api.delete("Job", "deploy-trainer")
+    run(api, ask(recipe=None, is_followed=False))
+    assert 'name = "llama2-7b-trn1"' in recipe_of(api.sent[-1]), "the overlay's"
+    run(api, ask("artifacts", "list", ".", recipe=None, is_followed=False))
+    assert recipe_of(api.sent[-1]) == ""
+
+
+def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster, ask: Ask, schemas: dict[Kind, Schema]) -> None:
+    file = io.StringIO()
+    assert run(pooled, ask(is_dry_run=True), file) == 0
+    documents = list(yaml.safe_load_all(file.getvalue()))
+    assert [problem for each in documents for problem in problems_of(each, schemas)] == []
+    assert [each["metadata"]["name"].rpartition("-")[0] for each in documents] == [
+        "one-off-nodes-trainer",
+        "one-off-trainer",
+    ]
+    assert pooled.sent == []
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected", "said"),
+    [
+        (0, "Completed", 0, ""),
+        (3, "Error", 3, ""),
+        (75, "Error", 75, ""),
+        (137, "OOMKilled", 4, "112Gi (MEMORY=)"),
+        (137, "Error", 75, "(Error, exit code 137)"),
+    ],
+)
+def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
+    api: Cluster,
+    ask: Ask,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    reason: str,
+    expected: int,
+    said: str,
+) -> None:
+    while_waiting(api.begin_pod, lambda: api.end_pod(code, reason, "tokens 5", "loss 3.2"))
+    assert run(api, ask()) == expected
+    told = capsys.readouterr().out
+    assert "$9.66" in told
+    assert told.count("tokens 5\nloss 3.2\n") == 1
+    assert said in told
+    assert api.names("Job") == []
+
+
+def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, ask: Ask, while_waiting: Script) -> None:
+    def lose() -> None:
+        api.delete("Pod", api.names("Pod")[0], grace_seconds=0)
+        api.end_job("Failed")
+
+    while_waiting(api.begin_pod, lose)
+    assert run(api, ask()) == 75
+    while_waiting(api.begin_pod, lambda: api.end_job("Failed", "DeadlineExceeded"))
+    assert run(api, ask(hours=0.5)) == 75
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_it(pooled: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    while_waiting(pooled.begin_pod, interrupt)
+    assert exit_code_of(lambda: run(pooled, ask())) == 130
+    assert pooled.one_offs == []
+    assert "is deleted: its pod gets SIGTERM" in capsys.readouterr().out
+    [nodes_job] = pooled.names("Job")
+    assert nodes_job.startswith("one-off-nodes-trainer-"), "it gives the node back, and ends by itself"
+
+
+def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(api, ask(is_followed=False)) == 0
+    [first] = api.one_offs
+    assert f"{first} continues" in capsys.readouterr().out
+    assert run(api, ask("export", is_followed=False)) == 0
+    assert len(api.sent) == 2, "another command is another Job"
+    monkeypatch.setenv("LOGNAME", "somebody else")
+    assert run(api, ask(is_followed=False)) == 0
+    assert len(api.sent) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: {})
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
+    for name in [each for each in api.one_offs if each != first]:
+        api.delete("Job", name)
+    api.begin_pod()
+    api.end_pod(3, "Error", "it said this before")
+    assert run(api, ask()) == 3
+    told = capsys.readouterr().out
+    assert re.search(rf"{first} of .* has already run this request", told)
+    assert "it said this before\n" in told
+    assert api.one_offs == []
+
+
+NO_CAPACITY = json.dumps(asdict(Outcome(75, "there is no capacity")))
+
+
+@pytest.mark.parametrize(
+    ("patch", "code", "named"),
+    [
+        ({"metadata": {"annotations": {OUTCOME_ANNOTATION: NO_CAPACITY}}}, 75, "there is no capacity"),
+        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "gets no node"),
+    ],
+)
+def test_a_node_that_does_not_come_ends_it(
+    pooled: Cluster,
+    ask: Ask,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+    patch: Thing,
+    code: int,
+    named: str,
+) -> None:
+    def refuse() -> None:
+        [name] = [each for each in pooled.names("Job") if each.startswith("one-off-nodes-")]
+        pooled.merge("Job", name, patch)
+
+    while_waiting(lambda: pooled.begin_pod(phase="Pending"), refuse)
+    assert exit_code_of(lambda: run(pooled, ask())) == code
+    assert named in capsys.readouterr().err
+    assert pooled.one_offs == []
+
+
+def test_one_that_does_not_begin_in_time_is_deleted(
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], clock: Any
+) -> None:
+    while_waiting(
+        lambda: api.begin_pod(phase="Pending"), lambda: setattr(clock, "now", clock.now + 1_801), lambda: None
+    )
+    assert exit_code_of(lambda: run(api, ask())) == 75
+    assert "WAIT=" in capsys.readouterr().err
+    assert api.one_offs == []
