@@ -23,8 +23,7 @@ from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.trainer.inspection.goodput import (
     FAILURE_SHARES,
-    LAUNCHER,
-    MEASURED_TIMES,
+    FIRST_STEP_SECONDS,
     NODE_MTBF_HOURS,
     SECONDS_PER_HOUR,
     Failure,
@@ -100,14 +99,14 @@ def simulate(run: SimulatedRun, num_failures: int, seed: int) -> Outcome:
         outcome.lost_steps += outcome.committed_step + steps - committed
         outcome.committed_step = committed
         cost = run.costs[failure]
-        trains_at = failed_at + cost.downtime_seconds
+        trains_at = failed_at + cost.total_seconds - cost.redone_seconds
         budget = budget.see_checkpoint(committed)
         if not budget.is_spent:
             budget = budget.take_restart()
             continue
         outcome.commands += 1
         budget = RestartBudget(run.max_restarts, committed)
-        trains_at += MEASURED_TIMES[LAUNCHER].first_step_seconds - cost.start_seconds
+        trains_at += FIRST_STEP_SECONDS - cost.start_seconds
     return outcome
 
 

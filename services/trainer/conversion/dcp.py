@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from services.common.errors import ArtifactError
+from services.common.problem_list import list_names
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.hugging_face import require_finite, require_model
@@ -36,16 +37,18 @@ HUGGING_FACE, TORCHTITAN = "model.embed_tokens.weight", "tok_embeddings.weight"
 COMPANIONS = ("optimizer", "optim", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 """First parts of names beside a model's: the rest of a training state, and torchtitan's table of rotary positions."""
 
-_MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head", "output": "lm_head"}
-_LAYER_MODULES = {
-    **{f"attention.{old}w{kind}": f"self_attn.{kind}_proj" for old in ("", "qkv_linear.") for kind in "qkv"},
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+_RENAMES = (
+    (r"^tok_embeddings\b", "model.embed_tokens"),
+    (r"^(norm|layers)\b", r"model.\1"),
+    (r"^output\b", "lm_head"),
+    (r"\battention\.(?:qkv_linear\.)?w([qkvo])\b", r"self_attn.\1_proj"),
+    (r"\bfeed_forward\.w1\b", "mlp.gate_proj"),
+    (r"\bfeed_forward\.w2\b", "mlp.down_proj"),
+    (r"\bfeed_forward\.w3\b", "mlp.up_proj"),
+    (r"\battention_norm\b", "input_layernorm"),
+    (r"\bffn_norm\b", "post_attention_layernorm"),
+)
+"""Parts of torchtitan's names, and those of Hugging Face's."""
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     f"{_DCP}.metadata": (
@@ -57,15 +60,6 @@ _ALLOWED = {
     "torch.serialization": ("_get_layout",),
     **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
 }
-
-
-def is_dcp_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a DCP checkpoint, complete or not. Raises `ArtifactError` for the folder above it."""
-    if (folder / METADATA).exists() or any(folder.glob("*.distcp")):
-        return True
-    if steps := sorted(path.parent.name for path in folder.glob(f"*/{METADATA}")):
-        raise ArtifactError(f"{folder}: contains DCP checkpoints. Name one of them: {', '.join(steps[-5:])}.")
-    return False
 
 
 class DcpWeights:
@@ -139,19 +133,16 @@ def find_model(folder: Path, names: Iterable[str]) -> tuple[dict[str, str], bool
     Raises `ArtifactError` unless the checkpoint has one model.
     """
     candidates = [name for name in names if _is_model(name)]
-    found = [
-        (embedding, name.removesuffix(embedding))
-        for embedding in (HUGGING_FACE, TORCHTITAN)
-        for name in candidates
-        if f".{name}".endswith(f".{embedding}")
-    ]
-    if len(found) != 1:
-        many = ", ".join(prefix + name for name, prefix in found[:3]) or "none"
-        raise ArtifactError(f"{folder}: has {many}, expected one {HUGGING_FACE} or {TORCHTITAN}.")
-    [(embedding, prefix)] = found
+    embeddings = {
+        name: kind for name in candidates for kind in (HUGGING_FACE, TORCHTITAN) if f".{name}".endswith(f".{kind}")
+    }
+    if len(embeddings) != 1:
+        raise ArtifactError(f"{folder}: has {list_names(embeddings)}, expected one {HUGGING_FACE} or {TORCHTITAN}.")
+    [(embedding, kind)] = embeddings.items()
+    prefix = embedding.removesuffix(kind)
     own = {name.removeprefix(prefix): name for name in candidates if name.startswith(prefix)}
     own = {name: stored for name, stored in own.items() if _is_model(name)}
-    if embedding == HUGGING_FACE:
+    if kind == HUGGING_FACE:
         return own, False
     return {_hugging_face_name(name): stored for name, stored in own.items()}, True
 
@@ -168,9 +159,7 @@ def _is_model(name: str) -> bool:
 
 
 def _hugging_face_name(name: str) -> str:
-    """Return the name of torchtitan's weight; one that its Llama has not stays as it is."""
-    if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
-        layer, module = match.groups()
-        return f"model.layers.{layer}.{_LAYER_MODULES[module]}.weight" if module in _LAYER_MODULES else name
-    module = name.removesuffix(".weight")
-    return f"{_MODULES[module]}.weight" if module in _MODULES else name
+    """Return the name of torchtitan's weight."""
+    for theirs, ours in _RENAMES:
+        name = re.sub(theirs, ours, name)
+    return name

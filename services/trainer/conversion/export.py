@@ -78,11 +78,9 @@ def _open_last(run: Run, count: int) -> list[Artifact[CheckpointManifest]]:
     newest, collection = run.checkpoint.manifest.checkpoint.step, run.checkpoint.path.parent
     steps = [step for step in checkpoint_steps(collection) if step <= newest]
     if len(steps) < count:
-        policy = run.recipe.checkpoint
         raise ArtifactError(
             f"{collection}: has {len(steps)} checkpoints, expected {count} to average: steps "
-            f"{list_names(map(str, steps))}. A run keeps its last checkpoint.keep_latest ({policy.keep_latest}) and "
-            f"the multiples of checkpoint.keep_interval_steps ({policy.keep_interval_steps or 'none'})."
+            f"{list_names(map(str, steps))}. A run keeps those that checkpoint.keep_latest and keep_interval_steps say."
         )
     earlier = [open_checkpoint(collection, step, verify_checkpoint) for step in steps[-count:-1]]
     for checkpoint in earlier:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from services.common.artifacts.corpus import CorpusManifest, Split, Vocabulary
-from services.common.artifacts.corpus_rows import map_files
+from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.store import Artifact
+from services.common.artifacts.token_stream import TokenStream
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.common.vocabularies.sentencepiece_model import PieceKind, SentencePieceSettings, load_model, read_settings
@@ -39,17 +41,9 @@ CHECKED_TOKENS = 2**20
 _SPACE_PIECE = "\u2581"
 _SHOWN_CHARACTERS = 200
 _BUILD_ANOTHER_TOKENIZER = {
-    *("add_prefix_space", "added_tokens_decoder", "auto_map", "backend", "fix_mistral_regex", "from_slow", "is_local"),
-    *(
-        "legacy",
-        "local_files_only",
-        "name_or_path",
-        "sp_model_kwargs",
-        "tokenizer_file",
-        "tokenizer_type",
-        "vocab_file",
-    ),
-}
+    "add_prefix_space", "added_tokens_decoder", "auto_map", "backend", "fix_mistral_regex", "from_slow", "is_local",
+    "legacy", "local_files_only", "name_or_path", "sp_model_kwargs", "tokenizer_file", "tokenizer_type", "vocab_file",
+}  # fmt: skip
 """Settings of an imported tokenizer that would build another one than the corpus's."""
 
 logger = logging.getLogger(__name__)
@@ -69,26 +63,25 @@ def write_tokenizer(
     other ids, no tokenizer is written but `NO_TOKENIZER.txt`, with the reason.
     """
     payload = corpus.manifest.corpus
-    vocabulary, content = payload.vocabulary, vocabulary_file.read_bytes()
+    vocabulary, content, name = payload.vocabulary, vocabulary_file.read_bytes(), vocabulary_file.name
     codec = load_codec(vocabulary_file, vocabulary)
+    split: Split = "validation" if payload.splits["validation"].documents else "train"
     try:
         tokenizer = make_tokenizer(content, vocabulary)
         texts = [text.decode() for text in fuzz_of_vocabulary(content, vocabulary, FUZZ_TEXTS)]
-        split: Split = "validation" if payload.splits["validation"].documents else "train"
         texts += [codec.decode(ids[1:-1].tolist()) for ids in sample_documents(corpus, split, CHECKED_TOKENS)]
         _require_same_ids(tokenizer, codec, vocabulary.bos_id, texts)
     except InconvertibleVocabularyError as error:
         logger.warning("no tokenizer is exported: %s", error)
-        reason = (
-            f"This folder has no tokenizer for transformers, because its ids would not be those that the model was "
-            f"trained on. {error}\n\nEncode texts with the library of {VOCABULARY_FOLDER}/{vocabulary_file.name}, and "
-            f"put the id {vocabulary.bos_id} (BOS) before every document.\n"
-        )
         (folder / VOCABULARY_FOLDER).mkdir()
-        (folder / NO_TOKENIZER).write_text(reason, encoding="utf-8")
-        (folder / VOCABULARY_FOLDER / vocabulary_file.name).write_bytes(content)
+        (folder / VOCABULARY_FOLDER / name).write_bytes(content)
+        (folder / NO_TOKENIZER).write_text(
+            f"The ids of a tokenizer for transformers would not be those that the model was trained on. {error}\n\n"
+            f"Encode texts with the library of {VOCABULARY_FOLDER}/{name}, after the id {vocabulary.bos_id} (BOS).\n",
+            encoding="utf-8",
+        )
         return
-    (folder / vocabulary_file.name).write_bytes(content)
+    (folder / name).write_bytes(content)
     (folder / TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = _tokenizer_config(tokenizer, vocabulary, payload.sequence_length, imported)
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -155,12 +148,10 @@ def _require_same_ids(tokenizer: Tokenizer, codec: Codec, bos_id: int, texts: It
     for text in texts:
         found, expected = tokenizer.encode(text).ids, [bos_id, *codec.encode(text)]
         if found != expected:
-            pairs = zip(found, expected, strict=False)
-            at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(found), len(expected)))
+            at = next(at for at, (a, b) in enumerate(zip_longest(found, expected)) if a != b)
             raise InconvertibleVocabularyError(
-                f"tokenizers {tokenizers.__version__} encodes a text with other ids than the vocabulary's library: "
-                f"from position {at:,} on {found[at : at + 8]}, expected {expected[at : at + 8]}, in "
-                f"{text[:_SHOWN_CHARACTERS]!r}."
+                f"tokenizers {tokenizers.__version__} encodes {text[:_SHOWN_CHARACTERS]!r} from position {at:,} on as "
+                f"{found[at : at + 8]}, expected {expected[at : at + 8]} as by the vocabulary's library."
             )
 
 
@@ -191,19 +182,18 @@ def _from_sentencepiece(content: bytes) -> Tokenizer:
 
 
 def _require_convertible(settings: SentencePieceSettings, normal: Mapping[str, int]) -> None:
-    without_piece = sorted({character for piece in normal for character in piece} - normal.keys())
-    checks = [
-        (settings.is_bpe, "The SentencePiece model is not a BPE model."),
-        (not settings.puts_whitespace_last, "The SentencePiece model writes spaces at the end of words."),
-        (PieceKind.USER_DEFINED not in settings.piece_kinds, "The SentencePiece model has user-defined pieces."),
-        (PieceKind.UNUSED not in settings.piece_kinds, "The SentencePiece model has unused pieces."),
-        (not without_piece, f"The characters {without_piece[:3]} of SentencePiece pieces are no pieces themselves."),
+    rules = {
+        "is no BPE model": not settings.is_bpe,
+        "writes spaces at the end of words": settings.puts_whitespace_last,
+        "has user-defined pieces": PieceKind.USER_DEFINED in settings.piece_kinds,
+        "has unused pieces": PieceKind.UNUSED in settings.piece_kinds,
+        "has pieces with characters that are no pieces": not {*"".join(normal)} <= normal.keys(),
         # normalizers.Precompiled applies the table to grapheme clusters, and gives other text for some of them.
-        (not settings.changes_characters, "The normaliser of the SentencePiece model replaces characters."),
-    ]
-    for holds, reason in checks:
-        if not holds:
-            raise InconvertibleVocabularyError(f"{reason} The tokenizers library has no equal rule.")
+        "has a normaliser that replaces characters": settings.changes_characters,
+    }
+    if found := [rule for rule, holds in rules.items() if holds]:
+        lacks = "for which the tokenizers library has no equal rule"
+        raise InconvertibleVocabularyError(f"The SentencePiece model {', '.join(found)}, {lacks}.")
 
 
 def _list_merges(normal: Mapping[str, int], scores: Mapping[int, float]) -> list[tuple[str, str]]:
@@ -244,19 +234,11 @@ def sample_documents(
     corpus: Artifact[CorpusManifest], split: Split, max_tokens: int
 ) -> Iterator[npt.NDArray[np.integer[Any]]]:
     """Yield the ids of every n-th document of a split, BOS and EOS included; they have about `max_tokens` or fewer."""
-    payload = corpus.manifest.corpus
-    stride, number = max(1, -(-payload.splits[split].tokens // max_tokens)), -1
-    parts: list[npt.NDArray[np.integer[Any]]] = []
-    for file in map_files(corpus.path, payload, split):
-        rows = np.arange(len(file.start_offsets) - 1)
-        starts = np.repeat(rows * payload.sequence_length, np.diff(file.start_offsets)) + file.starts
-        before, *documents = np.split(file.tokens, starts)
-        if parts:
-            parts.append(before)
-        for document in documents:
-            if parts:
-                yield np.concatenate(parts)
-            number += 1
-            parts = [document] if number % stride == 0 else []
-    if parts:
-        yield np.concatenate(parts)
+    payload, rows = corpus.manifest.corpus, CorpusRows(corpus.path, corpus.manifest.corpus)
+    num_tokens, length = payload.splits[split].tokens, payload.sequence_length
+    begins = TokenStream(corpus.path, payload, split, rows).document_begins()
+    stride = max(1, -(-num_tokens // max_tokens))
+    for begin, end in zip(begins[::stride], np.append(begins[1:], num_tokens)[::stride], strict=True):
+        first = begin // length
+        own = [rows.read(split, row).ids for row in range(first, (end - 1) // length + 1)]
+        yield np.concatenate(own)[begin - first * length : end - first * length]

@@ -25,7 +25,7 @@ from services.trainer.checkpoints.shards import write_shard
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.conversion.configuration import CONFIG, read_imported, require_same_model
 from services.trainer.conversion.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights, group_parameters
-from services.trainer.conversion.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
+from services.trainer.conversion.nxd.checkpoint import BEGUN, MODEL, NxdWeights
 from services.trainer.conversion.tokenizer import VOCABULARY_FOLDER
 from services.trainer.job import Job
 
@@ -87,14 +87,18 @@ def digest_weights(shapes: Mapping[str, Iterable[int]], read: ReadWeight) -> str
 
 
 def _open_weights(folder: Path, job: Job, shapes: Mapping[str, torch.Size], opened: ExitStack) -> ReadWeight:
+    from services.trainer.conversion.dcp import METADATA, DcpWeights  # noqa: PLC0415 - takes a second
+
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such folder. Pass one with --from, as a model's `save_pretrained` makes it.")
-    from services.trainer.conversion.dcp import DcpWeights, is_dcp_checkpoint  # noqa: PLC0415 - takes a second
-
     model = job.recipe.model
     is_hugging_face = any((folder / name).exists() for name in (WEIGHTS, INDEX))
-    is_nxd = not is_hugging_face and is_nxd_checkpoint(folder)
-    is_dcp = not is_hugging_face and not is_nxd and is_dcp_checkpoint(folder)
+    is_nxd = not is_hugging_face and (folder / MODEL).is_dir()
+    is_dcp = not is_hugging_face and ((folder / METADATA).exists() or any(folder.glob("*.distcp")))
+    if not (is_hugging_face or is_nxd or is_dcp):
+        within = sorted(path.parent.name for name in (BEGUN, METADATA) for path in folder.glob(f"*/{name}"))
+        if within:
+            raise ArtifactError(f"{folder}: contains checkpoints. Name one of them: {', '.join(within[-5:])}.")
     if (folder / CONFIG).exists() or not (is_nxd or is_dcp):
         require_same_model(folder, model)
     else:
@@ -104,14 +108,14 @@ def _open_weights(folder: Path, job: Job, shapes: Mapping[str, torch.Size], open
             folder,
             CONFIG,
         )
-    if is_dcp:
-        of_dcp = DcpWeights(folder, model)
-        logger.info("weights have %s names", "torchtitan's" if of_dcp.is_torchtitans else "Hugging Face's")
-        return of_dcp.read
     if is_nxd:
         of_nxd = NxdWeights(folder, model)
         logger.info("weights are %s", "the optimizer's masters" if of_nxd.has_masters else "from `model`: no masters")
         return of_nxd.read
+    if is_dcp:
+        of_dcp = DcpWeights(folder, model)
+        logger.info("weights have %s names", "torchtitan's" if of_dcp.is_torchtitans else "Hugging Face's")
+        return of_dcp.read
     return HuggingFaceWeights(folder, shapes, opened).read
 
 

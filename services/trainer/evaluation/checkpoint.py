@@ -16,20 +16,20 @@ from typing import Any
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import Artifact, open_artifact
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, RecipeError
 from services.common.hardware.faults import naming_hardware_faults
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher, run_workers
-from services.common.problem_list import list_problems
+from services.common.problem_list import list_names
 from services.common.process.telemetry import configure_logging
 from services.common.program.step import Program
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.trainer.agreement.requirements import require_same_program
 from services.trainer.checkpoints.loader import load_weights
-from services.trainer.checkpoints.lookup import find_trained_corpus
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation
-from services.trainer.job import Job, RunCorpus
+from services.trainer.job import Job
+from services.trainer.runs.branch import require_same_vocabulary
 from services.trainer.workers.node_staging import new_cache_files, prepare_node, using_node
 from services.trainer.workers.start import describe_workers
 from services.trainer.workers.worker import joined_group, make_backend, prepare_device
@@ -62,7 +62,10 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
     corpus, and the errors of the workers.
     """
     require_same_model(checkpoint, job.recipe)
-    require_same_vocabulary(checkpoint, job.corpus, job.root)
+    try:
+        require_same_vocabulary(job.root, checkpoint, job.recipe, job.corpus)
+    except RecipeError as error:  # of a branch; here the wrong corpus was named
+        raise ArtifactError(f"{error} Pass the new corpus with --corpus.") from error
     if Validation(job.recipe, job.corpus, num_tokens).is_empty:
         raise ArtifactError(
             f"{job.corpus.path}: its validation split has no target to evaluate. Name another corpus of the same "
@@ -136,29 +139,11 @@ def require_same_model(checkpoint: Artifact[CheckpointManifest], recipe: Recipe)
     changed = [each for each in changed_fields(stored, recipe, "checkpoint") if each.startswith("model.")]
     if changed:
         raise ArtifactError(
-            f"{checkpoint.path}: is a state of another model than the recipe's:\n  "
-            + "\n  ".join(list_problems(changed, "fields of the model"))
-            + "\nPass the recipe of the checkpoint's run."
+            f"{checkpoint.path}: is a state of another model than the recipe's: {list_names(changed)}. Pass the recipe "
+            f"of the checkpoint's run."
         )
-    trained_with = stored["train"]
     for name in ("attention_mask", "dtype", "param_dtype"):
-        if trained_with.get(name) != (ours := getattr(recipe.train, name)):
-            logger.warning(
-                "%s was trained with train.%s = %s, and is evaluated with %s: the loss is not that of its run",
-                checkpoint.path, name, trained_with.get(name), ours,
-            )  # fmt: skip
-
-
-def require_same_vocabulary(checkpoint: Artifact[CheckpointManifest], corpus: RunCorpus, root: Path) -> None:
-    """Raise `ArtifactError` unless the checkpoint was trained on a corpus of this corpus's vocabulary."""
-    [link] = checkpoint.manifest.inputs
-    if link.content_digest == corpus.content_digest:
-        return
-    found = find_trained_corpus(checkpoint, root)
-    theirs, ours = found.manifest.corpus.vocabulary, corpus.payload.vocabulary
-    if theirs.sha256 != ours.sha256:
-        raise ArtifactError(
-            f"{corpus.path}: its vocabulary has the sha256 {ours.sha256[:12]}, but {checkpoint.path} was trained with "
-            f"{theirs.sha256[:12]}, of {found.path}. Tokenize the text with that vocabulary (tokenizer.model = "
-            f'"{found.path / theirs.path}"), and pass the new corpus with --corpus.'
-        )
+        theirs, ours = stored["train"].get(name), getattr(recipe.train, name)
+        if theirs != ours:
+            what = f"{checkpoint.path} was trained with train.{name} = {theirs}, and is evaluated with {ours}"
+            logger.warning("%s: the loss is not that of its run", what)

@@ -61,25 +61,19 @@ class Validation:
         """
         started, totals = time.perf_counter(), LossTotals(self._corpus, self._document_begins)
         waiting: tuple[npt.NDArray[np.int64], Tensor] | None = None
-        starts = range(0, len(self._samples), self._samples_of_round(program))
+        mesh = program.backend.mesh
+        size = mesh.data_parallel_size * self._recipe.batch.micro_batch_size
+        starts = range(0, len(self._samples), size)
         for start in starts:
-            round_ = self._run_round(program, start)
-            if waiting:  # while the device computes the next round
+            losses = program.evaluate(self._micro_batch(start, mesh))
+            if waiting:  # while the device computes this round
                 _add(totals, program, *waiting)
-            waiting = round_
+            waiting = self._samples[start : start + size], losses
             if not goes_on() and start != starts[-1]:
                 return None
         if waiting:
             _add(totals, program, *waiting)
         return totals.finish(time.perf_counter() - started)
-
-    def _samples_of_round(self, program: Program) -> int:
-        return program.backend.mesh.data_parallel_size * self._recipe.batch.micro_batch_size
-
-    def _run_round(self, program: Program, first: int) -> tuple[npt.NDArray[np.int64], Tensor]:
-        """Return the samples of the round from `first` on, and the losses of all its micro-batches on the device."""
-        samples = self._samples[first : first + self._samples_of_round(program)]
-        return samples, program.evaluate(self._micro_batch(first, program.backend.mesh))
 
     def _micro_batch(self, first: int, mesh: Mesh) -> MicroBatch:
         """Read this worker's micro-batch of the round that begins with sample number `first` of the evaluation."""

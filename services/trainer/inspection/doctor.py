@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.command_inputs import new_job, open_cache
 from services.trainer.inspection.findings import (
     Finding,
+    Result,
     exit_code,
     format_table,
     merge_nodes,
@@ -42,7 +44,7 @@ from services.trainer.inspection.findings import (
     warning,
 )
 from services.trainer.inspection.fit import require_fit
-from services.trainer.inspection.node import NodeReport, NodeRequirements, check_node, existing_place
+from services.trainer.inspection.node import NodeRequirements, check_node, existing_place
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, describe_corpus
 from services.trainer.runs.branch import open_parent, require_same_vocabulary
 from services.trainer.supervision.stop import STOP_FILE
@@ -60,87 +62,82 @@ def doctor(given: Given, launch: str, corpus_path: Path | None, cache_path: Path
     return exit_code(findings)
 
 
+@dataclass
 class Doctor:
     """Checks a run; later checks use what earlier ones have opened."""
 
-    def __init__(
-        self, given: Given, launch: str, corpus_path: Path | None, cache_path: Path | None, level: Level
-    ) -> None:
-        self._recipe, self._recipe_path, self._root = given.recipe, given.recipe_path, given.root
-        self._corpus_path, self._cache_path = corpus_path, cache_path
-        self._launch, self._launcher, self._level = launch, choose_launcher(launch), level
-        self._corpus: Artifact[CorpusManifest] | None = None
-        self._cache: Artifact[CompileCacheManifest] | None = None
-        self._program, self._num_checkpoints = "", 0
+    given: Given
+    launch: str
+    corpus_path: Path | None
+    cache_path: Path | None
+    level: Level
+    corpus: Artifact[CorpusManifest] | None = None
+    cache: Artifact[CompileCacheManifest] | None = None
+    program: str = ""
+    num_checkpoints: int = 0
 
     def check(self) -> list[Finding]:
         findings = [
-            *run_check("recipe", self._check_recipe, "python -m services.trainer plan"),
-            *run_check("corpus", self._check_corpus, self._make("tokenizer")),
-            *run_check("compile cache", self._check_cache, self._make("compiler")),
+            run_check("recipe", self._check_recipe, "python -m services.trainer plan"),
+            run_check("corpus", self._check_corpus, self._make("tokenizer")),
+            run_check("compile cache", self._check_cache, self._make("compiler")),
         ]
-        if self._corpus:
-            job = new_job(self._root, self._recipe, describe_corpus(self._corpus), self._cache, self._program)
+        if self.corpus:
+            job = new_job(self.given.root, self.given.recipe, describe_corpus(self.corpus), self.cache, self.program)
             restore = "restore it from a copy, or move its folder away"
-            findings += run_check("checkpoints", lambda: self._check_checkpoints(job), restore)
-            findings += run_check("writer", lambda: check_writer(job), "wait for it, or check the mount")
-            findings += run_check("run's folder", lambda: check_run_folder(job), "make it readable for this user")
-        inline = "python -m services.trainer doctor with --launch inline checks this machine only"
-        return findings + run_check("nodes", self._check_nodes, inline)
+            findings += [
+                run_check("checkpoints", lambda: self._check_checkpoints(job), restore),
+                run_check("writer", lambda: check_writer(job), "wait for it, or check the mount"),
+                run_check("run's folder", lambda: check_run_folder(job), "make it readable for this user"),
+            ]
+        return findings + self._check_nodes()
 
     def _make(self, stage: Any) -> str:
-        return stage_command(stage, self._recipe_path, self._root)
+        return stage_command(stage, self.given.recipe_path, self.given.root)
 
-    def _check_recipe(self) -> Iterator[Finding]:
-        recipe, parallel = self._recipe, self._recipe.parallel
+    def _check_recipe(self) -> Finding:
+        recipe, parallel = self.given.recipe, self.given.recipe.parallel
         require_fit(recipe)
-        yield ok(
-            "recipe",
+        return ok(
             f"{recipe.name}: {recipe.model.num_parameters:,} parameters, {parallel.num_workers} workers of "
-            f"{parallel.threads_per_worker} threads, {recipe.train.max_steps:,} steps",
+            f"{parallel.threads_per_worker} threads, {recipe.train.max_steps:,} steps"
         )
 
-    def _check_corpus(self) -> Iterator[Finding]:
-        self._corpus = open_corpus(self._recipe, self._recipe_path, self._root, self._corpus_path)
-        yield self._verify("corpus", self._corpus, self._make("tokenizer"))
+    def _check_corpus(self) -> Finding:
+        self.corpus = open_corpus(self.given.recipe, self.given.recipe_path, self.given.root, self.corpus_path)
+        return self._verify(self.corpus, self._make("tokenizer"))
 
-    def _check_cache(self) -> Iterator[Finding]:
-        self._program = fingerprint(program_facts(self._recipe))  # needed even if there is no cache
-        opened = open_cache(self._recipe, self._recipe_path, self._root, self._cache_path, allow_cold=False)
-        self._cache = opened[0]
-        if self._cache is None:
-            yield ok("compile cache", "none needed: compile.enabled = false")
-        else:
-            yield self._verify("compile cache", self._cache, self._make("compiler"))
+    def _check_cache(self) -> Finding:
+        self.program = fingerprint(program_facts(self.given.recipe))  # needed even if there is no cache
+        self.cache, _ = open_cache(
+            self.given.recipe, self.given.recipe_path, self.given.root, self.cache_path, allow_cold=False
+        )
+        if self.cache is None:
+            return ok("none needed: compile.enabled = false")
+        return self._verify(self.cache, self._make("compiler"))
 
-    def _verify(self, check: str, artifact: Artifact[Any], command: str) -> Finding:
+    def _verify(self, artifact: Artifact[Any], command: str) -> Finding:
         """Verify an artifact's files on all nodes. Raises `UnreadableError` for a file that this user may not read."""
-        files, done = artifact.manifest.files, 0
-        with show_progress(f"verifying the {check}", total_bytes(files) / 1e6, "MB") as progress:
-
-            def advance(num_bytes: int) -> None:
-                nonlocal done
-                done += num_bytes
-                progress.advance_to(done / 1e6)
-
+        manifest, path = artifact.manifest, artifact.path
+        size = total_bytes(manifest.files)
+        with show_progress("verifying", size / 1e6, "MB") as progress:
+            advance = lambda more: progress.advance_to(progress.measure().done + more / 1e6)  # noqa: E731
             try:
-                verify_on_nodes(self._launcher, artifact.path, artifact.manifest, self._level, advance)
+                verify_on_nodes(choose_launcher(self.launch), path, manifest, self.level, advance)
             except ArtifactError as error:
                 if not is_damage(error):
                     raise
                 # A stage does not touch a published artifact, even if it is damaged.
-                away = f"mv {artifact.path} {self._root / f'damaged-{artifact.manifest.id}'} && {command}"
-                return problem(check, error, away)
-        what = "checksums" if self._level == "full" else "sizes"
-        size = show_size(total_bytes(files))
-        return ok(check, f"{artifact.path}: {what} of {len(files):,} files, {size}, are as published")
+                return problem(error, f"mv {path} {self.given.root / f'damaged-{manifest.id}'} && {command}")
+        what = "checksums" if self.level == "full" else "sizes"
+        return ok(f"{path}: {what} of {len(manifest.files):,} files, {show_size(size)}, are as published")
 
-    def _check_checkpoints(self, job: Job) -> Iterator[Finding]:
+    def _check_checkpoints(self, job: Job) -> Finding:
         """Verify the newest checkpoints until one is intact, and only the sizes of older ones."""
-        check, collection, max_steps = "checkpoints", job.checkpoint_collection, job.recipe.train.max_steps
+        collection, max_steps = job.checkpoint_collection, job.recipe.train.max_steps
         steps, damages, newest = checkpoint_steps(collection), list[str](), None
         for step in reversed(steps):
-            verify = verify_state(job.recipe, job.corpus, self._level) if newest is None else verify_sizes
+            verify = verify_state(job.recipe, job.corpus, self.level) if newest is None else verify_sizes
             try:
                 opened = open_checkpoint(collection, step, verify)
                 newest = newest or opened
@@ -148,98 +145,107 @@ class Doctor:
                 raise
             except ArtifactError as error:
                 damages.append(str(error))
-        self._num_checkpoints = len(steps)
+        self.num_checkpoints = len(steps)
         if newest is None:
             if damages:
                 raise all_damaged(collection, damages)
-            yield from self._check_start(job)
-            return
-        for damage in damages:
-            yield warning(check, damage, "restore it from a copy if you need its steps: the run continues without it")
-        state = newest.manifest.checkpoint
-        if state.step < max_steps and job.program_fingerprint:
+            return self._check_start(job)
+        step = newest.manifest.checkpoint.step
+        if step < max_steps and job.program_fingerprint:
             try:
                 continue_run(job, newest, allow_changed_program=False)
             except ArtifactError as error:
-                yield problem(check, error, f"train with {ALLOW_CHANGED_PROGRAM}, or with the program that made it")
-                return
-        goes_on = f"continues from step {state.step:,} of {max_steps:,}" if state.step < max_steps else "is complete"
-        yield ok(check, f"{len(steps) - len(damages)} of {job.run}, which {goes_on}")
+                return problem(error, f"train with {ALLOW_CHANGED_PROGRAM}, or with the program that made it")
+        goes_on = f"continues from step {step:,} of {max_steps:,}" if step < max_steps else "is complete"
+        seen = f"{len(steps) - len(damages)} of {job.run}, which {goes_on}"
+        if damages:
+            return warning("\n".join([seen, *damages]), "restore it from a copy if you need its steps")
+        return ok(seen)
 
-    def _check_start(self, job: Job) -> Iterator[Finding]:
+    def _check_start(self, job: Job) -> Finding:
         """Check what a run without a checkpoint starts from."""
-        check, train = "checkpoints", job.recipe.train
+        train = job.recipe.train
         if train.initial_weights:
             none = ArtifactError(f"{job.run}: its weights (train.initial_weights) are not imported yet")
-            command = stage_command("trainer", self._recipe_path, job.root, "import", "--from", "FOLDER")
-            yield problem(check, none, command)
-            return
+            return problem(
+                none, stage_command("trainer", self.given.recipe_path, job.root, "import", "--from", "FOLDER")
+            )
         if train.branch:
             parent = open_parent(job.root, train.branch)
             require_same_vocabulary(job.root, parent, job.recipe, job.corpus)
-            yield self._verify("parent", parent, f"python -m services.trainer runs --root {job.root}")
-        yield ok(check, f"none of {job.run}: it starts at step {train.first_step}")
+            verified = self._verify(parent, f"python -m services.trainer runs --root {job.root}")
+            if verified.result is not Result.OK:
+                return verified
+        return ok(f"none of {job.run}: it starts at step {train.first_step}")
 
-    def _check_nodes(self) -> Iterator[Finding]:
-        recipe, launch, root = self._recipe, self._launch, self._root
+    def _check_nodes(self) -> list[Finding]:
+        recipe, launch, root = self.given.recipe, self.launch, self.given.root
         is_cluster = launch == "ray" and cluster_address() is not None
         on_node = recipe.cluster.trainer_workers_per_node if is_cluster else recipe.parallel.num_workers
         requirements = NodeRequirements(
             recipe=recipe,
             root=root,
-            launch=launch,
             workers=min(recipe.parallel.num_workers, on_node),
-            cache_bytes=total_bytes(self._cache.manifest.files) if self._cache else 0,
-            checkpoints=self._num_checkpoints,
-            shared=self._corpus.path if self._corpus else root if os.access(root, os.F_OK) else None,
+            cache_bytes=total_bytes(self.cache.manifest.files) if self.cache else 0,
+            checkpoints=self.num_checkpoints,
+            shared=self.corpus.path if self.corpus else root if os.access(root, os.F_OK) else None,
         )
-        reports: dict[str, NodeReport] = {}
-        for node, report in self._launcher.map_nodes(check_node, requirements):
-            if isinstance(report, LostTask):
-                yield problem("nodes", TryAgain(f"{node}: {report.reason}"), "check the node, then run doctor again")
-            else:
-                reports[node] = report
-        if not reports:
-            raise DeviceError("no node can take this stage's work")
-        yield from merge_nodes({node: report.findings for node, report in sorted(reports.items())})
-        yield from compare_nodes(reports)
+        found: dict[str, list[Finding]] = {}
+
+        def check() -> Finding:
+            lost = []
+            for node, report in choose_launcher(self.launch).map_nodes(check_node, requirements):
+                if isinstance(report, LostTask):
+                    lost.append(f"{node}: {report.reason}")
+                else:
+                    found[node] = report
+            if lost:
+                raise TryAgain("\n".join(lost))
+            if not found:
+                raise DeviceError("no node can take this stage's work")
+            return ok(f"checked: {len(found)}")
+
+        inline = "check them; python -m services.trainer doctor with --launch inline checks this machine only"
+        nodes = run_check("nodes", check, inline)
+        ordered = dict(sorted(found.items()))
+        return [nodes, *merge_nodes(ordered), *compare_nodes(ordered)]
 
 
-def check_writer(job: Job) -> Iterator[Finding]:
+def check_writer(job: Job) -> Finding:
     """Find a command that trains the run."""
     if holder := find_holder(job.lock):
-        stop = job.run_folder / STOP_FILE
-        yield warning("writer", f"{holder} trains this run", f"wait for it, or stop it: touch {stop}")
-    else:
-        yield ok("writer", "no command trains this run")
+        return warning(f"{holder} trains this run", f"wait for it, or stop it: touch {job.run_folder / STOP_FILE}")
+    return ok("no command trains this run")
 
 
-def check_run_folder(job: Job) -> Iterator[Finding]:
+def check_run_folder(job: Job) -> Finding:
     """Check that the run can write into its folders, and that no stop file waits for it."""
-    check, stop = "run's folder", job.run_folder / STOP_FILE
-    folders = (job.run_folder, job.run_folder / "logs", job.checkpoint_collection)
-    closed = [place for place in dict.fromkeys(map(existing_place, folders)) if not os.access(place, os.W_OK | os.X_OK)]
-    for place in closed:
-        seen = StorageError(f"{place}: user {os.getuid()} cannot write there, but the run must")
-        yield problem(check, seen, "change its owner or mode, or pass another --root")
+    stop = job.run_folder / STOP_FILE
+    for folder in (job.run_folder, job.run_folder / "logs", job.checkpoint_collection):
+        if not os.access(place := existing_place(folder), os.W_OK | os.X_OK):
+            seen = StorageError(f"{place}: user {os.getuid()} cannot write there, but the run must")
+            return problem(seen, "change its owner or mode, or pass another --root")
     if stop.exists():
-        yield warning(check, f"{stop} exists: the run would stop after its first step", f"rm {stop}")
-    elif not closed:
-        yield ok(check, f"{job.run_folder}")
+        return warning(f"{stop} exists: the run would stop after its first step", f"rm {stop}")
+    return ok(f"{job.run_folder}")
 
 
-def compare_nodes(reports: dict[str, NodeReport]) -> Iterator[Finding]:
+def compare_nodes(found: dict[str, list[Finding]]) -> Iterator[Finding]:
     """Find nodes that run another program than most, or are slower."""
-    programs = {node: report.fingerprint for node, report in reports.items() if report.fingerprint}
-    if len(set(programs.values())) > 1:
-        usual = statistics.mode(programs.values())
-        others = ", ".join(sorted(node for node, program in programs.items() if program != usual))
-        error = DeviceError(f"a run would refuse nodes with another CPU, torch, Python or compiler: {others}")
-        yield problem("programs", error, "make all nodes of the stage the same instance type and image")
-    speeds = {node: report.gemm_flops_per_second for node, report in reports.items() if report.gemm_flops_per_second}
-    median = statistics.median_high(speeds.values()) if speeds else 0.0  # of two nodes, the faster one
-    slow = {node: speed for node, speed in speeds.items() if speed < (1 - STRAGGLER) * median}
-    if slow:
-        listed = ", ".join(f"{node} {speed / 1e9:,.0f} GFLOP/s" for node, speed in sorted(slow.items()))
+    programs, speeds = (
+        {node: each.compared for node, findings in found.items() for each in findings if each.check == check}
+        for check in ("device", "matrix products")
+    )
+    usual = statistics.mode(filter(None, programs.values())) if any(programs.values()) else None
+    if others := [node for node, program in programs.items() if program not in (usual, None)]:
+        error = DeviceError(
+            f"a run would refuse nodes with another CPU, torch, Python or compiler: {', '.join(others)}"
+        )
+        same = problem(error, "make all nodes of the stage the same instance type and image")
+        yield replace(same, check="programs")
+    measured = {node: float(speed) for node, speed in speeds.items() if speed}
+    median = statistics.median_high(measured.values()) if measured else 0.0  # of two nodes, the faster one
+    if slow := {node: speed for node, speed in measured.items() if speed < (1 - STRAGGLER) * median}:
+        listed = ", ".join(f"{node} {speed / 1e9:,.0f} GFLOP/s" for node, speed in slow.items())
         seen = f"the median node does {median / 1e9:,.0f} GFLOP/s; slower by a tenth or more: {listed}"
-        yield warning("stragglers", seen, "find other processes there, or drain these nodes")
+        yield replace(warning(seen, "find other processes there, or drain these nodes"), check="stragglers")

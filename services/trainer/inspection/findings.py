@@ -15,7 +15,7 @@ from services.common.errors import (
     TryAgain,
 )
 
-MOST_SERIOUS_FIRST = [each.exit_code for each in (StorageError, DeviceError, ArtifactError, RecipeError, TryAgain)]
+BY_SEVERITY = [each.exit_code for each in (StorageError, DeviceError, ArtifactError, RecipeError, TryAgain)]
 
 
 class Result(enum.StrEnum):
@@ -28,38 +28,38 @@ class Result(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    check: str
     result: Result
     seen: str
     next: str = ""
     """Next step after a warning or a problem: a command, if one command does it."""
     exit_code: int = 0
     """Exit code of a problem; 0 otherwise."""
+    compared: str | float | None = None
+    """What has to be equal, or nearly, on all nodes."""
+    check: str = ""
 
 
-def ok(check: str, seen: str) -> Finding:
-    return Finding(check, Result.OK, seen)
+def ok(seen: str) -> Finding:
+    return Finding(Result.OK, seen)
 
 
-def warning(check: str, seen: str, next_step: str) -> Finding:
-    return Finding(check, Result.WARNING, seen, next_step)
+def warning(seen: str, next_step: str) -> Finding:
+    return Finding(Result.WARNING, seen, next_step)
 
 
-def problem(check: str, error: MillraceError, next_step: str) -> Finding:
-    return Finding(check, Result.PROBLEM, str(error), next_step, error.exit_code)
+def problem(error: MillraceError, next_step: str) -> Finding:
+    return Finding(Result.PROBLEM, str(error), next_step, error.exit_code)
 
 
-def run_check(check: str, find: Callable[[], Iterable[Finding]], next_step: str) -> list[Finding]:
-    """Run one check. Its error becomes a problem after the findings before it, and does not stop other checks."""
-    found = []
+def run_check(check: str, find: Callable[[], Finding], next_step: str) -> Finding:
+    """Run one check, whose error becomes a problem with `next_step`, so that it does not stop the other checks."""
     try:
-        for finding in find():
-            found.append(finding)  # one by one, so that findings before an error stay
+        found = find()
     except MillraceError as error:
-        found.append(problem(check, error, next_step))
+        found = problem(error, next_step)
     except OSError as error:
-        found.append(problem(check, StorageError(str(error)), next_step))
-    return found
+        found = problem(StorageError(str(error)), next_step)
+    return replace(found, check=check)
 
 
 def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:
@@ -71,16 +71,15 @@ def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:
         of_check = [(node, each) for node, findings in found.items() for each in findings if each.check == check]
         good = [each for _, each in of_check if each.result is Result.OK]
         if good:
-            merged.append(ok(check, f"{len(good)} nodes, the first: {good[0].seen}"))
-        bad = [(node, each) for node, each in of_check if each.result is not Result.OK]
-        merged += [replace(each, seen=f"{node}: {each.seen}") for node, each in bad]
+            merged.append(replace(good[0], seen=f"{len(good)} nodes, the first: {good[0].seen}"))
+        merged += [replace(each, seen=f"{node}: {each.seen}") for node, each in of_check if each not in good]
     return merged
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """Return the exit code of the most serious problem; 0 if there is none."""
     codes = {finding.exit_code for finding in findings}
-    return next((code for code in MOST_SERIOUS_FIRST if code in codes), max(codes, default=0))
+    return next((code for code in BY_SEVERITY if code in codes), max(codes, default=0))
 
 
 def format_table(findings: Sequence[Finding]) -> str:
@@ -95,7 +94,7 @@ def format_table(findings: Sequence[Finding]) -> str:
 
 def summarize(findings: Sequence[Finding]) -> str:
     results = [finding.result for finding in findings]
-    counts = f"problems: {results.count(Result.PROBLEM)}, warnings: {results.count(Result.WARNING)}"
-    return f"{counts}. " + (
+    can_start = (
         "Do the steps after `next:`, then run doctor again." if Result.PROBLEM in results else "The run can start."
     )
+    return f"problems: {results.count(Result.PROBLEM)}, warnings: {results.count(Result.WARNING)}. {can_start}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator
+from itertools import accumulate, chain
 
 from pydantic import ValidationError
 
@@ -47,16 +49,13 @@ def require_fit(recipe: Recipe) -> None:
 
 def _advise(recipe: Recipe, device: InstanceType) -> str:
     """Describe the cheapest change with which the run fits, or several changes together if no single one is enough."""
-    together: Changes = {}
-    for changes in _cheapest_first(recipe):
-        for candidate in (changes, together | changes):
-            changed = _change(recipe, candidate)
-            if changed and memory_of_worker(changed).peak_bytes <= device.worker_memory_bytes:
-                needed = memory_of_worker(changed).peak_bytes / GIB
-                options = " ".join(f"--{name}={value}" for name, value in candidate.items())
-                return f"Change next: {options} (then about {needed:.1f} GiB)"
-        if _change(recipe, together | changes):
-            together |= changes
+    single = list(_cheapest_first(recipe))
+    for changes in chain.from_iterable(zip(single, accumulate(single, operator.or_), strict=True)):
+        changed = _change(recipe, changes)
+        if changed and memory_of_worker(changed).peak_bytes <= device.worker_memory_bytes:
+            needed = memory_of_worker(changed).peak_bytes / GIB
+            options = " ".join(f"--{name}={value}" for name, value in changes.items())
+            return f"Change next: {options} (then about {needed:.1f} GiB)"
     return (
         "No sharding, reduction, activation checkpointing or tensor parallelism that divides this model makes it fit: "
         "use a smaller model or sequence, or nodes whose workers have more memory"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.program.process_group import COLLECTIVE_TIMEOUT
 from services.common.recipe.schema import Recipe
@@ -25,23 +26,10 @@ NODE_LOSS_SECONDS = 6.0
 NODE_WAIT_MINUTES = 10.0
 """Minutes until a lost node is replaced where no spare waits: EKS replaces a node with a failed accelerator after ten.
 """
-
-
-@dataclass(frozen=True)
-class StartTimes:
-    """Seconds in which processes start, import and meet, measured with a model that is too small to add anything."""
-
-    first_step_seconds: float
-    """From the command's start to the end of the first step."""
-    restart_seconds: float
-    """From the kill of a worker to the end of the first step of its replacement."""
-
-
-MEASURED_TIMES = {"inline": StartTimes(4.5, 1.5), "ray": StartTimes(13.9, 1.4)}
-"""Medians of `python -m benchmarks.trainer.start_rows` on 2 cores of an AMD EPYC, by launcher, as
-docs/benchmarks/trainer.md shows them."""
-LAUNCHER = "ray"
-"""Launcher of a run with many nodes."""
+FIRST_STEP_SECONDS, RESTART_SECONDS = 13.9, 1.4
+"""Seconds from a command's start, and from a worker's kill, to the end of the first step under Ray, of a model that is
+too small to add anything: medians of `python -m benchmarks.trainer.start_rows` (docs/benchmarks/trainer.md).
+"""
 
 
 class Failure(enum.StrEnum):
@@ -66,8 +54,7 @@ class RunTimes:
     node_wait_seconds: float = 60 * NODE_WAIT_MINUTES
 
 
-@dataclass(frozen=True)
-class FailureCost:
+class FailureCost(NamedTuple):
     """Mean seconds for which one failure keeps all nodes from steps that count."""
 
     detection_seconds: float
@@ -78,31 +65,28 @@ class FailureCost:
     """Seconds of the steps since the newest checkpoint."""
 
     @property
-    def downtime_seconds(self) -> float:
-        """Seconds from the failure to the first new step."""
-        return self.detection_seconds + self.node_wait_seconds + self.start_seconds + self.read_seconds
-
-    @property
     def total_seconds(self) -> float:
-        return self.downtime_seconds + self.redone_seconds
+        return sum(self)
 
     def __str__(self) -> str:
-        parts = {
-            "until it is noticed": self.detection_seconds,
-            "until there is another node (--node-wait-minutes)": self.node_wait_seconds,
-            "to start": self.start_seconds,
-            "to read the checkpoint": self.read_seconds,
-            "of steps done again": self.redone_seconds,
-        }
-        shown = ", ".join(f"{_show_seconds(seconds)} {what}" for what, seconds in parts.items() if seconds)
-        return f"{_show_seconds(self.total_seconds)} on average: {shown}"
+        parts = (f"{_show_seconds(seconds)} {what}" for seconds, what in zip(self, PARTS, strict=True) if seconds)
+        return f"{_show_seconds(self.total_seconds)} on average: {', '.join(parts)}"
+
+
+PARTS = (
+    "until it is noticed",
+    "until there is another node (--node-wait-minutes)",
+    "to start",
+    "to read the checkpoint",
+    "of steps done again",
+)
 
 
 def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failure, FailureCost]:
     """Return the mean cost of each kind of failure. Graphs load at once from a warm compile cache: no such load has
     been measured on Trainium.
     """
-    measured, train = MEASURED_TIMES[LAUNCHER], recipe.train
+    train = recipe.train
     # With ZeRO each byte is read on one node, and without it on every node that has a model of its own.
     copies = 1 if recipe.parallel.zero_stage else min(num_nodes, recipe.parallel.data_parallel_size)
     read = copies * times.write_seconds
@@ -110,11 +94,10 @@ def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failu
     redone = recipe.checkpoint.interval_steps * times.step_seconds / 2 + times.write_seconds
     limit = limit_seconds([times.step_seconds], train.watchdog_factor, train.watchdog_min_seconds)
     hang = COLLECTIVE_TIMEOUT.total_seconds() if limit is None else limit
-    wait, first_step = times.node_wait_seconds, measured.first_step_seconds
     return {
-        Failure.WORKER: FailureCost(0.0, 0.0, measured.restart_seconds, read, redone),
-        Failure.HANG: FailureCost(hang, 0.0, measured.restart_seconds, read, redone),
-        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, wait, first_step, read, redone),
+        Failure.WORKER: FailureCost(0.0, 0.0, RESTART_SECONDS, read, redone),
+        Failure.HANG: FailureCost(hang, 0.0, RESTART_SECONDS, read, redone),
+        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, times.node_wait_seconds, FIRST_STEP_SECONDS, read, redone),
     }
 
 

@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
 
 from services.common.errors import DeviceError, StorageError
-from services.common.hardware.image_platform import image_variant, require_backend
+from services.common.hardware.gpus import VISIBLE_VARIABLE, list_visible_gpus
+from services.common.hardware.image_platform import NEURON_DEVICES, image_variant, neuron_chips, require_backend
 from services.common.hardware.instance_types import MIB
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import causal_flops_per_token, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, show_size
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.retention import most_checkpoints
-from services.trainer.inspection.accelerators import check_gpus, check_neuron_cores
 from services.trainer.inspection.findings import Finding, ok, problem, run_check, warning
+from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 
-PROBE_BYTES = 64 * MIB
-BLOCK_BYTES = 4 * MIB
-FSYNCS = 9
+PROBE_BYTES, BLOCK_BYTES, FSYNCS = 64 * MIB, 4 * MIB, 9
 SLOW_FSYNC_SECONDS = 0.25
 """A commit waits for several fsyncs. NFS and Lustre take a few milliseconds for one."""
-RAY_SHARED_BYTES = 128 * MIB
 GPU_SECONDS = 0.3
 """Seconds for which each GPU of a node multiplies: they take turns, and a node may have eight."""
-VOLATILE = {
-    "tmpfs": "memory: its files are lost with the machine",
-    "ramfs": "memory: its files are lost with the machine",
-    "overlay": "a container's own layer: its files are lost with the container",
-}
+VOLATILE = ("tmpfs", "ramfs", "overlay")
+"""File systems in memory, and of a container's own layer."""
 _CGROUP = Path("/sys/fs/cgroup")
-_INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,6 @@ class NodeRequirements:
 
     recipe: Recipe
     root: Path
-    launch: str
     workers: int
     """Number of workers on the node."""
     cache_bytes: int
@@ -62,16 +53,28 @@ class NodeRequirements:
     """A path below the root that the command's node has, so every node must have it; None if there is none yet."""
 
 
-class NodeReport(NamedTuple):
-    findings: list[Finding]
-    fingerprint: str
-    """Fingerprint of the program on this node; empty if the node lacks its device or backend."""
-    gemm_flops_per_second: float
-    """Measured speed of matrix products; 0 if it was not measured."""
-
-
-def check_node(requirements: NodeRequirements) -> NodeReport:
-    return _NodeCheck(requirements).run()
+def check_node(wanted: NodeRequirements) -> list[Finding]:
+    recipe, workers = wanted.recipe, wanted.workers
+    elsewhere = "pass a --root that this user can write to, with space"
+    platform = "python -m services.common.hardware.image_platform shows this node's devices"
+    findings = [
+        run_check("file system", lambda: check_file_system(wanted), elsewhere),
+        run_check("disk speed", lambda: check_disk_speed(wanted), elsewhere),
+        run_check("disk space", lambda: check_disk_space(wanted), elsewhere),
+        run_check("node-local folder", lambda: check_local_folder(wanted), "set TMPDIR to another folder"),
+        run_check("CPU cores", lambda: check_cpu_cores(recipe, workers), "lower parallel.threads_per_worker"),
+        run_check("memory", lambda: check_memory(recipe, workers), "`plan` shows what uses the memory"),
+    ]
+    if recipe.parallel.device == "cuda":  # before this process takes some of their memory
+        findings.append(run_check("GPUs", lambda: check_gpus(workers), "run nvidia-smi"))
+        findings.append(run_check("GPU memory", lambda: check_gpu_memory(recipe, workers), "run nvidia-smi"))
+    elif recipe.parallel.device != "cpu":
+        findings.append(run_check("NeuronCores", lambda: check_neuron_cores(recipe, workers), "run neuron-ls"))
+    return [
+        *findings,
+        run_check("device", lambda: check_device(recipe), platform),
+        run_check("matrix products", lambda: check_matrix_products(recipe, workers), "end other processes"),
+    ]
 
 
 def existing_place(path: Path) -> Path:
@@ -79,160 +82,166 @@ def existing_place(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-class _NodeCheck:
-    def __init__(self, requirements: NodeRequirements) -> None:
-        self._wanted, self._recipe = requirements, requirements.recipe
-        self._threads = requirements.workers * self._recipe.parallel.threads_per_worker
-        self._fingerprint, self._flops_per_second = "", 0.0
+def check_file_system(wanted: NodeRequirements) -> Finding:
+    root, shared = wanted.root, wanted.shared
+    if shared and not shared.exists():
+        seen = f"{shared}: missing here, but the command's node has it: {root} is another file system"
+        return problem(StorageError(seen), "mount the same volume on every node of the stage")
+    place = existing_place(root)
+    require_commits(place)
+    mounts = [each for each in psutil.disk_partitions(all=True) if place.resolve().is_relative_to(each.mountpoint)]
+    mount = max(mounts, key=lambda each: len(each.mountpoint), default=None)
+    seen = f"{mount.fstype} at {mount.mountpoint}" if mount else str(place)
+    seen += ", renames and locks work" + ("" if place == root else f"; {root} does not exist yet")
+    if mount and mount.fstype in VOLATILE:
+        return warning(f"{seen}; its files are lost with the machine or container", "pass a --root on a volume")
+    return ok(seen)
 
-    def run(self) -> NodeReport:
-        device = self._recipe.parallel.device
-        elsewhere = "pass a --root that this user can write to, with space"
-        platform = "python -m services.common.hardware.image_platform"
-        findings = [
-            *run_check("file system", self._file_system, elsewhere),
-            *run_check("disk space", self._disk_space, elsewhere),
-            *run_check("node-local folder", self._local_folder, "set TMPDIR to another folder"),
-            *run_check("CPU cores", self._cpu_cores, "lower parallel.threads_per_worker"),
-            *run_check("memory", self._memory, "`plan` shows what uses the memory"),
-            *run_check("network", self._network, "ulimit -l unlimited"),
-        ]
-        workers = self._wanted.workers
-        if device == "cuda":
-            findings += run_check("GPUs", lambda: check_gpus(self._recipe, workers), "run nvidia-smi")
-        elif device != "cpu":
-            findings += run_check("NeuronCores", lambda: check_neuron_cores(self._recipe, workers), "run neuron-ls")
-        findings += run_check("device", self._device, f"{platform} shows this node's devices")
-        findings += run_check("matrix products", self._matrix_products, "find other processes on this node")
-        return NodeReport(findings, self._fingerprint, self._flops_per_second)
 
-    def _file_system(self) -> Iterator[Finding]:
-        check, root, shared = "file system", self._wanted.root, self._wanted.shared
-        if shared and not shared.exists():
-            seen = f"{shared}: missing here, but the command's node has it: {root} is another file system"
-            yield problem(check, StorageError(seen), "mount the same volume on every node of the stage")
-            return
-        place = existing_place(root)
-        mounts = [each for each in psutil.disk_partitions(all=True) if place.resolve().is_relative_to(each.mountpoint)]
-        mount = max(mounts, key=lambda each: len(each.mountpoint), default=None)
-        require_commits(place)
-        fsync_seconds, write_speed, read_speed = measure_speed(place, max(MIB, min(PROBE_BYTES, _free(place) // 8)))
-        seen = f"{mount.fstype} at {mount.mountpoint}" if mount else str(place)
-        seen += ", renames and locks work" + ("" if place == root else f"; {root} does not exist yet")
-        if mount and mount.fstype in VOLATILE:
-            yield warning(check, f"{seen}; {VOLATILE[mount.fstype]}", "pass a --root on a disk or a volume")
-        else:
-            yield ok(check, seen)
-        size = checkpoint_bytes(self._recipe)
-        speed = (
-            f"fsync {fsync_seconds * 1000:,.2f} ms, write {write_speed / 1e6:,.0f} MB/s, read "
-            f"{read_speed / 1e6:,.0f} MB/s: a checkpoint of {show_size(size)} takes {size / write_speed:,.1f} s"
-        )
-        if fsync_seconds > SLOW_FSYNC_SECONDS:
-            yield warning("disk speed", speed, "find what else writes there: each commit waits for several fsyncs")
-        else:
-            yield ok("disk speed", speed)
+def check_disk_speed(wanted: NodeRequirements) -> Finding:
+    size, place = checkpoint_bytes(wanted.recipe), existing_place(wanted.root)
+    fsync_seconds, write_speed, read_speed = measure_speed(place, max(MIB, min(PROBE_BYTES, _free(place) // 8)))
+    seen = (
+        f"fsync {fsync_seconds * 1000:,.2f} ms, write {write_speed / 1e6:,.0f} MB/s, read "
+        f"{read_speed / 1e6:,.0f} MB/s: a checkpoint of {show_size(size)} takes {size / write_speed:,.1f} s"
+    )
+    if fsync_seconds > SLOW_FSYNC_SECONDS:
+        return warning(seen, "find what else writes there: each commit waits for several fsyncs")
+    return ok(seen)
 
-    def _disk_space(self) -> Iterator[Finding]:
-        check, place, policy = "disk space", existing_place(self._wanted.root), self._recipe.checkpoint
-        size, free = checkpoint_bytes(self._recipe), _free(place)
-        count = max(2, most_checkpoints(self._recipe) - self._wanted.checkpoints)
-        seen = f"{show_size(free)} free at {place}, {count} checkpoints take {show_size(count * size)}"
-        kept = self._recipe.train.max_steps // policy.keep_interval_steps if policy.keep_interval_steps else 0
-        if count * size > free:
-            yield problem(check, StorageError(seen), "free some space, or pass a --root with more")
-        elif kept * size > free:
-            seen += f"; the {kept:,} that are kept permanently take {show_size(kept * size)}"
-            yield warning(check, seen, "raise checkpoint.keep_interval_steps")
-        else:
-            yield ok(check, seen)
 
-    def _local_folder(self) -> Iterator[Finding]:
-        check, place, needed = "node-local folder", Path(tempfile.gettempdir()), self._wanted.cache_bytes
-        seen = f"{place}: {show_size(_free(place))} free, the copy of the compile cache takes {show_size(needed)}"
-        if needed > _free(place):
-            yield problem(check, StorageError(seen), "free some space there, or set TMPDIR to a folder with more")
-        elif self._recipe.compile.enabled and os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):
-            seen = f"{place}: mounted noexec, but compiled graphs are executed from there"
-            yield problem(check, StorageError(seen), "set TMPDIR to a folder on a mount without noexec")
-        else:
-            yield ok(check, seen)
+def check_disk_space(wanted: NodeRequirements) -> Finding:
+    place, every = existing_place(wanted.root), wanted.recipe.checkpoint.keep_interval_steps
+    size, free = checkpoint_bytes(wanted.recipe), _free(place)
+    count = max(2, most_checkpoints(wanted.recipe) - wanted.checkpoints)
+    kept = wanted.recipe.train.max_steps // every if every else 0
+    seen = f"{show_size(free)} free at {place}, {count} checkpoints take {show_size(count * size)}"
+    if count * size > free:
+        return problem(StorageError(seen), "free some space, or pass a --root with more")
+    if kept * size > free:
+        seen += f"; the {kept:,} that are kept permanently take {show_size(kept * size)}"
+        return warning(seen, "raise checkpoint.keep_interval_steps")
+    return ok(seen)
 
-    def _cpu_cores(self) -> Iterator[Finding]:
-        cores, workers = num_cores(), self._wanted.workers
-        seen = f"{cores:g}; {workers} workers of {self._recipe.parallel.threads_per_worker} threads take "
-        if self._threads > cores:
-            fewer = f"--parallel.threads_per_worker={max(1, int(cores // workers))}, or fewer workers on a node"
-            yield warning("CPU cores", f"{seen}{self._threads}, so they wait for each other in every step", fewer)
-        else:
-            yield ok("CPU cores", f"{seen}{self._threads}")
 
-    def _memory(self) -> Iterator[Finding]:
-        memory, workers = psutil.virtual_memory(), self._wanted.workers
-        total, available = memory.total, memory.available
-        limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
-        if limit.isdigit() and used.isdigit():
-            total, available = min(total, int(limit)), min(available, max(0, int(limit) - int(used)))
-        seen = f"{show_size(available)} of {show_size(total)} available"
-        if self._recipe.parallel.device != "cpu":
-            yield ok("memory", f"{seen}; the device has its own")
-            return
-        needed = workers * memory_of_worker(self._recipe).peak_bytes
-        seen = f"{seen}; {workers} workers take {show_size(needed)} at their peak, libraries not counted"
-        if needed > total:
-            fewer = "lower batch.micro_batch_size, or use fewer workers on a node; `plan` shows what uses the memory"
-            yield problem("memory", DeviceError(seen), fewer)
-        elif needed > available:
-            yield warning("memory", seen, "end other processes on this node")
-        else:
-            yield ok("memory", seen)
+def check_local_folder(wanted: NodeRequirements) -> Finding:
+    place = Path(tempfile.gettempdir())
+    free, needed = _free(place), wanted.cache_bytes
+    if wanted.recipe.compile.enabled and os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):
+        seen = f"{place}: mounted noexec, but compiled graphs are executed from there"
+        return problem(StorageError(seen), "set TMPDIR to a folder on a mount without noexec")
+    seen = f"{place}: {show_size(free)} free, the copy of the compile cache takes {show_size(needed)}"
+    if needed > free:
+        return problem(StorageError(seen), "free some space there, or set TMPDIR to a folder with more")
+    return ok(seen)
 
-    def _network(self) -> Iterator[Finding]:
-        """Check what Ray's object store and EFA need of the container."""
-        shared = Path("/dev/shm")  # nosec B108 # only measured
-        if self._wanted.launch == "ray" and shared.is_dir():
-            seen = (
-                f"{show_size(_free(shared))} free in {shared}, Ray's object store takes {show_size(RAY_SHARED_BYTES)}"
-            )
-            if _free(shared) < RAY_SHARED_BYTES:
-                yield warning("shared memory", seen, "start the container with --shm-size=256m")
-            else:
-                yield ok("shared memory", seen)
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if _INFINIBAND.is_dir() and locked != resource.RLIM_INFINITY:
-            yield warning("network", f"EFA may lock {show_size(locked)} of memory alone", "ulimit -l unlimited")
 
-    def _device(self) -> Iterator[Finding]:
-        require_backend(self._recipe.parallel.device)
-        facts = program_facts(self._recipe)
-        self._fingerprint = fingerprint(facts)
-        versions = {name: facts[name] for name in ("torch", "cuda", "triton", "cxx") if name in facts}
-        shown = ", ".join(f"{name} {found}" for name, found in {**versions, **facts.get("libraries", {})}.items())
-        yield ok("device", f"{self._recipe.parallel.device} on {facts['machine']}, variant {image_variant()}, {shown}")
+def check_cpu_cores(recipe: Recipe, workers: int) -> Finding:
+    cores, of_worker = num_cores(), recipe.parallel.threads_per_worker
+    seen = f"{cores:g}; {workers} workers of {of_worker} threads take {workers * of_worker}"
+    if workers * of_worker > cores:
+        fewer = f"--parallel.threads_per_worker={max(1, int(cores // workers))}, or fewer workers on a node"
+        return warning(f"{seen}, so they wait for each other in every step", fewer)
+    return ok(seen)
 
-    def _matrix_products(self) -> Iterator[Finding]:
-        recipe, workers, check = self._recipe, self._wanted.workers, "matrix products"
-        dtype, device = recipe.train.dtype, recipe.parallel.device
-        if device == "cuda":
-            gpus = range(min(workers, torch.cuda.device_count()))
-            speeds = [measure_gemm_peak(dtype, 1, GPU_SECONDS, f"cuda:{number}") for number in gpus]
-            what = f"{len(speeds)} GPUs, as fast as the slowest"
-        else:
-            threads = max(1, min(self._threads, int(num_cores())))
-            speeds = [measure_gemm_peak(dtype, threads)] if device == "cpu" else []
-            what = f"{threads} threads"
-        if not speeds:
-            yield ok(check, f"not measured: the device is {device}")
-            return
-        self._flops_per_second = len(speeds) * min(speeds)
-        nodes = recipe.parallel.num_workers / workers
-        seconds = causal_flops_per_token(recipe) * tokens_per_step(recipe) / nodes / self._flops_per_second
-        speed = f"{self._flops_per_second / 1e9:,.0f} GFLOP/s in {dtype} with {what}"
-        yield ok(check, f"{speed}, at which a step takes {seconds:,.3f} s")
+
+def check_memory(recipe: Recipe, workers: int) -> Finding:
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        total, available = min(total, int(limit)), min(available, max(0, int(limit) - int(used)))
+    seen = f"{show_size(available)} of {show_size(total)} available"
+    if recipe.parallel.device != "cpu":
+        return ok(f"{seen}; the device has its own")
+    needed = workers * memory_of_worker(recipe).peak_bytes
+    seen += f"; {workers} workers take {show_size(needed)} at their peak, libraries not counted"
+    if needed > total:
+        fewer = "lower batch.micro_batch_size, or use fewer workers on a node; `plan` shows what uses the memory"
+        return problem(DeviceError(seen), fewer)
+    return warning(seen, "end other processes on this node") if needed > available else ok(seen)
+
+
+def check_gpus(workers: int) -> Finding:
+    """Check that each worker has a GPU. Raises `DeviceError` if nvidia-smi fails."""
+    gpus, visible = list_visible_gpus(), os.environ.get(VISIBLE_VARIABLE, "not set")
+    kinds = Counter(f"{gpu.name} with driver {gpu.driver}" for gpu in gpus)
+    found = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "none"
+    seen = f"{found} ({VISIBLE_VARIABLE}: {visible}), {workers} workers take one each"
+    if len(gpus) < workers:
+        fewer = f"lower cluster.trainer_workers_per_node, or raise {VISIBLE_VARIABLE}"
+        return problem(DeviceError(f"{seen}: {workers - len(gpus)} too few"), fewer)
+    return ok(seen)
+
+
+def check_gpu_memory(recipe: Recipe, workers: int) -> Finding:
+    """Check that each worker's GPU has the memory that it needs, and that no other process holds it."""
+    peak_bytes = memory_of_worker(recipe).peak_bytes
+    seen = f"a worker takes {show_size(peak_bytes)} at its peak, libraries not counted"
+    for gpu in list_visible_gpus()[:workers]:
+        size, used = gpu.memory_bytes, gpu.used_bytes or 0
+        if size is None:
+            return ok(f"the driver does not report that of GPU {gpu.index}; {seen}")
+        has = f"GPU {gpu.index} has {show_size(size)}"
+        if peak_bytes > size:
+            return problem(DeviceError(f"{has}; {seen}"), "`plan` shows what uses the memory")
+        if used > size // 2 or used + peak_bytes > size:
+            return warning(f"{has}, other processes hold {show_size(used)}; {seen}", "find them with nvidia-smi")
+    return ok(seen)
+
+
+def check_neuron_cores(recipe: Recipe, workers: int) -> Finding:
+    """Check that a node's chips have a logical NeuronCore for each of its `workers`.
+
+    The driver lists chips alone, so the cores of a chip are those of the recipe's instance type.
+    """
+    chips, node = len(neuron_chips()), instance_type(recipe)
+    seen = f"{chips} chips in {NEURON_DEVICES}, {workers} workers take a logical core each"
+    if not chips:
+        start = f"start the container with --device={NEURON_DEVICES}/neuron0 ..., and compare with neuron-ls"
+        return warning(f"{seen}: the library is a stand-in, or the container has no devices", start)
+    if node is None:
+        return ok(f"{seen}; their number is unknown without cluster.trainer_instance_type")
+    cores = chips * (node.workers // node.chips)
+    size = f", each of {node.logical_core_size} physical" if node.logical_core_size else ""
+    seen = f"{seen}; a chip of {node.name} has {cores // chips}{size}"
+    if cores < workers:
+        fewer = f"--cluster.trainer_workers_per_node={cores}, or add devices"
+        return problem(DeviceError(f"{seen}: {workers - cores} too few"), fewer)
+    return ok(seen)
+
+
+def check_device(recipe: Recipe) -> Finding:
+    """Check the backend. Nodes are compared by the fingerprint of the program on them."""
+    require_backend(recipe.parallel.device)
+    facts = program_facts(recipe)
+    versions = {name: facts[name] for name in ("torch", "cuda", "triton", "cxx") if name in facts}
+    shown = ", ".join(f"{name} {found}" for name, found in {**versions, **facts.get("libraries", {})}.items())
+    seen = f"{recipe.parallel.device} on {facts['machine']}, variant {image_variant()}, {shown}"
+    return replace(ok(seen), compared=fingerprint(facts))
+
+
+def check_matrix_products(recipe: Recipe, workers: int) -> Finding:
+    """Measure the FLOP/s of the node's threads or GPUs, by which nodes are compared."""
+    dtype, device, speeds = recipe.train.dtype, recipe.parallel.device, list[float]()
+    if device == "cuda":
+        gpus = range(min(workers, torch.cuda.device_count()))
+        speeds = [measure_gemm_peak(dtype, 1, GPU_SECONDS, f"cuda:{number}") for number in gpus]
+        what = f"{len(gpus)} GPUs, as fast as the slowest"
+    elif device == "cpu":
+        threads = max(1, min(workers * recipe.parallel.threads_per_worker, int(num_cores())))
+        speeds, what = [measure_gemm_peak(dtype, threads)], f"{threads} threads"
+    if not speeds:
+        return ok(f"not measured: the device is {device}")
+    flops = len(speeds) * min(speeds)
+    operations = causal_flops_per_token(recipe) * tokens_per_step(recipe) * workers / recipe.parallel.num_workers
+    seen = f"{flops / 1e9:,.0f} GFLOP/s in {dtype} with {what}, at which a step takes {operations / flops:,.3f} s"
+    return replace(ok(seen), compared=flops)
 
 
 def require_commits(place: Path) -> None:
     """Raise `StorageError` unless renames and locks below `place` work as commits and runs need."""
+    unfit = "{}: {}. Pass a --root on a POSIX file system, such as ext4, XFS, NFS, Lustre."
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=place) as name:
         full, other = Path(name, "full"), Path(name, "other")
         for folder in (full, other):
@@ -242,18 +251,14 @@ def require_commits(place: Path) -> None:
             fcntl.flock(held, fcntl.LOCK_EX)
             try:
                 fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                raise _unfit(place, "two processes can hold one lock")
+                raise StorageError(unfit.format(place, "two processes can hold one lock"))
             except BlockingIOError:
                 pass
         try:
             other.rename(full)
         except OSError:
             return
-        raise _unfit(place, "a rename replaces a folder that has files in it")
-
-
-def _unfit(place: Path, what: str) -> StorageError:
-    return StorageError(f"{place}: {what}. Pass a --root on a POSIX file system, such as ext4, XFS, NFS, Lustre.")
+        raise StorageError(unfit.format(place, "a rename replaces a folder that has files in it"))
 
 
 def measure_speed(place: Path, num_bytes: int) -> tuple[float, float, float]:
@@ -261,18 +266,14 @@ def measure_speed(place: Path, num_bytes: int) -> tuple[float, float, float]:
 
     The kernel drops the file from its cache before it is read; a file server may still cache it.
     """
-    block, synced = os.urandom(min(BLOCK_BYTES, num_bytes)), []  # some file systems compress
+    block, times = os.urandom(min(BLOCK_BYTES, num_bytes)), []  # some file systems compress
     with tempfile.TemporaryFile(dir=place, buffering=0) as file:
-        for _ in range(FSYNCS):
-            started = time.perf_counter()
-            file.write(block[:4096])
+        for size in (*[4096] * FSYNCS, num_bytes):
+            started, written = time.perf_counter(), 0
+            while written < size:
+                written += file.write(block[: size - written])
             os.fsync(file.fileno())
-            synced.append(time.perf_counter() - started)
-        started, written = time.perf_counter(), 0
-        while written < num_bytes:
-            written += file.write(block)
-        os.fsync(file.fileno())
-        write_seconds = time.perf_counter() - started
+            times.append(time.perf_counter() - started)
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
@@ -280,7 +281,7 @@ def measure_speed(place: Path, num_bytes: int) -> tuple[float, float, float]:
         while file.read(BLOCK_BYTES):
             pass
         read_seconds = time.perf_counter() - started
-    return statistics.median(synced), written / write_seconds, written / read_seconds
+    return statistics.median(times[:-1]), num_bytes / times[-1], num_bytes / read_seconds
 
 
 def num_cores() -> float:

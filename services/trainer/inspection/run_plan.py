@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.errors import RecipeError
@@ -23,7 +23,6 @@ from services.common.recipe.derived import causal_flops_per_token, derive, steps
 from services.common.recipe.memory_estimate import (
     checkpoint_bytes,
     memory_of_worker,
-    micro_batches_per_model,
     show_size,
 )
 from services.common.recipe.schema import Recipe, key_value_copies, stage_nodes
@@ -68,28 +67,27 @@ class Assumptions(BaseModel, frozen=True, allow_inf_nan=False):
         description=f"share of the peak FLOP/s that the model's operations reach, where attention counts its causal "
         f"half (default: {GPU_MFU} of GPUs; of NeuronCores what AWS published for the preset, else {NEURON_MFU})",
     )
-    storage_gb_per_second: float | None = Field(
-        default=None,
-        gt=0,
-        description="speed of writing checkpoints (default: that of the stacks' FSx)",
+    storage_gb_per_second: PositiveFloat | None = Field(
+        default=None, description="speed of writing checkpoints (default: that of the stacks' FSx)"
     )
-    node_mtbf_hours: float = Field(
-        default=NODE_MTBF_HOURS,
-        gt=0,
-        description=f"mean time between failures of a node (default: {NODE_MTBF_HOURS:.0f})",
+    node_mtbf_hours: PositiveFloat = Field(
+        default=NODE_MTBF_HOURS, description=f"mean time between failures of a node (default: {NODE_MTBF_HOURS:.0f})"
     )
-    dollars_per_node_hour: float | None = Field(
-        default=None, gt=0, description="price of a node (default: on demand, by instance type)"
+    dollars_per_node_hour: PositiveFloat | None = Field(
+        default=None, description="price of a node (default: on demand, by instance type)"
     )
-    node_wait_minutes: float = Field(
+    node_wait_minutes: PositiveFloat = Field(
         default=NODE_WAIT_MINUTES,
-        gt=0,
         description=f"minutes until another node replaces a lost one (default: {NODE_WAIT_MINUTES:g})",
     )
     nodes: tuple[PositiveInt, ...] = Field(
-        default=(),
-        description="numbers of nodes whose goodput is estimated too, each with as much to do",
+        default=(), description="numbers of nodes whose goodput is estimated too, each with as much to do"
     )
+
+    def write_seconds(self, recipe: Recipe) -> float:
+        """Return the seconds in which all workers write a checkpoint."""
+        given = self.storage_gb_per_second
+        return checkpoint_bytes(recipe) / (given * 1e9 if given else default_lustre_size().bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,8 @@ class StepEstimate:
     mfu: float
     mfu_source: str
     seconds: float
-    dollars_per_node_hour: float | None
-    """None if no list has the price."""
+    price: float | None
+    """Dollars for an hour of a node; None if no list has them."""
     price_source: str
 
 
@@ -131,19 +129,18 @@ def estimate_step(recipe: Recipe, assumptions: Assumptions) -> StepEstimate | No
     mfu, source = assumed_mfu(recipe, device) if assumptions.mfu is None else (assumptions.mfu, "--mfu")
     peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
     seconds = causal_flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
-    price, price_source = assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
-    if price is None:
-        price, price_source = device.dollars_per_hour, f"on demand, {device.price_source}"
-    return StepEstimate(device, mfu, source, seconds, price, price_source)
+    if price := assumptions.dollars_per_node_hour:
+        return StepEstimate(device, mfu, source, seconds, price, "--dollars-per-node-hour")
+    listed = f"on demand, {device.price_source}"
+    return StepEstimate(device, mfu, source, seconds, device.dollars_per_hour, listed)
 
 
 def assumed_mfu(recipe: Recipe, device: InstanceType) -> tuple[float, str]:
     """Return the share of the peak that a step of the recipe is assumed to reach, and where that share comes from."""
     if device.accelerators == "GPUs":
         return GPU_MFU, "this trainer's goal for one GPU"
-    preset = recipe.model.preset
-    if preset in NEURON_MFU_OF_PRESETS:
-        return NEURON_MFU_OF_PRESETS[preset], "AWS's benchmark of this size on trn1"
+    if share := NEURON_MFU_OF_PRESETS.get(recipe.model.preset or ""):
+        return share, "AWS's benchmark of this size on trn1"
     return NEURON_MFU, "AWS's benchmark of Llama 2 13B on trn1; none is known for this size"
 
 
@@ -155,7 +152,7 @@ def run_times(recipe: Recipe, assumptions: Assumptions) -> RunTimes:
             f"{recipe.name}: the time of a step is unknown without cluster.trainer_instance_type. Pass a recipe that "
             f"names one, such as recipes/llama2-7b-trn1.toml, or --cluster.trainer_instance_type."
         )
-    return RunTimes(step.seconds, _write_seconds(recipe, assumptions), 60 * assumptions.node_wait_minutes)
+    return RunTimes(step.seconds, assumptions.write_seconds(recipe), 60 * assumptions.node_wait_minutes)
 
 
 def _topology(recipe: Recipe, device: InstanceType | None) -> dict[str, str]:
@@ -166,9 +163,6 @@ def _topology(recipe: Recipe, device: InstanceType | None) -> dict[str, str]:
         "workers": f"{parallel.num_workers:,}: {parallel.data_parallel_size:,} data parallel x {parts} tensor parallel",
         "nodes": f"{stage_nodes(recipe, 'trainer'):,}{f' {device.name}' if device else ''} with {on_node} each",
         "key-value heads": f"{heads}, each held by {copies} of a model's workers",
-        "micro-batches": f"{micro_batches_per_model(recipe):,} in a step of each worker, sequences in each: "
-        f"{recipe.batch.micro_batch_size}",
-        "ZeRO stage": f"{parallel.zero_stage}",
     }
     if device and on_node < device.workers:
         rows["warning, idle"] = f"{device.workers - on_node} of the {device.workers} {device.accelerators} of a node"
@@ -201,15 +195,13 @@ def _memory_table(recipe: Recipe, device: InstanceType | None) -> str:
 
 
 def _time_and_cost(recipe: Recipe, step: StepEstimate | None) -> dict[str, str]:
-    operations = causal_flops_per_token(recipe) * tokens_per_step(recipe)
-    rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if step is None:
-        return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
+        return {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
     hours = step.seconds * steps_of_run(recipe) / SECONDS_PER_HOUR
     node_hours = hours * stage_nodes(recipe, "trainer")
-    of_worker, price = step.device.worker_peak_flops_per_second / 1e12, step.dollars_per_node_hour
+    of_worker, price = step.device.worker_peak_flops_per_second / 1e12, step.price
     of_node = recipe.cluster.trainer_workers_per_node * of_worker
-    return rows | {
+    return {
         "step": f"{step.seconds:,.1f} s, {tokens_per_step(recipe) / step.seconds:,.0f} tokens/s, at {step.mfu:.0%} of "
         f"the peak of {of_node:,.0f} TFLOP/s a node, {of_worker:,.0f} a worker ({step.mfu_source})",
         "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
@@ -221,51 +213,45 @@ def _time_and_cost(recipe: Recipe, step: StepEstimate | None) -> dict[str, str]:
 
 def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumptions) -> dict[str, str]:
     policy, size, every = recipe.checkpoint, checkpoint_bytes(recipe), recipe.checkpoint.keep_interval_steps
-    count, write_seconds = most_checkpoints(recipe), _write_seconds(recipe, assumptions)
+    count, write_seconds = most_checkpoints(recipe), assumptions.write_seconds(recipe)
     for_good = recipe.train.max_steps // every - recipe.train.first_step // every if every else 0
     kept = f", and {for_good:,} that are kept permanently" if for_good else ""
     given, fsx = assumptions.storage_gb_per_second, default_lustre_size()
-    source = "(--storage-gb-per-second)"
     speed = f"{given:g} GB/s" if given else f"{fsx.bytes_per_second / 1e9:.3g} GB/s, as the stacks' FSx of {fsx} has"
+    needed = needed_notice_seconds(write_seconds)
+    notice = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s, and a stopped container has "
     rows = {
-        "write": f"{write_seconds:,.1f} s in the background for {show_size(size)} at {speed} {source}",
+        "write": f"{write_seconds:,.1f} s in the background for {show_size(size)} at {speed} (--storage-gb-per-second)",
         "space": f"{show_size((count + for_good) * size)} for {count} checkpoints{kept}",
-        **_notice(recipe, write_seconds),
     }
+    if needed <= TRAINER_NOTICE_SECONDS:
+        rows["notice"] = f"{notice}{TRAINER_NOTICE_SECONDS} s: no step is lost"
+    else:
+        enough = math.ceil(CHECKPOINTS_PER_NOTICE * size / TRAINER_NOTICE_SECONDS / 1e8) / 10
+        rows["warning, notice"] = (
+            f"{notice}only {TRAINER_NOTICE_SECONDS} s, so a stop may lose the steps since the last checkpoint: use a "
+            f"file system of {enough:g} GB/s (fsx in terraform.tfvars), or a longer notice (Kubernetes: DRAIN={needed})"
+        )
     if step is None:
         return rows
-    nodes, interval, price = stage_nodes(recipe, "trainer"), policy.interval_steps, step.dollars_per_node_hour
+    nodes, between, price = stage_nodes(recipe, "trainer"), policy.interval_steps * step.seconds, step.price
     optimum = optimal_interval_steps(write_seconds, step.seconds, nodes, assumptions.node_mtbf_hours)
     # Until the next checkpoint is committed, a failure loses the steps since the one before.
-    lost_hours = (interval * step.seconds + write_seconds) / SECONDS_PER_HOUR
+    lost_hours = (between + write_seconds) / SECONDS_PER_HOUR
     dollars = "" if price is None else f", ${lost_hours * nodes * price:,.0f}"
-    rows |= {
-        "loss": f"a failure without notice loses at most {lost_hours * 60:,.0f} min{dollars}: {interval:,} steps and "
-        f"the write of the next checkpoint",
-        "Young's optimum": f"every {optimum:,} steps ({optimum * step.seconds / 60:,.0f} min) if training stopped for "
-        f"the whole write; the recipe says {interval:,}. Training stops only for a copy to the host, which a run's "
-        f"summary measures, so shorter intervals cost less",
-    }
-    if write_seconds > interval * step.seconds:
+    rows["loss"] = (
+        f"a failure without notice loses at most {lost_hours * 60:,.0f} min{dollars}: {policy.interval_steps:,} steps "
+        f"and the write of the next checkpoint"
+    )
+    rows["Young's optimum"] = (
+        f"every {optimum:,} steps ({optimum * step.seconds / 60:,.0f} min) if training stopped for the whole write. It "
+        f"stops only for a copy to the host, which a run's summary measures, so shorter intervals cost less"
+    )
+    if write_seconds > between:
         rows["warning, interval"] = (
-            f"a checkpoint takes longer than the {interval * step.seconds:,.1f} s to the next one, which then waits: "
-            f"raise checkpoint.interval_steps"
+            f"a checkpoint takes longer than the {between:,.1f} s to the next one: raise checkpoint.interval_steps"
         )
     return rows
-
-
-def _notice(recipe: Recipe, write_seconds: float) -> dict[str, str]:
-    """Describe whether the termination notice is long enough for the checkpoints that it should hold."""
-    needed = needed_notice_seconds(write_seconds)
-    seconds = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s"
-    if needed <= TRAINER_NOTICE_SECONDS:
-        return {"notice": f"{seconds}, and a stopped container has {TRAINER_NOTICE_SECONDS} s: no step is lost"}
-    enough = math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_bytes(recipe) / TRAINER_NOTICE_SECONDS / 1e8) / 10
-    return {
-        "warning, notice": f"{seconds}, but a stopped container has {TRAINER_NOTICE_SECONDS} s and may lose the steps "
-        f"since the last checkpoint: use a file system of {enough:g} GB/s (fsx in terraform.tfvars), or a longer "
-        f"notice (on Kubernetes DRAIN={needed})"
-    }
 
 
 def _failures(recipe: Recipe, step: StepEstimate | None, assumptions: Assumptions) -> dict[str, str]:
@@ -282,11 +268,6 @@ def _failures(recipe: Recipe, step: StepEstimate | None, assumptions: Assumption
         )
     shares = ", ".join(f"{share:.0%} {failure}s" for failure, share in FAILURE_SHARES.items())
     return rows | {"kinds of failures": f"{shares}, as in the pre-training of Llama 3"}
-
-
-def _write_seconds(recipe: Recipe, assumptions: Assumptions) -> float:
-    given = assumptions.storage_gb_per_second
-    return checkpoint_bytes(recipe) / (given * 1e9 if given else default_lustre_size().bytes_per_second)
 
 
 def _table(title: str, rows: dict[str, str]) -> str:

@@ -9,8 +9,8 @@ import pytest
 from services.common.hardware import image_platform
 from services.common.hardware.gpus import VISIBLE_VARIABLE
 from services.common.testing.gpus import H200, install_gpus
-from services.trainer.inspection.accelerators import check_gpus, check_neuron_cores
 from services.trainer.inspection.findings import Result
+from services.trainer.inspection.node import check_gpu_memory, check_gpus, check_neuron_cores
 from services.trainer.metrics.recorder import published_peak
 from services.trainer.tests.builders import make_recipe
 
@@ -18,15 +18,15 @@ OK, WARNING, PROBLEM = Result.OK, Result.WARNING, Result.PROBLEM
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "workers", "results"),
+    ("gpus", "visible", "workers", "number", "memory"),
     [
-        ([H200, H200], None, 2, [OK, OK]),
-        ([H200, H200], "1", 2, [PROBLEM, OK]),
-        ([], None, 1, [PROBLEM]),
-        ([H200, H200 | {"memory.total": "0"}], None, 2, [OK, PROBLEM]),
-        ([H200 | {"memory.used": "120000"}], None, 1, [OK, WARNING]),
-        ([H200, H200 | {"memory.used": "120000"}], None, 1, [OK, OK]),  # the only worker takes the other one
-        ([H200 | {"memory.total": "[N/A]"}], None, 1, [OK, OK]),
+        ([H200, H200], None, 2, OK, OK),
+        ([H200, H200], "1", 2, PROBLEM, OK),
+        ([], None, 1, PROBLEM, OK),
+        ([H200, H200 | {"memory.total": "0"}], None, 2, OK, PROBLEM),
+        ([H200 | {"memory.used": "120000"}], None, 1, OK, WARNING),
+        ([H200, H200 | {"memory.used": "120000"}], None, 1, OK, OK),  # the only worker takes the other one
+        ([H200 | {"memory.total": "[N/A]"}], None, 1, OK, OK),
     ],
     ids=["enough", "hidden", "none", "too little memory", "taken", "one is taken", "unknown memory"],
 )
@@ -34,7 +34,8 @@ def test_the_gpus_of_a_node_are_compared_with_its_workers(
     gpus: list[dict[str, str]],
     visible: str | None,
     workers: int,
-    results: list[Result],
+    number: Result,
+    memory: Result,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -42,9 +43,8 @@ def test_the_gpus_of_a_node_are_compared_with_its_workers(
     if visible is not None:
         monkeypatch.setenv(VISIBLE_VARIABLE, visible)
 
-    found = list(check_gpus(make_recipe(tmp_path, parallel__device="cuda"), workers))
-
-    assert [finding.result for finding in found] == results, found
+    assert check_gpus(workers).result == number
+    assert check_gpu_memory(make_recipe(tmp_path, parallel__device="cuda"), workers).result == memory
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,13 @@ def test_the_chips_of_a_node_are_compared_with_its_workers(
         (tmp_path / f"neuron{number}").touch()
     sizes = ("parallel__data_parallel_size", "cluster__trainer_workers_per_node", "batch__global_batch_size")
     on_trn2 = {"parallel__device": "neuron", "train__reduction": "fast", "batch__micro_batch_size": "1"}
-    instance = {"cluster__trainer_instance_type": "trn2.48xlarge"}
+    instance = {"cluster__trainer_instance_type": "trn2.48xlarge", **dict.fromkeys(sizes, f"{workers}")}
 
-    [finding] = check_neuron_cores(
-        make_recipe(tmp_path, **on_trn2, **instance, **dict.fromkeys(sizes, f"{workers}")), workers
-    )
+    found = check_neuron_cores(make_recipe(tmp_path, **on_trn2, **instance), workers)
 
-    assert finding.result == result
-    assert seen in finding.seen
+    assert (found.result, seen in found.seen) == (result, True), found
     if chips:
-        [unknown] = check_neuron_cores(make_recipe(tmp_path, **on_trn2), workers)
-        assert unknown.result == OK
+        assert check_neuron_cores(make_recipe(tmp_path, **on_trn2), workers).result == OK
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common.artifacts.corpus import (
-    SPLITS,
-    CorpusManifest,
-    CorpusPayload,
-    Split,
-    SplitCounts,
-    Vocabulary,
-)
+from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary
 from services.common.artifacts.corpus import shard_path as shard
 from services.common.artifacts.corpus_rows import MAX_MAPS, CorpusRows
 from services.common.artifacts.store import Artifact
@@ -44,21 +37,7 @@ def count_maps(folder: Path) -> int:
     return sum(str(folder) in line and line.endswith(".arrow") for line in lines)
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts maps in Linux's /proc")
-
-
-@needs_proc
-def test_a_reader_maps_the_files_used_last_and_reads_the_same_samples(corpus: Artifact[CorpusManifest]) -> None:
-    before, payload, order = count_maps(corpus.path), corpus.manifest.corpus, np.random.default_rng(0).permutation(ROWS)
-    few, whole = CorpusRows(corpus.path, payload, max_maps=5), CorpusRows(corpus.path, payload, max_maps=2 * ROWS + 2)
-
-    for split in SPLITS:
-        by_few, by_whole = (TokenStream(corpus.path, payload, split, rows).read(order) for rows in (few, whole))
-        assert np.array_equal(by_few, by_whole)
-    assert count_maps(corpus.path) - before == 5 + 2 * ROWS + 2
-
-
-@needs_proc
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts maps in Linux's /proc")
 def test_streams_of_both_splits_share_at_most_256_maps(corpus: Artifact[CorpusManifest]) -> None:
     rows = CorpusRows(corpus.path, corpus.manifest.corpus)
     before, most = count_maps(corpus.path), 0
@@ -71,6 +50,9 @@ def test_streams_of_both_splits_share_at_most_256_maps(corpus: Artifact[CorpusMa
                 most = max(most, count_maps(corpus.path) - before)
 
     assert most == MAX_MAPS == 256
+    few = TokenStream(corpus.path, corpus.manifest.corpus, split, CorpusRows(corpus.path, corpus.manifest.corpus, 5))
+    order = np.random.default_rng(0).permutation(ROWS)
+    assert np.array_equal(stream.read(order), few.read(order))
 
 
 def test_a_stream_is_opened_without_any_of_its_files(corpus: Artifact[CorpusManifest], tmp_path: Path) -> None:
@@ -82,7 +64,7 @@ def test_a_stream_is_opened_without_any_of_its_files(corpus: Artifact[CorpusMani
         stream.read([7])
 
 
-@needs_proc
+@pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux's kernel")
 def test_the_kernel_reads_the_rows_that_were_prefetched(tmp_path: Path) -> None:
     """The row lies 12 MB away from what is read to map the file, which is more than the kernel reads by itself."""
     payload, path, at = make_payload(rows=3_000), tmp_path / shard("train", 0), 1_500 * LENGTH * 2
@@ -121,21 +103,18 @@ def is_in_memory(path: Path, at: int) -> bool:
 
 def make_payload(rows: int) -> CorpusPayload:
     """Return the payload of a corpus of one full shard, whose validation split has a tail alone."""
-    rows_of_split: dict[Split, int] = {"train": rows, "validation": 0}
-    splits = {
+    counts = {
         split: SplitCounts(
             documents=1,
             text_bytes=1,
-            document_tokens=rows * LENGTH + 3,
+            document_tokens=num_rows * LENGTH + 3,
             bos=1,
             eos=1,
-            rows=rows,
+            rows=num_rows,
             tail_tokens=5,
-            check_digests=("0" * 32,) * (2 if rows else 1),
+            check_digests=("0" * 32,) * (2 if num_rows else 1),
         )
-        for split, rows in rows_of_split.items()
+        for split, num_rows in zip(SPLITS, (rows, 0), strict=True)
     }
-    vocabulary = Vocabulary(
-        kind="sentencepiece", path="vocabulary", sha256="0" * 64, vocab_size=300, bos_id=1, eos_id=2
-    )
-    return corpus_payload(vocabulary, splits, sequence_length=LENGTH, rows_per_shard=rows, token_dtype="uint16")
+    vocabulary = Vocabulary(kind="sentencepiece", path="v", sha256="0" * 64, vocab_size=300, bos_id=1, eos_id=2)
+    return corpus_payload(vocabulary, counts, sequence_length=LENGTH, rows_per_shard=rows, token_dtype="uint16")

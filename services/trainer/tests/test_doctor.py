@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ from services.common.testing.disks import mounted, remount
 from services.common.testing.gpus import H200, install_gpus
 from services.trainer.__main__ import main
 from services.trainer.inspection.doctor import compare_nodes
-from services.trainer.inspection.findings import Finding, Result, merge_nodes, ok
-from services.trainer.inspection.node import NodeReport
+from services.trainer.inspection.findings import Finding, Result, merge_nodes, ok, warning
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import REPOSITORY, call_trainer, checkpoints, flip_a_bit
 
@@ -187,26 +187,24 @@ def test_under_ray_a_task_of_each_node_looks_at_it(place: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "GFLOP/s in float32" in done.stdout
-    assert "shared memory" in done.stdout
 
 
 def test_nodes_that_agree_are_one_line_and_others_are_named() -> None:
-    slow = Finding("disk speed", Result.WARNING, "fsync 900 ms", "see what else writes there")
-    found = {"a": [ok("memory", "8 GiB"), ok("disk speed", "fsync 1 ms")], "b": [ok("memory", "8 GiB"), slow]}
+    def node(program: str, flops: float, speed: Finding) -> list[Finding]:
+        device, products = replace(ok(""), compared=program), replace(ok(""), compared=flops)
+        of_check = {"device": device, "matrix products": products, "disk speed": speed}
+        return [replace(finding, check=check) for check, finding in of_check.items()]
 
-    merged = [(finding.check, finding.result, finding.seen.startswith("b: ")) for finding in merge_nodes(found)]
+    found = {name: node("one", 1e12, ok("fsync 1 ms")) for name in ("a", "b", "c")}
+    found["d"] = node("two", 8e11, warning("fsync 900 ms", "find what else writes there"))
 
+    merged = [(each.check, each.result, each.seen.startswith("d: ")) for each in merge_nodes(found)]
     assert merged == [
-        ("memory", Result.OK, False),
+        ("device", Result.OK, False),
+        ("matrix products", Result.OK, False),
         ("disk speed", Result.OK, False),
         ("disk speed", Result.WARNING, True),
     ]
-
-
-def test_a_node_with_another_program_is_a_problem_and_a_slow_one_a_warning() -> None:
-    reports = {name: NodeReport([], "one", 1e12) for name in ("a", "b", "c")} | {"d": NodeReport([], "two", 8e11)}
-
-    findings = list(compare_nodes(reports))
-
-    assert [(each.check, each.exit_code) for each in findings] == [("programs", 4), ("stragglers", 0)]
-    assert all("d" in finding.seen for finding in findings)
+    compared = list(compare_nodes(found))
+    assert [(each.check, each.exit_code) for each in compared] == [("programs", 4), ("stragglers", 0)]
+    assert all("d" in finding.seen for finding in compared)

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.common.artifacts.corpus import SourceCounts, SourceSplitCounts
+from services.common.artifacts.corpus import SourceCounts
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.evaluation.losses import estimate_standard_error
-from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
+from services.trainer.evaluation.records import read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
 from services.trainer.job import Job, describe_corpus
 from services.trainer.metrics.records import read_metrics
@@ -46,6 +46,9 @@ def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_ste
     )
     assert untrained
     assert first["loss"] == untrained.loss > last["loss"] + 0.01
+    *others, metrics = read_metrics(evaluated_run.run_folder).lines
+    assert [each["step"] for each in others if "validation_loss" not in each] == [1, 2]
+    assert (metrics["validation_loss"], metrics["validation_tokens"]) == (last["loss"], TOKENS - 1)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 5])
@@ -68,37 +71,28 @@ def test_attention_stays_within_documents_where_the_recipe_says_so(evaluated_run
     assert found.loss == pytest.approx(expected.mean(), abs=1e-5)
 
 
-def test_bits_per_byte_are_those_of_the_text_s_tokens(
+def test_bits_per_byte_and_standard_error_are_those_of_the_field(
     evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:
-    """BOS, the first token of a document, and EOS, its last one, do not count, as in lm-evaluation-harness."""
+    """Bits per byte leave out BOS and EOS, the first and the last token of a document, as lm-evaluation-harness does.
+
+    For the standard error, documents are clusters.
+    """
     _, begins = read_split(evaluated_run.corpus.path)
-    text = [position - 1 for document in documents_of(begins, TOKENS) for position in document[1:-1]]
-    counts = evaluated_run.corpus.payload.splits["validation"]
+    documents = list(documents_of(begins, TOKENS))
+    text = [position - 1 for document in documents for position in document[1:-1]]
+    losses = [transformers_losses[[position - 1 for position in each if position]] for each in documents]
+    nats, targets = np.array([each.sum() for each in losses]), np.array([len(each) for each in losses])
+    residuals = nats - transformers_losses.mean() * targets
+    error = math.sqrt(len(nats) / (len(nats) - 1) * (residuals**2).sum()) / targets.sum()
+    counts, found = evaluated_run.corpus.payload.splits["validation"], evaluate_here(evaluated_run)
 
     assert len(text) == counts.document_tokens
     bits = transformers_losses[text].sum() / math.log(2)
-    assert evaluate_here(evaluated_run).bits_per_byte == pytest.approx(bits / counts.text_bytes, rel=1e-6)
-
-
-def test_the_standard_error_takes_documents_as_clusters(
-    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
-) -> None:
-    _, begins = read_split(evaluated_run.corpus.path)
-    losses = [
-        transformers_losses[[position - 1 for position in each if position]] for each in documents_of(begins, TOKENS)
-    ]
-    nats, targets = np.array([each.sum() for each in losses]), np.array([len(each) for each in losses])
-
-    residuals = nats - transformers_losses.mean() * targets
-    error = math.sqrt(len(nats) / (len(nats) - 1) * (residuals**2).sum()) / targets.sum()
-    found = evaluate_here(evaluated_run)
+    assert found.bits_per_byte == pytest.approx(bits / counts.text_bytes, rel=1e-6)
     assert found.standard_error == pytest.approx(error, rel=1e-5)
     assert found.documents == len(nats)
-
-
-def test_one_document_has_no_standard_error() -> None:
-    assert estimate_standard_error(np.array([21.0]), np.array([7])) is None
+    assert estimate_standard_error(np.array([21.0]), np.array([7])) is None  # of one document
 
 
 def test_a_source_has_the_mean_of_its_own_documents(
@@ -107,23 +101,14 @@ def test_a_source_has_the_mean_of_its_own_documents(
     """Three sources, two of them with one uri, and the last one without validation documents."""
     _, begins = read_split(evaluated_run.corpus.path)
     payload, border = evaluated_run.corpus.payload, begins[20]
-    sources = tuple(
-        SourceCounts(
-            uri=uri,
-            weight=1.0,
-            share=0.0,
-            validation_ngrams=0,
-            validation_ngrams_in_train=0,
-            documents_duplicate=0,
-            splits={"train": empty, "validation": counts},
-        )
-        for empty in [SourceSplitCounts(documents=0, tokens=0, text_bytes=0)]
-        for uri, counts in (
-            ("a", SourceSplitCounts(documents=20, tokens=border, text_bytes=1000)),
-            ("b", SourceSplitCounts(documents=len(begins) - 20, tokens=TOKENS - border, text_bytes=2000)),
-            ("a", empty),
-        )
-    )
+    none = dict.fromkeys(("share", "validation_ngrams", "validation_ngrams_in_train", "documents_duplicate"), 0)
+
+    def source(uri: str, documents: int, tokens: int) -> SourceCounts:
+        counts = {"train": {"documents": 0, "tokens": 0, "text_bytes": 0}}
+        counts["validation"] = {"documents": documents, "tokens": tokens, "text_bytes": 1000}
+        return SourceCounts.model_validate({"uri": uri, "weight": 1.0, "splits": counts, **none})
+
+    sources = (source("a", 20, border), source("b", len(begins) - 20, TOKENS - border), source("a", 0, 0))
     changed = payload.model_copy(update={"sources": sources})
     found = evaluate_here(evaluated_run, replace(evaluated_run.corpus, payload=changed)).sources
 
@@ -151,42 +136,21 @@ def test_a_bounded_evaluation_takes_the_same_rows_from_all_of_the_split(
     assert len(choose_samples(stream, 10**9)) == 81
 
 
-@pytest.mark.parametrize(("rows", "tail_tokens", "num_targets"), [(0, 9, 8), (1, 0, 15), (3, 1, 48)])
+@pytest.mark.parametrize(("rows", "tail_tokens", "num_targets"), [(0, 0, 0), (0, 9, 8), (1, 0, 15), (3, 1, 48)])
 def test_a_split_of_any_size_has_one_loss_for_each_target(
     tmp_path: Path, rows: int, tail_tokens: int, num_targets: int
 ) -> None:
     recipe = make_recipe(tmp_path, batch__micro_batch_size="4")
     corpus = make_corpus(tmp_path, recipe, rows, tail_tokens=tail_tokens)
     validation = Validation(recipe, describe_corpus(corpus), None)
-    tokens, _ = read_split(corpus.path)
-    stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
-    padded = stream.read(np.arange(stream.num_padded_samples))[:, 1:].flatten()
+    assert validation.is_empty == (num_targets == 0)
+    if num_targets:
+        tokens, _ = read_split(corpus.path)
+        stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
+        padded = stream.read(np.arange(stream.num_padded_samples))[:, 1:].flatten()
 
-    evaluation = validation.evaluate(make_program(recipe))
-    assert evaluation
-    assert evaluation.tokens == num_targets == len(tokens) - 1
-    assert padded[:num_targets].tolist() == tokens[1:].tolist()
-    assert not padded[num_targets:].any()
-
-
-def test_a_split_without_documents_has_nothing_to_evaluate(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    empty = make_corpus(tmp_path, recipe, rows=0, tail_tokens=0)
-    assert Validation(recipe, describe_corpus(empty), None).is_empty
-
-
-@pytest.mark.parametrize("line", [b"[]", b"\xff", b'{"step": 0}', b'{"step": -1'])
-def test_a_bad_record_is_passed_over_and_counted(evaluated_run: Job, tmp_path: Path, line: bytes) -> None:
-    content = (evaluated_run.run_folder / EVALUATIONS_FILE).read_bytes()
-    (tmp_path / EVALUATIONS_FILE).write_bytes(content + line + b"\n" + content)
-
-    found = read_evaluations(tmp_path)
-    assert [record["step"] for record in found.lines] == [0, 3]
-    assert found.unreadable == 1
-
-
-def test_the_record_of_the_evaluated_step_has_its_numbers(evaluated_run: Job) -> None:
-    last = read_evaluations(evaluated_run.run_folder).lines[-1]
-    *others, metrics = read_metrics(evaluated_run.run_folder).lines
-    assert [each["step"] for each in others if "validation_loss" not in each] == [1, 2]
-    assert (metrics["validation_loss"], metrics["validation_tokens"]) == (last["loss"], TOKENS - 1)
+        evaluation = validation.evaluate(make_program(recipe))
+        assert evaluation
+        assert evaluation.tokens == num_targets == len(tokens) - 1
+        assert padded[:num_targets].tolist() == tokens[1:].tolist()
+        assert not padded[num_targets:].any()

@@ -66,9 +66,7 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
     run = open_run(trained.root, trained.run)
     folder = export(run, tmp_path / "hugging-face")
 
-    assert [path.name for path in sorted(folder.glob("*.safetensors"))] == [
-        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
-    ]
+    assert len(list(folder.glob("model-*-of-00003.safetensors"))) == 3
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in load_weights(run).items())
 

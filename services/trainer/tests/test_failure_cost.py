@@ -13,7 +13,7 @@ from services.common.recipe.file import load_recipe
 from services.trainer.__main__ import main
 from services.trainer.inspection.goodput import (
     FAILURE_SHARES,
-    MEASURED_TIMES,
+    RESTART_SECONDS,
     Failure,
     RunTimes,
     failure_costs,
@@ -43,7 +43,7 @@ def test_a_lost_worker_costs_less_than_a_hung_one_and_a_lost_node() -> None:
     redone_seconds = 50 * 40.0 / 2 + 69.0
 
     worker, hang, node = costs[Failure.WORKER], costs[Failure.HANG], costs[Failure.NODE]
-    assert worker.total_seconds == pytest.approx(MEASURED_TIMES["ray"].restart_seconds + 69.0 + redone_seconds)
+    assert worker.total_seconds == pytest.approx(RESTART_SECONDS + 69.0 + redone_seconds)
     assert hang.total_seconds - worker.total_seconds == pytest.approx(10 * 40.0)  # ten steps
     assert node.total_seconds - worker.total_seconds > 600
     assert sum(FAILURE_SHARES.values()) == pytest.approx(1)

@@ -21,11 +21,11 @@ from services.common.recipe.schema import Model
 from services.trainer.conversion.configuration import require_same_model
 from services.trainer.conversion.export import export
 from services.trainer.conversion.hugging_face import HuggingFaceWeights
-from services.trainer.conversion.weight_import import digest_weights, import_weights
+from services.trainer.conversion.weight_import import digest_weights
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
 from services.trainer.runs.run import open_run
-from services.trainer.tests.builders import LLAMA_3_1, make_recipe, train_new, write_recipe
+from services.trainer.tests.builders import make_recipe, train_new, write_recipe
 from services.trainer.tests.runs import call_trainer, train_alone
 
 Change = Callable[[dict[str, Any]], object]
@@ -90,6 +90,12 @@ def test_a_run_begins_with_imported_weights_that_its_recipe_names(
     assert train_alone(capfd, recipe, root, named, "--train.max_steps=2")[0] == 0
     assert "resuming after step=0" in (run.folder / "logs" / "rank-00000.log").read_text()
 
+    code, printed = call_trainer(capfd, recipe, root, named, command="inspect-checkpoint")
+    assert code == 0, printed
+    assert re.search(r"^digest      [0-9a-f]{32} ", printed, re.MULTILINE)
+    assert re.search(r"^model.layers.1.mlp.down_proj.weight +16 x 32 +1 ", printed, re.MULTILINE), printed
+    assert call_trainer(capfd, recipe, root, named, "--step=7", command="inspect-checkpoint")[0] == 3
+
 
 PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-05}
 SIZES = (
@@ -148,23 +154,6 @@ def test_the_configurations_that_models_are_published_with_are_those_of_the_pres
     for other in set(MODEL_PRESETS) - {preset}:
         with pytest.raises(RecipeError, match="recipe's model"):
             require_same_model(tmp_path, Model(**MODEL_PRESETS[other]))
-
-
-def test_a_folder_of_tied_and_scaled_weights_is_exported_and_imported_with_the_same_bits(
-    tmp_path: Path, new_job: Callable[..., Job]
-) -> None:
-    shape = {**LLAMA_3_1, "model__tie_word_embeddings": "true"}
-    job = train_new(new_job, "begun", train__max_steps="1", **shape)
-    run = open_run(job.root, job.run)
-    folder, weights = export(run, tmp_path / "hugging-face"), load_weights(run)
-    named = digest_weights(parameter_shapes(job.recipe.model), weights.__getitem__)
-
-    begun = new_job("imported", **shape, train__initial_weights=named)
-    import_weights(begun, folder)
-
-    found = load_weights(open_run(begun.root, begun.run))
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
 
 
 NORM = "model.norm.weight"
@@ -230,15 +219,3 @@ def test_the_files_that_an_index_names_are_imported_in_any_type_that_float32_hol
         found = digest_in(import_from(capfd, exported)[1])
         assert (found == digest) == (dtype is torch.float32)
     assert import_from(capfd, exported, f"--train.initial_weights={found}")[0] == 0
-
-
-def test_an_inspected_checkpoint_shows_every_parameter_and_a_digest_of_its_values(
-    capfd: pytest.CaptureFixture[str], exported: Path
-) -> None:
-    recipe, root = write_recipe(exported.parent), exported.parent / "a"
-    code, printed = call_trainer(capfd, recipe, root, command="inspect-checkpoint")
-
-    assert code == 0, printed
-    assert re.search(r"^digest      [0-9a-f]{32} ", printed, re.MULTILINE)
-    assert re.search(r"^model.layers.1.mlp.down_proj.weight +16 x 32 +1 ", printed, re.MULTILINE), printed
-    assert call_trainer(capfd, recipe, root, "--step=7", command="inspect-checkpoint")[0] == 3

@@ -16,58 +16,37 @@ from services.trainer.tests.step_trace import trace_step
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 LLAMA_2_7B, LLAMA_3_8B = (RECIPES / f"{name}-trn1.toml" for name in ("llama2-7b", "llama3-8b"))
 IN_BFLOAT16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}
+ONE_GPU = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
 SPLIT = {"parallel__tensor_parallel_size": "4"}
 
 
 def wide(folder: Path, **overrides: str) -> Recipe:
     """4 layers of Llama 3's shape, an eighth as wide: wide enough that layers are larger than norms and tables."""
     path = write_recipe(folder, tokenizer__train=None, tokenizer__model="nowhere")
-    shape = {
-        "corpus__sequence_length": "512",
-        "model__vocab_size": "512",
-        "model__hidden_size": "512",
-        "model__intermediate_size": "1792",
-        "model__num_hidden_layers": "4",
-        "model__num_attention_heads": "8",
-        "model__num_key_value_heads": "2",
-        "parallel__data_parallel_size": "4",
-        "batch__micro_batch_size": "1",
-        "batch__global_batch_size": "16",
-    }
+    shape = {"model__num_hidden_layers": "4", "model__num_attention_heads": "8", "model__num_key_value_heads": "2"}
+    shape |= {"model__hidden_size": "512", "model__intermediate_size": "1792", "model__vocab_size": "512"}
+    shape |= {"parallel__data_parallel_size": "4", "batch__micro_batch_size": "1", "batch__global_batch_size": "16"}
+    shape |= {"corpus__sequence_length": "512"}
     return load_with(path, **(shape | overrides))
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("checkpointing", "overrides"),
     [
-        {"train__activation_checkpointing": "none"},
-        {**SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1", "train__activation_checkpointing": "full"},
-        pytest.param({**SPLIT, "train__activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+        ("none", {}),
+        ("full", {**SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
+        pytest.param("selective", SPLIT, marks=pytest.mark.slow),
+        pytest.param("none", {**IN_BFLOAT16, **ONE_GPU}, marks=pytest.mark.slow),
         pytest.param(
-            {
-                **IN_BFLOAT16,
-                "parallel__device": "cuda",
-                "parallel__data_parallel_size": "1",
-                "train__activation_checkpointing": "none",
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {
-                **SPLIT,
-                **IN_BFLOAT16,
-                "parallel__reduce_dtype": "float32",
-                "train__activation_checkpointing": "selective",
-            },
-            marks=pytest.mark.slow,
+            "selective", {**SPLIT, **IN_BFLOAT16, "parallel__reduce_dtype": "float32"}, marks=pytest.mark.slow
         ),
     ],
     ids=["none", "full", "selective", "one GPU", "float32 sums"],
 )
 def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
-    tmp_path: Path, overrides: dict[str, str]
+    tmp_path: Path, checkpointing: str, overrides: dict[str, str]
 ) -> None:
-    recipe = wide(tmp_path, **overrides)
+    recipe = wide(tmp_path, train__activation_checkpointing=checkpointing, **overrides)
 
     assert memory_of_worker(recipe).peak_bytes == pytest.approx(trace_step(recipe).peak_bytes, rel=0.1)
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from services.common.errors import ArtifactError, RecipeError
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model
-from services.trainer.conversion.hugging_face import WEIGHT_DTYPES, require_finite, require_names
+from services.trainer.conversion.hugging_face import require_finite, require_model, require_names
 from services.trainer.conversion.nxd.layout import NxdLayout, rank_tensors
 
 BEGUN, COMMITTED = "checkpoint", "done"
@@ -36,6 +36,7 @@ RELATIVE_TOLERANCE = 2.0**-7
 _NAME = re.compile(r"dp_rank_(\d{2,4})_tp_rank_(\d{2,4})_pp_rank_(\d{2,4})\.pt")
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 
+Loaded = TypeVar("Loaded")
 Rank = tuple[int, int]
 """Ranks along the pipeline axis and the tensor axis."""
 Masters = dict[str, Callable[[], Tensor]]
@@ -46,16 +47,6 @@ class TensorReference:
     """Stands in for torch_xla's class of that name, whose only attribute is the number of the tensor's file."""
 
     tid: int
-
-
-def is_nxd_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is that of an NxD checkpoint's tag. Raises `ArtifactError` for the folder above."""
-    if (folder / MODEL).is_dir():
-        return True
-    tags = sorted(path.parent.name for path in folder.glob(f"*/{BEGUN}"))
-    if tags:
-        raise ArtifactError(f"{folder}: contains NxD checkpoints. Name one of them: {', '.join(tags[-5:])}.")
-    return False
 
 
 class NxdWeights:
@@ -116,22 +107,16 @@ class NxdWeights:
             ) from error
 
     def _require_model(self, ranks: Mapping[Rank, Mapping[str, Tensor]]) -> None:
-        """Raise `ArtifactError` unless all ranks of a stage have its names, with the shapes of the model."""
-        present = {name: name for weights in ranks.values() for name in weights}
-        require_names(self._folder, present, self._tensors)
+        """Raise `ArtifactError` unless all ranks of a stage have its names, with the types and shapes of the model."""
+        require_names(self._folder, {name: 0 for weights in ranks.values() for name in weights}, self._tensors)
         for (stage, index), weights in ranks.items():
-            path = self._folder / MODEL / rank_file_name(0, index, stage)
-            if uneven := set(weights) ^ set(ranks[stage, 0]):
-                raise ArtifactError(f"{path}: {min(uneven)} is only on some ranks of its stage.")
-            for name, weight in weights.items():
-                shapes = [part.shape(self._shapes[part.name], self._layout) for part in self._tensors[name]]
-                expected = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
-                if list(weight.shape) != expected:
-                    raise ArtifactError(
-                        f"{path}: {name} is {list(weight.shape)}, expected {expected}: the recipe's model on "
-                        f"{self._num_tensor} tensor-parallel ranks, with {self._layout.kv_size_multiplier} of each "
-                        f"key-value head. The checkpoint is of another model, or files of the last ranks are missing."
-                    )
+            expected = {name: self._rank_shape(name) for name in ranks[stage, 0]}
+            found = {name: (weight.dtype, weight.shape) for name, weight in weights.items()}
+            require_model(self._folder / MODEL / rank_file_name(0, index, stage), found, expected)
+
+    def _rank_shape(self, nxd_name: str) -> torch.Size:
+        shapes = [part.shape(self._shapes[part.name], self._layout) for part in self._tensors[nxd_name]]
+        return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
 
 def write_nxd_model(folder: Path, model: Model, layout: NxdLayout, read: Callable[[str], Tensor]) -> None:
@@ -179,44 +164,39 @@ def load_rank_file(path: Path) -> dict[Any, Any]:
 
     Raises `ArtifactError` if the file is damaged or holds no dictionary.
     """
-    content = _load(path)
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors.")
-    return content
+    return _load(path, dict)
 
 
-def _load(path: Path) -> object:
+def _load(path: Path, kind: type[Loaded]) -> Loaded:
     try:
         with torch.serialization.safe_globals([(TensorReference, _REFERENCE)]):
-            loaded: object = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return loaded
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         # The text before this advises to load the file without protection.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
         raise ArtifactError(f"{path}: not tensors of torch.save: {reason}. Copy it again.") from error
+    if not isinstance(loaded, kind):
+        raise ArtifactError(f"{path}: holds a {type(loaded).__name__}, expected a {kind.__name__}.")
+    return loaded
 
 
 def _resolve(path: Path, name: object, value: object) -> Tensor:
     """Return the tensor of an entry of a rank's file, in that file or beside it; it stays on disk until it is used."""
     if isinstance(value, TensorReference):
-        value = _load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
+        value = _load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt", Tensor)
     if not isinstance(value, Tensor):
         raise ArtifactError(f"{path}: {name} is a {type(value).__name__}, expected a tensor.")
     return value.detach()
 
 
 def _load_weights(path: Path) -> dict[str, Tensor]:
-    weights = {
+    return {
         str(name): _resolve(path, name, value)
         for name, value in load_rank_file(path).items()
         if not str(name).endswith(".rotary_emb.inv_freq")  # older versions stored these, but they are configured
     }
-    for name, weight in weights.items():
-        if weight.dtype not in WEIGHT_DTYPES:
-            raise ArtifactError(f"{path}: {name} is {weight.dtype}, expected float32, bfloat16 or float16.")
-    return weights
 
 
 def _find_layout(
@@ -264,7 +244,7 @@ def _read_masters(folder: Path, rank: Rank, weights: Mapping[str, Tensor]) -> Ma
     remaining, found = dict(weights), Masters()
     for number in numbers:
         first = _resolve(paths[0], number, shards[0][1][number])
-        name = next((name for name, weight in remaining.items() if _is_rounded(first, weight, num_data)), None)
+        name = next((name for name, weight in remaining.items() if _are_first_rows(first, weight, num_data)), None)
         if name is None:
             raise ArtifactError(
                 f"{paths[0]}: tensor {number}, {list(first.shape)}, fits no weight in `{MODEL}`: they are of different "
@@ -276,12 +256,13 @@ def _read_masters(folder: Path, rank: Rank, weights: Mapping[str, Tensor]) -> Ma
     return found
 
 
-def _is_rounded(shard: Tensor, weight: Tensor, num_data: int) -> bool:
+def _are_first_rows(shard: Tensor, weight: Tensor, num_data: int) -> bool:
     """Return whether a shard has the first rows of the weight before rounding."""
     return shard.shape == (-(-len(weight) // num_data), *weight.shape[1:]) and _are_near(shard, weight)
 
 
 def _are_near(master: Tensor, weight: Tensor) -> bool:
+    """Return whether the rows that both have are equal but for rounding."""
     rows = min(len(master), len(weight))
     smallest = torch.finfo(torch.float32).tiny  # a device may flush smaller numbers to zero
     return torch.allclose(master[:rows], weight[:rows].float(), rtol=RELATIVE_TOLERANCE, atol=smallest)
