@@ -31,8 +31,7 @@ from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import write_recipe
 from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.encode_task import EncodedPart, EncodedPartition
-from services.tokenizer.encoded_partitions import EncodedPartitions
+from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodedPartitions
 from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.tasks import TaskSequence, map_largest_first
@@ -151,7 +150,6 @@ def _make_result(index: int) -> EncodedPartition:
         encoder="",
         text_xxh3=f"{index:032x}",
         bad_files=(),
-        files_repaired=(),
         files_without_text=(),
         max_document_bytes=2**40,
         parts=dict.fromkeys(SPLITS, part),

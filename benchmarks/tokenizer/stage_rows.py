@@ -85,8 +85,7 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
     from services.common.artifacts.corpus import SPLITS  # noqa: PLC0415
     from services.common.launch import inline  # noqa: PLC0415
     from services.common.recipe.file import load_recipe  # noqa: PLC0415
-    from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
-    from services.tokenizer.encoded_partitions import EncodedPartitions  # noqa: PLC0415
+    from services.tokenizer.encode_task import EncodedPartitions, encode_partition  # noqa: PLC0415
     from services.tokenizer.ngram_overlap import count_overlap  # noqa: PLC0415
 
     recipe = load_recipe(bench.write_recipe(1), {"corpus.validation_fraction": "0.01"})
@@ -97,7 +96,7 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
         encoded.add(index, encode_partition(task)[0])
     encoding = watch.stop()
     watch = Watch()
-    overlap = count_overlap(tasks, encoded, inline, num_workers=1)
+    overlap = count_overlap(bench.output, tasks[0].vocabulary.vocab_size, encoded, inline, num_workers=1)
     measured = watch.stop()
     measured.tokens = sum(encoded.totals(split).tokens for split in SPLITS)
     ngrams, in_train = sum(each.ngrams for each in overlap), sum(each.ngrams_in_train for each in overlap)
@@ -165,8 +164,7 @@ def _plan_tasks(bench: BenchmarkFolder, recipe: Any) -> tuple[Any, Any]:
     inputs = list_corpus_inputs(recipe)
     plan = plan_partitions(bench.output / "plan", recipe, inputs.listings, inline)
     vocabulary = provide_vocabulary(recipe, inputs, bench.output)
-    partitions = plan.read_partitions()
-    return make_tasks(recipe, plan.path, partitions, *vocabulary, bench.output), partitions
+    return make_tasks(recipe, plan, *vocabulary, bench.output), plan.read_partitions()
 
 
 def _encode_tasks(bench: BenchmarkFolder, num_processes: int) -> RowMeasurement:
@@ -187,7 +185,7 @@ def _prepare_encoding_partitions(tasks: Any, num_taken: Any) -> Callable[[], Non
     from services.tokenizer.encoding.encoder_choice import load_encoder  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
 
-    encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder, tasks[0].sampled_bytes)
+    encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].recipe.tokenizer)
     encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # uses up the sample of the self-check
 
     def encode_partitions() -> None:

@@ -1,10 +1,6 @@
 """The tokenizer's commands. `python -m services.tokenizer --recipe FILE` turns text into a corpus:
 
-list -> plan -> vocabulary -> duplicates -> encode -> overlap -> pack -> publish
-
-The phase `duplicates` runs with `corpus.duplicates = "drop"` alone.
-
-`python -m services.tokenizer train-vocab` and `python -m services.tokenizer pin` are tools beside it.
+list -> plan -> vocabulary -> duplicates, if asked for -> encode -> overlap -> pack -> publish
 """
 
 from __future__ import annotations
@@ -109,7 +105,7 @@ def _publish(given: Given, launcher: Launcher) -> tuple[Artifact[CorpusManifest]
 
 
 def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) -> str:
-    """The lines that the stage prints at its end: folder, sizes, counts, encoder and seconds of each phase."""
+    """Return what the stage prints at its end: folder, sizes, counts, encoder and seconds of each phase."""
     payload, files = corpus.manifest.corpus, corpus.manifest.files
     lines = [
         f"{'published' if is_new else 'already published'}  {corpus.path}",
@@ -146,12 +142,8 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
             f"tokens: {source.uri}, weight {source.weight:g}"
             for source in payload.sources
         ]
-    checked = (
-        f", the same as {payload.reference}'s for {payload.documents_checked:,} documents that both encoded"
-        if payload.encoder != payload.reference
-        else ", which defines them"
-    )
-    lines.append(f"  ids         by {payload.encoder}{checked}")
+    checked = f", the same as {payload.reference}'s for {payload.documents_checked:,} documents that both encoded"
+    lines.append(f"  ids         by {payload.encoder}{checked if payload.documents_checked else ''}")
     spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases)
     spent = spent if is_new else "only the manifest was read"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])

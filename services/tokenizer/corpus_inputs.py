@@ -10,7 +10,7 @@ from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.schema import Recipe
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.sources.file_system import read_vocabulary
+from services.tokenizer.sources.file_system import read_file
 from services.tokenizer.sources.input_files import FileListing
 
 CONTENT_VERSION = 4
@@ -24,12 +24,8 @@ class CorpusInputs:
     artifact_id: str
     listings: tuple[FileListing, ...]
     """Files of each source, in the order of `corpus.sources`."""
-    vocabulary_link: InputLink | None
-    """The link to the vocabulary that the recipe names; None where a vocabulary is trained."""
-
-    @property
-    def num_files(self) -> int:
-        return sum(map(len, self.listings))
+    vocabulary: bytes | None
+    """Content of the vocabulary that the recipe names; None where a vocabulary is trained."""
 
     def link(self, recipe: Recipe, text_digests: list[str]) -> tuple[InputLink, ...]:
         """Return the inputs that the manifest names: one link for each source, then one for a given vocabulary.
@@ -40,19 +36,17 @@ class CorpusInputs:
             InputLink(schema_id="text/1", path=source.uri, id=listing.digest[:16], content_digest=text_digest)
             for source, listing, text_digest in zip(recipe.corpus.sources, self.listings, text_digests, strict=True)
         ]
-        return (*links, self.vocabulary_link) if self.vocabulary_link else tuple(links)
+        if self.vocabulary is not None:
+            path, digest = str(recipe.tokenizer.model), xxhash.xxh3_128_hexdigest(self.vocabulary)
+            links.append(InputLink(schema_id="vocabulary/1", path=path, id=digest[:16], content_digest=digest))
+        return tuple(links)
 
 
 def list_corpus_inputs(recipe: Recipe) -> CorpusInputs:
     """List the files of all sources. A named vocabulary, which is small, is the only file that is read."""
     listings = tuple(list_inputs(source) for source in recipe.corpus.sources)
-    vocabulary_link = _link_vocabulary(recipe.tokenizer.model) if recipe.tokenizer.model else None
+    vocabulary = read_file(recipe.tokenizer.model) if recipe.tokenizer.model else None
     digests = [listing.digest for listing in listings]
-    if vocabulary_link:
-        digests.append(vocabulary_link.content_digest)
-    return CorpusInputs(artifact_id(recipe, "corpus", CONTENT_VERSION, digests), listings, vocabulary_link)
-
-
-def _link_vocabulary(uri: str) -> InputLink:
-    digest = xxhash.xxh3_128_hexdigest(read_vocabulary(uri))
-    return InputLink(schema_id="vocabulary/1", path=uri, id=digest[:16], content_digest=digest)
+    if vocabulary is not None:
+        digests.append(xxhash.xxh3_128_hexdigest(vocabulary))
+    return CorpusInputs(artifact_id(recipe, "corpus", CONTENT_VERSION, digests), listings, vocabulary)

@@ -1,21 +1,20 @@
 """Finds exact duplicates: documents whose normalised bytes an earlier document of the corpus has, too.
 
-Three phases of tasks find all but the first document of each digest, in the order of the corpus:
+Two phases of tasks find all but the first document of each digest, in the order of the corpus:
 
 1. digest: a task reads a group of neighbouring partitions, and writes the digests of their documents, sorted, and once
    each: which documents repeat another one of the group is known by then.
 2. find: a task takes one bucket, which is a range of digests, from the files of all groups, sorts it, and writes the
    positions of all documents but the first of each digest.
-3. list: a task takes the duplicates of one group from the files of all buckets, for the encode tasks of its partitions.
 
-The text is read once, and 24 bytes are written and read for each document. The phases open `groups * (2 * buckets + 1)`
-files. A task of the first phase holds 130 bytes for each document of its group, and one of the second 60 bytes for each
-of DIGESTS_PER_BUCKET digests.
+An encode task looks up its partition in the files of all buckets. The text is read once, and 24 bytes are written and
+read for each document. A task of the first phase holds 130 bytes for each document of its group, and one of the second
+60 bytes for each of DIGESTS_PER_BUCKET digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,29 +43,20 @@ document's number among all documents that are read from the partition. Rising p
 
 
 @dataclass(frozen=True)
-class DuplicateList:
-    """The duplicates of one partition, as a worker reads them."""
-
-    path: Path
-    """File of the positions of all duplicates in the partition's group, rising."""
-    partition: int
-    """Index of the partition with the same file ranges in the first pass over its source."""
-
-    def read(self) -> npt.NDArray[np.int64]:
-        """Return the numbers of the duplicates among the documents that are read from the partition, rising."""
-        return (_select(self.path, self.partition, self.partition + 1) - _position(self.partition)).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class DuplicateLists:
+class Duplicates:
     """The duplicates of all partitions of a corpus."""
 
     folder: Path
     partitions_per_group: int
+    num_buckets: int
 
-    def of_partition(self, first_pass_index: int) -> DuplicateList:
-        """Return the list for the partitions of all passes that read the same file ranges as this one of the first."""
-        return DuplicateList(_list_path(self.folder, first_pass_index // self.partitions_per_group), first_pass_index)
+    def read(self, first_pass_index: int) -> npt.NDArray[np.int64]:
+        """Return the numbers of the duplicates among the documents of a partition of the first pass, rising."""
+        _, repeated = _read_digests(self.folder, first_pass_index // self.partitions_per_group)
+        found = [map_array(_bucket_path(self.folder, bucket), np.uint64) for bucket in range(self.num_buckets)]
+        first, end = _position(first_pass_index), _position(first_pass_index + 1)
+        own = [each[slice(*np.searchsorted(each, np.array([first, end])))] for each in (repeated, *found)]
+        return (np.sort(np.concatenate(own)) - first).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -75,10 +65,9 @@ class DigestTask:
 
     folder: Path
     group: int
-    plan: Path
-    """Folder of the plan."""
     partitions: range
     """Indices of the group's partitions."""
+    plan: Path
     corpus: Corpus
 
 
@@ -94,26 +83,13 @@ class FindTask:
     """Checksum of the results of all digest tasks."""
 
 
-@dataclass(frozen=True)
-class ListTask:
-    """The input of `list_group`, which is sent to a worker process."""
-
-    folder: Path
-    group: int
-    partitions: range
-    """Indices of the group's partitions."""
-    num_buckets: int
-    inputs_xxh3: str
-    """Checksum of the results of all digest and find tasks."""
-
-
 class WrittenFile(ManifestModel):
-    """The result of each of the three tasks: one file. Its JSON is the task's marker."""
+    """The result of a task: one file. Its JSON is the task's marker."""
 
     inputs: str
     """What the file was made of. A task of other inputs makes its file again."""
     documents: int
-    """Different digests in the file of a group, and positions in the other two files."""
+    """Different digests in the file of a group, and positions in that of a bucket."""
     xxh3: str
 
 
@@ -125,40 +101,27 @@ def find_duplicates(
     num_workers: int,
     digests_per_bucket: int = DIGESTS_PER_BUCKET,
     max_groups: int = MAX_GROUPS,
-) -> DuplicateLists:
-    """Write the lists of duplicates into the partition folder, and return where the list of each partition is.
+) -> Duplicates:
+    """Write the positions of all duplicates in the first pass over each source into the partition folder.
 
-    Only partitions of the first pass over each source are read. The same documents are found for partitions, groups and
-    buckets of any size. A task whose file is complete is not run again.
+    They are the same for partitions, groups and buckets of any size.
     """
     partitions = plan.read_partitions()
     bytes_of_partitions = partitions["bytes"][partitions["pass_number"] == 0]
     count = len(bytes_of_partitions)
     per_group = max(1, -(-count // max_groups))
     groups = [range(begin, min(begin + per_group, count)) for begin in range(0, count, per_group)]
-    digest_tasks = [DigestTask(folder, number, plan.path, group, corpus) for number, group in enumerate(groups)]
+    digest_tasks = [DigestTask(folder, number, group, plan.path, corpus) for number, group in enumerate(groups)]
     sizes = np.array([bytes_of_partitions[group.start : group.stop].sum() for group in groups], np.int64)
     digests = run_largest_first(
         launcher, digest_group, digest_tasks, sizes, num_workers, title="digest documents", unit="bytes"
     )
     num_buckets = max(1, -(-sum(file.documents for file in digests) // digests_per_bucket))
-    inputs_xxh3 = _checksum_of(digests)
-    find_tasks = [FindTask(folder, bucket, num_buckets, len(groups), inputs_xxh3) for bucket in range(num_buckets)]
+    checksums = xxhash.xxh3_128_hexdigest(" ".join(file.xxh3 for file in digests).encode())
+    find_tasks = [FindTask(folder, bucket, num_buckets, len(groups), checksums) for bucket in range(num_buckets)]
     ones = np.ones(num_buckets, np.int64)
-    found = run_largest_first(
-        launcher, find_in_bucket, find_tasks, ones, num_workers, title="find duplicates", unit="buckets"
-    )
-    inputs_xxh3 = _checksum_of([*digests, *found])
-    list_tasks = [ListTask(folder, number, group, num_buckets, inputs_xxh3) for number, group in enumerate(groups)]
-    # The lists of a corpus of one bucket are made sooner than another process starts.
-    num_workers = min(num_workers, num_buckets)
-    ones = np.ones(len(groups), np.int64)
-    run_largest_first(launcher, list_group, list_tasks, ones, num_workers, title="list duplicates", unit="lists")
-    return DuplicateLists(folder, per_group)
-
-
-def _checksum_of(files: Iterable[WrittenFile]) -> str:
-    return xxhash.xxh3_128_hexdigest(" ".join(file.xxh3 for file in files).encode())
+    run_largest_first(launcher, find_in_bucket, find_tasks, ones, num_workers, title="find duplicates", unit="buckets")
+    return Duplicates(folder, per_group, num_buckets)
 
 
 def digest_group(task: DigestTask) -> WrittenFile:
@@ -178,12 +141,6 @@ def find_in_bucket(task: FindTask) -> WrittenFile:
     return _write_once(_bucket_path(task.folder, task.bucket), inputs, lambda: _find(task))
 
 
-def list_group(task: ListTask) -> WrittenFile:
-    """Write the positions of a group's duplicates, rising, unless the file is complete."""
-    inputs = f"partitions {task.partitions} of {task.inputs_xxh3}"
-    return _write_once(_list_path(task.folder, task.group), inputs, lambda: _list(task))
-
-
 def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
     corpus = task.corpus
     digests: list[bytes] = []
@@ -194,7 +151,7 @@ def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
         bad_rows = BadRows(corpus.bad_rows)  # the encode tasks count them
         for batch in read_documents(partition.file_ranges, corpus.invalid_utf8, corpus.max_document_bytes, bad_rows):
             is_wanted = batch.sizes >= max(1, corpus.min_document_bytes)
-            digests.append(digest_documents(batch.select(is_wanted)))
+            digests += digest_documents(batch.select(is_wanted))
             positions.append(_position(partition.index) + (read + np.flatnonzero(is_wanted)).astype(np.uint64))
             read += len(batch)
     high, low = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).reshape(-1, 2).T
@@ -228,26 +185,12 @@ def _find(task: FindTask) -> tuple[int, Positions]:
 def _sort(columns: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
     """Sort columns of digests and positions by digest, and mark all columns of each digest but the first.
 
-    The sort is stable: columns of one digest stay in the order in which they are given, that of the corpus.
+    The sort is stable: columns of one digest stay in the order of the corpus.
     """
     high, low, _ = columns = columns[:, np.lexsort((columns[1], columns[0]))]
     is_repeated = np.zeros(len(high), np.bool_)
     is_repeated[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
     return columns, is_repeated
-
-
-def _list(task: ListTask) -> tuple[int, Positions]:
-    _, repeated = _read_digests(task.folder, task.group)
-    paths = [_bucket_path(task.folder, bucket) for bucket in range(task.num_buckets)]
-    found = [_select(path, task.partitions.start, task.partitions.stop) for path in paths]
-    duplicates = np.sort(np.concatenate([repeated, *found]))
-    return len(duplicates), duplicates
-
-
-def _select(path: Path, first: int, end: int) -> Positions:
-    """Return the positions in a file that are in partitions [first, end)."""
-    positions = map_array(path, np.uint64)
-    return positions[slice(*np.searchsorted(positions, np.array([_position(first), _position(end)])))]
 
 
 def _position(partition: int) -> np.uint64:
@@ -256,10 +199,7 @@ def _position(partition: int) -> np.uint64:
 
 
 def _write_once(path: Path, inputs: str, make: Callable[[], tuple[int, npt.NDArray[np.uint64]]]) -> WrittenFile:
-    """Write an array to `path` and then its marker, unless the marker of the same inputs fits the file.
-
-    `make` returns the number of documents and the array.
-    """
+    """Write the array that `make` returns with a number of documents, unless the marker of the inputs fits it."""
     marker_path = path.with_name(f"{path.name}.json")
     done = read_marker(marker_path, WrittenFile, lambda result: {path: result.xxh3})
     if done and done.inputs == inputs:
@@ -279,7 +219,3 @@ def _digests_path(folder: Path, group: int) -> Path:
 
 def _bucket_path(folder: Path, bucket: int) -> Path:
     return path_in_tree(folder, bucket, ".bucket")
-
-
-def _list_path(folder: Path, group: int) -> Path:
-    return path_in_tree(folder, group, ".duplicates")

@@ -1,8 +1,7 @@
 """Counts the n-grams of the validation split that are in the training split, too.
 
-A loss on text that a model has trained on is no loss on new text. Equal documents are in one split, but a license or a
-quotation can be in documents of both. So tasks look up the n-grams of each partition's training documents in the set of
-the validation split's n-grams, whose size is bounded, and the counts go into the manifest. Every token is read once.
+Equal documents are in one split, but a license or a quotation can be in documents of both. So tasks look up the n-grams
+of each partition's training documents in the set of the validation split's n-grams, whose size is bounded.
 
 An n-gram is NGRAM_TOKENS tokens in a row of one document, without BOS and EOS. Its hash is a polynomial modulo 2**64
 whose coefficients are its tokens, mixed. The hashes of all n-grams of a block come from one prefix sum: its term i is a
@@ -12,8 +11,8 @@ the polynomial. Two n-grams have the same hash with a probability of about 2**-6
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,15 @@ import numpy.typing as npt
 from services.common.artifacts.corpus import Split
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
-from services.tokenizer.encode_task import EncodeTask
-from services.tokenizer.encoded_partitions import EncodedPartitions
+from services.tokenizer.encode_task import EncodedPartitions, starts_path, tokens_path
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.tasks import NUMBERS_PER_FOLDER, TaskSequence, map_array, map_largest_first, write_file
 
 NGRAM_TOKENS = 13
 """GPT-3 compares training text with benchmarks by n-grams of at most 13 words (arXiv 2005.14165, appendix C)."""
 MAX_NGRAMS = 2**18
-"""Most n-grams of the validation split that are looked up, which bounds their set to 14 MiB. A larger split is sampled
-by the n-grams' hashes, and so is the training split, so that most of its n-grams are hashed and not looked up. With so
-many n-grams that occur once, a share of 13 % has a standard error of 0.07 %; frequent n-grams make it larger."""
+"""Most n-grams of the validation split that are looked up, in a set of 14 MiB. Of a larger split they are sampled by
+their hashes: a share of 13 % then has a standard error of 0.07 %, or more where n-grams are frequent."""
 _LARGEST_HASH = 2**64 - 1
 _BASE = 0x9E3779B97F4A7C15
 _MULTIPLIER = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -56,98 +53,85 @@ class NgramOverlap:
 
 
 @dataclass(frozen=True)
-class ValidationTask:
-    """The input of `hash_validation`, which is sent to a worker process."""
+class NgramTask:
+    """The input of `hash_validation` and `find_ngrams`, which is sent to a worker process."""
 
-    encoded: tuple[EncodeTask, ...]
-    """The tasks that encoded the partitions."""
+    folder: Path
+    """Folder of the encoded partitions."""
+    partitions: range
+    vocab_size: int
     limit: int
-    """Largest hash that is returned."""
+    """Largest hash that counts."""
 
+    @property
+    def set_path(self) -> Path:
+        """File of the hashes of the validation split's n-grams, in rising order."""
+        return self.folder / "validation.ngrams"
 
-@dataclass(frozen=True)
-class OverlapTask:
-    """The input of `find_ngrams`, which is sent to a worker process."""
-
-    encoded: EncodeTask
-    """The task that encoded the partition."""
-    set_path: Path
-    """File of the hashes of the validation split's n-grams, in rising order."""
-    limit: int
-    """Largest hash that an n-gram of the set may have."""
+    def split(self, size: int) -> TaskSequence[NgramTask]:
+        """Return tasks of `size` partitions each."""
+        firsts = self.partitions[::size]
+        return TaskSequence(len(firsts), lambda at: replace(self, partitions=self.partitions[at * size :][:size]))
 
 
 def count_overlap(
-    tasks: Sequence[EncodeTask],
+    folder: Path,
+    vocab_size: int,
     encoded: EncodedPartitions,
     launcher: Launcher,
     num_workers: int,
     max_ngrams: int = MAX_NGRAMS,
 ) -> list[NgramOverlap]:
-    """Return the counts of each source's validation documents."""
+    """Return the counts of each source's validation documents. `folder` has the encoded partitions."""
     num_sources = int(encoded.sources.max(initial=-1)) + 1
-    num_tokens = encoded.totals("validation").document_tokens
+    num_tokens = encoded.document_tokens["validation"].sum()
     if num_tokens == 0:
         return [NgramOverlap()] * num_sources
-    limit = _LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
-    own = _hash_sources(tasks, encoded, launcher, num_workers, limit)
-    held_out = NgramSet(np.unique(np.concatenate(own)))
-    set_path = tasks[0].scratch / "validation.ngrams"
-    with write_file(set_path) as file:
+    limit = _LARGEST_HASH * min(int(num_tokens), max_ngrams) // int(num_tokens)
+    everything = NgramTask(folder, range(len(encoded.sources)), vocab_size, limit)
+    own: list[list[Hashes]] = [[np.empty(0, np.uint64)] for _ in range(num_sources)]
+    hash_tasks = everything.split(NUMBERS_PER_FOLDER)
+    for _, hashes in launcher.map_tasks(hash_validation, hash_tasks, num_workers):
+        for partition, each in hashes.items():
+            own[encoded.sources[partition]].append(each)
+    hashes_of_sources = [np.concatenate(each) for each in own]
+    held_out = NgramSet(np.unique(np.concatenate(hashes_of_sources)))
+    with write_file(everything.set_path) as file:
         file.write(held_out.hashes.data)
-    overlap_tasks = TaskSequence(len(tasks), lambda index: OverlapTask(tasks[index], set_path, limit))
     is_in_train = np.zeros(len(held_out.hashes), np.bool_)
     sizes = encoded.tokens("train")
     with show_progress("overlap", int(sizes.sum()), "tokens") as progress:
         done_tokens = 0
-        for index, found in map_largest_first(launcher, find_ngrams, overlap_tasks, sizes, num_workers):
+        for index, found in map_largest_first(launcher, find_ngrams, everything.split(1), sizes, num_workers):
             is_in_train[found] = True
             done_tokens += int(sizes[index])
             progress.advance_to(done_tokens)
-    counts = []
-    for hashes in own:
-        ngrams = held_out.find(hashes)
-        counts.append(NgramOverlap(len(ngrams), int(is_in_train[ngrams].sum())))
-    return counts
+    ngrams_of_sources = map(held_out.find, hashes_of_sources)
+    return [NgramOverlap(len(ngrams), int(is_in_train[ngrams].sum())) for ngrams in ngrams_of_sources]
 
 
-def _hash_sources(
-    tasks: Sequence[EncodeTask], encoded: EncodedPartitions, launcher: Launcher, num_workers: int, limit: int
-) -> list[Hashes]:
-    """Return the hashes up to `limit` of each source's validation documents; one that is there twice is twice."""
-    begins = range(0, len(tasks), NUMBERS_PER_FOLDER)
-    folders = TaskSequence(
-        len(begins), lambda folder: ValidationTask(tuple(tasks[begins[folder] :][:NUMBERS_PER_FOLDER]), limit)
-    )
-    own: dict[int, list[Hashes]] = {source: [] for source in range(int(encoded.sources.max(initial=-1)) + 1)}
-    for folder, hashes in launcher.map_tasks(hash_validation, folders, num_workers):
-        for index, each in enumerate(hashes, start=begins[folder]):
-            own[int(encoded.sources[index])].append(each)
-    return [np.concatenate([np.empty(0, np.uint64), *hashes]) for hashes in own.values()]
-
-
-def hash_validation(task: ValidationTask) -> list[Hashes]:
-    """Return the hashes up to `task.limit` of the n-grams of every partition's validation documents."""
+def hash_validation(task: NgramTask) -> dict[int, Hashes]:
+    """Return the hashes up to `task.limit` of the n-grams of each partition's validation documents."""
     empty = np.empty(0, np.uint64)
-    return [np.concatenate([empty, *_hash_blocks(each, "validation", task.limit)]) for each in task.encoded]
+    return {each: np.concatenate([empty, *_hash_blocks(task, each, "validation")]) for each in task.partitions}
 
 
-def find_ngrams(task: OverlapTask) -> Indices:
-    """Return the indices in the set of the n-grams of the partition's training documents, rising."""
+def find_ngrams(task: NgramTask) -> Indices:
+    """Return the indices in the set of the n-grams of the partitions' training documents, rising."""
     held_out = NgramSet(map_array(task.set_path, np.uint64))
     is_found = np.zeros(len(held_out.hashes), np.bool_)
-    for hashes in _hash_blocks(task.encoded, "train", task.limit):
-        is_found[held_out.find(hashes)] = True
+    for partition in task.partitions:
+        for hashes in _hash_blocks(task, partition, "train"):
+            is_found[held_out.find(hashes)] = True
     return np.flatnonzero(is_found)
 
 
-def _hash_blocks(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]:
-    vocab_size = task.vocabulary.vocab_size
-    tokens = map_array(task.tokens_path(split), token_dtype(vocab_size))
-    starts = map_array(task.starts_path(split), np.int64)
-    hasher = NgramHasher(vocab_size, _BLOCK_TOKENS)
+def _hash_blocks(task: NgramTask, partition: int, split: Split) -> Iterator[Hashes]:
+    tokens = map_array(tokens_path(task.folder, partition, split), token_dtype(task.vocab_size))
+    starts = map_array(starts_path(task.folder, partition, split), np.int64)
+    hasher = NgramHasher(task.vocab_size, _BLOCK_TOKENS)
     for begin in range(0, len(tokens), _BLOCK_TOKENS):
-        yield hasher.hash_block(tokens, starts, begin, min(begin + _BLOCK_TOKENS, len(tokens)), limit)
+        yield hasher.hash_block(tokens, starts, begin, min(begin + _BLOCK_TOKENS, len(tokens)), task.limit)
 
 
 class NgramHasher:

@@ -7,45 +7,36 @@ publish it. The bytes are the same for any number of workers. A task holds one s
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from services.common.artifacts.corpus import SPLITS, Split, SplitCounts, arrow_schema, shard_path, tail_path
+from services.common.artifacts.corpus import (
+    SPLITS,
+    Split,
+    SplitCounts,
+    arrow_schema,
+    shard_path,
+    tail_path,
+)
 from services.common.artifacts.corpus_rows import check_rows, digest_checks
 from services.common.artifacts.manifest import FileEntry, sync_folder
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
+from services.common.recipe.schema import Corpus
 from services.tokenizer.arrow_arrays import array_of_numbers, numbers_of
-from services.tokenizer.encode_task import read_whole_partition, starts_path, tokens_path
-from services.tokenizer.encoded_partitions import EncodedPartitions
-from services.tokenizer.encoding.encoder import Offsets, TokenIds
+from services.tokenizer.encode_task import EncodedPartitions, read_whole_partition, starts_path, tokens_path
+from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenDtype, TokenIds
 from services.tokenizer.tasks import TEMPORARY_SUFFIX, map_array, run_largest_first, write_file
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """Token type, row length and shard size of a corpus."""
-
-    token_dtype: Literal["uint16", "uint32"]
-    sequence_length: int
-    rows_per_shard: int
-
-
-class Run(NamedTuple):
-    """Tokens [first, last) of a split, which one partition has."""
-
-    partition: int
-    first: int
-    last: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +48,14 @@ class PackTask:
     encoded: Path
     """Folder of the encoded partitions."""
     split: Split
-    layout: ShardLayout
+    token_dtype: TokenDtype
+    sequence_length: int
     shard: int | None
     """Number of the shard; None for the tail."""
     begin: int
     end: int
-    runs: tuple[Run, ...]
-    """Where the partitions with these tokens are in the split."""
+    runs: tuple[tuple[int, int, int], ...]
+    """The partitions with these tokens, each with the first and the end of its tokens in the split."""
 
     @property
     def path(self) -> str:
@@ -86,43 +78,42 @@ def pack_splits(
     folder: Path,
     encoded_folder: Path,
     encoded: EncodedPartitions,
-    layout: ShardLayout,
+    corpus: Corpus,
+    dtype: TokenDtype,
     launcher: Launcher,
     num_workers: int,
 ) -> tuple[dict[Split, SplitCounts], list[FileEntry]]:
     """Write the shards and the tails of all splits below `folder`; return the splits' counts and the files' entries.
 
-    Documents and their tokens are counted by the encoder, and rows and tail by the tasks that have written them. So a
-    manifest whose counts do not add up shows a lost token.
+    Documents are counted by the encoder, and rows by the tasks that wrote them: a lost token shows in the sums.
     """
     tasks: list[PackTask] = []
     for split in SPLITS:
         (folder / split / "tail").mkdir(parents=True)
-        tasks += _plan_files(folder, encoded_folder, split, encoded.tokens(split), layout)
-    sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(layout.token_dtype).itemsize
+        first = PackTask(folder, encoded_folder, split, dtype, corpus.sequence_length, None, 0, 0, ())
+        tasks += _plan_files(first, encoded.tokens(split), corpus.rows_per_shard)
+    sizes = np.array([task.end - task.begin for task in tasks]) * np.dtype(dtype).itemsize
     packed = run_largest_first(launcher, pack_file, tasks, sizes, num_workers, title="pack", unit="bytes")
     for split in SPLITS:
         for path in (folder / split).glob(f"**/*{TEMPORARY_SUFFIX}"):  # of a task that was lost with its node
             path.unlink(missing_ok=True)
         sync_folder(folder / split / "tail")
         sync_folder(folder / split)
-    counts = {split: _count(split, tasks, packed, encoded, layout) for split in SPLITS}
+    counts = {split: _count(split, tasks, packed, encoded) for split in SPLITS}
     return counts, [file.entry for file in packed]
 
 
-def _plan_files(
-    folder: Path, encoded_folder: Path, split: Split, tokens: npt.NDArray[np.int64], layout: ShardLayout
-) -> list[PackTask]:
-    """Return the tasks of a split whose partition i has `tokens[i]` tokens."""
+def _plan_files(task: PackTask, tokens: npt.NDArray[np.int64], rows_per_shard: int) -> list[PackTask]:
+    """Return the tasks like `task` for all files of its split, in which partition i has `tokens[i]` tokens."""
     offsets = np.append(0, np.cumsum(tokens))
     num_tokens = int(offsets[-1])
-    tokens_of_rows = num_tokens - num_tokens % layout.sequence_length
-    tokens_per_shard = layout.rows_per_shard * layout.sequence_length
+    tokens_of_rows = num_tokens - num_tokens % task.sequence_length
+    tokens_per_shard = rows_per_shard * task.sequence_length
 
     def make_task(shard: int | None, begin: int, end: int) -> PackTask:
         partitions = range(np.searchsorted(offsets, begin, "right") - 1, np.searchsorted(offsets, end, "left"))
-        runs = tuple(Run(index, *offsets[index : index + 2].tolist()) for index in partitions if tokens[index])
-        return PackTask(folder, encoded_folder, split, layout, shard, begin, end, runs)
+        runs = tuple((index, *offsets[index : index + 2].tolist()) for index in partitions if tokens[index])
+        return replace(task, shard=shard, begin=begin, end=end, runs=runs)
 
     tasks = [
         make_task(shard, begin, min(begin + tokens_per_shard, tokens_of_rows))
@@ -132,11 +123,7 @@ def _plan_files(
 
 
 def _count(
-    split: Split,
-    tasks: Sequence[PackTask],
-    packed: Sequence[PackedFile],
-    encoded: EncodedPartitions,
-    layout: ShardLayout,
+    split: Split, tasks: Sequence[PackTask], packed: Sequence[PackedFile], encoded: EncodedPartitions
 ) -> SplitCounts:
     """Return a split's counts. Raises `ArtifactError` when the files do not begin as many documents as were encoded."""
     own = [file for task, file in zip(tasks, packed, strict=True) if task.split == split]
@@ -150,10 +137,10 @@ def _count(
     return SplitCounts(
         documents=totals.documents,
         text_bytes=totals.text_bytes,
-        document_tokens=totals.document_tokens,
+        document_tokens=totals.tokens - BOS_AND_EOS * totals.documents,
         bos=totals.documents,
         eos=totals.documents,
-        rows=sum(file.tokens for file in own[:-1]) // layout.sequence_length,
+        rows=sum(file.tokens for file in own[:-1]) // tasks[0].sequence_length,
         tail_tokens=own[-1].tokens,
         check_digests=tuple(file.check_digest for file in own),
     )
@@ -161,10 +148,8 @@ def _count(
 
 def pack_file(task: PackTask) -> PackedFile:
     """Write a shard or a tail. Two processes that run the same task write the same bytes."""
-    layout = task.layout
     tokens, starts = _read_tokens(task)
-    make = _tail if task.shard is None else _rows
-    batch = make(task.split, task.begin // layout.sequence_length, tokens, starts, layout)
+    batch = (_make_tail if task.shard is None else _make_rows)(task, tokens, starts)
     # A Python file, because a full disk is then an OSError with its errno.
     with write_hashed_file(task.folder / task.path) as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
@@ -175,10 +160,10 @@ def pack_file(task: PackTask) -> PackedFile:
 def _read_tokens(task: PackTask) -> tuple[TokenIds, Offsets]:
     """Return the tokens of the file, and the positions among them at which documents begin.
 
-    A partition is compared with its checksums by the task that has its first token: its files are not synced, and a
-    lost node may have left zeros in them. Raises `ArtifactError`.
+    The task that has a partition's first token compares it with its checksums, or raises `ArtifactError`: its files
+    are not synced, and a lost node may have left zeros in them.
     """
-    tokens: TokenIds = np.empty(task.end - task.begin, task.layout.token_dtype)
+    tokens: TokenIds = np.empty(task.end - task.begin, task.token_dtype)
     starts: list[Offsets] = [np.empty(0, np.int64)]
     for partition, first, last in task.runs:
         low, high = max(task.begin, first) - first, min(task.end, last) - first
@@ -199,59 +184,54 @@ def _read_tokens(task: PackTask) -> tuple[TokenIds, Offsets]:
     return tokens, np.concatenate(starts)
 
 
-def _rows(split: Split, first_row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
+def _make_rows(task: PackTask, tokens: TokenIds, starts: Offsets) -> pa.RecordBatch:
     """Make the record batch of a shard from its tokens and the positions where documents begin."""
-    schema = arrow_schema(layout.token_dtype, layout.sequence_length)
-    row_of_start, position = np.divmod(starts, layout.sequence_length)
-    starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // layout.sequence_length)
+    length = task.sequence_length
+    schema = arrow_schema(task.token_dtype, length)
+    row_of_start, position = np.divmod(starts, length)
+    starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // length)
     input_ids = pa.FixedSizeListArray.from_arrays(array_of_numbers(tokens), type=schema.field("input_ids").type)
-    ids_RL = tokens.reshape(-1, layout.sequence_length)
-    return pa.record_batch(
-        [input_ids, *_starts_and_checks(schema, split, first_row, ids_RL, starts_per_row, position)], schema=schema
-    )
+    return _make_batch(task, schema, input_ids, tokens.reshape(-1, length), starts_per_row, position)
 
 
-def _tail(split: Split, row: int, tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
+def _make_tail(task: PackTask, tokens: TokenIds, starts: Offsets) -> pa.RecordBatch:
     """Make a record batch of one row, whose `input_ids` is as long as the tail."""
-    rows = arrow_schema(layout.token_dtype, layout.sequence_length)
+    rows = arrow_schema(task.token_dtype, task.sequence_length)
     schema = rows.set(0, pa.field("input_ids", pa.list_(rows.field("input_ids").type.value_field), nullable=False))
     offsets = array_of_numbers(np.array([0, len(tokens)], np.int32))
     input_ids = pa.ListArray.from_arrays(offsets, array_of_numbers(tokens), type=schema.field("input_ids").type)
-    num_starts = np.array([len(starts)])
-    return pa.record_batch(
-        [input_ids, *_starts_and_checks(schema, split, row, tokens[np.newaxis], num_starts, starts)], schema=schema
-    )
+    return _make_batch(task, schema, input_ids, tokens[np.newaxis], np.array([len(starts)]), starts)
 
 
-def _starts_and_checks(
+def _make_batch(
+    task: PackTask,
     schema: pa.Schema,
-    split: Split,
-    first_row: int,
+    input_ids: pa.Array,
     ids_RL: TokenIds,
     starts_per_row: npt.NDArray[np.int64],
     starts: Offsets,
-) -> tuple[pa.ListArray, pa.Array]:
-    """Make the columns `doc_starts` and `check` of consecutive rows."""
+) -> pa.RecordBatch:
+    """Make a record batch of `input_ids`, which are `ids_RL`, and the columns `doc_starts` and `check`."""
     offsets, stored_starts = np.zeros(len(starts_per_row) + 1, np.int32), starts.astype(np.int32)
     np.cumsum(starts_per_row, out=offsets[1:])
-    lists = pa.ListArray.from_arrays(
+    doc_starts = pa.ListArray.from_arrays(
         array_of_numbers(offsets), array_of_numbers(stored_starts), type=schema.field("doc_starts").type
     )
-    return lists, array_of_numbers(check_rows(split, first_row, ids_RL, offsets, stored_starts))
+    checks = check_rows(task.split, task.begin // task.sequence_length, ids_RL, offsets, stored_starts)
+    return pa.record_batch([input_ids, doc_starts, array_of_numbers(checks)], schema=schema)
 
 
-class HashedFile:
+class HashedFile(io.RawIOBase):
     """A file that is open for writing. `entry` describes it once everything is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._fast, self._strong, self._bytes = xxhash.xxh3_128(), hashlib.sha256(), 0
 
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
+    def writable(self) -> bool:
+        return True
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: Any) -> int:
         self._fast.update(content)
         self._strong.update(content)
         self._bytes += len(content)
@@ -260,12 +240,6 @@ class HashedFile:
     def tell(self) -> int:
         return self._bytes
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        """Do nothing, because `write_hashed_file` closes the file. pyarrow calls this method."""
-
     def entry(self, path: str) -> FileEntry:
         """Return the manifest's entry for the file, whose path in the artifact is `path`."""
         return FileEntry(path=path, bytes=self._bytes, xxh3_128=self._fast.hexdigest(), sha256=self._strong.hexdigest())
@@ -273,10 +247,7 @@ class HashedFile:
 
 @contextmanager
 def write_hashed_file(path: Path) -> Iterator[HashedFile]:
-    """Yield a temporary file, and rename it to `path` when the block ends and its bytes are on the disk.
-
-    The name is durable once the folder is synced.
-    """
+    """Yield a temporary file; rename it to `path` when its bytes are on the disk. The caller syncs the folder."""
     with write_file(path) as file:
         yield HashedFile(file)
         file.flush()

@@ -5,12 +5,10 @@
     partitions    the partitions, 40 bytes each: a source, a pass, and a run of file ranges
     plan.json     checksums of the files above; it is written last
 
-Tasks on all nodes cut the input files: they read a footer or a first line of those that are not cut by size alone. The
-command groups the file ranges, in a microsecond for each.
+Tasks on all nodes cut the input files: they read a footer or a first line of those that are not cut by size alone.
 
 The name and the size of a file decide whether it begins a new partition. So a file that is mended, added or removed
-changes its own partitions and seldom a neighbour's, and the others are not encoded again. In a source of fewer than 128
-files each file has partitions of its own.
+changes its own partitions and seldom a neighbour's. In a source of fewer than 128 files each has its own.
 """
 
 from __future__ import annotations
@@ -20,20 +18,20 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import write_durably
 from services.common.launch.launcher import Launcher
-from services.common.recipe.schema import Corpus, Recipe
-from services.tokenizer.sources.documents import FORMATS, cut_file, require_column
+from services.common.recipe.schema import Recipe
+from services.tokenizer.sources.documents import cut_file
 from services.tokenizer.sources.input_files import (
     BLOCK_FILES,
     SCHEMA,
@@ -43,6 +41,7 @@ from services.tokenizer.sources.input_files import (
     InputPartition,
     read_files,
 )
+from services.tokenizer.sources.jsonl import require_key
 from services.tokenizer.tasks import TaskSequence, map_array, run_largest_first, write_file
 
 RANGE = np.dtype([("file", "<i8"), ("begin", "<i8"), ("end", "<i8"), ("bytes", "<i8")])
@@ -59,8 +58,6 @@ PARTITION = np.dtype(
 )
 """A partition: the file ranges [first, end) of a source."""
 _FILES, _RANGES, _PARTITIONS, _CHECKSUMS = "files", "ranges", "partitions", "plan.json"
-_LOCAL_FILES_PER_WORKER, _REMOTE_FILES_PER_WORKER = 4_096, 256
-"""Files for which a worker is started: one opens so many in about the time that another one takes to start."""
 _MIN_PARTITIONS = 64
 """Partitions that a source of as many files has at least, more or less. Each takes 5 ms beside the work on its text."""
 
@@ -74,20 +71,19 @@ class CutTask:
 
     plan: Path
     block: int
-    corpus: Corpus
-    requires_column: bool
-    """Whether one of the files must have the source's column. The last files of many may be parts of nulls alone."""
+    split_bytes: int
 
 
 def plan_partitions(folder: Path, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> PlanFolder:
-    """Cut the files into partitions of about `corpus.split_bytes`, and return the folder of the plan.
+    """Cut the files into partitions of about `corpus.split_bytes`, unless the folder has the plan already.
 
-    A plan that an earlier command has finished there is used again. Raises `RecipeError` when the recipe does not fit a
-    file, and `ArtifactError` when a file is damaged.
+    Raises `RecipeError` for a file without the column, and `ArtifactError` for a damaged one.
     """
     plan = PlanFolder(folder)
     if plan.is_finished():
         return plan
+    for listing in listings:
+        require_key(islice(listing, BLOCK_FILES), recipe.corpus.max_document_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     plan.write_files(listings)
     ranges = _cut(plan, recipe, listings, launcher)
@@ -98,12 +94,10 @@ def plan_partitions(folder: Path, recipe: Recipe, listings: Sequence[FileListing
 def cut_block(task: CutTask) -> Ranges:
     """Return the file ranges of a block of files."""
     files = PlanFolder(task.plan).read_block(task.block)
-    if task.requires_column:
-        require_column(files, task.corpus.max_document_bytes)
     cut = [
         (BLOCK_FILES * task.block + row, file_range.begin, file_range.end, file_range.bytes)
         for row, file in enumerate(files)
-        for file_range in cut_file(file, task.corpus.split_bytes)
+        for file_range in cut_file(file, task.split_bytes)
     ]
     return np.array(cut, RANGE)
 
@@ -111,32 +105,18 @@ def cut_block(task: CutTask) -> Ranges:
 def _cut(plan: PlanFolder, recipe: Recipe, listings: Sequence[FileListing], launcher: Launcher) -> list[Ranges]:
     """Return the file ranges of every block."""
     sizes = [block.num_rows for listing in listings for block in listing.blocks]
-    is_first = [number == 0 for listing in listings for number, _ in enumerate(listing.blocks)]
-    tasks = TaskSequence(
-        len(sizes),
-        lambda block: CutTask(plan.path, block, recipe.corpus, is_first[block] or sizes[block] == BLOCK_FILES),
-    )
-    num_workers = _num_workers(recipe, listings)
+    tasks = TaskSequence(len(sizes), lambda block: CutTask(plan.path, block, recipe.corpus.split_bytes))
+    # A process opens the local files of 16 blocks in about the time that another one takes to start.
+    is_remote = any("://" in listing[0].uri for listing in listings)
+    num_workers = min(recipe.tokenizer.num_workers, len(sizes) if is_remote else -(-len(sizes) // 16))
     return run_largest_first(launcher, cut_block, tasks, np.array(sizes), num_workers, title="plan", unit="files")
-
-
-def _num_workers(recipe: Recipe, listings: Sequence[FileListing]) -> int:
-    """Return the number of workers that the files are worth. A file that is not cut is worth none."""
-    work = 0.0
-    for listing in listings:
-        files_per_worker = _REMOTE_FILES_PER_WORKER if "://" in listing[0].uri else _LOCAL_FILES_PER_WORKER
-        for block in listing.blocks:
-            formats = pc.unique(block.column("format")).to_pylist()
-            if any(FORMATS[file_format].cut for file_format in formats):
-                work += block.num_rows / files_per_worker
-    return max(1, min(recipe.tokenizer.num_workers, math.ceil(work)))
 
 
 def _group(blocks: Sequence[Ranges], recipe: Recipe, listings: Sequence[FileListing]) -> Partitions:
     """Return the partitions of the blocks' file ranges in the order of the corpus.
 
-    A source with a weight above 1 is read again only after all sources were read once. So the copies of a document are
-    far apart, and no training sequence holds two of them.
+    A source with a weight above 1 is read again only after all sources were read once, so that no training sequence
+    holds two copies of a document.
     """
     sources: list[Partitions] = []
     num_blocks = num_ranges = num_partitions = 0
@@ -168,9 +148,9 @@ def _group(blocks: Sequence[Ranges], recipe: Recipe, listings: Sequence[FileList
 
 
 def _split(sizes: npt.NDArray[np.int64], begins: npt.NDArray[np.bool_], split_bytes: int) -> npt.NDArray[np.int64]:
-    """Split file ranges of these sizes into groups of at most `split_bytes`, and return where each group begins.
+    """Split file ranges into groups of at most `split_bytes`, or of one larger range. Return where each group begins.
 
-    A larger range is alone in its group. `begins` marks ranges that begin a group in any case.
+    `begins` marks ranges that begin a group in any case.
     """
     firsts: list[int] = []
     room = 0
@@ -183,10 +163,9 @@ def _split(sizes: npt.NDArray[np.int64], begins: npt.NDArray[np.bool_], split_by
 
 
 def _begin_partitions(listing: FileListing, split_bytes: int) -> npt.NDArray[np.bool_]:
-    """Mark the files of a source that begin a new partition.
+    """Mark the files of a source that begin a new partition: large ones, and every n-th small one by its name's hash.
 
-    A file of `split_bytes` is always marked, and of small files every n-th, by the hash of its name, so that there are
-    not too many partitions; n changes where the number of files doubles.
+    n changes where the number of files doubles.
     """
     files_per_partition = 2 ** max(0, (len(listing) // _MIN_PARTITIONS).bit_length() - 1)
     names = (name for block in listing.blocks for name in block.column("name").to_pylist())
@@ -236,17 +215,24 @@ class PlanFolder:
         """Return a partition. Adjacent ranges of a file are joined, so that the file is opened once for all of them."""
         partition = map_array(self.path / _PARTITIONS, PARTITION)[index]
         ranges = map_array(self.path / _RANGES, RANGE)[partition["first"] : partition["end"]]
+        joined: list[tuple[int, int, int, int]] = []
+        for file, begin, end, size in ranges.tolist():
+            if joined and joined[-1][::2] == (file, begin):
+                _, first, _, size_before = joined.pop()
+                joined.append((file, first, end, size_before + size))
+            else:
+                joined.append((file, begin, end, size))
         return InputPartition(
             index=index,
             source=int(partition["source"]),
             pass_number=int(partition["pass_number"]),
             first_pass_index=int(partition["first_pass_index"]),
-            file_ranges=tuple(_join_neighbours(self._read_ranges(ranges))),
+            file_ranges=tuple(self._read_ranges(joined)),
         )
 
-    def _read_ranges(self, ranges: Ranges) -> Iterator[FileRange]:
+    def _read_ranges(self, ranges: Iterable[tuple[int, int, int, int]]) -> Iterator[FileRange]:
         number = -1
-        for file, begin, end, size in ranges.tolist():
+        for file, begin, end, size in ranges:
             if file // BLOCK_FILES != number:
                 number, block = file // BLOCK_FILES, self._blocks.get_batch(file // BLOCK_FILES)
             [input_file] = read_files(block.slice(file % BLOCK_FILES, 1))
@@ -255,14 +241,3 @@ class PlanFolder:
     @cached_property
     def _blocks(self) -> pa.RecordBatchFileReader:
         return pa.ipc.open_file(pa.memory_map(str(self.path / _FILES)))
-
-
-def _join_neighbours(file_ranges: Iterable[FileRange]) -> list[FileRange]:
-    joined: list[FileRange] = []
-    for file_range in file_ranges:
-        if joined and (joined[-1].file, joined[-1].end) == (file_range.file, file_range.begin):
-            first = joined.pop()
-            joined.append(FileRange(file_range.file, first.begin, file_range.end, first.bytes + file_range.bytes))
-        else:
-            joined.append(file_range)
-    return joined

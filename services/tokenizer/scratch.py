@@ -20,13 +20,9 @@ from services.common.artifacts.store import (
 )
 from services.common.recipe.schema import Recipe, fingerprint, identity
 from services.tokenizer.corpus_inputs import CorpusInputs
-from services.tokenizer.encoding.encoder_choice import EncoderChoice
 from services.tokenizer.tasks import TEMPORARY_SUFFIX
 
-VOCABULARY = "vocabulary"
-"""Name of the vocabulary's file in scratch. In the corpus its name is `Vocabulary.path`."""
-VOCABULARY_MARKER = "vocabulary.json"
-"""Name of the marker in scratch that has the checksum of the vocabulary's file."""
+VOCABULARY, VOCABULARY_MARKER = "vocabulary", "vocabulary.json"
 _OWNER = "owner"
 """Name of the file in scratch that tells which recipe's corpus is made there: see `_owner_of`."""
 _POLICIES = ("corpus.bad_rows", "corpus.max_document_bytes")
@@ -40,11 +36,10 @@ def plan_folder_of(workspace: Workspace, recipe: Recipe, inputs: CorpusInputs) -
     return workspace.scratch / f"plan-{key[:16]}"
 
 
-def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabulary, encoder: EncoderChoice) -> Path:
-    """Return the folder for the encoded partitions, and discard what no task of this command can use.
+def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabulary, encoder: str) -> Path:
+    """Return the folder for the encoded partitions, whose name follows from plan, vocabulary and encoder.
 
-    Its name follows from the plan, the vocabulary and the encoder. Folders of other names are discarded, and so are
-    temporary files of killed writers.
+    Everything else in scratch is discarded, and so are temporary files of killed writers.
     """
     folder = workspace.scratch / fingerprint([plan.name, vocabulary.sha256, encoder])[:16]
     kept = {folder, plan, *(workspace.scratch / name for name in (VOCABULARY, VOCABULARY_MARKER, _OWNER))}
@@ -56,9 +51,9 @@ def open_partition_folder(workspace: Workspace, plan: Path, vocabulary: Vocabula
 
 
 def find_partition_folders(workspace: Workspace) -> tuple[Path, ...]:
-    """Return the folders of encoded partitions that commands for other corpora of this name have left, or still fill.
+    """Return the folders of encoded partitions of other corpora of this name.
 
-    Such a command has read other inputs, or has other settings: most often it stopped at a file that was mended since.
+    Most often they are of a command that stopped at a file which was mended since.
     """
     found: list[Path] = []
     for scratch in sorted(workspace.scratch.parent.glob(f"*{SCRATCH_SUFFIX}")):
@@ -80,10 +75,9 @@ def _owner_of(recipe: Recipe) -> str:
 
 
 def discard_outdated(address: Address, recipe: Recipe) -> None:
-    """Remove what the stage has left of earlier inputs of the recipe, whose newest inputs are published at `address`.
+    """Remove the scratch of earlier inputs of the recipe, whose newest inputs are published at `address`.
 
-    No command can finish those corpora any more, because their inputs have changed. What another command still writes,
-    and what belongs to another recipe of the same corpus name, is left alone.
+    What another command still writes, and what belongs to another recipe of the same corpus name, is left alone.
     """
     for scratch in sorted(address.collection.glob(f"*{SCRATCH_SUFFIX}")):
         other = scratch.name.removesuffix(SCRATCH_SUFFIX)

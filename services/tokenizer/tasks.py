@@ -1,4 +1,4 @@
-"""What the tasks of all phases share: their order, the files that they write, and markers of finished tasks.
+"""Tasks of all phases: their order, the files that they write, and markers of finished tasks.
 
 A task writes its files and last a marker: the JSON of its result, which has the checksums of the files. A repeated
 command runs no task whose marker fits its files.
@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +33,12 @@ class TaskSequence(Sequence[T]):
     """Tasks 0 to `num_tasks` - 1, which `make_task(number)` makes when they start: a million of them take no memory."""
 
     def __init__(self, num_tasks: int, make_task: Callable[[int], T]) -> None:
-        self._numbers = range(num_tasks)
-        self._make_task = make_task
+        self._numbers, self._make_task = range(num_tasks), make_task
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self._make_task(number) for number in self._numbers[index]]
+    def __getitem__(self, index: Any) -> Any:
         return self._make_task(self._numbers[index])
 
 
@@ -58,10 +49,7 @@ def map_largest_first(
     sizes: npt.NDArray[np.int64],
     num_workers: int,
 ) -> Iterator[tuple[int, R]]:
-    """Yield (index, function(tasks[index])) as tasks finish. Tasks start in falling order of their sizes.
-
-    So the largest one, such as a compressed file that cannot be split, runs beside all others and not after them.
-    """
+    """Yield (index, function(tasks[index])) as tasks finish. The largest task starts first, beside all others."""
     order: list[int] | npt.NDArray[Any] = np.argsort(-sizes, kind="stable")
     ordered = TaskSequence(len(tasks), lambda place: tasks[int(order[place])])
     for place, result in launcher.map_tasks(function, ordered, num_workers):
@@ -93,8 +81,7 @@ def run_largest_first(
 def write_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, and rename it to `path` when the block ends: `path` is complete or absent.
 
-    The file is not synced, which would take a fifth of the stage's time: after a power cut its bytes may be wrong, and
-    files of scratch are compared with their checksums before use.
+    It is not synced, which would take a fifth of the stage's time: scratch is compared with its checksums before use.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
@@ -116,10 +103,9 @@ def path_in_tree(root: Path, number: int, suffix: str) -> Path:
 
 
 def read_marker(path: Path, result_type: type[M], checksums: Callable[[M], Mapping[Path, str]]) -> M | None:
-    """Return the result in the marker at `path`, or None when the task has to run.
+    """Return the result in the marker at `path`, or None when it is missing, of another form, or a file is damaged.
 
-    A task runs when its marker is missing or of another form, or when a file is missing or has another checksum than
-    `checksums` returns for the result.
+    `checksums` returns the checksum of each file for the result.
     """
     try:
         result = result_type.model_validate_json(path.read_bytes())

@@ -10,7 +10,7 @@ from services.common.vocabularies.fuzz import fuzz_documents
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
 from services.tokenizer.encoding.encoder import find_difference
-from services.tokenizer.encoding.reference import SentencePieceEncoder
+from services.tokenizer.tests.builders import load_reference
 from services.tokenizer.text_batch import TextBatch, in_batches
 from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 
@@ -25,7 +25,7 @@ def test_no_document_of_100_megabytes_or_of_200000_of_fuzz_has_other_ids_than_se
     others = read_text(None, 400 * MEGABYTE, half=1).documents
     chosen = [document for document in others if (b"import " in document) == is_code]
     model = train_vocabulary(take_first(chosen, 12 * MEGABYTE), VOCAB_SIZE)
-    kernel, reference = ChunkEncoder.from_model(model), SentencePieceEncoder(model)
+    kernel, reference = ChunkEncoder.from_model(model), load_reference(model)
 
     text = read_text(None, 100 * MEGABYTE, half=0)
     assert text.bytes >= 100 * MEGABYTE

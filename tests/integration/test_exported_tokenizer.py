@@ -23,7 +23,7 @@ from services.common.testing import fork_server
 from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.tests.builders import make_documents, published, read_stream, run, write_documents, write_recipe
 from services.tokenizer.text_batch import TextBatch
-from services.tokenizer.vocabulary.description import describe_vocabulary
+from services.tokenizer.vocabulary.provision import describe_vocabulary
 from services.trainer.conversion.tokenizer import (
     InconvertibleVocabularyError,
     _list_merges,

@@ -1,7 +1,4 @@
-"""Encoders for byte-level BPE such as Llama 3's, whose vocabularies are `tokenizer.json` or tiktoken files.
-
-A regular expression cuts text into words, and BPE merges bytes within a word.
-"""
+"""The fast encoder for byte-level BPE such as Llama 3's, whose vocabularies are `tokenizer.json` or tiktoken files."""
 
 from __future__ import annotations
 
@@ -13,46 +10,39 @@ from pathlib import Path
 import fastokens
 import numpy as np
 
-from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, load_encoding
+from services.common.artifacts.corpus import Vocabulary
+from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN
 from services.common.vocabularies.tokenizer_json import read_added_tokens
-from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
+from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents
 from services.tokenizer.text_batch import TextBatch
 
 
 class FastokensEncoder:
-    """The fast encoder for byte-level BPE: fastokens, at 6 times tiktoken's speed. It uses all cores of the machine."""
+    """fastokens, at 6 times tiktoken's speed. It uses all cores of the machine."""
 
-    def __init__(self, tokenizer: fastokens.Tokenizer, bos_id: int, eos_id: int, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._bos_id, self._eos_id = bos_id, eos_id
-        self._dtype = np.dtype(token_dtype(vocab_size))
+    def __init__(self, content: bytes, vocabulary: Vocabulary) -> None:
+        """Raises `ValueError` for a vocabulary that fastokens does not read."""
+        self._tokenizer, self._vocabulary = _load(content, vocabulary), vocabulary
         self.name = f"fastokens {importlib.metadata.version('fastokens')}"
-
-    @classmethod
-    def from_json(cls, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> FastokensEncoder:
-        loaded = fastokens.Tokenizer.from_json_str(tokenizer.decode())
-        loaded.no_truncation()
-        loaded.no_padding()
-        return cls(loaded, bos_id, eos_id, vocab_size)
-
-    @classmethod
-    def from_tiktoken(cls, ranks: bytes, bos_id: int, eos_id: int, vocab_size: int) -> FastokensEncoder:
-        with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
-            path = Path(folder) / "tokenizer.tiktoken"
-            path.write_bytes(ranks)
-            return cls(
-                fastokens.Tokenizer.from_tiktoken(str(path), pattern=LLAMA3_PATTERN, special_tokens={}),
-                bos_id,
-                eos_id,
-                vocab_size,
-            )
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
         """See `Encoder.encode`."""
         texts = [document.decode() for document in batch.documents()]
         flat, ends = self._tokenizer.encode_batch_flat(texts, split_special_tokens=True)
         ids, offsets = np.frombuffer(flat, np.uint32), np.frombuffer(ends, np.uint64).astype(np.int64)
-        return join_documents(np.split(ids, offsets[1:-1]) if texts else [], self._bos_id, self._eos_id, self._dtype)
+        return join_documents(np.split(ids, offsets[1:-1]) if texts else [], self._vocabulary)
+
+
+def _load(content: bytes, vocabulary: Vocabulary) -> fastokens.Tokenizer:
+    if vocabulary.kind == "tiktoken":
+        with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+            path = Path(folder) / "tokenizer.tiktoken"
+            path.write_bytes(content)
+            return fastokens.Tokenizer.from_tiktoken(str(path), pattern=LLAMA3_PATTERN, special_tokens={})
+    tokenizer = fastokens.Tokenizer.from_json_str(content.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def obstacle_to_fastokens(tokenizer: bytes) -> str | None:
@@ -87,20 +77,3 @@ def _can_overlap(first: str, second: str) -> bool:
         return True
     sizes = range(1, min(len(first), len(second)))
     return any(first.endswith(second[:size]) or second.endswith(first[:size]) for size in sizes)
-
-
-class TiktokenEncoder:
-    """The reference for tiktoken files."""
-
-    def __init__(self, ranks: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
-        self._encoding = load_encoding(ranks)
-        self._bos_id, self._eos_id = bos_id, eos_id
-        self._dtype = np.dtype(token_dtype(vocab_size))
-        self.name = f"tiktoken {importlib.metadata.version('tiktoken')}"
-
-    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
-        """See `Encoder.encode`."""
-        encoded = [
-            self._encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in batch.documents()
-        ]
-        return join_documents(encoded, self._bos_id, self._eos_id, self._dtype)

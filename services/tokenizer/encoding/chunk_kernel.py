@@ -105,10 +105,7 @@ def rehash(old, new):
 
 @inlined
 def _copy_document(document, text):
-    """Write a space and the document to `text`, with spaces instead of U+2581 as SentencePiece has it.
-
-    Returns the end of the written text.
-    """
+    """Write a space and the document to `text`, with spaces for U+2581 as SentencePiece has it. Return the end."""
     text[0] = 0x20
     target = text[1 : 1 + document.size]
     for i in range(document.size):
@@ -300,10 +297,7 @@ def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
 
 @inlined
 def _has_room(cache, chunk_bytes, num_ids, id_bytes):
-    """Return whether the table takes one more chunk: its slots may be three quarters full, its other arrays full.
-
-    `ChunkEncoder` enlarges or empties a full table before the next batch.
-    """
+    """Return whether the table takes one more chunk: its slots may be three quarters full, its other arrays full."""
     used = cache.used
     num_apart = num_ids if num_ids * id_bytes > WORD_BYTES else 0
     return (

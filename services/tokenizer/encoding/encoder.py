@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import DeviceError
 from services.tokenizer.text_batch import TextBatch
 
@@ -17,7 +18,6 @@ TokenDtype = Literal["uint16", "uint32"]
 
 BOS_AND_EOS = 2
 """Number of tokens that are stored around a document: one BOS before it and one EOS behind it."""
-
 
 FUZZ_DOCUMENTS = 400
 """Random documents of fuzz, besides those of the vocabulary's added tokens."""
@@ -50,26 +50,22 @@ def token_dtype(vocab_size: int) -> TokenDtype:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def join_documents(
-    encoded: list[npt.NDArray[Any]], bos_id: int, eos_id: int, dtype: np.dtype[Any]
-) -> tuple[TokenIds, Offsets]:
+def join_documents(encoded: list[npt.NDArray[Any]], vocabulary: Vocabulary) -> tuple[TokenIds, Offsets]:
     """Make the result of `Encoder.encode` from one array of ids, without BOS and EOS, for each document."""
     sizes = np.fromiter((len(ids) + BOS_AND_EOS if len(ids) else 0 for ids in encoded), np.int64, len(encoded))
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
-    joined = np.empty(int(offsets[-1]), dtype)
+    joined: TokenIds = np.empty(int(offsets[-1]), token_dtype(vocabulary.vocab_size))
     for index in np.flatnonzero(sizes).tolist():
         begin, end = offsets[index], offsets[index + 1]
-        joined[begin] = bos_id
+        joined[begin] = vocabulary.bos_id
         joined[begin + 1 : end - 1] = encoded[index]
-        joined[end - 1] = eos_id
+        joined[end - 1] = vocabulary.eos_id
     return joined, offsets
 
 
 class CheckedEncoder:
-    """An encoder that is compared with its reference: on fuzz in the constructor, and on the first documents that
-    `encode` gets. One difference raises `DeviceError`.
-    """
+    """Compares an encoder with its reference, on fuzz and on the first documents. A difference is a `DeviceError`."""
 
     def __init__(self, encoder: Encoder, reference: Encoder, fuzz: Sequence[bytes], sampled_bytes: int) -> None:
         self._encoder, self._reference = encoder, reference
@@ -100,13 +96,8 @@ class CheckedEncoder:
             return
         different = find_difference(self._encoder, self._reference, batch)
         if different is not None:
-            raise DeviceError(_explain(self._encoder, self._reference, different))
+            raise DeviceError(_describe(self._encoder, self._reference, different))
         self._documents_checked += len(batch)
-
-
-def sampled_bytes_of_worker(num_workers: int) -> int:
-    """Return the bytes of the corpus's text that each of `num_workers` workers compares."""
-    return max(MIN_SAMPLED_BYTES, SAMPLED_BYTES // num_workers)
 
 
 def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> bytes | None:
@@ -122,15 +113,15 @@ def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> b
     return None
 
 
-def _explain(encoder: Encoder, reference: Encoder, document: bytes) -> str:
+def _describe(encoder: Encoder, reference: Encoder, document: bytes) -> str:
     document = _shrink(encoder, reference, document)
     batch = TextBatch.of([document])
-    (found, _), (expected, _) = encoder.encode(batch), reference.encode(batch)
+    found, expected = (each.encode(batch)[0][:_SHOWN_IDS].tolist() for each in (encoder, reference))
     return (
         f"{encoder.name} gives other ids than {reference.name} for a document. Nothing was published.\n"
         f"  document  {document.decode()!r}\n"
-        f"  found     {_show(found)}\n"
-        f"  expected  {_show(expected)}\n"
+        f"  found     {found}\n"
+        f"  expected  {expected}\n"
         f'Set tokenizer.encoder = "reference" to encode with {reference.name}, and report this document.'
     )
 
@@ -149,8 +140,3 @@ def _shrink(encoder: Encoder, reference: Encoder, document: bytes) -> bytes:
             text = different.decode()
             step = min(step, len(text) // 2)
     return text.encode()
-
-
-def _show(ids: TokenIds) -> str:
-    shown = ids[:_SHOWN_IDS].tolist()
-    return f"{shown}" if len(ids) <= _SHOWN_IDS else f"{str(shown)[:-1]}, ... {len(ids):,} in all]"

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from services.common.artifacts.corpus import Vocabulary
+import numpy as np
+import numpy.typing as npt
+
+from services.common.artifacts.corpus import Vocabulary, VocabularyKind
+from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
-from services.tokenizer.encoding.encoder import FUZZ_DOCUMENTS, CheckedEncoder, Encoder
-
-EncoderChoice = Literal["auto", "reference"]
+from services.tokenizer.encoding.encoder import (
+    FUZZ_DOCUMENTS,
+    MIN_SAMPLED_BYTES,
+    SAMPLED_BYTES,
+    CheckedEncoder,
+    Encoder,
+    Offsets,
+    TokenIds,
+    join_documents,
+)
+from services.tokenizer.text_batch import TextBatch
 
 
 @lru_cache(maxsize=1)
-def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice, sampled_bytes: int) -> CheckedEncoder:
-    """Load a vocabulary's encoder, once a process. The reference library encodes its first `sampled_bytes` too.
+def load_encoder(path: Path, vocabulary: Vocabulary, settings: Tokenizer) -> CheckedEncoder:
+    """Load a vocabulary's encoder, once a process. The reference library encodes some of its first documents too.
 
     Raises `DeviceError`, with the document and both lists of ids, when the two encode a document differently.
     """
     content = path.read_bytes()
-    reference = _reference(content, vocabulary)
-    fast = _try_fast(content, vocabulary) if choice == "auto" else None
-    encoder = reference if fast is None or isinstance(fast, str) else fast
+    reference = ReferenceEncoder(content, vocabulary)
+    fast = _try_fast(content, vocabulary) if settings.encoder == "auto" else ""
+    encoder: Encoder = reference if isinstance(fast, str) else fast
     fuzz = fuzz_of_vocabulary(content, vocabulary, FUZZ_DOCUMENTS)
-    return CheckedEncoder(encoder, reference, fuzz, sampled_bytes)
+    return CheckedEncoder(encoder, reference, fuzz, max(MIN_SAMPLED_BYTES, SAMPLED_BYTES // settings.num_workers))
 
 
-def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:
+def describe_choice(content: bytes, vocabulary: Vocabulary, choice: str) -> str:
     """Return a line for the log that names the encoder which `load_encoder` takes, and the reason."""
     if choice == "reference":
         return 'the reference library encodes, because tokenizer.encoder = "reference"'
@@ -41,18 +54,9 @@ def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice
     return f"{reference_name(vocabulary)} itself encodes, because {obstacle}" if obstacle else f"{fast_name} encodes"
 
 
-def reference_name(vocabulary: Vocabulary) -> str:
-    """Return name and version of the library that defines the vocabulary's ids."""
-    package = "tokenizers" if vocabulary.kind == "tokenizer_json" else vocabulary.kind
-    return f"{package} {importlib.metadata.version(package)}"
-
-
 @lru_cache(maxsize=1)
 def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
-    """Return the vocabulary's fast encoder, or the reason why it has none, as the end of a sentence with "because".
-
-    Only the libraries of the vocabulary's kind are imported.
-    """
+    """Return the vocabulary's fast encoder, or the reason why it has none, as the end of a sentence with "because"."""
     if vocabulary.kind == "sentencepiece":
         if obstacle := obstacle_to_chunks(content):
             return obstacle
@@ -61,27 +65,55 @@ def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
         return ChunkEncoder.from_model(content)
     from services.tokenizer.encoding.byte_level import FastokensEncoder, obstacle_to_fastokens  # noqa: PLC0415
 
-    make = FastokensEncoder.from_json if vocabulary.kind == "tokenizer_json" else FastokensEncoder.from_tiktoken
     try:
-        encoder = make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
+        encoder = FastokensEncoder(content, vocabulary)
     except ValueError as error:
         return f"fastokens cannot read the vocabulary ({error})"
     obstacle = obstacle_to_fastokens(content) if vocabulary.kind == "tokenizer_json" else None
     return obstacle or encoder
 
 
-def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:
-    bos_id, eos_id, vocab_size = vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size
-    match vocabulary.kind:
+class ReferenceEncoder:
+    """The reference for vocabularies of all kinds."""
+
+    def __init__(self, content: bytes, vocabulary: Vocabulary) -> None:
+        self._encode, self.vocabulary = _load(content, vocabulary.kind), vocabulary
+        self.name = reference_name(vocabulary)
+
+    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
+        """See `Encoder.encode`."""
+        return join_documents(self._encode(batch.documents()), self.vocabulary)
+
+
+def reference_name(vocabulary: Vocabulary) -> str:
+    """Return name and version of the library that defines the vocabulary's ids."""
+    package = "tokenizers" if vocabulary.kind == "tokenizer_json" else vocabulary.kind
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+def _load(content: bytes, kind: VocabularyKind) -> Callable[[list[bytes]], list[npt.NDArray[Any]]]:
+    """Return a function that encodes documents without BOS and EOS. Only the library of the kind is imported."""
+    match kind:
         case "sentencepiece":
-            from services.tokenizer.encoding.reference import SentencePieceEncoder  # noqa: PLC0415
+            from services.common.vocabularies.sentencepiece_model import load_model  # noqa: PLC0415
 
-            return SentencePieceEncoder(content)
+            processor = load_model(content)
+            return lambda documents: processor.encode(documents, out_type="numpy", num_threads=1)
         case "tokenizer_json":
-            from services.tokenizer.encoding.reference import TokenizersEncoder  # noqa: PLC0415
+            from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
 
-            return TokenizersEncoder(content, bos_id, eos_id, vocab_size)
+            tokenizer = load_tokenizer(content)
+
+            def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
+                texts = [document.decode() for document in documents]
+                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                return [np.array(encoding.ids, np.uint32) for encoding in encoded]
+
+            return encode
         case "tiktoken":
-            from services.tokenizer.encoding.byte_level import TiktokenEncoder  # noqa: PLC0415
+            from services.common.vocabularies.tiktoken_file import load_encoding  # noqa: PLC0415
 
-            return TiktokenEncoder(content, bos_id, eos_id, vocab_size)
+            encoding = load_encoding(content)
+            return lambda documents: [
+                encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in documents
+            ]

@@ -28,13 +28,10 @@ _READ_INTO_ALL_CACHES = 0, 3, 1
 
 
 class KernelCache(InTreeCacheLocator):
-    """Keeps machine code in `__pycache__`, or in the user's cache where that folder is read-only.
+    """Keeps machine code in `__pycache__`, or in the user's cache where that folder is read-only and not of an image.
 
-    An image, which names the processor that its code is for, has all that it needs there. A checkout of somebody else
-    may have the code of another processor alone, and numba fails where it cannot add to it.
-
-    Any change of this folder's modules makes it outdated: numba's own locators look at the module of the kernel alone,
-    and it calls those of others.
+    An image names the processor that its code is for. A checkout of somebody else may have the code of another one.
+    Any change of this folder's modules makes code outdated: numba's own locators look at the kernel's module alone.
     """
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:

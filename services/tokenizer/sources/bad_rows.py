@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from services.common.artifacts.corpus import BadFile, BadRowReason
 from services.common.errors import ArtifactError
 
-BadRowPolicy = Literal["stop", "skip"]
 _SHOWN_CHARACTERS = 400
 _SHOWN_FILES = 5
 
@@ -20,19 +18,17 @@ _SHOWN_FILES = 5
 class BadRows:
     """Counts the bad rows that a reader skips, by file and reason, or stops at the first one."""
 
-    def __init__(self, policy: BadRowPolicy = "stop") -> None:
+    def __init__(self, policy: str = "stop") -> None:
         self._policy = policy
         self._rows: dict[str, Counter[BadRowReason]] = {}
         self._first: dict[str, str] = {}
-        self.repaired: list[str] = []
-        """Files, or parts of them, of which more than the allowed share of characters was repaired, but few."""
         self.without_text: list[str] = []
         """Files, or parts of them, whose rows are all empty documents, as those of a file with another column are."""
 
     def add(self, reason: BadRowReason, uri: str, locate: Callable[[], str], problem: str) -> None:
         """Count a bad row of a file. With the policy "stop", raise `ArtifactError` with its place and its problem.
 
-        `locate` is called for the first bad row of a file alone, because it may read the file to count its lines.
+        `locate` may read the file to count its lines, and is called for the first bad row alone.
         """
         if self._policy == "stop":
             raise ArtifactError(f'{locate()}: {problem} To leave such rows out, set corpus.bad_rows = "skip".')

@@ -31,8 +31,7 @@ _END_OF_STREAM = _CONTINUATION + bytes(4)
 def cut_parquet(file: InputFile, split_bytes: int) -> list[FileRange]:
     """Return a file range for each row group. A file without rows has none, whatever its columns are.
 
-    Raises `RecipeError` when the column is missing or holds no text, and `ArtifactError` for a file that has changed:
-    the row groups are kept for repeated commands, which may find the listed version again.
+    Raises `RecipeError` when the column is missing or holds no text, and `ArtifactError` for a file that has changed.
     """
     with require_unchanged(file), _open_parquet(file.uri) as parquet:
         if not parquet.metadata.num_rows:
@@ -72,17 +71,9 @@ def locate_in_parquet(file_range: FileRange, number: int) -> str:
 
 
 def cut_arrow(file: InputFile, split_bytes: int) -> list[FileRange]:
-    """Return a file range for each record batch of a file, or the whole stream.
-
-    Raises as `cut_parquet` does.
-    """
+    """Return a file range for each record batch of a file, or the whole stream. Raises as `cut_parquet` does."""
     with require_unchanged(file), _open_arrow(file.uri) as reader:
-        try:
-            find_column(file, reader.schema)
-        except RecipeError:
-            if any(batch.num_rows for batch in _read_batches(reader)):
-                raise
-            return []
+        find_column(file, reader.schema)
         if isinstance(reader, pa.RecordBatchStreamReader):
             return [whole_file(file)]
         count = reader.num_record_batches
@@ -114,27 +105,34 @@ def locate_row(file_range: FileRange, row: int) -> str:
 def find_column(file: InputFile, schema: pa.Schema) -> tuple[str, ...]:
     """Return the names that lead to the file's column: one, or several where `a.b` is the field b of the struct a.
 
-    A path ends where all values are null. Raises `RecipeError` when the column is missing, exists twice, or holds no
-    text.
+    Raises `RecipeError` when the column is missing, exists twice, or holds no text.
     """
-    if schema.names.count(file.column) > 1:
-        raise RecipeError(
-            f"{file.uri}: the file has {schema.names.count(file.column)} columns {file.column!r}, expected one."
-        )
-    path, found = _follow(file.column, schema)
+    path, found = follow(file.column, schema)
     if found is None:
         raise RecipeError(
-            f"{file.uri}: the file has no column {file.column!r}; its columns are "
+            f"{file.uri}: expected one column {file.column!r}, and the columns are "
             f"{', '.join(_paths(schema)) or 'none'}. Set `column` of this source to the column that holds the text."
         )
-    if not is_text(found):
+    if not _is_text(found):
         inner = [f"{file.column}.{name}" for name in _paths(found)] if pa.types.is_struct(found) else []
         advice = f" Set `column` of this source to one of {', '.join(inner)}." if inner else ""
         raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text.{advice}")
     return path
 
 
-def is_text(kind: pa.DataType) -> bool:
+def follow(column: str, fields: pa.Schema | pa.StructType) -> tuple[tuple[str, ...], pa.DataType | None]:
+    """Return the path to a column, and its type; None as the type where there is no such column, or two."""
+    if fields.names.count(column) == 1:
+        return (column,), fields.field(column).type
+    first, _, rest = column.partition(".")
+    outer = fields.field(first).type if rest and first in fields.names else None
+    if outer is None or pa.types.is_null(outer):
+        return (first,), outer
+    path, found = follow(rest, outer) if pa.types.is_struct(outer) else ((), None)
+    return (first, *path), found
+
+
+def _is_text(kind: pa.DataType) -> bool:
     """Return whether a type is text, bytes or null, or a dictionary of them."""
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     text = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
@@ -142,20 +140,14 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def read_column(batch: pa.RecordBatch, path: tuple[str, ...]) -> Iterator[TextBatch]:
-    """Yield the values of a column as `in_batches` does; `find_column` has found the path to it."""
+    """Yield the values of the column at `path` in order, as bytes that may be invalid UTF-8. A null is empty."""
     column = batch.column(path[0])
     for name in path[1:]:
         column = pc.struct_field(column, name)
-    yield from in_batches(column)
-
-
-def in_batches(column: pa.Array) -> Iterator[TextBatch]:
-    """Yield the values in order as bytes, which may be invalid UTF-8. A null is an empty document.
-
-    Raises `pa.ArrowInvalid` for a column whose offsets point outside of its data.
-    """
+    if not _is_text(column.type):  # a chunk of a CSV that looks like numbers: `datasets` casts it, too
+        column = column.cast(pa.large_string())
     values = column.cast(pa.large_binary())
-    values.validate(full=True)
+    values.validate(full=True)  # offsets outside of the data would crash the process
     if values.null_count:
         values = values.fill_null(b"")
     if not len(values):
@@ -170,18 +162,6 @@ def in_batches(column: pa.Array) -> Iterator[TextBatch]:
         end = min(max(end, begin + 1), len(values))
         yield TextBatch(text, offsets[begin:end], offsets[begin + 1 : end + 1])
         begin = end
-
-
-def _follow(column: str, fields: pa.Schema | pa.StructType) -> tuple[tuple[str, ...], pa.DataType | None]:
-    """Return the path to a column, and its type; None as the type where there is no such column."""
-    if column in fields.names:
-        return (column,), fields.field(column).type
-    first, _, rest = column.partition(".")
-    outer = fields.field(first).type if rest and first in fields.names else None
-    if outer is None or pa.types.is_null(outer):
-        return (first,), outer
-    path, found = _follow(rest, outer) if pa.types.is_struct(outer) else ((), None)
-    return (first, *path), found
 
 
 def _paths(fields: pa.Schema | pa.StructType) -> Iterator[str]:

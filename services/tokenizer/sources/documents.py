@@ -6,7 +6,6 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +18,6 @@ from services.tokenizer.sources.file_discovery import list_files
 from services.tokenizer.sources.file_system import open_text, require_unchanged
 from services.tokenizer.sources.input_files import FileListing, FileRange, Format, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, join_small
-
-InvalidUtf8 = Literal["replace", "reject"]
 
 MAX_REPAIRED = 0.01
 """Share of a file's bytes that may be repaired. Text in Latin-1 has 2 % of accents, and other encodings more."""
@@ -51,15 +48,11 @@ class DocumentFormat:
     """The functions that read one file format."""
 
     read: Callable[[FileRange, int, BadRows], Iterator[TextBatch]]
-    """Reads the documents of a file range, in the file's order. They are UTF-8, unless the input is not.
-
-    The arguments are the file range, `max_document_bytes`, and the bad rows, to which the reader adds those that it
-    finds and goes on.
-    """
+    """Reads the documents of a file range in order, given `max_document_bytes` and where bad rows are counted."""
     cut: Callable[[InputFile, int], list[FileRange]] | None = None
     """Cuts a file into file ranges of about `split_bytes`, in the file's order; None where no file is cut."""
     locate: Callable[[FileRange, int], str] = locate_document
-    """Returns a document's place for an error. The arguments are the file range and the document's number, from 0."""
+    """Returns the place of a document, by its number in the file range from 0, for an error."""
 
 
 FORMATS: dict[Format, DocumentFormat] = {
@@ -91,45 +84,29 @@ def list_inputs(source: Source) -> FileListing:
 def cut_file(file: InputFile, split_bytes: int) -> list[FileRange]:
     """Cut a file into file ranges of about `split_bytes`, in the file's order.
 
-    Raises `RecipeError` when the recipe does not fit the file, and `ArtifactError` when the file is damaged.
+    Raises `RecipeError` for a file without the column, and `ArtifactError` for a damaged one.
     """
     cut = FORMATS[file.format].cut
     return cut(file, split_bytes) if cut else [whole_file(file)]
 
 
-def require_column(files: Iterable[InputFile], max_document_bytes: int) -> None:
-    """Raise `RecipeError` when no one of the files of JSON has the source's key. Other formats check a schema in `cut`.
-
-    A part of a data set may hold nulls alone, and then some writers leave the key out.
-    """
-    explanation = None
-    for file in files:
-        if file.format == "jsonl":
-            missing = jsonl.explain_missing_key(file, max_document_bytes)
-            if missing is None:
-                return
-            explanation = explanation or missing
-    if explanation:
-        raise RecipeError(explanation)
-
-
 def read_documents(
     file_ranges: Iterable[FileRange],
-    invalid_utf8: InvalidUtf8,
+    invalid_utf8: str,
     max_document_bytes: int,
     bad_rows: BadRows | None = None,
 ) -> Iterator[TextBatch]:
     """Read the documents of file ranges, in order, as valid UTF-8.
 
-    Rows that are no documents are added to `bad_rows`, whose policy is "stop" when it is not given: they are those that
-    a format's reader finds, documents of more than `max_document_bytes`, and under "reject" those that are not UTF-8.
-    Raises `ArtifactError` for a file that is damaged, in another encoding, or has changed since it was listed.
+    `bad_rows`, by default with the policy "stop", gets the rows that a format's reader refuses, documents of more than
+    `max_document_bytes`, and under "reject" those that are not UTF-8. Raises `ArtifactError` for a file that is
+    damaged, in another encoding, or has changed since it was listed.
     """
     return join_small(_read_file_ranges(file_ranges, invalid_utf8, max_document_bytes, bad_rows or BadRows()))
 
 
 def _read_file_ranges(
-    file_ranges: Iterable[FileRange], invalid_utf8: InvalidUtf8, max_document_bytes: int, bad_rows: BadRows
+    file_ranges: Iterable[FileRange], invalid_utf8: str, max_document_bytes: int, bad_rows: BadRows
 ) -> Iterator[TextBatch]:
     for file_range in file_ranges:
         file = file_range.file
@@ -146,7 +123,6 @@ def _read_file_ranges(
                 yield valid
             if num_repairs > MAX_REPAIRED * num_bytes:
                 _require_utf8(file, max_document_bytes)
-                bad_rows.repaired.append(file.uri)
         if num_rows and not num_bytes and file.format != "text":
             bad_rows.without_text.append(file.uri)
 

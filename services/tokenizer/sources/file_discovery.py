@@ -1,9 +1,8 @@
 """Finds the files of a source: a path, a folder or a glob of any file system that fsspec has. No file is opened.
 
 What a folder or a glob stands for follows the library `datasets`: a name that starts with a dot, and a folder that
-starts with `__`, are read where the pattern spells that out, and so is a file that describes a data set. Local links
-are followed. A remote search asks an object store once for 1,000 files; only a file for which the search tells neither
-time nor tag, as on a web server, is asked for on its own.
+starts with `__`, are read where the pattern spells that out. Local links are followed. A remote search asks an object
+store once for 1,000 files; only a file for which it tells neither time nor tag, as a web server, is asked for alone.
 """
 
 from __future__ import annotations
@@ -17,22 +16,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.file_system import (
-    explain_read_errors,
+    as_artifact_error,
+    describe_info,
+    describe_status,
     find_file_system,
     is_compressed,
     is_local,
-    size_of,
-    version_of_facts,
+    stat_file,
     version_of_size,
-    version_of_status,
 )
 from services.tokenizer.sources.input_files import FileListing, Format, InputFile
 
@@ -51,9 +49,9 @@ FORMAT_BY_ENDING: dict[str, Format] = {
 }
 IGNORED = frozenset(
     {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
-    | {"state.json"}  # beside the Arrow files of `Dataset.save_to_disk`
+    | {"state.json", "tokenizer.json"}  # the first is beside the Arrow files of `Dataset.save_to_disk`
 )
-"""Files that describe a data set: those that `datasets` ignores, and one that it writes."""
+"""Files that describe a data set: those that `datasets` ignores, and one that it writes. And a vocabulary."""
 # Spark, Hadoop, Databricks and Dask write these beside their parts. They hold no row, or cannot be read as one.
 _MADE_BY_WRITERS = re.compile(r"_(SUCCESS|(committed|started)_\d+|(common_)?metadata)")
 _HIDDEN_NAME = re.compile(r"/\.+[^./]")
@@ -61,8 +59,7 @@ _SPECIAL_FOLDER = re.compile(r"/__(?=[^/]*/)")
 _REQUESTS_AT_A_TIME = 16
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """A file of a source, before its format is known."""
 
     path: str
@@ -71,12 +68,9 @@ class FoundFile:
 
 
 def list_files(source: Source) -> FileListing:
-    """List the files of a path, folder or glob, sorted by path.
-
-    Raises `ArtifactError` when there is no file, and `RecipeError` when no format is known for the files' names.
-    """
+    """List the files of a path, folder or glob, sorted by path."""
     file_system, path = find_file_system(source.uri)
-    with explain_read_errors(source.uri):
+    with as_artifact_error(source.uri):
         base, found = _search(file_system, path, source.uri)
         return _describe(file_system, _choose_formats(found, source), base, source.column)
 
@@ -86,15 +80,16 @@ def list_paths(uris: list[str], file_format: Format, column: str) -> FileListing
     file_system, _ = find_file_system(uris[0])
     paths = [find_file_system(uri)[1] for uri in uris]
     base = os.path.commonpath([PurePosixPath(path).parent for path in paths])
-    with explain_read_errors(uris[0]):
-        return _describe(file_system, [(_ask(file_system, path), file_format) for path in paths], base, column)
+    with as_artifact_error(uris[0]):
+        found = [FoundFile(path, *stat_file(file_system, path)) for path in paths]
+        return _describe(file_system, [(file, file_format) for file in found], base, column)
 
 
 def _search(file_system: Any, path: str, uri: str) -> tuple[str, Iterable[FoundFile]]:
     """Return the folder that the files' names are relative to, and the files, sorted by path."""
     # `isfile` is true for a folder of a web server, because its index page can be read.
     if not path.endswith("/") and file_system.isfile(path):
-        return path.rpartition("/")[0], [_ask(file_system, path)]
+        return path.rpartition("/")[0], [FoundFile(path, *stat_file(file_system, path))]
     is_folder = file_system.isdir(path)
     if not is_folder and not glob.has_magic(path):
         with suppress(FileNotFoundError):  # raises the error for which both are false: no credentials, no network
@@ -113,9 +108,9 @@ def _search(file_system: Any, path: str, uri: str) -> tuple[str, Iterable[FoundF
 
 
 def _split_glob(path: str, is_of_folders: bool) -> tuple[str, list[str]]:
-    """Return the folder before the first wildcard, and the patterns of the files that a glob stands for.
+    """Return the folder before the first wildcard, and the patterns of a glob's files.
 
-    They include the files in what it matches where these may be folders like Spark's `out.jsonl/`.
+    What it matches may be folders like Spark's `out.jsonl/`.
     """
     path = path.rstrip("/")
     names = path.split("/")
@@ -131,7 +126,7 @@ def _search_locally(patterns: list[str]) -> Iterator[FoundFile]:
     for path in sorted({path.rstrip("/") for path in found}):
         status = os.stat(path)  # noqa: PTH116 - pathlib takes twice the time for a million files, here and in `_ending`
         if not stat.S_ISDIR(status.st_mode):
-            yield FoundFile(path, status.st_size, version_of_status(status))
+            yield FoundFile(path, *describe_status(status))
 
 
 def _search_remotely(file_system: Any, patterns: list[str]) -> Iterator[FoundFile]:
@@ -143,7 +138,7 @@ def _search_remotely(file_system: Any, patterns: list[str]) -> Iterator[FoundFil
     for path in sorted(infos):
         info = infos.pop(path)  # so that memory for the listing comes free as the listing grows
         if info["type"] != "directory":
-            yield FoundFile(path, size_of(info), version_of_facts(info))
+            yield FoundFile(path, *describe_info(info))
 
 
 def _count_hidden(path: str) -> tuple[int, int]:
@@ -152,20 +147,10 @@ def _count_hidden(path: str) -> tuple[int, int]:
     return len(_HIDDEN_NAME.findall(path)), len(_SPECIAL_FOLDER.findall(path))
 
 
-def _ask(file_system: Any, path: str) -> FoundFile:
-    """Describe one file: by its status, or by one request."""
-    if is_local(file_system):
-        status = Path(path).stat()
-        return FoundFile(path, status.st_size, version_of_status(status))
-    file_system.invalidate_cache(path)
-    info = file_system.info(path)
-    return FoundFile(path, size_of(info), version_of_facts(info))
-
-
 def _choose_formats(found: Iterable[FoundFile], source: Source) -> Iterator[tuple[FoundFile, Format]]:
     """Yield the files whose format is given or known by their extension, and warn of others.
 
-    Raises `RecipeError` for a vocabulary and when all files are skipped, and `ArtifactError` when there is no file.
+    Raises `RecipeError` when all files are skipped, and `ArtifactError` when there is no file.
     """
     skipped: Counter[str] = Counter()
     num_chosen = 0
@@ -177,8 +162,6 @@ def _choose_formats(found: Iterable[FoundFile], source: Source) -> Iterator[tupl
             if name in IGNORED:
                 skipped[name] += 1
                 continue
-        if source.format == "auto" and name == "tokenizer.json":
-            raise RecipeError(f"{file.path}: a vocabulary, not text. Name it in `tokenizer.model`.")
         # Spark's `out.jsonl/part-00000`
         ending = _ending(name) or (_ending(folder) if name.startswith("part-") else "")
         chosen = FORMAT_BY_ENDING.get(ending) if source.format == "auto" else source.format
@@ -190,9 +173,8 @@ def _choose_formats(found: Iterable[FoundFile], source: Source) -> Iterator[tupl
     shown = ", ".join(f"{name} ({count})" for name, count in skipped.most_common(6))
     if not num_chosen and not skipped:
         raise ArtifactError(
-            f"{source.uri}: no file was found. The files of matched folders need a / at the end of the pattern, names "
-            f"that start with . or __ a pattern that spells it, and a bracket is written [[]. Relative paths start at "
-            f"{Path.cwd()}."
+            f"{source.uri}: no file was found. End a pattern of folders with /, spell names that start with . or __, "
+            f"and write a bracket as [[]. Relative paths start at {Path.cwd()}."
         )
     if not num_chosen:
         raise RecipeError(
@@ -215,7 +197,7 @@ def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base
     def describe(each: tuple[FoundFile, Format]) -> InputFile:
         file, file_format = each
         if _has_only_size(file):
-            file = _ask(file_system, file.path)
+            file = FoundFile(file.path, *stat_file(file_system, file.path))
         uri = file.path if is_local(file_system) else str(file_system.unstrip_protocol(file.path))
         return InputFile(uri, file.path.removeprefix(base).lstrip("/"), file_format, column, file.bytes, file.version)
 
@@ -226,10 +208,7 @@ def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base
     with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as pool:
         listing = FileListing.of((pool.map if is_asked else map)(describe, remote))
     if unversioned := sum(map(_has_only_size, listing)):
-        logger.warning(
-            "%s: the server tells neither time nor tag of %s files, so a changed file of the same size goes unnoticed",
-            listing[0].uri, f"{unversioned:,}",
-        )  # fmt: skip
+        logger.warning("%s: the server tells neither time nor tag of %d files", listing[0].uri, unversioned)
     return listing
 
 

@@ -1,4 +1,4 @@
-"""Opens input files on any file system of fsspec, tells their versions, and explains the errors of reading them.
+"""Opens input files on any file system of fsspec, and tells their versions.
 
 A local file is known by its size and modification time, and a remote one also by its ETag. So a copy that keeps the
 time is the same file, as it is for make and rsync, and every node of a cluster may read its own copy.
@@ -6,11 +6,11 @@ time is the same file, as it is for make and rsync, and every node of a cluster 
 
 from __future__ import annotations
 
+import codecs
 import io
 import lzma
 import os
 import tarfile
-import traceback
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,6 @@ import fsspec.implementations.local
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.tokenizer.sources.encodings import encoding_of_mark
 from services.tokenizer.sources.input_files import InputFile
 
 # Arrow reads all streams of a file and notices one that is cut off; bz2 drops damage after a stream, and zstandard does
@@ -33,12 +32,13 @@ _ARROW_CODECS = {".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
 _FSSPEC_CODECS = {".gz": "gzip", ".tgz": "gzip", ".xz": "xz", ".lzma": "lzma"}
 _BUFFER_BYTES = 2**20
 _LIBRARY_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, pa.ArrowException)
-# Libraries whose errors are about the network, the store or the account. The errors have no common class: botocore and
-# httpx raise plain `Exception`s, and fsspec raises a `ValueError` when a server does not support range requests.
-_REMOTE_LIBRARIES = frozenset(
-    {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx"}
-    | {"huggingface_hub", "requests", "s3fs", "urllib3"}
-)
+_ENCODING_OF_MARK = {  # UTF-32's little-endian mark begins with that of UTF-16
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 # Names that file systems give to these facts in `info`, in small letters and without separators. The first name counts:
 # a store may add further facts to the answer about one file that are not in its list of files.
 _TAGS = ("etag", "md5hash", "contentmd5", "digest", "blobid", "checksum", "crc32c", "generation")
@@ -46,11 +46,7 @@ _TIMES = ("lastmodified", "mtime", "modified", "updated", "timemodified", "modif
 
 
 def find_file_system(uri: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URI, and the path in it.
-
-    Raises `RecipeError` for chained file systems, `DeviceError` when a package is missing, and `ArtifactError` when a
-    server does not answer.
-    """
+    """Return the fsspec file system of a URI, and the path in it. Raises `DeviceError` when a package is missing."""
     protocol, separator, _ = uri.partition("://")
     if not separator:  # `fsspec.url_to_fs` takes `::` in the name of a file for a chain
         file_system = fsspec.filesystem("file")
@@ -59,7 +55,7 @@ def find_file_system(uri: str) -> tuple[Any, str]:
         raise RecipeError(f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder.")
     # Makes aiohttp use `.netrc` and the proxies of the environment.
     options = {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
-    with explain_read_errors(uri):
+    with as_artifact_error(uri):
         try:
             file_system, path = fsspec.url_to_fs(uri, **options)
         except (ImportError, ValueError) as error:
@@ -68,12 +64,29 @@ def find_file_system(uri: str) -> tuple[Any, str]:
 
 
 @contextmanager
+def as_artifact_error(uri: str, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise a library's error about an input as `ArtifactError` with its address. Elsewhere `OSError` is a full disk.
+
+    By default any class counts for a remote file, because botocore, httpx and fsspec raise plain `Exception`s.
+    """
+    expected = errors or ((Exception,) if "://" in uri else _LIBRARY_ERRORS)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MillraceError | MemoryError) or not isinstance(error, expected):
+            raise
+        place = getattr(error, "filename", None) or uri  # a file or folder below the source's
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ArtifactError(f"{place}: cannot be read: {reason.strip().rstrip('.')}.") from error
+
+
+@contextmanager
 def open_file(uri: str) -> Iterator[io.BufferedReader[Any]]:
     """Open a file for reading from its start. Its name's extension decides whether it is decompressed."""
     file_system, path = find_file_system(uri)
     ending = PurePosixPath(uri).suffix.lower()
     with (
-        explain_read_errors(uri),
+        as_artifact_error(uri),
         fsspec.core.OpenFile(file_system, path, compression=_FSSPEC_CODECS.get(ending)) as file,
     ):
         stream = pa.CompressedInputStream(file, _ARROW_CODECS[ending]) if ending in _ARROW_CODECS else file
@@ -91,7 +104,7 @@ def open_text(uri: str) -> Iterator[io.BufferedReader[Any]]:
     A mark of UTF-8 is left to the reader, and so are bytes that are no UTF-8.
     """
     with open_file(uri) as file:
-        encoding = encoding_of_mark(file.peek(4)[:4])
+        encoding = encoding_of(file)
         if encoding in (None, "utf-8-sig"):
             yield file
             return
@@ -100,38 +113,22 @@ def open_text(uri: str) -> Iterator[io.BufferedReader[Any]]:
         yield io.BufferedReader(io.BytesIO(text.encode("utf-8", "surrogateescape")))
 
 
+def encoding_of(file: io.BufferedReader[Any]) -> str | None:
+    """Return the codec of the byte-order mark that a file begins with. Nothing is consumed."""
+    start = file.peek(4)
+    return next((name for mark, name in _ENCODING_OF_MARK.items() if start.startswith(mark)), None)
+
+
 @contextmanager
 def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
-    """Open a file for reading at any position. Raises `ArtifactError` for a compressed file."""
-    if is_compressed(uri):
-        raise ArtifactError(f"{uri}: the file is compressed, and this format is read by position. Decompress the file.")
-    with explain_read_errors(uri), fsspec.core.OpenFile(*find_file_system(uri)) as file:
+    """Open a file for reading at any position. It is not decompressed."""
+    with as_artifact_error(uri), fsspec.core.OpenFile(*find_file_system(uri)) as file:
         yield file
 
 
-def read_vocabulary(uri: str) -> bytes:
-    """Read the vocabulary that `tokenizer.model` names. Raises `RecipeError` for a folder."""
-    file_system, path = find_file_system(uri)
-    if is_local(file_system) and file_system.isdir(path):
-        raise RecipeError(f"{uri} is a folder. Set tokenizer.model to a file, as in {uri}/tokenizer.model.")
+def read_file(uri: str) -> bytes:
     with open_file(uri) as file:
         return file.read()
-
-
-@contextmanager
-def explain_read_errors(uri: str) -> Iterator[None]:
-    """Raise errors of reading an input as `ArtifactError`. Outside of this block an `OSError` is a full disk."""
-    try:
-        yield
-    except MillraceError:
-        raise
-    except _LIBRARY_ERRORS as error:
-        place = getattr(error, "filename", None) or uri  # a file or folder below the source's
-        raise ArtifactError(f"{place}: cannot be read: {_reason(error)}.") from error
-    except Exception as error:
-        if not _has_passed_a_remote_library(error):
-            raise
-        raise ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
 
 
 def is_local(file_system: Any) -> bool:
@@ -144,22 +141,26 @@ def is_compressed(path: str) -> bool:
     return path.lower().endswith((*_ARROW_CODECS, *_FSSPEC_CODECS))
 
 
-def size_of(info: Mapping[str, Any]) -> int:
-    """Return the bytes of a remote file, or 0 where a web server does not tell."""
-    return int(info.get("size") or 0)
+def stat_file(file_system: Any, path: str) -> tuple[int, str]:
+    """Return size and version of a file: by its status, or by one request."""
+    if is_local(file_system):
+        return describe_status(Path(path).stat())
+    file_system.invalidate_cache(path)
+    return describe_info(file_system.info(path))
 
 
-def version_of_status(status: os.stat_result) -> str:
-    """Return the version of a local file."""
-    return f"{status.st_size} bytes, {status.st_mtime_ns} ns"
+def describe_status(status: os.stat_result) -> tuple[int, str]:
+    """Return size and version of a local file."""
+    return status.st_size, f"{status.st_size} bytes, {status.st_mtime_ns} ns"
 
 
-def version_of_facts(info: Mapping[str, Any]) -> str:
-    """Return the version of a remote file by the facts of its store: its size alone where it tells no time and tag."""
+def describe_info(info: Mapping[str, Any]) -> tuple[int, str]:
+    """Return size and version of a remote file by what its store tells. A web server may not tell the size."""
+    size = int(info.get("size") or 0)
     facts = {"".join(filter(str.isalnum, name.lower())): value for name, value in info.items() if value is not None}
     time = next((_show_time(facts[name]) for name in _TIMES if name in facts), "")
     tag = next((str(facts[name]) for name in _TAGS if name in facts), "")
-    return ", ".join(filter(None, (version_of_size(size_of(info)), time, tag)))
+    return size, ", ".join(filter(None, (version_of_size(size), time, tag)))
 
 
 def version_of_size(num_bytes: int) -> str:
@@ -167,28 +168,20 @@ def version_of_size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def find_version(uri: str) -> str:
-    """Ask the file system for the present version of a file: one status or one request."""
-    file_system, path = find_file_system(uri)
-    with explain_read_errors(uri):
-        if is_local(file_system):
-            return version_of_status(Path(path).stat())
-        file_system.invalidate_cache(path)
-        return version_of_facts(file_system.info(path))
-
-
 @contextmanager
 def require_unchanged(file: InputFile) -> Iterator[None]:
     """Raise `ArtifactError` when the file at the end of this block has another version than the listed one.
 
-    Otherwise a corpus could hold two versions of a file. An error in the block that a change explains is replaced.
+    It replaces an error in the block, which the change explains.
     """
     failure = None
     try:
         yield
     except ArtifactError as error:
         failure = error
-    if find_version(file.uri) != file.version:
+    with as_artifact_error(file.uri):
+        _, version = stat_file(*find_file_system(file.uri))
+    if version != file.version:
         raise ArtifactError(
             f"{file.uri}: the file changed while the corpus was made from it. Nothing was published. "
             f"Run the same command again when the file is complete."
@@ -201,12 +194,3 @@ def _show_time(time: Any) -> str:
     """Show a time alike whether a file system gives it as a datetime or, in a list of files, as seconds since 1970."""
     seconds = time.timestamp() if isinstance(time, datetime) else time
     return f"{seconds:.6f} s" if isinstance(seconds, int | float) else str(time)
-
-
-def _reason(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().rstrip(".")
-
-
-def _has_passed_a_remote_library(error: Exception) -> bool:
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(module.partition(".")[0] in _REMOTE_LIBRARIES for module in modules)

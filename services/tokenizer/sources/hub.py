@@ -13,18 +13,18 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
 
-from services.common.errors import ArtifactError, MillraceError, RecipeError
+from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.sources.columns import find_column, in_batches, is_text, read_column
+from services.tokenizer.sources.columns import find_column, follow, read_column
 from services.tokenizer.sources.file_discovery import list_paths
+from services.tokenizer.sources.file_system import as_artifact_error
 from services.tokenizer.sources.input_files import FileListing, FileRange, Format, InputFile
 from services.tokenizer.text_batch import TextBatch
 
@@ -34,8 +34,8 @@ DATASETS = "datasets://"
 _REPOSITORY = re.compile(r"^hf://((datasets|spaces)/)?(?!(datasets|spaces)/)[^/@]+/[^/@]+(?=/|$)")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "arrow": "arrow"}
-_TEXT = pa.schema([("text", pa.string())])
 _OPTIONS_OF_FILES = frozenset({"name", "version", "data_dir", "data_files", "description"})
+_ANY_ERROR = (Exception,)  # what `datasets`, pandas, Arrow and file systems raise has no common class
 
 
 def with_revision(uri: str, revision: str | None) -> str:
@@ -58,8 +58,7 @@ def is_commit(revision: str) -> bool:
 def list_dataset(source: Source) -> FileListing:
     """List the files of which `datasets.load_dataset` would make the rows of a source, in the same order.
 
-    Raises `ArtifactError` for a name, subset or split that does not exist, and `RecipeError` for a data set that has no
-    column of text, or whose rows are no tables.
+    Raises `ArtifactError` for a name, subset or split that does not exist, and `RecipeError` where no text is found.
     """
     builder = _load_builder(source)
     kind = type(builder).__module__.rpartition(".")[2]
@@ -83,90 +82,56 @@ def list_dataset(source: Source) -> FileListing:
 
 
 def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
-    """Read the column's values of the builder's rows. A null is an empty document.
+    """Read the column's values of the builder's rows. A row that the builder refuses ends the file.
 
-    A row that the builder refuses ends the file, because nothing of `datasets` goes on behind it.
     The builder decides how much is read at once: 10 MB of text or JSON and the rest of a line, or 10,000 rows of CSV.
     """
     file = file_range.file
-    with _explain_errors(file.uri):
+    with as_artifact_error(file.uri, _ANY_ERROR):
         for table in _read_tables(_make_builder(file), "train"):
-            if file.column not in table.column_names:  # within a struct
-                path = find_column(file, table.schema)
-                for batch in table.to_batches():
-                    yield from read_column(batch, path)
-                continue
-            column = table.column(file.column)
-            if not is_text(column.type):  # a chunk of a CSV that looks like numbers: `datasets` casts it, too
-                column = column.cast(pa.large_string())
-            for chunk in column.chunks:
-                yield from in_batches(chunk)
+            path, _ = follow(file.column, table.schema)
+            for batch in table.to_batches():
+                yield from read_column(batch, path)
 
 
 def _warn_of_branch(uri: str, revision: str) -> None:
     if not is_commit(revision):
-        logger.warning(
-            "%s: the revision %r is a branch or a tag, which may change. `make pin` writes the commit into the recipe",
-            uri,
-            revision,
-        )
+        logger.warning("%s: the revision %r may change. `make pin` writes its commit into the recipe", uri, revision)
 
 
 def _load_builder(source: Source) -> Any:
     import datasets  # noqa: PLC0415 - the import takes two seconds
 
     name = source.uri.removeprefix(DATASETS)
-    if not name:
-        raise RecipeError(f"{source.uri}: the data set has no name. Write {DATASETS}OWNER/NAME or {DATASETS}FOLDER.")
     if source.revision is not None:
         if Path(name).exists():
             raise RecipeError(f"{source.uri}: `revision` applies to repositories of the hub, and this is a folder.")
         _warn_of_branch(source.uri, source.revision)
     # The home folder, which has the default cache, may be read-only.
-    with _explain_errors(source.uri), tempfile.TemporaryDirectory(prefix="millrace-") as unused:
+    with as_artifact_error(source.uri, _ANY_ERROR), tempfile.TemporaryDirectory(prefix="millrace-") as unused:
         return datasets.load_dataset_builder(name, source.subset, revision=source.revision, cache_dir=unused)
 
 
 def _describe_builder(builder: Any, split: str, file: InputFile) -> str:
-    """Return `InputFile.builder` for the files of a split, of which the first ones are read until one has a row.
-
-    Raises `RecipeError` where rows have no column of text, or are made in a way that is not supported.
-    """
-    with _explain_errors(file.uri):
+    """Return `InputFile.builder` for the files of a split, of which the first ones are read until one has a row."""
+    with as_artifact_error(file.uri, _ANY_ERROR):
         first = next((table for table in _read_tables(builder, split) if len(table)), None)
-    features = builder.info.features
-    if first is not None:
-        _require_text(file, first, features.arrow_schema if features is not None else first.schema)
-        is_known = features is not None and file.column in features
-        if is_known and pa.types.is_null(features.arrow_schema.field(file.column).type):
-            features[file.column] = type(features).from_arrow_schema(_TEXT)["text"]
-    options = _options_of(builder)
-    description = {
-        "module": type(builder).__module__,
-        "options": options,
-        "features": features and features.to_dict(),
-    }
-    try:
+        features = builder.info.features
+        if first is not None:
+            find_column(file, features.arrow_schema if features is not None else first.schema)
+        description = {
+            "module": type(builder).__module__,
+            "options": _options_of(builder),
+            "features": features and features.to_dict(),
+        }
         return json.dumps(description, sort_keys=True)
-    except TypeError as error:
-        raise RecipeError(
-            f"{file.uri}: the data set's card has options that are not supported ({error}): {options}."
-        ) from error
 
 
 def _options_of(builder: Any) -> dict[str, Any]:
     """Return the options of a builder that are not the defaults, apart from those that name its files."""
-    names = {field.name for field in dataclasses.fields(builder.config)} - _OPTIONS_OF_FILES
     config, default = builder.config, type(builder.config)()
-    return {name: getattr(config, name) for name in sorted(names) if getattr(config, name) != getattr(default, name)}
-
-
-def _require_text(file: InputFile, first: pa.Table, schema: pa.Schema) -> None:
-    """Raise `RecipeError` where the column is missing or holds no text. One of nulls alone may hold text further on."""
-    if file.column not in first.column_names:
-        find_column(file, first.schema)
-    elif file.column not in schema.names or first.column(file.column).null_count < len(first):
-        find_column(file, schema)
+    names = sorted({field.name for field in dataclasses.fields(config)} - _OPTIONS_OF_FILES)
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def _make_builder(file: InputFile) -> Any:
@@ -192,13 +157,3 @@ def _read_tables(builder: Any, split: str) -> Iterator[pa.Table]:
         if str(generator.name) == split:
             for _, table in builder._generate_tables(**generator.gen_kwargs):
                 yield table
-
-
-@contextmanager
-def _explain_errors(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except MillraceError:
-        raise
-    except Exception as error:  # what `datasets`, pandas, Arrow and file systems raise has no common class
-        raise ArtifactError(f"{uri}: `datasets`: {str(error).strip() or type(error).__name__}") from error

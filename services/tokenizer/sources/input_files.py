@@ -43,20 +43,16 @@ class InputFile:
     """Path relative to the source's folder."""
     format: Format
     column: str
-    """The JSON key, or the Parquet or Arrow column, that holds the document."""
     bytes: int
     version: str
-    """Size and modification time of a local file, and also the ETag of a remote one: what is known without reading."""
+    """What is known without reading: size and modification time, and the ETag of a remote file."""
     builder: str = ""
-    """For the format "rows", the builder of `datasets` that reads the file, as `hub` describes it."""
+    """For the format "rows", the builder of `datasets` that reads the file: see `hub`."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """A part of a file: the documents that begin in [begin, end).
-
-    `begin` and `end` count row groups in Parquet, record batches in Arrow, and bytes in other formats.
-    """
+    """The documents of a file that begin in [begin, end): row groups of Parquet, batches of Arrow, or bytes."""
 
     file: InputFile
     begin: int
@@ -72,14 +68,10 @@ class InputPartition:
     source: int
     """Index of the source in `corpus.sources`."""
     pass_number: int
-    """Number of earlier partitions with the same file ranges. It is 0 unless the source's weight is above 1."""
+    """Number of earlier passes over the source. It is 0 unless the source's weight is above 1."""
     first_pass_index: int
-    """Index of the partition of the first pass that has the same file ranges, and so the same documents."""
+    """Index of the partition of the first pass that has the same file ranges."""
     file_ranges: tuple[FileRange, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(file_range.bytes for file_range in self.file_ranges)
 
 
 class FileListing:

@@ -1,6 +1,6 @@
 """Reads JSON, where an object is a row and one of its keys holds the document.
 
-A file has an object on each line, or is an array of objects or strings, or has objects that are indented.
+A file has an object on each line, or is an array of objects or strings.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 from services.common.artifacts.corpus import BadRowReason
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, RecipeError
 from services.tokenizer.sources.bad_rows import BadRows, explain_too_long
-from services.tokenizer.sources.encodings import encoding_of_mark
-from services.tokenizer.sources.file_system import is_compressed, open_file, open_text
+from services.tokenizer.sources.file_system import encoding_of, is_compressed, open_file, open_text
 from services.tokenizer.sources.input_files import FileRange, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 _EXPECTED = "A jsonl file holds a JSON object on each line, or is one array."
-_BETWEEN_VALUES = re.compile(r"[\s,]*")
 _ESCAPED_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _ROWS_WITH_THE_KEY = 1_000
 _BLOCK = 2**20
-_LITERAL_CHARACTERS = len("-Infinity")
 _NO_LIMIT = sys.maxsize // 2
 
 
@@ -42,12 +39,15 @@ class BadValue(Exception):
 
 
 def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
-    """Cut a file into byte ranges of about `split_bytes`. A file range holds the lines that begin in it.
+    """Cut a file into byte ranges of about `split_bytes`, each of the lines that begin in it.
 
-    Only lines of UTF-8 can be found from any byte, so a compressed file, an array and UTF-16 are one file range.
+    Only lines of UTF-8 can be found from any byte, so a compressed file, an array and UTF-16 are one range.
     """
-    if is_compressed(file.uri) or file.bytes <= split_bytes or not _can_be_cut(file.uri):
+    if is_compressed(file.uri) or file.bytes <= split_bytes:
         return [whole_file(file)]
+    with open_file(file.uri) as opened:
+        if encoding_of(opened) not in (None, "utf-8-sig") or not _holds_lines(opened):
+            return [whole_file(file)]
     count = -(-file.bytes // split_bytes)
     borders = [index * file.bytes // count for index in range(count + 1)]
     return [FileRange(file, begin, end, end - begin) for begin, end in pairwise(borders)]
@@ -56,9 +56,7 @@ def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
 def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
     """Read the documents, whose bytes may be invalid UTF-8. A blank line is none.
 
-    A row or key that is null, or a key that a row does not have, is an empty document: writers such as Spark leave out
-    a null. A bad row is a line that is no JSON, a row that is no object or has no text, and a line of more than
-    `max_document_bytes`.
+    A row or key that is null or missing is an empty document: writers such as Spark leave out a null.
     """
     return in_batches(_read_texts(file_range, max_document_bytes, bad_rows))
 
@@ -74,25 +72,27 @@ def locate(file_range: FileRange, number: int) -> str:
     return _locate_line(uri, position)
 
 
-def explain_missing_key(file: InputFile, max_document_bytes: int) -> str | None:
-    """Return the sentence for a file whose first rows do not have the key; None where one has it, or there is none."""
+def require_key(files: Iterable[InputFile], max_document_bytes: int) -> None:
+    """Raise `RecipeError` when no one of the files of JSON has the source's key in its first rows.
+
+    A part of a data set may hold nulls alone, and then some writers leave the key out.
+    """
     keys: dict[str, None] = {}
-    for _, row in islice(_read_rows(whole_file(file), max_document_bytes), _ROWS_WITH_THE_KEY):
-        if isinstance(row, dict):  # others are bad rows, or null, where the documents are read
-            if _has_key(row, file.column):
-                return None
-            keys |= dict.fromkeys(row)
-    if not keys:
-        return None
-    return (
-        f"{file.uri}: no row has the key {file.column!r}; its keys are {', '.join(keys)}. "
-        f"Set `column` of this source to the key that holds the text; `a.b` is the key b in the object a."
-    )
-
-
-def _can_be_cut(uri: str) -> bool:
-    with open_file(uri) as file:
-        return encoding_of_mark(file.peek(4)[:4]) in (None, "utf-8-sig") and _holds_lines(file)
+    for file in files:
+        if file.format != "jsonl":
+            continue
+        uri = file.uri
+        for _, row in islice(_read_rows(whole_file(file), max_document_bytes), _ROWS_WITH_THE_KEY):
+            if isinstance(row, dict):  # others are bad rows, or null, where the documents are read
+                inner, key = _follow(row, file.column)
+                if isinstance(inner, dict) and key in inner:
+                    return
+                keys |= dict.fromkeys(row)
+    if keys:
+        raise RecipeError(
+            f"{uri}: no row has the key {file.column!r}; the keys are {', '.join(keys)}. "
+            f"Set `column` of this source to the key that holds the text; `a.b` is the key b in the object a."
+        )
 
 
 def _holds_lines(file: io.BufferedReader[Any]) -> bool:
@@ -134,14 +134,6 @@ def _open(file_range: FileRange) -> AbstractContextManager[io.BufferedReader[Any
     return (open_file if file_range.begin else open_text)(file_range.file.uri)
 
 
-# Rows
-
-
-def _has_key(row: object, column: str) -> bool:
-    first, dot, rest = column.partition(".")
-    return isinstance(row, dict) and (column in row or (bool(dot) and _has_key(row.get(first), rest)))
-
-
 def _text_of(row: object, column: str) -> str:
     """Return the text in a row. Raises `BadValue` for a row without text."""
     if isinstance(row, BadValue):
@@ -150,21 +142,21 @@ def _text_of(row: object, column: str) -> str:
         return row
     if row is not None and not isinstance(row, dict):
         raise BadValue("not an object", f"the row is a JSON {type(row).__name__}, expected an object with {column!r}.")
-    return _find_text(row, column)
-
-
-def _find_text(row: object, column: str) -> str:
-    if row is None:
-        return ""
-    if not isinstance(row, dict):
-        raise BadValue("not text", f"the object with {column!r} is {type(row).__name__}, expected an object.")
-    value = row.get(column)
-    if value is None and column not in row and "." in column:
-        first, _, rest = column.partition(".")
-        return _find_text(row.get(first), rest)
+    inner, key = _follow(row, column)
+    if inner is not None and not isinstance(inner, dict):
+        raise BadValue("not text", f"the object with {key!r} is {type(inner).__name__}, expected an object.")
+    value = inner.get(key) if inner else None
     if value is not None and not isinstance(value, str):
         raise BadValue("not text", f"{column!r} is {type(value).__name__}, expected a string.")
     return value or ""
+
+
+def _follow(row: object, column: str) -> tuple[object, str]:
+    """Return the object that has the column, and its key there: `a.b` may be the key b in the object a."""
+    while isinstance(row, dict) and column not in row and "." in column:
+        first, _, column = column.partition(".")
+        row = row.get(first)
+    return row, column
 
 
 def _to_bytes(text: str) -> bytes:
@@ -173,9 +165,6 @@ def _to_bytes(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         return _ESCAPED_SURROGATE.sub("\udcff", text).encode("utf-8", "surrogateescape")
-
-
-# Lines
 
 
 def _read_filled_lines(
@@ -240,54 +229,18 @@ def _locate_line(uri: str, position: int) -> str:
     return f"{uri}:{number}"
 
 
-# Values that are longer than a line
+def _read_values(file: BinaryIO, uri: str) -> list[object]:
+    """Return the elements of the array, or the one object, that a file holds. `datasets` reads it as a whole, too.
 
-
-def _read_values(file: BinaryIO, uri: str) -> Iterator[object]:
-    """Yield the elements of the array that a file holds, or the objects that follow one another in it.
-
-    Bytes that are not UTF-8 become lone surrogates. Raises `ArtifactError` for what is no JSON, behind which no value
-    can be found, and for an array without an end.
+    Bytes that are not UTF-8 become lone surrogates. Raises `ArtifactError` for what is no JSON.
     """
-    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-    decoder = json.JSONDecoder()
-    buffer = text.read(_BLOCK).removeprefix("\ufeff").lstrip()
-    is_array = buffer.startswith("[")
-    number, position = 0, int(is_array)
-    while True:
-        position = _BETWEEN_VALUES.match(buffer, position).end()  # type: ignore[union-attr]
-        if position == len(buffer):
-            buffer, position = text.read(_BLOCK), 0
-            if not buffer:
-                break
-        elif is_array and buffer[position] == "]":
-            if (buffer[position + 1 :] + text.read(_BLOCK)).strip():
-                raise ArtifactError(f"{uri}: text follows the end of the JSON array. Write one array, or JSON lines.")
-            return
-        else:
-            try:
-                value, position = decoder.raw_decode(buffer, position)
-            except (ValueError, RecursionError) as error:
-                more = text.read(max(_BLOCK, len(buffer))) if _may_go_on(error, buffer) else ""
-                if not more:
-                    raise ArtifactError(
-                        f"{_locate_element(uri, number)} is not JSON: {error}. The file is damaged, or cut off."
-                    ) from error
-                buffer, position = buffer[position:] + more, 0
-            else:
-                yield value
-                number += 1
-    if is_array:
-        raise ArtifactError(f"{uri}: the JSON array has no end after {number:,} elements: the file is cut off.")
+    try:
+        value = json.loads(file.read().removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{uri} is no JSON array: {error}. The file is damaged, or cut off. {_EXPECTED}") from error
+    return value if isinstance(value, list) else [value]
 
 
 def _locate_element(uri: str, number: int) -> str:
     """Return a value's place for an error. `number` counts from 0."""
     return f"{uri}: element {number + 1:,}"
-
-
-def _may_go_on(error: Exception, buffer: str) -> bool:
-    """Return whether more text could make the value whole: the parser has reached the end of the text that it has."""
-    return isinstance(error, json.JSONDecodeError) and (
-        error.pos >= len(buffer) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
-    )

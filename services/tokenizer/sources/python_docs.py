@@ -1,7 +1,6 @@
 """The source `pydoc://`: the documentation of the running CPython, parsed with `ast` and never imported.
 
-A topic of the language reference, such as `help("if")` shows, is a document. So are the docstrings of a module of the
-standard library.
+A topic of the language reference (`help("if")`) is a document, and so are the docstrings of a module.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from textwrap import indent
 
 from services.common.errors import ArtifactError, DeviceError
 from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.sources.file_system import open_file, version_of_status
+from services.tokenizer.sources.file_system import describe_status, open_file
 from services.tokenizer.sources.input_files import FileRange, Format, InputFile
 from services.tokenizer.text_batch import TextBatch, in_batches
 
@@ -30,10 +29,7 @@ _INDENT = "    "
 
 
 def list_modules(library: Path | None = None) -> list[InputFile]:
-    """List the file of the language reference, then the modules of the standard library by path.
-
-    Raises `DeviceError` when this Python has no language reference.
-    """
+    """List the file of the language reference, or raise `DeviceError`, then the standard library's modules by path."""
     library = library or Path(sysconfig.get_path("stdlib"))
     names = sorted(
         path.relative_to(library).as_posix()
@@ -46,10 +42,8 @@ def list_modules(library: Path | None = None) -> list[InputFile]:
             f"Use another Python, or name other text in corpus.sources."
         )
     names.remove(TOPICS)
-    return [
-        _input_file(library, TOPICS, "python_topics"),
-        *(_input_file(library, name, "python_module") for name in names),
-    ]
+    modules = (_input_file(library, name, "python_module") for name in names)
+    return [_input_file(library, TOPICS, "python_topics"), *modules]
 
 
 def read_topics(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
@@ -70,15 +64,7 @@ def read_module(file_range: FileRange, max_document_bytes: int, bad_rows: BadRow
 
 def _input_file(library: Path, name: str, file_format: Format) -> InputFile:
     path = library / name
-    status = path.stat()
-    return InputFile(
-        uri=str(path),
-        name=name,
-        format=file_format,
-        column="",
-        bytes=status.st_size,
-        version=version_of_status(status),
-    )
+    return InputFile(str(path), name, file_format, "", *describe_status(path.stat()))
 
 
 def _parse(file: InputFile) -> ast.Module:

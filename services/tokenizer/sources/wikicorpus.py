@@ -26,10 +26,7 @@ _BLOCK_BYTES = 2**20
 
 
 def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
-    """Read the articles in the archive's order, without the line breaks around their text.
-
-    Raises `ArtifactError` for a damaged archive, and for text outside of an article.
-    """
+    """Read the articles in the archive's order, without the line breaks around their text."""
     return in_batches(_read_articles(file_range.file.uri))
 
 
@@ -52,12 +49,9 @@ def _parse(lines: Iterable[bytes], place: str) -> Iterator[bytes]:
         elif line.startswith(_END) and article is not None:
             yield b"".join(article).strip(b"\r\n").decode("latin-1").encode()
             article = None
-        elif line.startswith(_START):
-            raise ArtifactError(f"{place}:{number}: the article before this line has no {_END.decode()}.")
-        elif article is not None:
-            if line.rstrip() != _MARK:
-                article.append(line)
-        elif line.strip():
-            raise ArtifactError(f"{place}:{number}: the line is outside of an article: {line[:60]!r}.")
+        elif line.startswith(_START) or (article is None and line.strip()):
+            raise ArtifactError(f"{place}:{number}: expected {_END.decode()} or a new article, got {line[:60]!r}.")
+        elif article is not None and line.rstrip() != _MARK:
+            article.append(line)
     if article is not None:
         raise ArtifactError(f"{place}:{number}: the file ends within an article: the archive is cut off.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import random
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 import sentencepiece
 
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact, open_artifact
+from services.common.launch import inline
 from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Recipe, Source, Tokenizer
 from services.common.testing import recipes
 from services.tokenizer.__main__ import main
+from services.tokenizer.corpus_inputs import list_corpus_inputs
+from services.tokenizer.encoding.encoder_choice import ReferenceEncoder
+from services.tokenizer.partition_plan import PlanFolder, plan_partitions
+from services.tokenizer.sources.bad_rows import BadRows
+from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.sources.input_files import InputPartition
+from services.tokenizer.vocabulary.provision import describe_vocabulary
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
@@ -47,8 +58,13 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **changes: Any) -> Path:
-    """Write a recipe with sources `uris` or literal `[[corpus.sources]]` tables. `corpus__split_bytes=1` sets a key."""
+def write_recipe(folder: Path, *uris: str | Path, sources: str = "", model: Path | None = None, **changes: Any) -> Path:
+    """Write a recipe with sources `uris` or literal `[[corpus.sources]]` tables. `corpus__split_bytes=1` sets a key.
+
+    `model` is a vocabulary that `write_model` has written.
+    """
+    if model:
+        changes = {"tokenizer__model": str(model), "model__vocab_size": PIECES} | changes
     settings = SMALL | changes | {"corpus__sources": None if sources else [{"uri": str(uri)} for uri in uris]}
     if "tokenizer__model" in changes:
         settings["tokenizer__train"] = None
@@ -62,6 +78,11 @@ def write_model(folder: Path) -> Path:
     path = folder / "given.model"
     path.write_bytes(train_vocabulary(make_documents(60), PIECES))
     return path
+
+
+def load_reference(vocabulary: bytes) -> ReferenceEncoder:
+    """Load the library that defines the ids of a vocabulary's file."""
+    return ReferenceEncoder(vocabulary, describe_vocabulary(vocabulary, Tokenizer(model="given")))
 
 
 def write_documents(folder: Path, documents: Sequence[bytes]) -> Path:
@@ -95,20 +116,10 @@ def run(recipe: Path, root: Path, *arguments: str) -> int:
     return exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), "--launch", "inline", *arguments]))
 
 
-@dataclass(frozen=True)
-class ToolResult:
-    """The exit code and the output of a command."""
-
-    exit_code: int
-    output: str
-    errors: str
-
-    def value(self, name: str) -> str:
-        """The text after `name` on its line of the output."""
-        return re.search(rf"^ *{name} +(.*)$", self.output, re.MULTILINE)[1]  # type: ignore[index]
-
-
-Tool = Callable[..., ToolResult]
+def publish(recipe: Path, root: Path, *arguments: str) -> Artifact[CorpusManifest]:
+    """Run the stage in this process, and open the only corpus below `root`."""
+    assert run(recipe, root, *arguments) == 0
+    return published(root)
 
 
 def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> subprocess.Popen[str]:
@@ -123,6 +134,21 @@ def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> 
         start_new_session=True,
         env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
     )
+
+
+def publish_documents(folder: Path, documents: Sequence[bytes], **settings: Any) -> Artifact[CorpusManifest]:
+    """Make a corpus below `folder` of documents in .txt files, with settings as in `write_recipe`."""
+    return publish(write_recipe(folder, write_documents(folder / "text", documents), **settings), folder / "fsx")
+
+
+def write_plan(folder: Path, recipe: Recipe) -> PlanFolder:
+    return plan_partitions(folder, recipe, list_corpus_inputs(recipe).listings, inline)
+
+
+def plan_in(folder: Path, recipe: Recipe) -> list[InputPartition]:
+    """Write a plan below `folder`, and return its partitions."""
+    plan = write_plan(folder / "plan", recipe)
+    return [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
 
 
 def published(root: Path) -> Artifact[CorpusManifest]:
@@ -170,3 +196,37 @@ def decode_documents(folder: Path, split: Split) -> list[bytes]:
     documents = read_stream(folder, split).documents
     assert all(ids[0] == model.bos_id() and ids[-1] == model.eos_id() for ids in documents)
     return [str(model.decode(ids[1:-1])).encode() for ids in documents]
+
+
+DOCUMENTS = ["first\r\nline", "", " ", "nul\0", "emoji 👍🏽", "e\u0301", '" and \\ and \u2028 and \x85 breaks', "last"]
+DOCUMENTS += [document.decode() for document in make_documents(140, mean_bytes=60)]
+
+
+def read_all(
+    source: Source,
+    split_bytes: int = 10**9,
+    *,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    invalid_utf8: str = "reject",
+    bad_rows: BadRows | None = None,
+) -> list[str]:
+    """Return the documents of a source as the tasks of the stage read them."""
+    pieces = [piece for file in list_inputs(source) for piece in cut_file(file, split_bytes)]
+    return [
+        document.decode()
+        for batch in read_documents(pieces, invalid_utf8, max_document_bytes, bad_rows)
+        for document in batch.documents()
+    ]
+
+
+def write_jsonl(path: Path) -> None:
+    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in DOCUMENTS), encoding="utf-8")
+
+
+def write_gzip(path: Path) -> None:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text or None}) + "\n" for text in DOCUMENTS)
+
+
+def write_parquet(path: Path) -> None:
+    pq.write_table(pa.table({"id": range(len(DOCUMENTS)), "text": DOCUMENTS}), path, row_group_size=7)

@@ -1,4 +1,4 @@
-"""Workers and tools of the tokenizer's tests."""
+"""Workers and vocabulary of the tokenizer's tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.process.entry_point import exit_code_of
 from services.common.testing import fork_server
-from services.tokenizer.__main__ import main
 from services.tokenizer.tests.bad_input.stage import Stage
-from services.tokenizer.tests.builders import Tool, ToolResult, write_model
+from services.tokenizer.tests.builders import write_model
 
 fork_server.preload("services.tokenizer.encode_task", "services.tokenizer.ngram_overlap")
 
@@ -33,15 +31,3 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Stage:
     """Runs the stage with a given vocabulary."""
     return Stage(tmp_path, model, capsys)
-
-
-@pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    """Calls `python -m services.tokenizer` with arguments, in this process."""
-
-    def call(*arguments: str | Path) -> ToolResult:
-        capsys.readouterr()
-        exit_code = exit_code_of(lambda: main([str(argument) for argument in arguments]))
-        return ToolResult(exit_code, *capsys.readouterr())
-
-    return call

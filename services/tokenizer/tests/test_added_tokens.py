@@ -18,11 +18,11 @@ from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.codec import load_codec
 from services.common.vocabularies.fuzz import fuzz_documents, fuzz_of_vocabulary
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN
-from services.tokenizer.encoding.encoder import SAMPLED_BYTES, CheckedEncoder
+from services.tokenizer.encoding.encoder import CheckedEncoder
 from services.tokenizer.encoding.encoder_choice import load_encoder
 from services.tokenizer.tests.builders import make_documents
 from services.tokenizer.text_batch import TextBatch
-from services.tokenizer.vocabulary.description import describe_vocabulary
+from services.tokenizer.vocabulary.provision import describe_vocabulary
 
 CONTROL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 
@@ -108,7 +108,7 @@ def load(folder: Path, kind: str, added: str) -> tuple[Path, Vocabulary, Checked
     path = folder / "tokenizer.json"
     made.save(str(path))
     vocabulary = describe_vocabulary(path.read_bytes(), Tokenizer(model="any"))
-    return path, vocabulary, load_encoder(path, vocabulary, "auto", SAMPLED_BYTES)
+    return path, vocabulary, load_encoder(path, vocabulary, Tokenizer(model="any"))
 
 
 @pytest.mark.parametrize("added", ADDED)

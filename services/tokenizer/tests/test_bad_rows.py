@@ -11,8 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from services.common.artifacts.corpus import BadRowReason
@@ -20,9 +18,15 @@ from services.common.artifacts.lock import hold_lock
 from services.common.errors import ArtifactError, TryAgain
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.tests.bad_input.stage import write_table
-from services.tokenizer.tests.builders import PIECES, decode_documents, make_documents, published, run, write_recipe
-from services.tokenizer.tests.stored_documents import read_all
+from services.tokenizer.tests.bad_input.stage import Stage
+from services.tokenizer.tests.builders import (
+    decode_documents,
+    make_documents,
+    publish,
+    published,
+    read_all,
+    write_recipe,
+)
 
 LIMIT = 5_000
 GOOD = [document.decode() for document in make_documents(20)]
@@ -47,24 +51,8 @@ BAD_LINES: dict[bytes, BadRowReason] = {
 }
 
 
-@pytest.fixture
-def stage(tmp_path: Path, model: Path) -> Callable[..., int]:
-    """Runs the stage over a file or folder with a given vocabulary."""
-
-    def call(text: Path, *arguments: str, **changes: Any) -> int:
-        settings: dict[str, Any] = {
-            "tokenizer__model": str(model),
-            "model__vocab_size": PIECES,
-            "corpus__max_document_bytes": LIMIT,
-        }
-        return run(write_recipe(tmp_path, text, **(settings | changes)), tmp_path / "fsx", *arguments)
-
-    return call
-
-
-SKIP: dict[str, Any] = {"corpus__bad_rows": "skip"}
-
-
+LIMITED: dict[str, Any] = {"corpus__max_document_bytes": LIMIT}
+SKIP: dict[str, Any] = {"corpus__bad_rows": "skip", **LIMITED}
 BAD_ELEMENTS: dict[bytes, BadRowReason] = {
     b"7": "not an object",
     b'["text"]': "not an object",
@@ -102,16 +90,13 @@ def test_a_bad_row_is_an_error_or_skipped_and_counted(
     assert file.first.startswith(place)
 
 
-def test_bad_lines_end_the_stage_or_are_counted_in_the_manifest(
-    stage: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_lines_end_the_stage_or_are_counted_in_the_manifest(stage: Stage, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join([*BAD_LINES, *lines(*GOOD)]))
 
-    assert stage(path) == 3
-    assert "a.jsonl:1" in capsys.readouterr().err
+    assert "a.jsonl:1" in stage.refuse(3, path, **LIMITED)
 
-    assert stage(path, **SKIP) == 0
+    assert stage.run(path, **SKIP) == 0
     corpus = published(tmp_path / "fsx")
     assert [text.decode() for text in decode_documents(corpus.path, "train")] == GOOD
     [file] = corpus.manifest.corpus.bad_files
@@ -120,57 +105,14 @@ def test_bad_lines_end_the_stage_or_are_counted_in_the_manifest(
     assert corpus.manifest.corpus.documents_read == len(GOOD)
 
 
-def test_bad_lines_of_a_nested_column_are_skipped(tmp_path: Path) -> None:
-    rows = [{"meta": {"en": text}} for text in GOOD]
-    bad = [{"meta": 7}, {"meta": {"en": [1]}}, 7, {"meta": {"en": "x" * LIMIT}}]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in [*bad, *rows, {"meta": None}, {}]) + "\n{", encoding="utf-16")
-    bad_rows = BadRows("skip")
-    source = Source(uri=str(path), column="meta.en")
-    assert read_all(source, max_document_bytes=LIMIT, bad_rows=bad_rows) == [*GOOD, "", ""]
-    [file] = bad_rows.files()
-    assert file.rows == {"not text": 2, "not JSON": 1, "not an object": 1, "too long": 1}
-
-
-def test_a_missing_key_is_named_behind_bad_lines(stage: Callable[..., int], tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"".join([*BAD_LINES, b'{"body": "x"}\n']).replace(b'"text":', b'"body":'))
-    assert stage(tmp_path / "a.jsonl", **SKIP) == 2
-
-
-def test_rows_of_a_data_set_above_the_limit_are_skipped(stage: Callable[..., int], tmp_path: Path) -> None:
+def test_rows_of_a_data_set_above_the_limit_are_skipped(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").write_text("\n".join([*GOOD[:4], "x" * (LIMIT + 1), *GOOD[4:]]))
     source = f'[[corpus.sources]]\nuri = "datasets://{tmp_path / "set"}"\nsplit = "train"\n'
-    assert stage(tmp_path, sources=source) == 3
-    assert stage(tmp_path, sources=source, **SKIP) == 0
+    stage.refuse(3, sources=source, **LIMITED)
+    assert stage.run(sources=source, **SKIP) == 0
     corpus = published(tmp_path / "fsx").manifest.corpus
     assert (corpus.bad_rows, corpus.documents_read) == ({"too long": 1}, sum(len(text.split("\n")) for text in GOOD))
-
-
-TEXTS_IN_BYTES = pa.array([*map(str.encode, GOOD[:9]), b"x" * (LIMIT + 1), b"caf\xe9", b"last"], pa.binary())
-
-
-@pytest.mark.parametrize("writer", [pa.ipc.new_file, pa.ipc.new_stream, pq.ParquetWriter])
-def test_rows_of_columns_are_skipped(tmp_path: Path, writer: Callable[..., Any]) -> None:
-    path, bad_rows = tmp_path / ("a.parquet" if writer is pq.ParquetWriter else "a.arrow"), BadRows("skip")
-    write_table(path, pa.table({"text": TEXTS_IN_BYTES}), writer, rows=5)
-    assert read_all(Source(uri=str(path)), max_document_bytes=LIMIT, bad_rows=bad_rows) == [*GOOD[:9], "last"]
-    assert [file.rows for file in bad_rows.files()] == [{"not UTF-8": 1, "too long": 1}]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl.gz", gzip.compress(b"".join(lines(*GOOD)))[:-9]),
-        ("a.parquet", b"PAR1 and no footer PAR1"),
-        ("a.arrow", b"ARROW1 and no footer"),
-        ("a.jsonl", '{"text": "d\u00e9j\u00e0 vu \u00e0 l\'\u00e9t\u00e9"}\n'.encode("latin-1") * 50),
-    ],
-)
-def test_a_damaged_file_is_no_row(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ArtifactError, match=name):
-        read_all(Source(uri=str(tmp_path)), invalid_utf8="replace", bad_rows=BadRows("skip"))
 
 
 def write_four(folder: Path, *, bad: int) -> list[Path]:
@@ -185,15 +127,12 @@ def write_four(folder: Path, *, bad: int) -> list[Path]:
     return paths
 
 
-def test_above_the_limit_the_worst_files_are_named(
-    stage: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_above_the_limit_the_worst_files_are_named(stage: Stage, tmp_path: Path) -> None:
     paths = write_four(tmp_path / "text", bad=8)
 
-    assert stage(tmp_path / "text", corpus__max_bad_rows=11, **SKIP) == 3
-    errors = capsys.readouterr().err
+    errors = stage.refuse(3, tmp_path / "text", corpus__max_bad_rows=11, **SKIP)
     assert errors.index(f"8 in {paths[2]}") < errors.index(f"4 in {paths[3]}")
-    assert stage(tmp_path / "text", corpus__max_bad_rows=12, **SKIP) == 0
+    assert stage.run(tmp_path / "text", corpus__max_bad_rows=12, **SKIP) == 0
     assert [file.num_rows for file in published(tmp_path / "fsx").manifest.corpus.bad_files] == [8, 4]
 
 
@@ -205,11 +144,9 @@ def test_all_readers_skip_the_same_rows_for_any_workers_and_partitions(tmp_path:
     for workers, split_bytes in ((1, 10**9), (2, 8_000)):
         recipe = write_recipe(
             tmp_path, sources=source, corpus__split_bytes=split_bytes, corpus__validation_fraction=0.2,
-            corpus__max_document_bytes=LIMIT, corpus__duplicates="drop", tokenizer__num_workers=workers, **SKIP,
+            corpus__duplicates="drop", tokenizer__num_workers=workers, **SKIP,
         )  # fmt: skip
-        root = tmp_path / f"fsx-{split_bytes}"
-        assert run(recipe, root) == 0
-        made.append(published(root).manifest)
+        made.append(publish(recipe, tmp_path / f"fsx-{split_bytes}").manifest)
 
     assert len({manifest.content_digest for manifest in made}) == 1
     assert made[0].corpus.bad_rows == made[1].corpus.bad_rows
@@ -241,13 +178,13 @@ def scratches(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("is_other_running", [False, True])
 def test_only_the_file_that_was_mended_or_added_is_encoded_again(
-    stage: Callable[..., int], tmp_path: Path, encoded: list[list[str]], is_other_running: bool
+    stage: Stage, tmp_path: Path, encoded: list[list[str]], is_other_running: bool
 ) -> None:
     """What the stopped command has left is removed, unless a command still uses it."""
     paths, root = write_four(tmp_path / "text", bad=0), tmp_path / "fsx"
     mended = paths[1].read_bytes()
     paths[1].write_bytes(mended[:-300] + b"\n")  # the smallest file is encoded last
-    assert stage(tmp_path / "text") == 3
+    assert stage.run(tmp_path / "text") == 3
     assert sorted(encoded) == [["a.jsonl"], ["c.jsonl"], ["d.jsonl"]]
     [stopped] = scratches(root)
     left = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
@@ -256,47 +193,30 @@ def test_only_the_file_that_was_mended_or_added_is_encoded_again(
     paths[1].write_bytes(mended)
     (tmp_path / "text" / "e.jsonl").write_bytes(b"".join(lines("added")))
     with hold_lock(stopped.with_suffix(".lock")) if is_other_running else nullcontext():
-        assert stage(tmp_path / "text") == 0
+        assert stage.run(tmp_path / "text") == 0
     assert sorted(encoded) == [["b.jsonl"], ["e.jsonl"]]
     assert scratches(root) == ([stopped] if is_other_running else [])
     if is_other_running:
         assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == left
     made = published(root).manifest.content_digest
-    assert run(tmp_path / "small.toml", tmp_path / "undisturbed") == 0
-    assert published(tmp_path / "undisturbed").manifest.content_digest == made
+    assert publish(tmp_path / "small.toml", tmp_path / "undisturbed").manifest.content_digest == made
 
 
 def test_kept_partitions_are_used_by_the_next_corpus_and_removed_with_it(
-    stage: Callable[..., int], tmp_path: Path, encoded: list[list[str]]
+    stage: Stage, tmp_path: Path, encoded: list[list[str]]
 ) -> None:
     write_four(tmp_path / "text", bad=2)
     keep: dict[str, Any] = {"tokenizer__keep_encoded": True, **SKIP}
-    assert stage(tmp_path / "text", **keep) == 0
+    assert stage.run(tmp_path / "text", **keep) == 0
     assert len(encoded) == 4
     assert len(scratches(tmp_path / "fsx")) == 1
 
     for number, (added, kept) in enumerate([(keep, 1), (SKIP, 0)]):
         encoded.clear()
         (tmp_path / "text" / f"e{number}.jsonl").write_bytes(b"".join(lines("added")))
-        assert stage(tmp_path / "text", **added) == 0
+        assert stage.run(tmp_path / "text", **added) == 0
         assert encoded == [[f"e{number}.jsonl"]]
         assert len(scratches(tmp_path / "fsx")) == kept
-
-
-def test_a_damaged_partition_of_another_command_is_encoded_again(
-    stage: Callable[..., int], tmp_path: Path, encoded: list[list[str]]
-) -> None:
-    paths, root = write_four(tmp_path / "text", bad=0), tmp_path / "fsx"
-    mended = paths[1].read_bytes()
-    paths[1].write_bytes(mended[:-300] + b"\n")
-    assert stage(tmp_path / "text") == 3
-    damaged = max(root.rglob("*.train.tokens"))
-    damaged.write_bytes(damaged.read_bytes()[:-2] + b"\1\1")
-
-    encoded.clear()
-    paths[1].write_bytes(mended)
-    assert stage(tmp_path / "text") == 0
-    assert sorted(encoded) == [["b.jsonl"], ["d.jsonl"]]
 
 
 def stop(*_: object) -> None:
@@ -309,11 +229,10 @@ def stop(*_: object) -> None:
         ({"corpus__rows_per_shard": 300}, ""),
         ({"corpus__validation_fraction": 0.3}, "abcd"),
         ({"corpus__duplicates": "drop"}, "b"),
-        ({"tokenizer__encoder": "reference"}, "abcd"),
     ],
 )
 def test_a_partition_is_used_again_where_its_bytes_are_the_same(
-    stage: Callable[..., int],
+    stage: Stage,
     tmp_path: Path,
     encoded: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -325,12 +244,11 @@ def test_a_partition_is_used_again_where_its_bytes_are_the_same(
     paths[1].write_bytes(paths[1].read_bytes() + paths[0].read_bytes().splitlines(keepends=True)[3])
     with monkeypatch.context() as patch:
         patch.setattr("services.tokenizer.build.pack_splits", stop)
-        assert stage(tmp_path / "text") == 75
+        assert stage.run(tmp_path / "text") == 75
     assert sorted(encoded) == [["a.jsonl"], ["b.jsonl"], ["c.jsonl"], ["d.jsonl"]]
     encoded.clear()
 
-    assert stage(tmp_path / "text", **change) == 0
+    assert stage.run(tmp_path / "text", **change) == 0
     assert sorted(encoded) == [[f"{name}.jsonl"] for name in again]
-    made = published(tmp_path / "fsx").manifest.content_digest
-    assert run(tmp_path / "small.toml", tmp_path / "undisturbed") == 0
-    assert published(tmp_path / "undisturbed").manifest.content_digest == made
+    made = published(stage.root).manifest.content_digest
+    assert publish(tmp_path / "small.toml", tmp_path / "undisturbed").manifest.content_digest == made

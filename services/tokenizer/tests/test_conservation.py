@@ -14,17 +14,14 @@ from sentencepiece import sentencepiece_model_pb2
 
 from services.common.artifacts.files import verify_files
 from services.tokenizer.encoding.encoder import token_dtype
-from services.tokenizer.encoding.reference import SentencePieceEncoder
 from services.tokenizer.tests.builders import (
     VOCAB_SIZE,
     decode_documents,
+    load_reference,
     make_documents,
     make_text,
-    published,
+    publish_documents,
     read_stream,
-    run,
-    write_documents,
-    write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.training import train_vocabulary
@@ -54,18 +51,15 @@ NASTY = [
 
 def test_every_byte_of_a_nasty_corpus_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = NASTY + make_documents(60)
-    recipe = write_recipe(
+    corpus = publish_documents(
         tmp_path,
-        write_documents(tmp_path / "text", documents),
+        documents,
         corpus__validation_fraction=0.2,
         corpus__split_bytes=5_000,
         corpus__sequence_length=128,
         corpus__rows_per_shard=1_000,
     )
 
-    assert run(recipe, tmp_path / "fsx") == 0
-
-    corpus = published(tmp_path / "fsx")
     verify_files(corpus.path, corpus.manifest)
     train, validation = decode_documents(corpus.path, "train"), decode_documents(corpus.path, "validation")
     kept = [document.removeprefix(codecs.BOM_UTF8) for document in documents if document]
@@ -81,11 +75,7 @@ def test_every_byte_of_a_nasty_corpus_comes_back(tmp_path: Path, capsys: pytest.
 
 
 def test_counts_say_where_every_token_is(tmp_path: Path) -> None:
-    recipe = write_recipe(
-        tmp_path, write_documents(tmp_path / "text", make_documents(30)), corpus__validation_fraction=0.3
-    )
-    assert run(recipe, tmp_path / "fsx") == 0
-    corpus = published(tmp_path / "fsx")
+    corpus = publish_documents(tmp_path, make_documents(30), corpus__validation_fraction=0.3)
 
     for split, counts in corpus.manifest.corpus.splits.items():
         stream = read_stream(corpus.path, split)
@@ -97,10 +87,8 @@ def test_counts_say_where_every_token_is(tmp_path: Path) -> None:
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
     documents = [b"good " * 40, b"latin-1 caf\xe9 text", b"cut off \xe2\x82", b"caf\xc3\xa9"]
-    recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", documents), tokenizer__train__vocab_size=300)
-    assert run(recipe, tmp_path / "fsx", "--model.vocab_size=300") == 0
+    corpus = publish_documents(tmp_path, documents, tokenizer__train__vocab_size=300, model__vocab_size=300)
 
-    corpus = published(tmp_path / "fsx")
     expected = [documents[0], "latin-1 caf\ufffd text".encode(), "cut off \ufffd".encode(), "café".encode()]
     assert decode_documents(corpus.path, "train") == expected
     assert corpus.manifest.corpus.documents_with_invalid_utf8 == 2
@@ -108,7 +96,7 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
 
 def test_control_text_stays_text() -> None:
     """An author's `</s>` must not end a document."""
-    encoder = SentencePieceEncoder(train_vocabulary(make_documents(50), VOCAB_SIZE))
+    encoder = load_reference(train_vocabulary(make_documents(50), VOCAB_SIZE))
     ids, offsets = encoder.encode(TextBatch.of([b"<s> </s> <unk>", b"<0x0A>"]))
 
     assert offsets.tolist() == [0, offsets[1], len(ids)]
@@ -118,7 +106,7 @@ def test_control_text_stays_text() -> None:
 
 
 def test_documents_without_a_token_take_no_room() -> None:
-    encoder = SentencePieceEncoder(train_vocabulary(make_documents(50), VOCAB_SIZE))
+    encoder = load_reference(train_vocabulary(make_documents(50), VOCAB_SIZE))
     ids, offsets = encoder.encode(TextBatch.of([b"", b"a", b"", b"b", b""]))
 
     lengths = np.diff(offsets)
@@ -136,15 +124,9 @@ def test_a_vocabulary_above_65536_is_stored_in_32_bits(tmp_path: Path) -> None:
         model.pieces.add(piece=f"#{index}#", score=-1e6 - index)
     model.pieces.add(piece="€", score=-1e7)
     (tmp_path / "large.model").write_bytes(model.SerializeToString())
-    recipe = write_recipe(
-        tmp_path,
-        write_documents(tmp_path / "text", ["€ and more ".encode() * 20]),
-        tokenizer__model=str(tmp_path / "large.model"),
-        model__vocab_size=len(model.pieces),
-    )
-    assert run(recipe, tmp_path / "fsx") == 0
+    settings = {"tokenizer__model": str(tmp_path / "large.model"), "model__vocab_size": len(model.pieces)}
+    corpus = publish_documents(tmp_path, ["€ and more ".encode() * 20], **settings)
 
-    corpus = published(tmp_path / "fsx")
     assert corpus.manifest.corpus.token_dtype == "uint32"
     assert read_stream(corpus.path, "train").tokens.max() == len(model.pieces) - 1 > 2**16
     assert decode_documents(corpus.path, "train") == ["€ and more ".encode() * 20]
@@ -153,9 +135,7 @@ def test_a_vocabulary_above_65536_is_stored_in_32_bits(tmp_path: Path) -> None:
 
 def test_ids_are_those_of_sentencepiece(tmp_path: Path) -> None:
     documents = make_documents(20) + [document for document in NASTY[:16] if document]
-    recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", documents))
-    assert run(recipe, tmp_path / "fsx") == 0
-    corpus = published(tmp_path / "fsx")
+    corpus = publish_documents(tmp_path, documents)
 
     model = sentencepiece.SentencePieceProcessor(model_file=str(corpus.path / "tokenizer" / "tokenizer.model"))
     expected = [[model.bos_id(), *model.encode(document.decode("utf-8-sig")), model.eos_id()] for document in documents]

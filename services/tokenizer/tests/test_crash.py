@@ -25,6 +25,7 @@ from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
     make_text,
+    publish,
     published,
     run,
     start,
@@ -196,8 +197,7 @@ def test_a_second_run_finds_the_corpus_and_a_changed_input_makes_another(
 ) -> None:
     text = write_documents(tmp_path / "text", make_documents(40))
     recipe, root = write_recipe(tmp_path, text), tmp_path / "fsx"
-    assert run(recipe, root) == 0
-    first = published(root)
+    first = publish(recipe, root)
     assert capsys.readouterr().out.startswith(f"published  {first.path}\n")
     assert run(recipe, root) == 0
     assert capsys.readouterr().out.startswith(f"already published  {first.path}\n")

@@ -17,7 +17,7 @@ import pytest
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, PIECES, published, run, write_model, write_recipe
+from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES
 
 TEN_LINES = "".join(f"line {number} of ten\n" for number in range(10))
 
@@ -108,17 +108,6 @@ def test_rows_are_those_of_load_dataset(tmp_path: Path, name: str) -> None:
     assert read(folder) == ["" if text is None else text for text in theirs["text"]]
 
 
-def test_three_text_files_of_ten_lines_are_30_documents_of_a_corpus(tmp_path: Path) -> None:
-    folder = write(tmp_path / "folder", {f"{name}.txt": TEN_LINES for name in "abc"})
-    settings: dict[str, Any] = {"tokenizer__model": str(write_model(tmp_path)), "model__vocab_size": PIECES}
-    documents: list[int] = []
-    for uri in (f"datasets://{folder}", str(folder)):
-        root = tmp_path / f"fsx-{len(documents)}"
-        assert run(write_recipe(tmp_path, uri, **settings), root) == 0
-        documents.append(published(root).manifest.corpus.documents_read)
-    assert documents == [30, 3]
-
-
 @pytest.mark.parametrize(
     ("files", "error"),
     [
@@ -140,13 +129,6 @@ def test_what_has_no_column_of_text_is_refused(
 ) -> None:
     with pytest.raises(error, match="folder"):
         read(write(tmp_path / "folder", files))
-
-
-def test_a_first_part_without_text_does_not_decide_that_there_is_none(tmp_path: Path) -> None:
-    """`load_dataset` itself fails for such a folder."""
-    files = {"a.jsonl": objects(None, None), "b.jsonl": objects("x"), "c.jsonl": objects(None)}
-    assert read(write(tmp_path / "folder", files)) == ["", "", "x", ""]
-    assert read(write(tmp_path / "csv", {"a.csv": "id,text\n1,\n2,\n", "b.csv": "id,text\n3,x\n"})) == ["", "", "x"]
 
 
 def test_a_change_of_the_cards_options_is_another_input(tmp_path: Path) -> None:

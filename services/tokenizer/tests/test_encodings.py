@@ -1,19 +1,25 @@
-"""A byte-order mark names its encoding, and text in another encoding is refused, however a file is stored and cut."""
+"""A byte-order mark names its encoding, and text that is not UTF-8 is replaced and counted, or refused."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, decode_documents, published, run, write_recipe
-from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all
+from services.tokenizer.tests.bad_input.stage import TEXTS as GOOD
+from services.tokenizer.tests.bad_input.stage import Stage, jsonl, write_table
+from services.tokenizer.tests.builders import DOCUMENTS, MAX_DOCUMENT_BYTES, decode_documents, published, read_all
 
 MARKED = {
     "utf-8": codecs.BOM_UTF8,
@@ -100,17 +106,43 @@ def test_the_share_of_repaired_text_is_that_of_the_file_however_it_is_cut(
         assert (len(documents), repaired) == (good_lines + 5, 5)
 
 
-def test_marked_text_gives_the_same_corpus_for_any_number_of_workers(tmp_path: Path, model: Path) -> None:
-    rows = [{"text": text} for text in DOCUMENTS if text.strip()]
-    for number in range(3):
-        lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows[number::3])
-        (tmp_path / f"{number}.jsonl").write_text(lines, encoding="utf-16")
-    recipe = write_recipe(tmp_path, tmp_path / "*.jsonl", tokenizer__model=str(model), model__vocab_size=300)
-    digests = set()
-    for workers in (1, 2):
-        root = tmp_path / f"fsx{workers}"
-        assert run(recipe, root, f"--tokenizer.num_workers={workers}", f"--corpus.split_bytes={8_000 * workers}") == 0
-        digests.add(published(root).manifest.content_digest)
-        expected = [row["text"] for number in range(3) for row in rows[number::3]]
-        assert decode_documents(published(root).path, "train") == [text.encode() for text in expected]
-    assert len(digests) == 1
+SURROGATES = [r"\ud800", r"\udfff and \udc80"]
+"""Escapes in JSON."""
+
+
+def test_lone_surrogates_are_replaced_and_counted(stage: Stage, tmp_path: Path) -> None:
+    lines = b"".join(b'{"text": "%s %d"}\n' % (text.encode(), index) for index, text in enumerate(SURROGATES))
+    (tmp_path / "a.jsonl").write_bytes(lines + jsonl(GOOD))
+
+    assert stage.run(tmp_path / "a.jsonl") == 0
+
+    corpus = published(stage.root)
+    expected = ["\ufffd 0", "\ufffd and \ufffd 1"]
+    assert [document.decode() for document in decode_documents(corpus.path, "train")] == expected + GOOD
+    assert corpus.manifest.corpus.documents_with_invalid_utf8 == 2
+
+
+@pytest.mark.parametrize("text", SURROGATES)
+def test_a_lone_surrogate_is_rejected_with_its_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(GOOD) + b'\n{"text": "lone %s"}\n' % text.encode())
+    with pytest.raises(ArtifactError, match=r"a\.jsonl:62: .*0x.. at 5 "):
+        read_all(Source(uri=str(tmp_path)), 3_000)
+
+
+@pytest.mark.parametrize("writer", [pq.ParquetWriter, pa.ipc.new_file, pa.ipc.new_stream])
+@pytest.mark.parametrize("split_bytes", [1, 10**6])
+def test_a_broken_value_of_a_binary_column(tmp_path: Path, writer: Callable[..., Any], split_bytes: int) -> None:
+    """Rows 48 and 51 of 60 in groups of 20 are not UTF-8."""
+    values = [text.encode() for text in GOOD]
+    values[47] = b"latin-1 caf\xe9"
+    values[50] = "cut off €".encode()[:-1]
+    path = tmp_path / ("a.parquet" if writer is pq.ParquetWriter else "a.arrow")
+    write_table(path, pa.table({"text": pa.array(values, pa.binary())}), writer)
+
+    with pytest.raises(ArtifactError, match=rf"{path.name}: row 48, column 'text': .*0xe9 at 11"):
+        read_all(Source(uri=str(path)), split_bytes)
+    expected = [value.decode("utf-8", "replace") for value in values]
+    assert read_all(Source(uri=str(path)), split_bytes, invalid_utf8="replace") == expected
+    bad_rows = BadRows("skip")
+    assert read_all(Source(uri=str(path)), split_bytes, bad_rows=bad_rows) == GOOD[:47] + GOOD[48:50] + GOOD[51:]
+    assert sum(file.rows["not UTF-8"] for file in bad_rows.files()) == 2

@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.tests.builders import (
-    PIECES,
-    is_anything_published,
-    make_documents,
-    make_text,
-    run,
-    write_documents,
-    write_recipe,
-)
+from services.tokenizer.tests.bad_input.stage import Stage
+from services.tokenizer.tests.builders import make_documents, make_text, run, write_documents, write_recipe
 
 GOOD_LINE = b'{"text": "good"}\n'
 
@@ -55,22 +48,8 @@ def file(name: str, content: bytes) -> Callable[[Path], Path]:
         (lambda _: "pydoc://json", 2, "pydoc://json"),
     ],
 )
-def test_wrong_inputs(
-    tmp_path: Path,
-    model: Path,
-    capsys: pytest.CaptureFixture[str],
-    write: Callable[[Path], Path | str],
-    exit_code: int,
-    expected: str,
-) -> None:
-    recipe = write_recipe(tmp_path, write(tmp_path), tokenizer__model=str(model), model__vocab_size=PIECES)
-
-    assert run(recipe, tmp_path / "fsx") == exit_code
-
-    message = capsys.readouterr().err
-    assert message.count("millrace: ") == 1
-    assert expected in message
-    assert not is_anything_published(tmp_path / "fsx")
+def test_wrong_inputs(stage: Stage, write: Callable[[Path], Any], exit_code: int, expected: str) -> None:
+    assert expected in stage.refuse(exit_code, write(stage.folder))
 
 
 @pytest.mark.parametrize(
@@ -79,24 +58,20 @@ def test_wrong_inputs(
         ({"tokenizer__train__vocab_size": 9_000, "model__vocab_size": 9_000}, 2, "model.vocab_size"),
         ({"tokenizer__model": "missing.model"}, 3, "missing.model"),
         ({"tokenizer__model": __file__}, 3, "test_errors.py"),
-        ({"tokenizer__model": "given.model", "model__vocab_size": 500}, 2, "500"),
+        ({"tokenizer__model": "MODEL", "model__vocab_size": 500}, 2, "500"),
     ],
 )
 def test_wrong_vocabularies(
     tmp_path: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     overrides: dict[str, Any],
     exit_code: int,
     expected: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "given.model").write_bytes(model.read_bytes())
+    overrides = {key: str(model) if value == "MODEL" else value for key, value in overrides.items()}
     recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", make_documents(30)), **overrides)
-
     assert run(recipe, tmp_path / "fsx") == exit_code
-
     assert expected in capsys.readouterr().err
 
 
@@ -116,9 +91,3 @@ def test_dry_run_computes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert '"max_steps": 77' in printed
     assert not (tmp_path / "fsx").exists()
-
-
-def test_an_unknown_recipe_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path, tmp_path)
-    assert run(recipe, tmp_path / "fsx", "--corpus.sequence_lenght=16") == 2
-    assert "'corpus.sequence_length'" in capsys.readouterr().err

@@ -16,15 +16,13 @@ import pytest
 
 from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources.input_files import BLOCK_FILES
 from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_table
-from services.tokenizer.tests.builders import published
-from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all
+from services.tokenizer.tests.builders import DOCUMENTS, published, read_all
 
 ROWS: list[dict[str, Any]] = [
-    {"id": number, "text": text, "meta": {"a.b": "no", "en": text[:3]}} for number, text in enumerate(TEXTS[:9])
+    {"id": number, "text": text, "meta": {"a.b": "no", "en": text[:3]}} for number, text in enumerate(DOCUMENTS[:20])
 ]
-ROWS += [{"id": 9, "text": None, "meta": None}, {"id": 10, "text": "", "meta": {"a.b": None, "en": None}}]
+ROWS += [{"id": 20, "text": None, "meta": None}, {"id": 21, "text": "", "meta": {"a.b": None, "en": None}}]
 TABLE = pa.Table.from_pylist(ROWS)
 
 
@@ -45,6 +43,17 @@ def arrow(table: pa.Table, writer: Callable[..., Any] = pa.ipc.new_stream) -> Ca
     return lambda path: write_table(path, table, writer, rows=4)
 
 
+def compressed(written: bytes, codec: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(written)
+    return sink.getvalue().to_pybytes()
+
+
+def with_text(kind: pa.DataType) -> pa.Table:
+    return TABLE.set_column(1, "text", TABLE["text"].cast(kind))
+
+
 def content(written: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(written)
 
@@ -59,18 +68,24 @@ FILES: dict[str, Callable[[Path], object]] = {
     "marked.json": content(b"\xef\xbb\xbf \r\n" + json.dumps(ROWS, indent=1).encode()),
     "array.json.gz": content(gzip.compress(json.dumps(ROWS).encode())),
     "array.jsonl": content(json.dumps(ROWS).encode()),
-    "objects.json": content("\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
     "strings.json": content(json.dumps([row["text"] or "" for row in ROWS]).encode()),
     "null-array.json": content(json.dumps([row if row["text"] is not None else None for row in ROWS]).encode()),
     "null-lines.jsonl": content(b"\n".join(lines([row]) if row["text"] is not None else b"null" for row in ROWS)),
     "e.ndjson.gz": content(gzip.compress(lines(ROWS))),
     "f.JSON.XZ": content(lzma.compress(lines(ROWS))),
+    "g.jsonl.zst": content(compressed(lines(ROWS), "zstd")),
+    "h.jsonl.lz4": content(compressed(lines(ROWS), "lz4")),
+    "raw.jsonl": content("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()),
     "a.parquet": parquet(TABLE),
     "a.arrow": arrow(TABLE, pa.ipc.new_file),
     "b.arrow": arrow(TABLE),
+    "words.parquet": parquet(with_text(pa.dictionary(pa.int32(), pa.string()))),
+    "large.arrow": arrow(with_text(pa.large_string())),
+    "view.arrow": arrow(with_text(pa.string_view()), pa.ipc.new_file),
+    "words.arrow": arrow(with_text(pa.dictionary(pa.int32(), pa.string()))),
 }
 EXPECTED = [row["text"] or "" for row in ROWS]
-KNOWN_TO_DATASETS = [name for name in FILES if not name.startswith(("marked", "objects", "c.", "f.", "array.jsonl"))]
+KNOWN_TO_DATASETS = [name for name in FILES if name[:2] in ("a.", "b.", "d.") or name == "array.json"]
 
 
 @pytest.mark.parametrize("split_bytes", [40, 10**9])
@@ -110,7 +125,6 @@ PARTS: dict[str, tuple[Callable[[Path], object], int]] = {
     "null-words.arrow": (arrow(pa.table({"text": pa.nulls(3, pa.string()).dictionary_encode()})), 3),
     "no-rows.arrow": (arrow(NULLS.slice(0, 0), pa.ipc.new_file), 0),
     "no-rows-stream.arrow": (arrow(NULLS.slice(0, 0)), 0),
-    "no-columns.arrow": (arrow(pa.table({}), pa.ipc.new_file), 0),
 }
 
 
@@ -129,43 +143,23 @@ def test_parts_without_text_are_read_among_others_and_their_nulls_are_counted(st
     assert (corpus.documents_read, corpus.documents_empty) == (len(TEXTS) + nulls, nulls)
 
 
-def test_a_part_without_the_key_may_be_alone_in_a_block_of_files(stage: Stage, tmp_path: Path) -> None:
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    for number in range(BLOCK_FILES):
-        (folder / f"{number:04}.jsonl").write_bytes(jsonl([f"{number} {TEXTS[0]}"]))
-    (folder / "last.jsonl").write_bytes(b'{"id": 1}\n' * 3)
-
-    assert stage.run(folder) == 0
-
-    corpus = published(stage.root).manifest.corpus
-    assert (corpus.documents_read, corpus.documents_empty) == (BLOCK_FILES + 3, 3)
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "array.json", "a.parquet", "a.arrow", "b.arrow"])
 def test_a_nested_column_is_named_with_a_dot(tmp_path: Path, name: str) -> None:
     FILES[name](tmp_path / name)
     source = Source(uri=str(tmp_path / name), column="meta.en")
     assert read_all(source) == [(row["meta"] or {}).get("en") or "" for row in ROWS]
-    assert read_all(source.model_copy(update={"column": "meta.a.b"})) == ["no"] * 9 + [""] * 2
+    assert read_all(source.model_copy(update={"column": "meta.a.b"})) == ["no"] * 20 + [""] * 2
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "b.arrow"])
-@pytest.mark.parametrize(("column", "advice"), [("body", "meta"), ("meta.de", "meta"), ("meta", "meta.en")])
-def test_a_column_that_is_no_text_is_refused_with_those_that_are(
-    stage: Stage, tmp_path: Path, name: str, column: str, advice: str
+@pytest.mark.parametrize(("column", "exit_code"), [("body", 2), ("meta.de", 2), ("meta", 3)])
+def test_a_key_that_is_missing_or_holds_no_text_is_refused(
+    stage: Stage, tmp_path: Path, column: str, exit_code: int
 ) -> None:
-    FILES[name](tmp_path / name)
-    is_value = name == "a.jsonl" and column == "meta"
-    sources = f'[[corpus.sources]]\nuri = "{tmp_path / name}"\ncolumn = "{column}"\n'
-    message = stage.refuse(3 if is_value else 2, sources=sources)
-    assert all(part in message for part in (name, repr(column), "dict" if is_value else advice))
-
-
-def test_elements_of_an_array_are_read_across_blocks(tmp_path: Path) -> None:
-    texts = ["x" * 700_000, 'é\\"' * 400_000, *DOCUMENTS, "y" * 3_000_000]
-    (tmp_path / "a.json").write_text(json.dumps([{"n": 1.5e300, "text": text, "b": True} for text in texts]))
-    assert read_all(Source(uri=str(tmp_path))) == texts
+    FILES["a.jsonl"](tmp_path / "a.jsonl")
+    sources = f'[[corpus.sources]]\nuri = "{tmp_path / "a.jsonl"}"\ncolumn = "{column}"\n'
+    message = stage.refuse(exit_code, sources=sources)
+    assert "a.jsonl" in message
+    assert repr(column) in message
 
 
 @pytest.mark.parametrize(
@@ -173,6 +167,7 @@ def test_elements_of_an_array_are_read_across_blocks(tmp_path: Path) -> None:
     [
         (".gz", gzip.compress, bytes(512), True),
         (".gz", gzip.compress, b"garbage", False),
+        (".bz2", bz2.compress, b"", True),
         (".bz2", bz2.compress, b"garbage", False),
     ],
 )

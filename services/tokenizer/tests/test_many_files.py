@@ -16,7 +16,6 @@ from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.partition_plan import plan_partitions
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import BLOCK_FILES
-from services.tokenizer.tasks import map_largest_first
 from services.tokenizer.tests.builders import write_recipe
 
 LINE = b'{"text": "a document of a million"}\n'
@@ -89,27 +88,3 @@ def test_a_damaged_plan_is_made_anew(tmp_path: Path, damaged: str) -> None:
 
     assert [again.read_partition(index) for index in range(len(again.read_partitions()))] == expected
     assert again.is_finished()
-
-
-def test_the_largest_task_starts_first_and_what_can_be_split_is_split(tmp_path: Path) -> None:
-    """A compressed file is one task, which would keep all other workers waiting if it was the last one."""
-    import gzip  # noqa: PLC0415
-
-    (tmp_path / "texts").mkdir()
-    for name, lines in (("a", 10), ("b", 10), ("m", 400), ("y", 10)):
-        (tmp_path / "texts" / f"{name}.jsonl").write_bytes(LINE * lines)
-    incompressible = b"".join(b'{"text": "%d"}\n' % (number**9) for number in range(4_000))
-    (tmp_path / "texts" / "z.jsonl.gz").write_bytes(gzip.compress(incompressible))
-    recipe = load_recipe(write_recipe(tmp_path, tmp_path / "texts", corpus__split_bytes=100 * len(LINE)))
-    plan = plan_partitions(tmp_path / "plan", recipe, list_corpus_inputs(recipe).listings, inline)
-    partitions = plan.read_partitions()
-    started = []
-
-    def start(index: int) -> None:
-        started.append([each.file.name for each in plan.read_partition(index).file_ranges])
-
-    list(map_largest_first(inline, start, range(len(partitions)), partitions["bytes"], 1))
-
-    assert started[0] == ["z.jsonl.gz"]
-    assert started.count(["m.jsonl"]) >= 3
-    assert started[-1] != ["z.jsonl.gz"]

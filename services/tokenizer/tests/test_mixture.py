@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,19 @@ import sentencepiece
 from services.common.artifacts.corpus import SPLITS, CorpusManifest
 from services.common.artifacts.store import Artifact
 from services.tokenizer.tests.builders import (
-    PIECES,
     decode_documents,
     make_documents,
     make_text,
-    published,
+    publish,
     read_stream,
-    run,
     write_recipe,
 )
 
+Mix = Callable[..., Artifact[CorpusManifest]]
 
-def make_short(count: int, *, seed: int) -> list[bytes]:
-    return [b"%d of %d: " % (index, seed) + make_text(30, seed=seed * 10_000 + index) for index in range(count)]
+
+def make_short(number: int, *, seed: int) -> list[bytes]:
+    return [b"%d of %d: " % (index, seed) + make_text(30, seed=seed * 10_000 + index) for index in range(number)]
 
 
 def write_lines(path: Path, documents: Sequence[bytes]) -> Path:
@@ -39,32 +39,22 @@ def source(uri: Path, weight: float | None = None) -> str:
     return f'[[corpus.sources]]\nuri = "{uri}"\n' + (f"weight = {weight}\n" if weight is not None else "")
 
 
-class Mixer:
-    """Runs the stage over several sources, with a given vocabulary."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self._folder, self._model = folder, model
-        self._count = 0
-
-    def mix(self, *sources: str, arguments: Sequence[str] = (), **settings: Any) -> Artifact[CorpusManifest]:
-        settings = {"tokenizer__model": str(self._model), "model__vocab_size": PIECES} | settings
-        recipe = write_recipe(self._folder, sources="".join(sources), **settings)
-        self._count += 1
-        root = self._folder / f"fsx-{self._count}"
-        assert run(recipe, root, *arguments) == 0
-        return published(root)
-
-
 @pytest.fixture
-def mixer(tmp_path: Path, model: Path) -> Mixer:
-    return Mixer(tmp_path, model)
+def mix(tmp_path: Path, model: Path) -> Mix:
+    """Runs the stage over several sources, with a given vocabulary, each time below another root."""
+    roots = (tmp_path / f"fsx-{number}" for number in count())
+
+    def mix(*sources: str, **settings: Any) -> Artifact[CorpusManifest]:
+        return publish(write_recipe(tmp_path, sources="".join(sources), model=model, **settings), next(roots))
+
+    return mix
 
 
-def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: Path, mixer: Mixer) -> None:
+def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: Path, mix: Mix) -> None:
     documents = make_short(2_000, seed=1)
     texts = source(write_lines(tmp_path / "a.jsonl", documents), 0.25)
 
-    made = [mixer.mix(texts, arguments=arguments) for arguments in ([], ["--corpus.split_bytes=5000"])]
+    made = [mix(texts), mix(texts, corpus__split_bytes=5_000)]
 
     assert len({corpus.manifest.content_digest for corpus in made}) == 1
     kept = decode_documents(made[0].path, "train")
@@ -75,17 +65,10 @@ def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: P
     assert (counts.documents_read, counts.documents_not_sampled) == (2_000, 2_000 - len(kept))
 
 
-def test_what_a_smaller_weight_takes_a_larger_one_takes_too(tmp_path: Path, mixer: Mixer) -> None:
-    """A larger weight adds documents and removes none."""
-    path = write_lines(tmp_path / "a.jsonl", make_short(400, seed=1))
-    kept = [Counter(decode_documents(mixer.mix(source(path, weight)).path, "train")) for weight in (0.4, 1, 1.3)]
-    assert all(smaller < larger for smaller, larger in pairwise(kept))
-
-
-def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(tmp_path: Path, mixer: Mixer) -> None:
+def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(tmp_path: Path, mix: Mix) -> None:
     """Copies of a document are far apart, so no training sequence holds two of them."""
     repeated, once = make_short(400, seed=1), make_short(50, seed=2)
-    corpus = mixer.mix(
+    corpus = mix(
         source(write_lines(tmp_path / "a.jsonl", repeated), 2.5),
         source(write_lines(tmp_path / "b.jsonl", once)),
         corpus__split_bytes=2_000,
@@ -102,34 +85,12 @@ def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(tm
     assert [each.splits["train"].documents for each in counts.sources] == [800 + len(third), 50]
 
 
-def test_validation_documents_are_not_repeated(tmp_path: Path, mixer: Mixer) -> None:
-    documents = make_short(300, seed=1)
-    corpus = mixer.mix(source(write_lines(tmp_path / "a.jsonl", documents), 3), corpus__validation_fraction=0.2)
-
-    train, validation = (Counter(decode_documents(corpus.path, split)) for split in SPLITS)
-    assert set(train) | set(validation) == set(documents)
-    assert not set(train) & set(validation)
-    assert set(train.values()) == {3}
-    assert set(validation.values()) == {1}
-    assert 30 < len(validation) < 90
-
-
-def test_a_sampled_source_has_validation_documents_too(tmp_path: Path, mixer: Mixer) -> None:
-    """Sampling and validation use different hashes of a document, or one choice would decide the other."""
-    path = write_lines(tmp_path / "a.jsonl", make_short(1_000, seed=1))
-    counts = mixer.mix(source(path, 0.3), corpus__validation_fraction=0.3).manifest.corpus
-    train, validation = (counts.splits[split].documents for split in SPLITS)
-    assert 257 < validation < 343  # the standard deviation is 14.5
-    assert 169 < train < 251
-    assert counts.documents_not_sampled == 1_000 - train - validation
-
-
-def test_mixtures_of_other_weights_have_the_same_validation_split(tmp_path: Path, mixer: Mixer) -> None:
+def test_mixtures_of_other_weights_have_the_same_validation_split(tmp_path: Path, mix: Mix) -> None:
     """Losses of mixtures can be compared only on the same documents, token for token with a given vocabulary."""
     texts = [make_short(300, seed=1), make_documents(40, seed=2), make_documents(30, seed=3)]
     paths = [write_lines(tmp_path / f"{number}.jsonl", documents) for number, documents in enumerate(texts)]
     made = [
-        mixer.mix(*map(source, paths, weights), corpus__validation_fraction=0.2, corpus__split_bytes=5_000)
+        mix(*map(source, paths, weights), corpus__validation_fraction=0.2, corpus__split_bytes=5_000)
         for weights in ([1, 1, 1], [0.1, 1, 2.5], [2.5, 0.1, 1])
     ]
 
@@ -145,12 +106,10 @@ def test_mixtures_of_other_weights_have_the_same_validation_split(tmp_path: Path
         assert not held_out & set(decode_documents(corpus.path, "train"))
 
 
-def test_shares_add_up_and_are_those_of_the_shards(
-    tmp_path: Path, mixer: Mixer, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shares_add_up_and_are_those_of_the_shards(tmp_path: Path, mix: Mix, model: Path) -> None:
     texts = [make_short(200, seed=1), make_documents(30, seed=2), make_documents(20, seed=3)]
     weights = [0.5, 1, 2.25]
-    corpus = mixer.mix(
+    corpus = mix(
         *(
             source(write_lines(tmp_path / f"{number}.jsonl", documents), weight)
             for number, (documents, weight) in enumerate(zip(texts, weights, strict=True))
@@ -185,27 +144,13 @@ def test_shares_add_up_and_are_those_of_the_shards(
     trained_on = [each.splits["train"].tokens for each in counted]
     assert [each.share for each in counted] == [tokens / sum(trained_on) for tokens in trained_on]
     assert sum(each.share for each in counted) == pytest.approx(1, abs=1e-12)
-    printed = capsys.readouterr().out
-    for each in counted:
-        line = next(line for line in printed.splitlines() if each.uri in line)
-        assert all(part in line for part in (f"{each.share:.1%}", f"{each.splits['validation'].tokens:,}"))
 
 
-def test_a_weight_of_one_is_the_default(tmp_path: Path, mixer: Mixer) -> None:
-    path = write_lines(tmp_path / "a.jsonl", make_short(50, seed=1))
-    silent, written = mixer.mix(source(path)), mixer.mix(source(path, 1.0))
-    assert silent.manifest.id == written.manifest.id
-    assert silent.manifest.content_digest == written.manifest.content_digest
-    assert mixer.mix(source(path, 0.999999)).manifest.id != silent.manifest.id
-
-
-def test_short_documents_are_dropped_and_counted(
-    tmp_path: Path, mixer: Mixer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_documents_are_dropped_and_counted(tmp_path: Path, mix: Mix) -> None:
     """The limit counts bytes, not characters."""
     long = make_documents(20, mean_bytes=300, seed=1)
     documents = [b"", b"a" * 9, b"a" * 10, "é".encode() * 5, *long]
-    corpus = mixer.mix(source(write_lines(tmp_path / "a.jsonl", documents), 2), corpus__min_document_bytes=10)
+    corpus = mix(source(write_lines(tmp_path / "a.jsonl", documents), 2), corpus__min_document_bytes=10)
 
     kept = [document for document in documents if len(document) >= 10]
     assert len(kept) < len(documents)
@@ -213,27 +158,16 @@ def test_short_documents_are_dropped_and_counted(
     counts = corpus.manifest.corpus
     assert (counts.documents_read, counts.documents_empty) == (2 * len(documents), 0)
     assert counts.documents_too_short == 2 * (len(documents) - len(kept))
-    assert f"{counts.documents_too_short} shorter than corpus.min_document_bytes" in capsys.readouterr().out
 
 
-def test_a_vocabulary_is_trained_on_what_enters_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    documents = make_documents(300, mean_bytes=100)
-    sources = source(write_lines(tmp_path / "a.jsonl", documents), 1.3)
-    recipe = write_recipe(tmp_path, sources=sources, corpus__min_document_bytes=50, tokenizer__train__vocab_size=PIECES)
-    assert run(recipe, tmp_path / "fsx", f"--model.vocab_size={PIECES}") == 0
-    text_bytes = published(tmp_path / "fsx").manifest.corpus.text_bytes
-    assert f"{text_bytes:,} bytes of text" in capsys.readouterr().err
-    assert text_bytes > sum(len(document) for document in documents if len(document) >= 50)
-
-
-def test_any_number_of_workers_mixes_the_same_corpus(tmp_path: Path, mixer: Mixer) -> None:
+def test_any_number_of_workers_mixes_the_same_corpus(tmp_path: Path, mix: Mix) -> None:
     sources = [
         source(write_lines(tmp_path / "a.jsonl", make_documents(60, seed=1)), 0.5),
         source(write_lines(tmp_path / "b.jsonl", make_documents(20, seed=2)), 2.5),
         source(write_lines(tmp_path / "c.jsonl", make_documents(20, seed=3))),
     ]
     made = [
-        mixer.mix(
+        mix(
             *sources,
             corpus__validation_fraction=0.1,
             corpus__min_document_bytes=100,
@@ -247,12 +181,12 @@ def test_any_number_of_workers_mixes_the_same_corpus(tmp_path: Path, mixer: Mixe
     assert made[0].corpus.sources == made[1].corpus.sources == made[2].corpus.sources
 
 
-def test_a_document_of_two_sources_is_chosen_alike_in_both(tmp_path: Path, mixer: Mixer) -> None:
+def test_a_document_of_two_sources_is_chosen_alike_in_both(tmp_path: Path, mix: Mix) -> None:
     """The document is not removed, and is never in both splits."""
     shared, left, right = make_short(200, seed=1), make_short(100, seed=2), make_short(100, seed=3)
     paths = [write_lines(tmp_path / "a.jsonl", left + shared), write_lines(tmp_path / "b.jsonl", shared + right)]
 
-    corpus = mixer.mix(*(source(path, 0.5) for path in paths), corpus__validation_fraction=0.3)
+    corpus = mix(*(source(path, 0.5) for path in paths), corpus__validation_fraction=0.3)
 
     train, validation = (Counter(decode_documents(corpus.path, split)) for split in SPLITS)
     assert not set(train) & set(validation)

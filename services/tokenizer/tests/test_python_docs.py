@@ -92,12 +92,6 @@ else:
     assert "undocumented.py" not in read_library(library)
 
 
-def test_topics_are_documents_of_their_own(tmp_path: Path) -> None:
-    files = python_docs.list_modules(write_library(tmp_path / "lib"))
-    [batch] = read_documents(cut_file(files[0], 1), "reject", MAX_DOCUMENT_BYTES)
-    assert batch.documents() == [b"The if statement", b"nothing"]
-
-
 def test_packages_and_tests_are_not_the_library(tmp_path: Path) -> None:
     library = write_library(tmp_path / "lib")
     for folder in ("site-packages/numpy", "test", "json/tests", "json"):

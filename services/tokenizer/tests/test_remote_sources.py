@@ -21,8 +21,17 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.tests.builders import PIECES, make_documents, published, run, write_recipe
-from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write_gzip, write_jsonl, write_parquet
+from services.tokenizer.tests.builders import (
+    DOCUMENTS,
+    make_documents,
+    publish,
+    read_all,
+    run,
+    write_gzip,
+    write_jsonl,
+    write_parquet,
+    write_recipe,
+)
 
 # Web servers and stores
 
@@ -59,8 +68,7 @@ def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path, model:
     write_parquet(site / "texts" / "a.parquet")
     write_jsonl(site / "texts" / "b.jsonl")
     write_gzip(site / "texts" / "c.jsonl.gz")
-    names = ["a.parquet", "b.jsonl", "c.jsonl.gz"]
-    settings: dict[str, Any] = {"tokenizer__model": str(model), "model__vocab_size": PIECES}
+    names, digests = ["a.parquet", "b.jsonl", "c.jsonl.gz"], set()
     with serve(site) as address:
         sources = {
             "files": [f"{address}/texts/{name}" for name in names],
@@ -69,10 +77,10 @@ def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path, model:
             "local": [str(site / "texts")],
         }
         for name, uris in sources.items():
-            assert run(write_recipe(tmp_path, *uris, **settings), tmp_path / name) == 0
-    made = {name: published(tmp_path / name).manifest for name in sources}
-    assert len({manifest.content_digest for manifest in made.values()}) == 1
-    assert made["local"].corpus.documents_read == 3 * len(DOCUMENTS)
+            corpus = publish(write_recipe(tmp_path, *uris, model=model), tmp_path / name).manifest
+            digests.add(corpus.content_digest)
+            assert corpus.corpus.documents_read == 3 * len(DOCUMENTS)
+    assert len(digests) == 1
 
 
 def test_a_web_server_that_does_not_tell_sizes_loses_no_document(
@@ -95,12 +103,6 @@ def test_a_file_on_a_web_server_is_known_by_its_time(tmp_path: Path) -> None:
         [after] = list_inputs(Source(uri=f"{address}/*.jsonl"))
     assert before.version != after.version
     assert "1970" in after.version
-
-
-def test_a_web_server_that_serves_whole_files_alone_is_named_where_a_part_is_needed(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl")
-    with serve(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: .*range requests"):
-        read_all(Source(uri=f"{address}/a.jsonl"), split_bytes=1_000)
 
 
 def test_a_web_server_that_is_down_or_lacks_the_file(tmp_path: Path) -> None:
@@ -135,22 +137,7 @@ def test_a_password_comes_from_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("NETRC", str(tmp_path / "none"))
         assert run(recipe, tmp_path / "without") == 3
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-        assert run(recipe, tmp_path / "fsx") == 0
-    assert published(tmp_path / "fsx").manifest.corpus.documents_read == len(DOCUMENTS)
-
-
-def test_s3_without_credentials_says_so_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    s3fs = pytest.importorskip("s3fs")
-    s3fs.S3FileSystem.clear_instance_cache()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    assert run(write_recipe(tmp_path, "s3://bucket/texts/*.jsonl"), tmp_path / "fsx") == 3
-    assert "s3://bucket/texts/*.jsonl" in capsys.readouterr().err
+        assert publish(recipe, tmp_path / "fsx").manifest.corpus.documents_read == len(DOCUMENTS)
 
 
 # The Hugging Face hub
@@ -163,24 +150,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
     ("uri", "revision", "expected"),
     [
         ("hf://datasets/owner/name", COMMIT, f"hf://datasets/owner/name@{COMMIT}"),
-        ("hf://datasets/owner/name/a/b.parquet", "main", "hf://datasets/owner/name@main/a/b.parquet"),
         ("hf://datasets/owner/name/**/*.parquet", "v1.0", "hf://datasets/owner/name@v1.0/**/*.parquet"),
         ("hf://datasets/o/n/x", "refs/convert/parquet", "hf://datasets/o/n@refs%2Fconvert%2Fparquet/x"),
-        ("hf://datasets/o/n/x", "fix/a b", "hf://datasets/o/n@fix%2Fa%20b/x"),
         ("hf://datasets/o/n/images@2x/x.txt", "main", "hf://datasets/o/n@main/images@2x/x.txt"),
         ("hf://owner/model/corpus.txt", "main", "hf://owner/model@main/corpus.txt"),
         ("hf://spaces/owner/name/x", "main", "hf://spaces/owner/name@main/x"),
-        ("hf://datasets/owner/name", None, "hf://datasets/owner/name"),
-        ("some/folder", None, "some/folder"),
     ],
 )
-def test_a_revision_goes_where_the_hubs_file_system_looks_for_it(uri: str, revision: str | None, expected: str) -> None:
+def test_a_revision_goes_where_the_hubs_file_system_looks_for_it(uri: str, revision: str, expected: str) -> None:
     assert hub.with_revision(uri, revision) == expected
-    if revision is not None:
-        parsed = pytest.importorskip("huggingface_hub").parse_hf_uri(expected)
-        assert parsed.revision == revision
-        path = uri.split("/", 5)[5:] if "datasets/" in uri or "spaces/" in uri else uri.split("/", 4)[4:]
-        assert parsed.path_in_repo == "".join(path)
+    assert pytest.importorskip("huggingface_hub").parse_hf_uri(expected).revision == revision
 
 
 @pytest.mark.parametrize("uri", ["hf://datasets/owner/name@main/x", "hf://datasets/name", "hf://datasets", "hf://name"])
@@ -197,11 +176,10 @@ def test_a_branch_is_warned_about_and_a_commit_is_not(caplog: pytest.LogCaptureF
     assert "'main'" in caplog.text
 
 
-@pytest.mark.parametrize("uri", ["some/folder", "pydoc://", "http://host/a.jsonl", "s3://bucket/a.jsonl"])
-def test_a_revision_of_what_has_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], uri: str) -> None:
+@pytest.mark.parametrize("uri", ["some/folder", "pydoc://", "s3://bucket/a.jsonl"])
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path, uri: str) -> None:
     source = f'[[corpus.sources]]\nuri = "{uri}"\nrevision = "main"\n'
     assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == 2
-    assert uri in capsys.readouterr().err
 
 
 CARD = """---
@@ -235,62 +213,39 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def read_subset(folder: Path, **keys: str) -> list[str]:
-    return read_all(Source(uri=f"datasets://{folder}", **keys))  # type: ignore[arg-type]
-
-
-def test_a_subset_and_split_are_the_files_that_the_card_names(tmp_path: Path, data_set: Path) -> None:
+def test_a_subset_and_split_are_the_files_that_the_card_names(tmp_path: Path, model: Path, data_set: Path) -> None:
     keys = f'[[corpus.sources]]\nuri = "datasets://{data_set}"\nsubset = "english"\nsplit = "train"\n'
-    settings: dict[str, Any] = {"tokenizer__train__vocab_size": 300, "model__vocab_size": 300}
-    assert run(write_recipe(tmp_path, sources=keys, **settings), tmp_path / "named") == 0
+    named = publish(write_recipe(tmp_path, sources=keys, model=model), tmp_path / "named").manifest
     files = (data_set / "en" / "train-*.parquet", data_set / "more")
-    assert run(write_recipe(tmp_path, *files, **settings), tmp_path / "files") == 0
-
-    named, direct = published(tmp_path / "named").manifest, published(tmp_path / "files").manifest
+    direct = publish(write_recipe(tmp_path, *files, model=model), tmp_path / "files").manifest
     assert named.content_digest == direct.content_digest
     assert named.corpus.documents_read == 30
     documents = [document.decode() for document in make_documents(50)]
-    assert read_subset(data_set, subset="english", split="test") == documents[30:40]
-    assert read_subset(data_set, subset="german") == documents[40:]
-
-
-def test_files_of_several_folders_keep_the_names_that_tell_them_apart(data_set: Path) -> None:
-    files = list_inputs(Source(uri=f"datasets://{data_set}", subset="english"))
-    assert [file.name for file in files] == ["en/train-0.parquet", "en/train-1.parquet", "more/0.parquet"]
+    test = Source(uri=f"datasets://{data_set}", subset="english", split="test")
+    assert read_all(test) == documents[30:40]
 
 
 @pytest.mark.parametrize(
-    ("keys", "exit_code", "expected"),
+    ("keys", "exit_code"),
     [
-        ('subset = "english"\nsplit = "validation"', 3, "train, test"),
-        ('subset = "french"', 3, "['english', 'german']"),
-        ("", 3, "['english', 'german']"),
-        ('subset = "english"\nrevision = "main"', 2, "`revision`"),
+        ('subset = "english"\nsplit = "validation"', 3),
+        ('subset = "french"', 3),
+        ('subset = "english"\nrevision = "main"', 2),
     ],
 )
-def test_what_a_data_set_does_not_have(
-    tmp_path: Path, data_set: Path, capsys: pytest.CaptureFixture[str], keys: str, exit_code: int, expected: str
-) -> None:
+def test_what_a_data_set_does_not_have(tmp_path: Path, data_set: Path, keys: str, exit_code: int) -> None:
     source = f'[[corpus.sources]]\nuri = "datasets://{data_set}"\n{keys}\n'
     assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == exit_code
-    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("files", "exit_code"),
-    [
-        ({"a.tar": "hello\n"}, 2),
-        ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": '{"text": "x"}\n'}, 3),
-        ({}, 3),
-    ],
+    [({"a.tar": "x"}, 2), ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": '{"text": "x"}\n'}, 3), ({}, 3)],
     ids=["another format", "a card that is no YAML", "no files"],
 )
-def test_a_folder_that_is_no_data_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], exit_code: int
-) -> None:
+def test_a_folder_that_is_no_data_set(tmp_path: Path, files: dict[str, str], exit_code: int) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "folder").mkdir()
     for name, content in files.items():
         (tmp_path / "folder" / name).write_text(content, encoding="utf-8")
     assert run(write_recipe(tmp_path, f"datasets://{tmp_path / 'folder'}"), tmp_path / "fsx") == exit_code
-    assert f"millrace: datasets://{tmp_path / 'folder'}: " in capsys.readouterr().err

@@ -19,6 +19,8 @@ from services.tokenizer import pack
 from services.tokenizer.tests.builders import (
     make_documents,
     make_text,
+    publish,
+    publish_documents,
     published,
     read_stream,
     run,
@@ -38,11 +40,9 @@ def make_corpus(folder: Path, **overrides: Any) -> Path:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]:
     """A corpus of 200 documents in about 200 shards of 8 rows of 16 tokens."""
-    folder = tmp_path_factory.mktemp("corpus")
-    text = write_documents(folder / "text", [*make_documents(200, mean_bytes=200), b"a", b"b", b"c"])
-    recipe = write_recipe(folder, text, corpus__validation_fraction=0.2, corpus__rows_per_shard=8)
-    assert run(recipe, folder / "fsx") == 0
-    return published(folder / "fsx")
+    documents = [*make_documents(200, mean_bytes=200), b"a", b"b", b"c"]
+    settings = {"corpus__validation_fraction": 0.2, "corpus__rows_per_shard": 8}
+    return publish_documents(tmp_path_factory.mktemp("corpus"), documents, **settings)
 
 
 def test_shards_follow_the_schema_and_open_with_pyarrow_alone(corpus: Artifact[CorpusManifest]) -> None:
@@ -80,12 +80,6 @@ def test_shards_open_with_datasets_without_our_code(
     assert loaded["input_ids"][:] == stream.tokens[: rows * 16].reshape(rows, 16).tolist()
 
 
-def test_doc_starts_are_where_documents_begin(corpus: Artifact[CorpusManifest]) -> None:
-    """This text has no BOS in its documents, so every BOS is the start of a document."""
-    stream = read_stream(corpus.path, "train")
-    assert stream.starts == np.flatnonzero(stream.tokens == 1).tolist()
-
-
 def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(
     tmp_path: Path,
 ) -> None:
@@ -96,9 +90,8 @@ def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(
         "four": ["--tokenizer.num_workers=4", "--corpus.split_bytes=700"],
         "whole": ["--corpus.split_bytes=1000000000"],
     }
-    assert [run(recipe, tmp_path / name, *arguments) for name, arguments in runs.items()] == [0, 0, 0, 0]
+    made = {name: publish(recipe, tmp_path / name, *arguments) for name, arguments in runs.items()}
 
-    made = {name: published(tmp_path / name) for name in runs}
     assert len({corpus.manifest.content_digest for corpus in made.values()}) == 1
     assert len({corpus.manifest.id for corpus in made.values()}) == 1
     # The tasks hash what they write. Nobody has read the files since.
@@ -114,9 +107,7 @@ def test_what_a_lost_pack_task_has_left_is_not_published(tmp_path: Path, monkeyp
 
     pack_file = pack.pack_file
     monkeypatch.setattr(pack, "pack_file", lose_and_run_again)
-    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
-
-    corpus = published(tmp_path / "fsx")
+    corpus = publish(make_corpus(tmp_path), tmp_path / "fsx")
     assert not list(corpus.path.rglob("*.tmp"))
     assert corpus.manifest.files == describe_files(corpus.path)
 
@@ -159,20 +150,12 @@ def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
     assert published(tmp_path / "ray").manifest.content_digest == published(tmp_path / "inline").manifest.content_digest
 
 
-@pytest.mark.parametrize("tokens_beyond", [1, 2, 15, 16, 17, 33, 16 * 8, 16 * 8 + 1, 400])
-def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, tokens_beyond: int) -> None:
+@pytest.mark.parametrize("tokens_beyond", [1, 2, 15, 16, 17, 16 * 8, 16 * 8 + 1, 400])
+def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, model: Path, tokens_beyond: int) -> None:
     """The last target of a sample may be in the next row, the next shard or the tail, or may be missing."""
     # With a token for each digit, for the space before the first one, BOS and EOS these are 16 + tokens_beyond tokens.
     digits = "".join(str(index % 7) for index in range(16 + tokens_beyond - 3)).encode()
-    text = write_documents(tmp_path / "text", [digits])
-    settings: dict[str, Any] = {
-        "tokenizer__model": make_digit_model(tmp_path),
-        "model__vocab_size": 300,
-        "corpus__rows_per_shard": 8,
-    }
-    recipe = write_recipe(tmp_path, text, **settings)
-    assert run(recipe, tmp_path / "fsx") == 0
-    corpus = published(tmp_path / "fsx")
+    corpus = publish_documents(tmp_path, [digits], model=model, corpus__rows_per_shard=8)
     plain = read_stream(corpus.path, "train").tokens
     assert len(plain) == 16 + tokens_beyond
 
@@ -187,35 +170,9 @@ def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, t
 
 
 def test_a_split_without_documents_has_a_tail_and_no_shards(tmp_path: Path) -> None:
-    text = write_documents(tmp_path / "text", [make_text(5_000)])
-    assert run(write_recipe(tmp_path, text), tmp_path / "fsx") == 0
-    corpus = published(tmp_path / "fsx")
+    corpus = publish_documents(tmp_path, [make_text(5_000)])
 
     counts = corpus.manifest.corpus.splits["validation"]
     assert (counts.documents, counts.rows, counts.tail_tokens, len(counts.check_digests)) == (0, 0, 0, 1)
     assert CorpusRows(corpus.path, corpus.manifest.corpus).read("validation", 0).ids.tolist() == []
     assert TokenStream(corpus.path, corpus.manifest.corpus, "validation").num_samples == 0
-
-
-def make_digit_model(folder: Path) -> str:
-    from services.tokenizer.vocabulary.training import train_vocabulary  # noqa: PLC0415
-
-    path = folder / "digits.model"
-    path.write_bytes(train_vocabulary([make_text(20_000)], 300))
-    return str(path)
-
-
-def test_documents_in_samples_are_where_the_tokenizer_began_them(corpus: Artifact[CorpusManifest]) -> None:
-    stored = read_stream(corpus.path, "train")
-    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
-    batch = stream.read_documents(np.arange(stream.num_samples))
-
-    document_of_token = np.searchsorted(stored.starts, np.arange(len(stored.tokens)), side="right")
-    begins = np.array([0, *stored.starts])[document_of_token]
-    for index in range(stream.num_samples):
-        places = np.arange(index * 16, (index + 1) * 16)
-        documents = document_of_token[places]
-        assert batch.segment_ids[index].tolist() == (documents - documents[0]).tolist()
-        assert batch.positions[index].tolist() == (places - np.maximum(begins[places], places[0])).tolist()
-    assert batch.segment_ids.max() > 1
-    assert np.array_equal(batch.tokens, stream.read(np.arange(stream.num_samples)))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-import shutil
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.common.errors import ArtifactError
 from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs, list_corpus_inputs
 from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import FileRange
 from services.tokenizer.tests.builders import (
-    REPOSITORY,
     VOCAB_SIZE,
     make_documents,
     published,
@@ -28,6 +28,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary.provision import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
@@ -67,41 +68,12 @@ def sources(*weighted: tuple[Path, float]) -> str:
     return "".join(f'[[corpus.sources]]\nuri = "{path}"\nweight = {weight}\n' for path, weight in weighted)
 
 
-@pytest.fixture(scope="module")
-def prose_and_programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """This repository's documentation, and modules of Python's library; more than 0.1 MB of each."""
-    folder = tmp_path_factory.mktemp("two-kinds")
-    pages = sorted([*(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "services").glob("*/*.md")])
-    prose = [paragraph for path in pages for paragraph in read_paragraphs(path)]
-    library = Path(sysconfig.get_path("stdlib"))
-    programs = [part for path in sorted(library.glob("[a-b]*.py")) for part in read_paragraphs(path)]
-    return write_lines(folder / "prose.jsonl", prose), write_lines(folder / "programs.jsonl", programs)
-
-
-def read_paragraphs(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").split("\n\n")
-
-
 def plan_sample(
     folder: Path, max_bytes: int, *weighted: tuple[Path, float], **settings: Any
 ) -> tuple[list[bytes], CorpusInputs]:
     recipe = load_recipe(write_recipe(folder, sources=sources(*weighted), **settings))
     inputs = list_corpus_inputs(recipe)
     return sample_text(recipe.corpus, inputs.listings, max_bytes), inputs
-
-
-def test_the_order_of_the_sources_file_names_and_partitions_do_not_change_the_sample(
-    tmp_path: Path, prose_and_programs: tuple[Path, Path]
-) -> None:
-    """Each source is larger than the text that is trained on."""
-    prose, programs = prose_and_programs
-    renamed = Path(shutil.copy(programs, tmp_path / "a.jsonl"))
-    cases = [([prose, programs], 10**8), ([programs, prose], 10**8), ([renamed, prose], 50_000)]
-    samples = [
-        plan_sample(tmp_path, 100_000, *((path, 1.0) for path in order), corpus__split_bytes=split_bytes)[0]
-        for order, split_bytes in cases
-    ]
-    assert samples[0] == samples[1] == samples[2]
 
 
 def test_validation_text_is_not_in_the_sample(tmp_path: Path) -> None:
@@ -132,7 +104,10 @@ def test_each_source_has_its_share_of_the_text(tmp_path: Path, max_bytes: int) -
     assert sum(map(len, sample)) == max_bytes
     shares = [count_bytes(sample, kind) / max_bytes for kind in (b"a", b"b", b"c")]
     assert shares == pytest.approx([15 / 65, 30 / 65, 20 / 65], abs=0.05)
-    assert plan_sample(tmp_path, max_bytes, *weighted[::-1], corpus__validation_fraction=0.1)[0] == sample
+    # Neither does the order of the sources change the sample, nor a file's name, nor the size of partitions.
+    other = [(paths[0].rename(tmp_path / "z.jsonl"), 0.5), *weighted[:0:-1]]
+    settings = {"corpus__validation_fraction": 0.1, "corpus__split_bytes": 50_000}
+    assert plan_sample(tmp_path, max_bytes, *other, **settings)[0] == sample
 
 
 def test_bytes_that_are_read_are_bounded_by_those_of_the_sample(
@@ -179,3 +154,42 @@ def test_a_given_model_goes_into_the_corpus_and_counts_as_an_input(tmp_path: Pat
         assert [link.schema_id for link in corpus.manifest.inputs] == ["text/1", "vocabulary/1"]
         ids.add(corpus.manifest.id)
     assert len(ids) == 2
+
+
+BORDERS = [{"id": 1, "content": "<s>"}, {"id": 2, "content": "</s>"}]
+CLASSES = [{"id": 1, "content": "[CLS]"}, {"id": 2, "content": "[SEP]"}]
+
+
+def write_json(model: object, added_tokens: object = ()) -> Callable[[bytes], bytes]:
+    return lambda _: json.dumps({"model": model, "added_tokens": added_tokens}).encode()
+
+
+def write_tiktoken(ranks: Sequence[int], size: int | None = None) -> Callable[[bytes], bytes]:
+    lines = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % rank for byte, rank in enumerate(ranks))
+    return lambda _: lines[:size]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: b"", "SentencePiece"),
+        (lambda model: model[:1], "SentencePiece"),
+        (lambda model: model[: len(model) // 2], "SentencePiece"),
+        (lambda model: model[:-1], "SentencePiece"),
+        (lambda model: b'{"model": {"vocab": {"a": 0, "b"', "JSON"),
+        (write_json({}), "vocab"),
+        (write_json({"vocab": {"a": "x"}}), "TypeError"),
+        (write_json({"vocab": {"a": 0}}, [{"id": 1}]), "content"),
+        (write_json({"vocab": {}}), "tokenizer.bos_token"),
+        (write_json({"vocab": {"a": 0}}, BORDERS), "tokenizers "),
+        (write_json({"vocab": {"a": 0}}, CLASSES), r"\[CLS\], \[SEP\]"),
+        (write_tiktoken([rank + (rank > 100) for rank in range(256)]), "rank"),
+        (write_tiktoken(range(256), size=-3), "tiktoken"),
+        (write_tiktoken(range(200)), "byte"),
+        (write_tiktoken([0, 1, 1, *range(3, 256)]), "rank"),
+    ],
+)
+def test_a_file_that_is_no_vocabulary_is_refused(model: Path, change: Callable[[bytes], bytes], named: str) -> None:
+    settings = Tokenizer(model="given", bos_token="[CLS]", eos_token="[END]") if "CLS" in named else Tokenizer(model="")
+    with pytest.raises(ArtifactError, match=named):
+        describe_vocabulary(change(model.read_bytes()), settings)

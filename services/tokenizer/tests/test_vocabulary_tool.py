@@ -4,67 +4,53 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import Artifact
+from services.common.process.entry_point import exit_code_of
+from services.tokenizer.__main__ import main
 from services.tokenizer.tests.builders import (
     VOCAB_SIZE,
-    Tool,
     make_documents,
     make_text,
-    published,
-    run,
+    publish,
     write_documents,
     write_recipe,
 )
 
 
-@pytest.fixture
-def documents() -> list[bytes]:
-    return [*make_documents(50), "größe </s> <s> 漢字 and 🎉".encode()]
+def train_vocab(*arguments: object) -> int:
+    """Call the tool in this process, and return its exit code."""
+    return exit_code_of(lambda: main(["train-vocab", *map(str, arguments)]))
 
 
-def make_corpus(folder: Path, documents: list[bytes], **overrides: Any) -> Artifact[CorpusManifest]:
-    folder.mkdir()
-    recipe = write_recipe(folder, write_documents(folder / "text", documents), **overrides)
-    assert run(recipe, folder / "fsx") == 0
-    return published(folder / "fsx")
-
-
-def test_a_vocabulary_made_alone_is_the_stages_own(tmp_path: Path, documents: list[bytes], tool: Tool) -> None:
-    made = make_corpus(tmp_path / "stage", documents)
+def test_a_vocabulary_made_alone_is_the_stages_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [*make_documents(50), "größe </s> <s> 漢字 and 🎉".encode()]
+    text = write_documents(tmp_path / "text", documents)
+    made = publish(write_recipe(tmp_path, text), tmp_path / "fsx")
     path = tmp_path / "alone.model"
-    result = tool("train-vocab", "--output", path, "--vocab-size", VOCAB_SIZE, tmp_path / "stage" / "text")
+    command = ("--output", path, "--vocab-size", VOCAB_SIZE, text)
+    capsys.readouterr()
 
-    assert result.exit_code == 0
+    assert train_vocab(*command) == 0
+
+    output = capsys.readouterr().out
     assert path.read_bytes() == (made.path / "tokenizer" / "tokenizer.model").read_bytes()
-    assert result.value("sha256") == made.manifest.corpus.vocabulary.sha256
-    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["alone.model"]
-
-    recipe = tomllib.loads(result.output[result.output.index("[tokenizer]\n") :])
+    assert made.manifest.corpus.vocabulary.sha256 in output
+    recipe = tomllib.loads(output[output.index("[tokenizer]\n") :])
     assert recipe == {"tokenizer": {"model": str(path)}, "model": {"vocab_size": VOCAB_SIZE}}
-    again = make_corpus(tmp_path / "again", documents, tokenizer__model=recipe["tokenizer"]["model"])
+    again = publish(write_recipe(tmp_path, text, tokenizer__model=str(path)), tmp_path / "again")
     assert again.manifest.content_digest == made.manifest.content_digest
 
-
-def test_a_vocabulary_that_is_there_is_never_overwritten(tmp_path: Path, documents: list[bytes], tool: Tool) -> None:
-    text = write_documents(tmp_path / "text", documents)
-    path = tmp_path / "mine.model"
-    path.write_bytes(b"mine")
-    result = tool("train-vocab", "--output", path, "--vocab-size", VOCAB_SIZE, text)
-
-    assert result.exit_code == 2
-    assert "mine.model" in result.errors
+    path.write_bytes(b"mine")  # is never overwritten
+    assert train_vocab(*command) == 2
     assert path.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "expected"),
     [
-        (["--vocab-size", "90000", "TEXT"], 2, "--vocab-size"),
+        (["--vocab-size", "90000", "TEXT"], 2, "vocab_size"),
         (["--vocab-size", "299", "TEXT"], 2, "vocab-size"),
         (["--vocab-size", "400", "--max-bytes", "0", "TEXT"], 2, "max-bytes"),
         (["--vocab-size", "400"], 2, "SOURCE"),
@@ -73,15 +59,14 @@ def test_a_vocabulary_that_is_there_is_never_overwritten(tmp_path: Path, documen
     ],
 )
 def test_a_vocabulary_that_cannot_be_made_leaves_nothing(
-    tmp_path: Path, tool: Tool, arguments: list[str], exit_code: int, expected: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code: int, expected: str
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (tmp_path / "text.txt").write_bytes(make_text(20_000))
     (tmp_path / "empty.txt").touch()
     files = {"TEXT": tmp_path / "text.txt", "EMPTY": tmp_path / "empty.txt"}
-    result = tool("train-vocab", "--output", folder / "a.model", *(files.get(each, each) for each in arguments))
-
-    assert result.exit_code == exit_code, result.errors
-    assert expected in result.errors
+    options = (str(files.get(each, each)) for each in arguments)
+    assert train_vocab("--output", folder / "a.model", *options) == exit_code
+    assert expected in capsys.readouterr().err
     assert list(folder.iterdir()) == []

@@ -26,16 +26,11 @@ def pin(
     A recipe is rewritten only when all of its revisions are found.
     """
     for path in recipes:
-        pin_recipe(path)
+        _pin(path)
     return 0
 
 
-def pin_recipe(path: Path) -> None:
-    """Resolve every revision of a recipe, then write the recipe once.
-
-    Raises `DeviceError` when the hub does not answer, and `RecipeError` when the hub has no such repository or
-    revision. The file is unchanged then.
-    """
+def _pin(path: Path) -> None:
     sources = [source for source in load_recipe(path).corpus.sources if source.revision is not None]
     moving = [source for source in sources if not is_commit(str(source.revision))]
     commits = {(source.uri, source.revision): _resolve(source) for source in moving}

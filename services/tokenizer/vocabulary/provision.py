@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 
 import xxhash
 
-from services.common.artifacts.corpus import Vocabulary
+from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.artifacts.manifest import ManifestModel, write_durably
 from services.common.artifacts.upstream import advise_vocab_size
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe.schema import Recipe, VocabularyTraining
+from services.common.recipe.schema import Corpus, Recipe, Tokenizer, VocabularyTraining
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.scratch import VOCABULARY, VOCABULARY_MARKER
-from services.tokenizer.sources.file_system import read_vocabulary
+from services.tokenizer.sources.input_files import FileListing
 from services.tokenizer.tasks import read_marker, write_marker
-from services.tokenizer.vocabulary.description import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 logger = logging.getLogger(__name__)
+
+PATH_IN_CORPUS: dict[VocabularyKind, str] = {
+    "sentencepiece": "tokenizer/tokenizer.model",
+    "tokenizer_json": "tokenizer/tokenizer.json",
+    "tiktoken": "tokenizer/tokenizer.tiktoken",
+}
+# BOS and EOS of Llama 3 and of Llama 2, for a tokenizer.json: the file does not name them.
+_KNOWN_BORDERS: tuple[tuple[str, str], ...] = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
 
 
 class _VocabularyMarker(ManifestModel):
@@ -32,25 +42,16 @@ class _VocabularyMarker(ManifestModel):
 def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> tuple[Path, Vocabulary]:
     """Return the path of the vocabulary in `scratch`, and its description. A file that is there and whole is used.
 
-    Raises `ArtifactError` for a file that is no usable vocabulary, and `RecipeError` when its size is not
-    `model.vocab_size`.
+    Raises `ArtifactError` for a file that is no vocabulary, and `RecipeError` where its size is not `model.vocab_size`.
     """
     path, marker_path = scratch / VOCABULARY, scratch / VOCABULARY_MARKER
     marker = read_marker(marker_path, _VocabularyMarker, lambda marker: {path: marker.xxh3})
     if marker:
         content = path.read_bytes()
     elif recipe.tokenizer.train:
-        content = _train_on_corpus(recipe, recipe.tokenizer.train, inputs)
+        content, _ = train_on_sample(recipe.corpus, inputs.listings, recipe.tokenizer.train)
     else:
-        content = _read_given(recipe, inputs)
-    vocabulary = _describe(content, recipe)
-    if not marker:
-        write_durably(path, content)
-        write_marker(marker_path, _VocabularyMarker(xxh3=xxhash.xxh3_128_hexdigest(content)))
-    return path, vocabulary
-
-
-def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
+        content = inputs.vocabulary or b""
     uri = recipe.tokenizer.model
     try:
         vocabulary = describe_vocabulary(content, recipe.tokenizer)
@@ -61,26 +62,113 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
             f"{uri} has {vocabulary.vocab_size:,} pieces, but model.vocab_size is {recipe.model.vocab_size:,}. "
             f"{advise_vocab_size(recipe.model, vocabulary.vocab_size)}, or name another tokenizer.model."
         )
-    return vocabulary
+    if not marker:
+        write_durably(path, content)
+        write_marker(marker_path, _VocabularyMarker(xxh3=xxhash.xxh3_128_hexdigest(content)))
+    return path, vocabulary
 
 
-def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, inputs: CorpusInputs) -> bytes:
-    documents = sample_text(recipe.corpus, inputs.listings, training.max_bytes)
+def train_on_sample(
+    corpus: Corpus, listings: tuple[FileListing, ...], training: VocabularyTraining
+) -> tuple[bytes, list[bytes]]:
+    """Train a vocabulary on a sample of the training split. Return the model and the sample."""
+    documents = sample_text(corpus, listings, training.max_bytes)
     text_bytes = sum(map(len, documents))
     if not text_bytes:
-        raise ArtifactError(
-            f"The corpus is empty: the {inputs.num_files:,} files of corpus.sources hold no training text, and a "
-            f"vocabulary is trained on it. Add text to corpus.sources."
-        )
+        uris = ", ".join(source.uri for source in corpus.sources)
+        raise ArtifactError(f"{uris}: the sources hold no text to train a vocabulary on. Add text.")
     logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
-    return train_vocabulary(documents, training.vocab_size)
+    return train_vocabulary(documents, training.vocab_size), documents
 
 
-def _read_given(recipe: Recipe, inputs: CorpusInputs) -> bytes:
-    uri = str(recipe.tokenizer.model)
-    content = read_vocabulary(uri)
-    if inputs.vocabulary_link is None or xxhash.xxh3_128_hexdigest(content) != inputs.vocabulary_link.content_digest:
+def describe_vocabulary(content: bytes, settings: Tokenizer) -> Vocabulary:
+    """Describe the vocabulary in a file. The file's content decides its kind.
+
+    Raises `ArtifactError` when the content is no vocabulary, or has no BOS or no EOS.
+    """
+    kind: VocabularyKind
+    if content.lstrip()[:1] == b"{":
+        kind, (vocab_size, bos_id, eos_id) = "tokenizer_json", _describe_json(content, settings)
+    elif _looks_like_tiktoken(content):
+        kind, (vocab_size, bos_id, eos_id) = "tiktoken", _describe_tiktoken(content)
+    else:
+        kind, (vocab_size, bos_id, eos_id) = "sentencepiece", _describe_sentencepiece(content)
+    return Vocabulary(
+        kind=kind,
+        path=PATH_IN_CORPUS[kind],
+        sha256=hashlib.sha256(content).hexdigest(),
+        vocab_size=vocab_size,
+        bos_id=bos_id,
+        eos_id=eos_id,
+    )
+
+
+def _describe_sentencepiece(content: bytes) -> tuple[int, int, int]:
+    try:
+        processor = load_model(content)
+    except ArtifactError as error:
         raise ArtifactError(
-            f"{uri}: the file has changed since the corpus's inputs were listed. Run the same command again."
+            "the file is no SentencePiece model, no tokenizer.json and no tiktoken file. "
+            "Set tokenizer.model to one of the three."
+        ) from error
+    if min(processor.bos_id(), processor.eos_id()) < 0:
+        raise ArtifactError(
+            "the SentencePiece model has no BOS or no EOS, and a corpus stores every document between the two."
         )
-    return content
+    if not any(processor.is_byte(piece) for piece in range(processor.vocab_size())):
+        logger.warning("the vocabulary has no byte pieces: a character without a piece becomes <unk>, and is lost")
+    return processor.vocab_size(), processor.bos_id(), processor.eos_id()
+
+
+def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
+    try:
+        fields = json.loads(content)
+        vocab, added = fields["model"]["vocab"], fields.get("added_tokens") or []
+        ids: dict[str, int] = {token["content"]: token["id"] for token in added if token.get("special", True)}
+        in_text = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        largest = max([*in_text, *(token["id"] for token in added), -1])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"the file is JSON, but no tokenizer.json of Hugging Face ({error!r}).") from error
+    pairs = _KNOWN_BORDERS
+    if settings.bos_token and settings.eos_token:
+        pairs = ((settings.bos_token, settings.eos_token),)
+    bos, eos = next((pair for pair in pairs if ids.keys() >= set(pair)), ("", ""))
+    if not bos:
+        raise ArtifactError(
+            f"the file does not say which special tokens are BOS and EOS, and a corpus stores every document between "
+            f"the two. Set tokenizer.bos_token and tokenizer.eos_token to two of the file's special tokens: "
+            f"{', '.join(list(ids)[:20]) or 'it has none'}."
+        )
+    _check_tokenizer(content, (bos, eos))
+    return largest + 1, ids[bos], ids[eos]
+
+
+def _check_tokenizer(content: bytes, special: tuple[str, str]) -> None:
+    """Raise `ArtifactError` for a file that tokenizers does not read, and warn where its model has control tokens."""
+    import tokenizers  # noqa: PLC0415
+
+    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
+
+    try:
+        tokenizer = load_tokenizer(content)
+    except ValueError as error:
+        raise ArtifactError(
+            f"the file is JSON, but no tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}."
+        ) from error
+    for token in special:
+        if tokenizer.token_to_id(token) in tokenizer.encode(token, add_special_tokens=False).ids:
+            logger.warning(
+                "the vocabulary's model has %s as a piece of text: in a document it becomes that token", token
+            )
+
+
+def _looks_like_tiktoken(content: bytes) -> bool:
+    fields = content[: content.find(b"\n")].split()
+    return len(fields) == 2 and fields[1].isdigit()
+
+
+def _describe_tiktoken(content: bytes) -> tuple[int, int, int]:
+    from services.common.vocabularies.tiktoken_file import LLAMA3_SPECIAL_TOKENS, read_ranks  # noqa: PLC0415
+
+    num_ranks = len(read_ranks(content))
+    return num_ranks + len(LLAMA3_SPECIAL_TOKENS), num_ranks, num_ranks + 1

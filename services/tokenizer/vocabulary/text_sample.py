@@ -1,8 +1,8 @@
 """Samples the text that a vocabulary is trained on: documents of all sources, by weight, chosen by hashes.
 
-A document has a key in each pass over its source, and the sample is the documents with the smallest keys, in the order
-of their keys. Keys are hashes of documents. So the same documents are sampled for any order of the sources, for other
-file names, and for partitions of another size. Where a source is read in part, names count among files of one size.
+A document has a key in each pass over its source, a hash, and the sample is the documents with the smallest keys: the
+same ones for any order of the sources, for other file names, and for partitions of another size. Where a source is read
+in part, names count among files of one size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from services.common.recipe.schema import Corpus
-from services.tokenizer.document_hashes import SeenDocuments, are_for_validation, sampling_keys
+from services.tokenizer.document_hashes import are_for_validation, sampling_keys, take_new
 from services.tokenizer.sources.bad_rows import BadRows, add_up, require_few_bad_rows
 from services.tokenizer.sources.documents import cut_file, read_documents
 from services.tokenizer.sources.input_files import FileListing, FileRange, InputFile
@@ -43,21 +43,21 @@ Item = TypeVar("Item")
 def sample_text(corpus: Corpus, listings: Sequence[FileListing], max_bytes: int) -> list[bytes]:
     """Return documents of the training split with `max_bytes` of text, or all of them when there are fewer.
 
-    `listings` are the files of each source of `corpus`. Each source has the share of the text that it has of the
-    training split. Sources of more than `READ_FACTOR * max_bytes` in total are read in part. With `corpus.duplicates =
-    "drop"` the first document that is read of several equal ones stands for all of them.
+    `listings` are the files of each source, which has the share of the text that it has of the training split. Sources
+    of more than `READ_FACTOR * max_bytes` in total are read in part. With `corpus.duplicates = "drop"` the first
+    document that is read of several equal ones stands for all of them.
     """
     shares = _shares_to_read(corpus, listings, READ_FACTOR * max_bytes)
     range_bytes = max(_MIN_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
     smallest = _SmallestKeys(max_bytes)
     bad_rows = BadRows(corpus.bad_rows)
-    seen = SeenDocuments() if corpus.duplicates == "drop" else None
+    seen: set[bytes] = set()
     for source, listing, share in zip(corpus.sources, listings, shares, strict=True):
         file_ranges, share_read = _choose_file_ranges(listing, share, range_bytes, corpus.max_document_bytes)
         for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes, bad_rows):
             wanted = batch.select(batch.sizes >= max(1, corpus.min_document_bytes))
-            if seen:
-                wanted = seen.take_new(wanted)
+            if corpus.duplicates == "drop":
+                wanted = take_new(wanted, seen)
             wanted = wanted.select(~are_for_validation(wanted, corpus.validation_fraction))
             for pass_number in range(math.ceil(source.weight)):
                 # Where a tenth of a source is read, each of its documents stands for ten.
@@ -91,10 +91,9 @@ class _SmallestKeys:
 
 
 def _shares_to_read(corpus: Corpus, listings: Sequence[FileListing], budget: int) -> list[Fraction]:
-    """Return the share of each source that is read, so that all of them have at most `budget` bytes.
+    """Return the share of each source that is read, by its weight, so that all of them have at most `budget` bytes.
 
-    A source is read in proportion to its weight, or as a whole when its weight asks for more than that. The numbers are
-    exact, because a sum of floats depends on the order of the sources.
+    The numbers are exact, because a sum of floats depends on the order of the sources.
     """
     sizes = [max(1, int(listing.sizes.sum())) for listing in listings]
     weights = [Fraction(source.weight) for source in corpus.sources]
@@ -118,8 +117,7 @@ def _choose_file_ranges(
 ) -> tuple[Iterable[FileRange], float]:
     """Choose file ranges with about `share` of the bytes of a source's files, and return them with their share.
 
-    Hashes of the sizes and positions choose first files and then file ranges in them. The ranges have a size of their
-    own, so that `corpus.split_bytes` changes nothing. Memory is 16 bytes for a file, and more for chosen files.
+    Hashes of sizes and positions choose first files and then file ranges in them, whatever `corpus.split_bytes` is.
     """
     if share == 1:
         return (each for file in listing for each in cut_file(file, max(1, file.bytes))), 1.0
@@ -129,7 +127,8 @@ def _choose_file_ranges(
     file_ranges = [each for file in opened for each in cut_file(file, range_bytes)]
     cut_bytes = sum(each.bytes for each in file_ranges)
     wanted_bytes = share * all_bytes / opened_bytes * cut_bytes
-    chosen = _take(sorted(file_ranges, key=_range_key), lambda each: each.bytes, wanted_bytes)
+    file_ranges.sort(key=lambda each: (_hash(f"{each.file.bytes} {each.begin} {each.end}"), _hash(each.file.name)))
+    chosen = _take(file_ranges, lambda each: each.bytes, wanted_bytes)
     chosen_bytes = sum(each.bytes for each in chosen)
     share_read = Fraction(opened_bytes, all_bytes) * Fraction(chosen_bytes, max(1, cut_bytes))
     return chosen, float(share_read)
@@ -147,17 +146,10 @@ def _take(items: Iterable[Item], size: Callable[[Item], int], wanted: Fraction) 
 
 
 def _in_order_of_keys(listing: FileListing) -> Iterator[InputFile]:
-    """Yield files in an order that spreads them evenly.
-
-    Names count among files of one size alone, so that a file that was renamed keeps its place.
-    """
+    """Yield files in an order that spreads them evenly. Names count among files of one size alone."""
     by_size = np.fromiter((_hash(f"{size}") for size in listing.sizes.tolist()), np.uint64, len(listing))
     by_name = np.fromiter((_hash(file.name) for file in listing), np.uint64, len(listing))
     return (listing[int(number)] for number in np.lexsort((by_name, by_size)))
-
-
-def _range_key(file_range: FileRange) -> tuple[int, int]:
-    return _hash(f"{file_range.file.bytes} {file_range.begin} {file_range.end}"), _hash(file_range.file.name)
 
 
 def _hash(text: str) -> int:

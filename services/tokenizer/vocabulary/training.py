@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import re
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import sentencepiece
 
-from services.common.errors import MillraceError, RecipeError
+from services.common.errors import RecipeError
 
 # Llama 2's settings: text is not normalised, and byte pieces encode characters without a piece.
 _LLAMA2_SETTINGS: dict[str, Any] = {
@@ -45,22 +45,16 @@ def take_first(documents: Iterable[bytes | memoryview], max_bytes: int) -> Itera
 def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
     """Train a SentencePiece BPE model on documents. The same documents give the same bytes.
 
-    Raises `RecipeError` when the text is too small for `vocab_size` pieces, or has more characters than that.
+    Raises `RecipeError` when the text has too few words, or too many characters, for `vocab_size` pieces.
     """
     model = io.BytesIO()
     failures: list[RuntimeError] = []
     is_abandoned, is_done = threading.Event(), threading.Event()
 
-    def read_lines() -> Iterator[str]:
-        for line in _read_lines(documents):
-            if is_abandoned.is_set():
-                return
-            yield line
-
     def train() -> None:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=read_lines(),
+                sentence_iterator=takewhile(lambda _: not is_abandoned.is_set(), _read_lines(documents)),
                 model_writer=model,
                 vocab_size=vocab_size,
                 max_sentence_length=_LINE_BYTES,
@@ -80,11 +74,14 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
         while not is_done.wait(0.1):
             pass
     finally:
-        # C++ calls `read_lines`. If Python ended during such a call, the process would abort (SIGABRT).
+        # C++ takes the lines. If Python ended during such a call, the process would abort (SIGABRT).
         is_abandoned.set()
         is_done.wait(1)
     if failures:
-        raise _explain_failure(failures[0], vocab_size) from failures[0]
+        raise RecipeError(
+            f"tokenizer.train.vocab_size {vocab_size:,} does not fit this text. Change it and model.vocab_size, or add "
+            f"text. SentencePiece: {failures[0]}"
+        ) from failures[0]
     return model.getvalue()
 
 
@@ -93,19 +90,3 @@ def _read_lines(documents: Iterable[bytes]) -> Iterator[str]:
         for line in document.decode().replace(_RESERVED_CHARACTER, "\n").split("\n"):
             for begin in range(0, len(line), _LINE_CHARACTERS):
                 yield line[begin : begin + _LINE_CHARACTERS]
-
-
-def _explain_failure(error: RuntimeError, vocab_size: int) -> MillraceError | RuntimeError:
-    message = str(error)
-    wanted = f"tokenizer.train.vocab_size {vocab_size:,}"
-    if most := re.search(r"set it to a value <= (\d+)", message):
-        return RecipeError(
-            f"{wanted} is too large for this text, which gives at most {int(most[1]):,} pieces. "
-            f"Lower it and model.vocab_size, or add text."
-        )
-    if least := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return RecipeError(
-            f"{wanted} is too small for this text, whose characters and bytes need {int(least[1]):,} pieces. "
-            f"Raise it and model.vocab_size."
-        )
-    return error

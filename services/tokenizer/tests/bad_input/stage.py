@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.tokenizer.tests.builders import PIECES, is_anything_published, make_documents, run, write_recipe
+from services.tokenizer.tests.builders import is_anything_published, make_documents, run, write_recipe
 
 TEXTS = [document.decode() for document in make_documents(60)]
 
@@ -23,13 +23,12 @@ class Stage:
         self.folder, self.root = folder, folder / "fsx"
         self._model, self._capsys = model, capsys
 
-    def run(self, *uris: Path, **settings: Any) -> int:
-        given: dict[str, Any] = {"tokenizer__model": str(self._model), "model__vocab_size": PIECES}
-        recipe = write_recipe(self.folder, *uris, **(given | settings))
+    def run(self, *uris: str | Path, **settings: Any) -> int:
+        recipe = write_recipe(self.folder, *uris, model=self._model, **settings)
         self._capsys.readouterr()
         return run(recipe, self.root)
 
-    def refuse(self, exit_code: int, *uris: Path, **settings: Any) -> str:
+    def refuse(self, exit_code: int, *uris: str | Path, **settings: Any) -> str:
         """Run the stage, check that it publishes nothing and ends with `exit_code`, and return its error message."""
         assert self.run(*uris, **settings) == exit_code
         assert not is_anything_published(self.root)

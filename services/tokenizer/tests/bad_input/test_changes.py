@@ -13,23 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError
-from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
 from services.tokenizer import build
-from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, overwrite, write_parquet, write_table
+from services.tokenizer.sources.documents import cut_file, list_inputs
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, overwrite, write_table
 from services.tokenizer.tests.builders import (
-    MAX_DOCUMENT_BYTES,
-    PIECES,
     decode_documents,
-    make_documents,
-    make_text,
     published,
-    write_recipe,
 )
-from services.tokenizer.vocabulary.provision import provide_vocabulary
-from services.tokenizer.vocabulary.training import train_vocabulary
 
 
 @contextmanager
@@ -98,16 +89,6 @@ def test_an_input_that_changes_before_it_is_cut_gives_no_plan(tmp_path: Path, wr
     assert len(cut_file(file, 10**9)) == -(-len(TEXTS) // 20)
 
 
-def test_an_input_that_is_written_while_it_is_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(jsonl([make_text(1_000_000, seed=seed).decode() for seed in range(6)]))
-    [file] = list_inputs(Source(uri=str(tmp_path / "a.jsonl")))
-    batches = read_documents(cut_file(file, 10**9), "replace", MAX_DOCUMENT_BYTES)
-    assert len(next(batches)) >= 4
-    append(tmp_path / "a.jsonl")
-    with pytest.raises(ArtifactError, match=r"a\.jsonl: .*changed"):
-        list(batches)
-
-
 def test_a_copy_that_keeps_the_time_is_the_same_input(stage: Stage, tmp_path: Path) -> None:
     """Every node of a cluster may have its own copy in its image."""
     path = tmp_path / "a.jsonl"
@@ -120,17 +101,3 @@ def test_a_copy_that_keeps_the_time_is_the_same_input(stage: Stage, tmp_path: Pa
     with before_encoding(copy):
         assert stage.run(path, corpus__split_bytes=2_000) == 0
     assert decode_documents(published(stage.root).path, "train") == [text.encode() for text in TEXTS]
-
-
-def test_a_vocabulary_that_changes_after_the_plan_is_not_taken(tmp_path: Path, model: Path) -> None:
-    """The corpus's id is made from the vocabulary's digest."""
-    write_parquet(tmp_path / "a.parquet")
-    given = tmp_path / "given.model"
-    given.write_bytes(model.read_bytes())
-    recipe = load_recipe(
-        write_recipe(tmp_path, tmp_path / "a.parquet", tokenizer__model=str(given), model__vocab_size=PIECES)
-    )
-    inputs = list_corpus_inputs(recipe)
-    given.write_bytes(train_vocabulary(make_documents(60, seed=9), PIECES))
-    with pytest.raises(ArtifactError, match=r"given\.model: .*changed"):
-        provide_vocabulary(recipe, inputs, tmp_path)

@@ -17,8 +17,7 @@ from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_table
 from services.tokenizer.tests.bad_input.test_damage import ARTICLE, archive, source
-from services.tokenizer.tests.builders import make_text
-from services.tokenizer.tests.stored_documents import read_all
+from services.tokenizer.tests.builders import make_text, read_all
 
 LIMIT = 2_000
 LONG = make_text(LIMIT + 1).decode()
