@@ -100,9 +100,7 @@ def simulate(run: SimulatedRun, num_failures: int, seed: int) -> Outcome:
         outcome.committed_step = committed
         cost = run.costs[failure]
         trains_at = failed_at + cost.total_seconds - cost.redone_seconds
-        budget = budget.see_checkpoint(committed)
-        if not budget.is_spent:
-            budget = budget.take_restart()
+        if budget.take(committed):
             continue
         outcome.commands += 1
         budget = RestartBudget(run.max_restarts, committed)

@@ -42,17 +42,13 @@ from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
 from services.common.recipe.schema import fingerprint
-from services.trainer.checkpoints.lookup import (
-    choose_checkpoint,
-    require_of_run,
-    verify_sizes,
-)
+from services.trainer.checkpoints.lookup import verify_sizes
 from services.trainer.command_inputs import (
-    checkpoints_of,
-    find_published_corpus,
+    find_own_corpus,
     name_own_run,
     new_job,
     open_job,
+    open_own_checkpoint,
     open_own_corpus,
     open_own_run,
 )
@@ -66,21 +62,13 @@ from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
 from services.trainer.inspection.sample import TextGenerator, require_drawable
-from services.trainer.job import (
-    ALLOW_CHANGED_PROGRAM,
-    ALLOW_COLD_COMPILE,
-    Job,
-)
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job
 from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.report.comparison import COMPARE, compare_runs
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.description import write_run
-from services.trainer.runs.run import (
-    Run,
-    open_run,
-    open_started_run,
-)
+from services.trainer.runs.run import Run, open_run, open_started_run
 from services.trainer.runs.start import describe_start
 from services.trainer.runs.status import RUNS, find_run, list_runs
 from services.trainer.runs.summary import summarize
@@ -141,7 +129,7 @@ def train(
     given = read_given(context, recipe_path, root)
     recipe = given.recipe
     if dry_run:
-        corpus = find_published_corpus(given, corpus_path)
+        corpus = find_own_corpus(given, corpus_path)
         known = describe_start(given.root, recipe, corpus)
         print(describe(recipe, corpus.payload if corpus else None, known))
         return 0
@@ -175,16 +163,9 @@ def plan(
     Ends with 2 if a worker needs more memory than its device has.
     """
     given = read_given(context, recipe_path, root)
-    corpus = find_published_corpus(given, corpus_path)
+    corpus = find_own_corpus(given, corpus_path)
     try:
-        assumptions = Assumptions(
-            mfu=mfu,
-            storage_gb_per_second=storage_gb_per_second,
-            node_mtbf_hours=node_mtbf_hours,
-            dollars_per_node_hour=dollars_per_node_hour,
-            node_wait_minutes=node_wait_minutes,
-            nodes=tuple(nodes),
-        )
+        assumptions = Assumptions.model_validate({name: context.params[name] for name in Assumptions.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
         context.fail(f"--{first['loc'][0]}".replace("_", "-") + f" {first['input']}: {first['msg']}.")
@@ -255,7 +236,7 @@ def print_sample(
     recipe_path: RecipePath,
     root: Root = ROOT,
     corpus_path: Corpus = None,
-    prompt: Annotated[str, typer.Option(help="text to continue (default: begin a document)")] = "",
+    prompt: Annotated[str, typer.Option(help="text to continue (default: start a document)")] = "",
     tokens: Annotated[int, typer.Option(help="most tokens to write")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
     seed: Annotated[int, typer.Option(help="seed of the random choices")] = 0,
@@ -299,9 +280,7 @@ def evaluate(
         checkpoint = open_artifact(checkpoint_path.absolute(), CheckpointManifest)
         verify_sizes(checkpoint)
     else:
-        own = open_own_corpus(given, None)
-        checkpoint = choose_checkpoint(checkpoints_of(given, own), step, verify_sizes)
-        require_of_run(checkpoint, given.recipe, own)
+        checkpoint = open_own_checkpoint(given, None, step, "size")
     job = open_job(given, corpus_path, cache, launch, allow_cold_compile=allow_cold_compile)
     record = evaluate_checkpoint(job, checkpoint, tokens)
     print(json.dumps(record) if as_json else describe_table(record))
@@ -352,10 +331,7 @@ def export_model(
     elif tensor_parallel_size or kv_size_multiplier or qkv_linear or fuse_qkv:
         context.fail("--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv need --format nxd.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
-    exported = export(
-        run, output, nxd, allow_non_finite=allow_non_finite_weights, average_last=average_last, dtype=dtype
-    )
-    print(exported)
+    print(export(run, output, nxd, allow_non_finite=allow_non_finite_weights, average_last=average_last, dtype=dtype))
     return 0
 
 
@@ -375,7 +351,7 @@ def import_model(
     root: Root = ROOT,
     corpus_path: Corpus = None,
 ) -> int:
-    """Begin a run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint (torchtitan's)."""
+    """Start a run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint (torchtitan's)."""
     given = read_given(context, recipe_path, root)
     corpus, program = open_own_corpus(given, corpus_path), fingerprint(program_facts(given.recipe))
     job = new_job(given.root, given.recipe, corpus, None, program)
@@ -391,9 +367,7 @@ def inspect_checkpoint(
 ) -> int:
     """Print the metadata and the tensors of a checkpoint."""
     given = read_given(context, recipe_path, root)
-    corpus = open_own_corpus(given, corpus_path)
-    checkpoint = choose_checkpoint(checkpoints_of(given, corpus), step)
-    require_of_run(checkpoint, given.recipe, corpus)
+    checkpoint = open_own_checkpoint(given, corpus_path, step, "full")
     for line in inspect(checkpoint, given.recipe):
         print(line)
     return 0

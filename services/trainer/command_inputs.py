@@ -1,22 +1,22 @@
-"""Opens what the recipe and the options of a command name: corpus, compile cache, job and run."""
+"""Opens what the recipe and the options of a command name: corpus, compile cache, job, run and checkpoint."""
 
 from __future__ import annotations
 
-import uuid
+from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
+from services.common.artifacts.files import Level
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus, stage_command
 from services.common.errors import ArtifactError
-from services.common.launch.launcher import INLINE
 from services.common.problem_list import list_problems
 from services.common.process.command_line import Given
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.checkpoints.lookup import choose_checkpoint, verify_state
 from services.trainer.job import ALLOW_COLD_COMPILE, Job, RunCorpus, checkpoint_collection, describe_corpus, run_name
 from services.trainer.runs.branch import find_lineage, name_run
 from services.trainer.runs.run import Run, open_run
@@ -27,9 +27,8 @@ def open_job(
 ) -> Job:
     """Open the corpus and the compile cache of a command, and return its job."""
     cache, program = open_cache(given.recipe, given.recipe_path, given.root, cache_path, allow_cold_compile)
-    waivers = (ALLOW_COLD_COMPILE,) if allow_cold_compile else ()
     job = new_job(given.root, given.recipe, open_own_corpus(given, corpus_path), cache, program)
-    return replace(job, waivers=waivers, launch=launch)
+    return replace(job, waivers=(ALLOW_COLD_COMPILE,) if allow_cold_compile else (), launch=launch)
 
 
 def open_cache(
@@ -51,26 +50,19 @@ def open_cache(
             cache = open_artifact(exact.path, CompileCacheManifest)
         else:
             cache = find_cache(recipe, recipe_path, root)
-        omit = "Omit --cache, and make" if explicit else "Make"
-        made_by = f"{omit} a cache for this program with `{stage_command('compiler', recipe_path, root)}`."
-        _require_same_program(cache, facts, made_by)
+        theirs = cache.manifest.compile_cache
+        if theirs.program_fingerprint != ours:
+            differences = list_problems(explain_difference(theirs.facts, facts).splitlines(), "facts that differ")
+            raise ArtifactError(
+                f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, but this run's program is "
+                f"{ours[:12]}. They differ in\n  " + "\n  ".join(differences) + f"\nMake a cache for this program with "
+                f"`{stage_command('compiler', recipe_path, root)}`, and pass no other --cache."
+            )
     except ArtifactError as error:
         if allow_cold:
             return None, ours
         raise ArtifactError(f"{error} Or pass {ALLOW_COLD_COMPILE} to compile at the start of the run.") from error
     return cache, ours
-
-
-def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], advice: str) -> None:
-    theirs, ours = cache.manifest.compile_cache, fingerprint(facts)
-    if theirs.program_fingerprint != ours:
-        difference = "\n  ".join(
-            list_problems(explain_difference(theirs.facts, facts).splitlines(), "facts that differ")
-        )
-        raise ArtifactError(
-            f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, but this run's program is "
-            f"{ours[:12]}. They differ in\n  {difference}\n{advice}"
-        )
 
 
 def new_job(
@@ -80,22 +72,10 @@ def new_job(
     cache: Artifact[CompileCacheManifest] | None,
     program_fingerprint: str,
 ) -> Job:
-    """Return the job of a command of this moment, which begins or continues the run of the recipe and the corpus."""
-    now, lineage = datetime.now(UTC), find_lineage(root, recipe, corpus)
-    return Job(
-        recipe=recipe,
-        root=root,
-        run=run_name(recipe, corpus, lineage.parent),
-        corpus=corpus,
-        cache=cache,
-        program_fingerprint=program_fingerprint,
-        waivers=(),
-        launch=INLINE,
-        started_at=now,
-        attempt=uuid.uuid4().hex,
-        workers_started_at=now,
-        lineage=lineage,
-    )
+    """Return the job of a command that starts or continues the run of the recipe and the corpus now."""
+    lineage = find_lineage(root, recipe, corpus)
+    run = run_name(recipe, corpus, lineage.parent)
+    return Job(recipe, root, run, corpus, cache, program_fingerprint, lineage)
 
 
 def open_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus:
@@ -103,12 +83,11 @@ def open_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus:
     return describe_corpus(open_corpus(given.recipe, given.recipe_path, given.root, corpus_path))
 
 
-def find_published_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | None:
+def find_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | None:
     """Do the same as `open_own_corpus`; return None where there is no such corpus."""
-    try:
+    with suppress(ArtifactError):
         return open_own_corpus(given, corpus_path)
-    except ArtifactError:
-        return None
+    return None
 
 
 def open_own_run(given: Given, corpus_path: Path | None) -> Run:
@@ -121,6 +100,10 @@ def name_own_run(given: Given, corpus_path: Path | None) -> str:
     return name_run(given.root, given.recipe, open_own_corpus(given, corpus_path))
 
 
-def checkpoints_of(given: Given, corpus: RunCorpus) -> Path:
-    """Return the folder of the checkpoints of the recipe's run on `corpus`."""
-    return checkpoint_collection(given.root, name_run(given.root, given.recipe, corpus))
+def open_own_checkpoint(
+    given: Given, corpus_path: Path | None, step: int | None, level: Level
+) -> Artifact[CheckpointManifest]:
+    """Open and verify the checkpoint of a step of the recipe's run, or for None the newest intact one."""
+    corpus = open_own_corpus(given, corpus_path)
+    collection = checkpoint_collection(given.root, name_run(given.root, given.recipe, corpus))
+    return choose_checkpoint(collection, step, verify_state(given.recipe, corpus, level))

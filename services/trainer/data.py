@@ -2,8 +2,8 @@
 
 The batch's number equals the step's, unless batches before it were skipped (`services.trainer.health.loss_spikes`).
 Sample number `offset + batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
-`number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch may
-straddle two epochs. The offset is 0, except in a branch (`services.trainer.runs.branch`).
+`number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state. The offset is 0,
+except in a branch (`services.trainer.runs.branch`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ def micro_batches(
     stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0
 ) -> Iterator[MicroBatch]:
     """Yield this worker's micro-batches of the batch with this number, in order."""
-    samples, size = _own_samples(stream, recipe, number, mesh, offset_samples), recipe.batch.micro_batch_size
+    samples, size = batch_samples(stream, recipe, number, mesh, offset_samples), recipe.batch.micro_batch_size
     for start in range(0, len(samples), size):
         yield read_micro_batch(stream, samples[start : start + size], recipe)
 
 
-def prefetch_batch(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0) -> None:
-    """Let the kernel read this worker's samples of the batch with this number while the process computes."""
-    stream.prefetch(_own_samples(stream, recipe, number, mesh, offset_samples))
-
-
-def _own_samples(
+def batch_samples(
     stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int
 ) -> npt.NDArray[np.int64]:
     """Return the indices of this worker's samples of the batch with this number."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from datetime import datetime
+import uuid
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +13,9 @@ from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, c
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest, CorpusPayload
 from services.common.artifacts.manifest import InputLink
-from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, artifact_id, partial_of
+from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, artifact_id
 from services.common.errors import ArtifactError
+from services.common.launch.launcher import INLINE
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe
@@ -26,10 +29,7 @@ RUN_FILE = "run.json"
 
 @dataclass(frozen=True)
 class RunCorpus:
-    """A published corpus without its list of files, as a run and its workers hold it.
-
-    A manifest of 200,000 shards takes 0.2 GB of memory, a node has 32 workers, and each row has a check of its own.
-    """
+    """A published corpus without its list of files: that of 200,000 shards takes 0.2 GB of memory in every worker."""
 
     path: Path
     name: str
@@ -57,7 +57,7 @@ def describe_corpus(corpus: Artifact[CorpusManifest]) -> RunCorpus:
 class Lineage(NamedTuple):
     """The checkpoints from which a run descends, and the position in the data that follows from them.
 
-    A run that is no branch has the defaults. The fields are those of `CheckpointPayload`.
+    The fields are those of `CheckpointPayload`; a run that is no branch has the defaults.
     """
 
     ancestors: tuple[Ancestor, ...] = ()
@@ -84,15 +84,15 @@ class Job:
     cache: Artifact[CompileCacheManifest] | None
     """Compile cache of the program; None if nothing is compiled or the user allows a cold start."""
     program_fingerprint: str
-    waivers: tuple[str, ...]
-    """Flags with which this command or an earlier one continued the run in spite of a mismatch."""
-    launch: str
-    started_at: datetime
-    attempt: str
-    """Unique name of the command, and of the node-local folder that its processes share."""
-    workers_started_at: datetime
-    """Time of the newest start of the workers: `started_at`, or later if workers were lost."""
     lineage: Lineage = NO_LINEAGE
+    waivers: tuple[str, ...] = ()
+    """Flags with which this command or an earlier one continued the run in spite of a mismatch."""
+    launch: str = INLINE
+    started_at: datetime = field(default_factory=partial(datetime.now, UTC))
+    attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Unique name of the command, and of the node-local folder that its processes share."""
+    workers_started_at: datetime = field(default_factory=partial(datetime.now, UTC))
+    """Time of the newest start of the workers."""
     start_number: int = 0
     """Number of the workers' start: 0 for the command's first start, one more after each loss of workers."""
 
@@ -113,10 +113,6 @@ class Job:
         """Name of the command in the names of its unfinished checkpoints."""
         return self.attempt[:8]
 
-    def partial_checkpoint(self, step: int) -> Path:
-        """Return the folder into which all workers write the checkpoint of a step before it is committed."""
-        return partial_of(self.checkpoint_address(step), self.writer)
-
     @property
     def checkpoint_collection(self) -> Path:
         return checkpoint_collection(self.root, self.run)
@@ -128,7 +124,7 @@ def run_folder(root: Path, run: str) -> Path:
 
 
 def checkpoint_collection(root: Path, run: str) -> Path:
-    """Return the folder of the checkpoints of a run."""
+    """Return the folder of a run's checkpoints."""
     return Address(root, "checkpoint", run, "").collection
 
 
@@ -138,10 +134,7 @@ def rank_log(run_folder: Path, rank: int) -> Path:
 
 
 def run_name(recipe: Recipe, corpus: RunCorpus, parent: Ancestor | None = None) -> str:
-    """Return the run's name. Two commands have the same name exactly when the second continues the first.
-
-    `branch.name_run` finds the parent of a branch.
-    """
+    """Return the run's name. Two commands have the same name exactly when the second continues the first."""
     inputs = [corpus.content_digest, *([parent.content_digest] if parent else [])]
     digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, inputs)
     return f"{recipe.name}-{digest[:8]}"

@@ -17,7 +17,7 @@ from services.common.errors import ArtifactError, MillraceError, adding_path
 from services.common.process.progress import report_published
 from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import explain_repetition, explain_schedule_end
-from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
 from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.job import Job, completed_step, continue_run
@@ -42,58 +42,52 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
 
     A run that is complete is only reported, where a killed command has not done so. `recipe_path` is for messages.
     """
-    recipe = job.recipe
     job.run_folder.mkdir(parents=True, exist_ok=True)
-    with (
-        hold_lock(job.lock),
-        writing_costs(job),
-        recording_command(job),
-        using_node(job),
-    ):
+    with hold_lock(job.lock), writing_costs(job), recording_command(job), using_node(job):
         discard_left_over(job.checkpoint_collection)
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
-        if checkpoint and completed_step(checkpoint) >= recipe.train.max_steps and not _is_reported(job, checkpoint):
-            # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
-            checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
-        if checkpoint is None:
-            job = _start_run(job, recipe_path)
-        step = completed_step(checkpoint)
-        is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
-        if checkpoint and not is_complete:
-            job = continue_run(job, checkpoint, allow_changed_program)
-        write_run(job)
-        if checkpoint and is_complete:
-            if not _is_reported(job, checkpoint):
+        if checkpoint and _is_complete(job, checkpoint):
+            write_run(job)
+            if read_state(job.run_folder) != describe_state(checkpoint):
                 report_training(job, recipe_path)
             report_published(job.checkpoint_collection, is_new=False)
-            print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
+            steps = f"step {completed_step(checkpoint)} of {job.recipe.train.max_steps}"
+            print(f"the run is complete: {steps}, {job.checkpoint_collection}")
             return 0
-        warnings = [explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)]
-        for problem in filter(None, [*warnings, *slow_paths(recipe).values()]):
-            logger.warning("%s", problem)
+        job = continue_run(job, checkpoint, allow_changed_program) if checkpoint else _start_run(job, recipe_path)
+        write_run(job)
+        _warn_of_recipe(job)
         prepare_node(job)
-        with (
-            export(job),
-            adding_path(job.root),
-            notifying_run(job, recipe_path) as observe,
-        ):
+        with export(job), adding_path(job.root), notifying_run(job, recipe_path) as observe:
             supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
         discard_left_over(job.checkpoint_collection)
     report_training(job, recipe_path)
     report_published(job.checkpoint_collection, is_new=True)
-    print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
+    print(f"trained to step {job.recipe.train.max_steps}: {job.checkpoint_collection}")
     return 0
+
+
+def _is_complete(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
+    step = completed_step(checkpoint)
+    return step >= job.recipe.train.max_steps and not lacks_last_evaluation(job, step)
+
+
+def _warn_of_recipe(job: Job) -> None:
+    recipe = job.recipe
+    warnings = [explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)]
+    for warning in filter(None, [*warnings, *slow_paths(recipe).values()]):
+        logger.warning("%s", warning)
 
 
 def _start_run(job: Job, recipe_path: Path) -> Job:
     """Return the job of a run without a checkpoint, which has the waivers of the run that it branches from.
 
-    Raises `ArtifactError` if the weights or the checkpoint with which it begins are missing.
+    Raises `ArtifactError` if the weights or the checkpoint with which it starts are missing.
     """
     recipe = job.recipe
     if recipe.train.initial_weights:
         raise ArtifactError(
-            f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
+            f"{job.run}: starts with imported weights (train.initial_weights), which are not imported yet. Import "
             f"them: `{stage_command('trainer', recipe_path, job.root, 'import', '--from', 'FOLDER')}`"
         )
     if recipe.train.branch:
@@ -104,11 +98,6 @@ def _start_run(job: Job, recipe_path: Path) -> Job:
     if before := explain_new_run(job.root, recipe, job.corpus):
         logger.info("%s is a new run and does not continue %s", job.run, before)
     return job
-
-
-def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
-    """Whether the report is of this state, which it is not where a command was killed before it wrote the report."""
-    return read_state(job.run_folder) == describe_state(checkpoint)
 
 
 def report_training(job: Job, recipe_path: Path) -> None:

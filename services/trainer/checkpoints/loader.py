@@ -1,8 +1,7 @@
 """Loads the newest intact checkpoint into the workers, which verify the files that they read.
 
 Rank 0 alone lists the checkpoints, reads a manifest and compares the sizes of the files. It tells each worker what it
-found, and of the files the worker's own shard alone. So neither the metadata that a file system has to answer for nor
-what workers send each other grows with the square of their number.
+found, and of the files the worker's own shard alone: nothing grows with the square of the number of workers.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from services.trainer.checkpoints.lookup import (
     all_damaged,
     describe_checkpoint,
     open_checkpoint,
-    require_of_run,
-    verify_sizes,
+    verify_state,
 )
 from services.trainer.checkpoints.retention import discard_newer
 from services.trainer.checkpoints.shards import Place, Places, SliceReader, open_tensors, read_header
@@ -70,11 +68,6 @@ def list_checkpoints(job: Job, group: ProcessGroup) -> list[int]:
     return group.tell(lambda: checkpoint_steps(job.checkpoint_collection))
 
 
-def begins_with_random_weights(job: Job, steps: Sequence[int]) -> bool:
-    """Return whether nothing is loaded at the start of a run that has checkpoints after these steps."""
-    return not steps and not job.recipe.train.branch
-
-
 def resume(job: Job, program: Program, group: ProcessGroup, steps: Sequence[int]) -> ResumePoint:
     """Load the newest of the run's checkpoints, after these steps, that all workers can verify. All workers call this.
 
@@ -94,32 +87,25 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
     """Load the newest checkpoint of at most `wanted_step` steps, and remove all later ones. All workers call this.
 
     If there is none, the run goes back to its initial state where that takes no longer than from one checkpoint to the
-    next, and otherwise to its oldest checkpoint. A branch's initial state is its parent's checkpoint. Random weights
-    are left to the caller to make: the returned point then has no recipe. Raises `ArtifactError` when all of these
-    checkpoints are damaged.
+    next, and otherwise to its oldest checkpoint. Where the initial state is random weights, the returned point has no
+    recipe, and the caller draws them. Raises `ArtifactError` when all of these checkpoints are damaged.
     """
     steps, recipe = list_checkpoints(job, group), job.recipe
     older = [step for step in reversed(steps) if step <= wanted_step]
     newer = [step for step in steps if step > wanted_step]
-    has_initial_state = recipe.train.initial_weights is None
-    begin = recipe.train.branch.step if recipe.train.branch else 0
-    is_near = wanted_step - begin < recipe.checkpoint.interval_steps or not steps
-    initial = [None] if has_initial_state and is_near else []
+    first_step = recipe.train.branch.step if recipe.train.branch else 0
+    is_near = wanted_step - first_step < recipe.checkpoint.interval_steps or not steps
+    initial = [None] if recipe.train.initial_weights is None and is_near else []
     point = _load_first(job, program, group, [*older, *initial, *newer])
-
-    def discard_abandoned() -> None:
-        if group.rank == 0:
-            discard_newer(job.checkpoint_collection, point.step)
-
-    group.wait_for_work(discard_abandoned)
+    group.tell(lambda: discard_newer(job.checkpoint_collection, point.step))
     return point
 
 
 class CheckpointFinding(NamedTuple):
-    """Finding of rank 0 about a checkpoint, which it tells the other workers."""
+    """What a worker finds out about a checkpoint and tells the others."""
 
     checkpoint: FoundCheckpoint | None
-    """The checkpoint; None if its manifest or a file's size is damaged."""
+    """The checkpoint; None if it is damaged."""
     problem: str
     """Description of the damage; otherwise empty."""
     loss_spikes: LossSpikes = LossSpikes()
@@ -136,50 +122,50 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
     for step in candidates:
         if step is None and not job.recipe.train.branch:
             return ResumePoint(damaged_steps=tuple(damaged_steps))
-        told, problem = _load(job, program, group, step)
-        if told.checkpoint and not problem:
-            state = told.checkpoint.state
+        found = _load(job, program, group, step)
+        if found.checkpoint:
+            header = found.checkpoint.header
+            state = header.checkpoint
             if step is None:
-                logger.info("branching off after step=%d from %s", state.step, told.checkpoint.path)
+                logger.info("branching off after step=%d from %s", state.step, found.checkpoint.path)
             elif damages and group.rank == 0:
                 record_event(job, "fallback", to_step=step, damages=damages)
             return ResumePoint(
                 step=state.step,
                 skipped_steps=state.skipped_steps,
-                loss_spikes=told.loss_spikes,
-                recipe=dict(told.checkpoint.recipe),
+                loss_spikes=found.loss_spikes,
+                recipe=dict(header.recipe),
                 imported=state.imported,
                 damaged_steps=tuple(damaged_steps),
             )
         if step is None:
-            problem = (
-                f"{job.run}: cannot begin with its parent's checkpoint: {problem}\nRestore it from a copy, or "
+            damages.append(
+                f"{job.run}: cannot start with its parent's checkpoint: {found.problem}\nRestore it from a copy, or "
                 f"set train.branch.step to another step of the parent."
             )
-            if candidates[-1] is None:
-                raise ArtifactError(problem)
-            damages.append(problem)
         else:
-            damages.append(f"{checkpoint_id(step)}: {problem}")
+            damages.append(f"{checkpoint_id(step)}: {found.problem}")
             damaged_steps.append(step)
-        logger.warning("skipping a damaged checkpoint: %s", problem)
+        logger.warning("skipping a damaged checkpoint: %s", damages[-1])
+    if candidates[-1] is None:
+        raise ArtifactError(damages[-1])
     raise all_damaged(job.checkpoint_collection, damages)
 
 
-def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> tuple[CheckpointFinding, str]:
+def _load(job: Job, program: Program, group: ProcessGroup, step: int | None) -> CheckpointFinding:
     """Load the run's checkpoint of a step, or for None its parent's. All workers call this.
 
-    Returns rank 0's finding, and the first worker's problem with the checkpoint; an empty text if it is intact.
+    Returns rank 0's finding, or that of the first worker that finds the checkpoint damaged.
     """
     told, own_shards = group.tell(partial(find_checkpoint, job, program.backend.mesh, step))
     if told.checkpoint is None:
-        return told, told.problem
+        return told
     _require_seen(told.checkpoint, group)
     with program.state.writing() as held:
         problem = group.wait_for_work(partial(load_part, job, told.checkpoint, own_shards[group.rank], held))
     if not group.maximum(bool(problem)):
-        return told, ""
-    return told, next(filter(None, group.gather(problem)))
+        return told
+    return CheckpointFinding(None, next(filter(None, group.gather(problem))))
 
 
 def find_checkpoint(job: Job, mesh: Mesh, step: int | None) -> tuple[CheckpointFinding, list[OwnShard | None]]:
@@ -192,33 +178,16 @@ def find_checkpoint(job: Job, mesh: Mesh, step: int | None) -> tuple[CheckpointF
             checkpoint = _open_parent(job)
             spikes = inherit_loss_spikes(checkpoint, job.recipe, job.corpus, job.lineage) or LossSpikes()
         else:
-            checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
-            require_of_run(checkpoint, job.recipe, job.corpus)
+            checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_state(job.recipe, job.corpus, "size"))
             spikes = checkpoint.manifest.checkpoint.loss_spikes
-        if checkpoint.manifest.checkpoint.program_fingerprint != job.program_fingerprint:
-            spikes = spikes.for_other_losses()  # another program may move the losses
     except UnreadableError:
         raise
     except ArtifactError as error:
         return CheckpointFinding(None, str(error)), [None] * mesh.world_size
+    if checkpoint.manifest.checkpoint.program_fingerprint != job.program_fingerprint:
+        spikes = spikes.for_other_losses()  # another program may move the losses
     described, own_shards = describe_checkpoint(checkpoint, job.recipe, mesh)
     return CheckpointFinding(described, "", spikes), own_shards
-
-
-def load_part(
-    job: Job, checkpoint: FoundCheckpoint, own_shard: OwnShard | None, held: Mapping[StateSlice, Tensor]
-) -> str:
-    """Load a worker's slices of a checkpoint, from verified files.
-
-    Returns the problem of a damaged checkpoint, and an empty text otherwise.
-    """
-    try:
-        read_part(job, checkpoint, own_shard, held)
-    except UnreadableError:
-        raise
-    except ArtifactError as error:
-        return str(error)
-    return ""
 
 
 def _open_parent(job: Job) -> Artifact[CheckpointManifest]:
@@ -233,15 +202,27 @@ def _open_parent(job: Job) -> Artifact[CheckpointManifest]:
     return parent
 
 
+def load_part(
+    job: Job, checkpoint: FoundCheckpoint, own_shard: OwnShard | None, held: Mapping[StateSlice, Tensor]
+) -> str:
+    """Load a worker's slices of a checkpoint as `read_part` does; return the damage, or an empty text."""
+    try:
+        read_part(job, checkpoint, own_shard, held)
+    except UnreadableError:
+        raise
+    except ArtifactError as error:
+        return str(error)
+    return ""
+
+
 def read_part(
     job: Job, checkpoint: FoundCheckpoint, own_shard: OwnShard | None, held: Mapping[StateSlice, Tensor]
 ) -> None:
-    """Fill the slices that a worker holds with their elements, from files whose bytes are verified once on each node.
+    """Fill the slices that a worker holds from files whose bytes are verified once on each node.
 
     A worker opens the shard of its own rank alone where that has exactly these slices, as in the layout that wrote it
-    under ZeRO-1. Otherwise it opens the manifest, the index, and the shards that have elements of the slices.
-
-    Raises `ArtifactError` for a damaged file, and unless the files have each element once, and values of a training.
+    under ZeRO-1. Otherwise it opens the manifest, the index, and the shards that have elements of the slices. Raises
+    `ArtifactError` for a damaged file, and unless the files have each element once, and values of a training.
     """
     if own_shard and _read_own_shard(job, checkpoint, own_shard, held):
         return
@@ -249,7 +230,7 @@ def read_part(
     entries, origins = {entry.path: entry for entry in manifest.files}, manifest.checkpoint.shards
     verify_on_node(job, checkpoint, [entries[INDEX_FILE]])
     places = read_index(checkpoint.path, checkpoint.origin_of(rank=0), shapes, held)
-    reader = SliceReader(checkpoint.path, origins.__getitem__, places)
+    reader = SliceReader(checkpoint.path, origins, places)
     files = reader.files_of(held)
     logger.info("reading %d of %d shards of %s", len(files), len(origins), checkpoint.path)
     verify_on_node(job, checkpoint, [entries[file] for file in files])
@@ -272,8 +253,9 @@ def _read_own_shard(
                 places.setdefault((piece.kind, piece.name), []).append(Place(piece, file))
         if {place.piece for each in places.values() for place in each} != held.keys():
             return False
-        logger.info("reading 1 of %d shards of %s, this worker's own", checkpoint.state.num_workers, checkpoint.path)
-        SliceReader(checkpoint.path, {file: origin}.__getitem__, places).read_from({file: tensors}, held)
+        num_shards = checkpoint.header.checkpoint.num_workers
+        logger.info("reading 1 of %d shards of %s, this worker's own", num_shards, checkpoint.path)
+        SliceReader(checkpoint.path, {file: origin}, places).read_from({file: tensors}, held)
     return True
 
 

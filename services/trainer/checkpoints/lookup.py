@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from services.common.artifacts.checkpoint import (
-    CheckpointManifest,
-    CheckpointPayload,
-    ShardOrigin,
-    checkpoint_id,
-    shard_name,
-)
+from services.common.artifacts.checkpoint import CheckpointManifest, ShardOrigin, checkpoint_id, shard_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, verify_files
-from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import (
-    Address,
-    Artifact,
-    identity_key,
-    open_artifact,
-    require_in_place,
-)
-from services.common.errors import ArtifactError, TryAgain, UnreadableError
+from services.common.artifacts.manifest import MANIFEST, FileEntry
+from services.common.artifacts.store import Address, Artifact, identity_key, open_artifact, require_in_place
+from services.common.errors import ArtifactError, UnreadableError
 from services.common.problem_list import list_names, list_problems
 from services.common.program.mesh import Mesh
 from services.common.recipe.schema import Recipe
@@ -39,45 +26,35 @@ Verify = Callable[[Artifact[CheckpointManifest]], None]
 """Function that raises `ArtifactError` for a damaged checkpoint."""
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint as the process describes it to the workers that has read its manifest.
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint as rank 0 describes it to the workers: it does not grow with the number of shards.
 
-    It does not grow with the shards. A worker that needs more than its own shard reads the manifest again.
+    A worker that needs more than its own shard reads the manifest again.
     """
 
     path: Path
-    name: str
-    """Name of the run that made it."""
-    id: str
+    header: CheckpointManifest
+    """The manifest without its list of files and the origins of the shards."""
     content_digest: str
-    recipe: Mapping[str, Any]
-    state: CheckpointPayload
-    """State without the origins of the shards, which follow from it."""
 
     @classmethod
     def of(cls, checkpoint: Artifact[CheckpointManifest]) -> Self:
         manifest = checkpoint.manifest
-        return cls(
-            path=checkpoint.path,
-            name=manifest.name,
-            id=manifest.id,
-            content_digest=manifest.content_digest,
-            recipe=manifest.recipe,
-            state=manifest.checkpoint.model_copy(update={"shards": {}}),
-        )
+        state = manifest.checkpoint.model_copy(update={"shards": {}})
+        header = manifest.model_copy(update={"files": (), "checkpoint": state})
+        return cls(checkpoint.path, header, manifest.content_digest)
 
     def origin_of(self, rank: int) -> ShardOrigin:
         """Return the origin that the header of a rank's shard has to name, and for rank 0 also that of the index."""
-        return self.state.origin(self.name, rank)
+        return self.header.checkpoint.origin(self.header.name, rank)
 
     def read_manifest(self) -> CheckpointManifest:
-        """Read the manifest again. Raises `ArtifactError` where it is another one than was described."""
+        """Read the manifest again. Raises `ArtifactError` where it is not the one that rank 0 has read."""
         checkpoint = open_artifact(self.path, CheckpointManifest)
         if FoundCheckpoint.of(checkpoint) != self:
             raise ArtifactError(
-                f"{self.path}: rank 0 has read another manifest: the checkpoint was replaced meanwhile, or the folder "
-                f"is not the same on all nodes. Start the command again."
+                f"{self.path / MANIFEST}: differs from the one that rank 0 has read. Mount the same volume on all "
+                f"nodes, and start the command again."
             )
         return checkpoint.manifest
 
@@ -92,10 +69,7 @@ class OwnShard(NamedTuple):
 def describe_checkpoint(
     checkpoint: Artifact[CheckpointManifest], recipe: Recipe, mesh: Mesh
 ) -> tuple[FoundCheckpoint, list[OwnShard | None]]:
-    """Return what all workers are told of a checkpoint, and each rank's own shard.
-
-    That is None for all ranks where another layout than the mesh's wrote the checkpoint.
-    """
+    """Return what all workers are told of a checkpoint, and each rank's own shard; None if another layout wrote it."""
     state, entries = checkpoint.manifest.checkpoint, {entry.path: entry for entry in checkpoint.manifest.files}
     layout = (mesh.data_parallel_size, mesh.tensor_parallel_size, recipe.parallel.zero_stage)
     is_own = (state.data_parallel_size, state.tensor_parallel_size, state.zero_stage) == layout
@@ -141,8 +115,8 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
 def newest_checkpoint(collection: Path, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest] | None:
     """Return the newest intact checkpoint; damaged ones are reported and skipped.
 
-    Raises `UnreadableError` for a checkpoint that this user may not read, because it may be intact. Raises
-    `ArtifactError` if all existing checkpoints are damaged: nobody wants such a run to start again from step 0.
+    Raises `UnreadableError` for a checkpoint that this user may not read, because it may be intact, and `ArtifactError`
+    if all are damaged: nobody wants such a run to start again from step 0.
     """
     damages = []
     for step in reversed(checkpoint_steps(collection)):
@@ -159,11 +133,10 @@ def newest_checkpoint(collection: Path, verify: Verify = verify_checkpoint) -> A
 
 
 def all_damaged(collection: Path, damages: list[str]) -> ArtifactError:
+    listed = "\n  ".join(list_problems(damages, "damaged checkpoints"))
     return ArtifactError(
-        f"{collection}: all {len(damages)} checkpoints are damaged:\n  "
-        + "\n  ".join(list_problems(damages, "damaged checkpoints"))
-        + f"\n"
-        f"Restore one from a copy, or move {collection} away to start this run from step 0."
+        f"{collection}: all {len(damages)} checkpoints are damaged:\n  {listed}\nRestore one from a copy, or move "
+        f"{collection} away to start this run from step 0."
     )
 
 
@@ -188,14 +161,6 @@ def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpo
         )
     verify(checkpoint)
     return checkpoint
-
-
-def is_intact(collection: Path, step: int, verify: Verify) -> bool:
-    try:
-        open_checkpoint(collection, step, verify)
-    except (ArtifactError, TryAgain, OSError):  # some of these mean that it cannot be read now
-        return False
-    return True
 
 
 def choose_checkpoint(

@@ -7,7 +7,7 @@ of a tensor (see `StateSlice.key`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ ORIGIN = "millrace_origin"
 """The only key of a header's metadata, with the `ShardOrigin` as JSON: safetensors writes several keys in random order,
 but equal states must have equal bytes.
 """
+NEXT = "Restore the checkpoint from a copy, or move its folder away: the run continues from the one before."
+"""What a person may do about a damaged shard."""
 Shapes = Mapping[str, Collection[int]]
 """Shapes of the model's full parameters, by name."""
 
@@ -54,9 +56,7 @@ def open_tensors(folder: Path, file: str, origin: ShardOrigin) -> Iterator[Any]:
             found = ShardOrigin.model_validate_json((tensors.metadata() or {})[ORIGIN])
             if found != origin:
                 raise ArtifactError(
-                    f"{path}: is a shard of another state than the manifest's: {explain_origins(found, origin)}. "
-                    f"Restore the checkpoint from a copy, or move its folder away: the run continues from the one "
-                    f"before."
+                    f"{path}: is a shard of another state than the manifest's: {explain_origins(found, origin)}. {NEXT}"
                 )
             yield tensors
     except OSError as error:
@@ -86,19 +86,18 @@ Places = dict[tuple[StateKind, str], list[Place]]
 class SliceReader:
     """Reads slices of a checkpoint whose places are known.
 
-    Methods raise `ArtifactError` for files that cannot be read or are of another origin, and where the places do not
-    have each element once.
+    Raises `ArtifactError` for files that cannot be read or are of another origin, and unless the places have each
+    element once.
     """
 
-    def __init__(self, folder: Path, origin_of: Callable[[str], ShardOrigin], places: Places) -> None:
-        self._folder, self._origin_of, self._places = folder, origin_of, places
+    def __init__(self, folder: Path, origins: Mapping[str, ShardOrigin], places: Places) -> None:
+        self._folder, self._origins, self._places = folder, origins, places
 
     def files_of(self, targets: Collection[StateSlice]) -> list[str]:
         """Return the files that have elements of the targets."""
         return sorted({place.file for target in targets for place in self._overlapping(target)})
 
     def num_slices(self, kind: StateKind, name: str) -> int:
-        """Return the number of slices of a tensor."""
         return len(self._places[kind, name])
 
     def read(self, targets: Mapping[StateSlice, Tensor], *, allows_non_finite: bool = False) -> None:
@@ -109,7 +108,7 @@ class SliceReader:
         """
         with ExitStack() as opened:
             files = {
-                file: opened.enter_context(open_tensors(self._folder, file, self._origin_of(file)))
+                file: opened.enter_context(open_tensors(self._folder, file, self._origins[file]))
                 for file in self.files_of(targets)
             }
             self.read_from(files, targets, allows_non_finite=allows_non_finite)
@@ -135,10 +134,7 @@ class SliceReader:
         is_negative = place.piece.kind == "exp_avg_sq" and lowest < 0
         if is_negative or not (is_finite or allows_non_finite):
             problem = f"its values are {lowest:g} to {highest:g}, expected finite ones, and no mean of squares below 0"
-            raise ArtifactError(
-                f"{self._folder / place.file}: {place.piece.key}: {problem}. Restore the checkpoint from a copy, or "
-                f"move its folder away: the run continues from the one before."
-            )
+            raise ArtifactError(f"{self._folder / place.file}: {place.piece.key}: {problem}. {NEXT}")
         return found
 
     def _overlapping(self, target: StateSlice) -> list[Place]:
@@ -146,18 +142,16 @@ class SliceReader:
 
 
 class ShardReader(SliceReader):
-    """Finds the slices of a whole checkpoint in its files' headers, and reads them.
+    """Finds the slices of a whole checkpoint in the headers of all its files, and reads them.
 
-    Every file is opened once for its header. A worker that resumes reads by `loader.read_part` instead, which opens its
-    own files alone. Raises `ArtifactError` for files that cannot be read or belong to another state.
+    A worker that resumes reads by `loader.read_part` instead, which opens its own files alone.
     """
 
     def __init__(self, checkpoint: Artifact[CheckpointManifest], shapes: Shapes) -> None:
-        origins = checkpoint.manifest.checkpoint.shards
-        super().__init__(checkpoint.path, origins.__getitem__, {})
+        super().__init__(checkpoint.path, checkpoint.manifest.checkpoint.shards, {})
         self._shapes = shapes
-        for file in origins:
-            with open_tensors(self._folder, file, origins[file]) as tensors:
+        for file, origin in self._origins.items():
+            with open_tensors(self._folder, file, origin) as tensors:
                 for piece in read_header(tensors):
                     self._places.setdefault((piece.kind, piece.name), []).append(Place(piece, file))
 

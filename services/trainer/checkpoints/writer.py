@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -21,44 +21,22 @@ from services.common.artifacts.checkpoint import (
     shard_name,
 )
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, commit, make_partial
-from services.common.errors import StorageError, TryAgain
+from services.common.artifacts.store import Draft, commit, make_partial, partial_of
+from services.common.errors import ArtifactError, StorageError, TryAgain
 from services.common.process.shutdown import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.sharded_state import ShardedState
 from services.common.program.state import StateSlice
-from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.index import Rows, of_all_kinds, write_index
-from services.trainer.checkpoints.lookup import is_intact, verify_state
+from services.trainer.checkpoints.loader import ResumePoint
+from services.trainer.checkpoints.lookup import open_checkpoint, verify_state
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.events import record_event
 
 logger = logging.getLogger(__name__)
-
-
-class CheckpointSchedule:
-    """Decides after which steps a checkpoint is due."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._interval_steps, self._max_steps = recipe.checkpoint.interval_steps, recipe.train.max_steps
-        self._is_interval_over = False
-
-    def is_due(self, step: int, is_stopping: bool, is_applied: bool) -> bool:
-        """Return whether a checkpoint is due: after the last step, at a stop, and when an interval is over.
-
-        This is asked after each step, and again where a stop is decided after it. The interval does not end with a
-        skipped step: that checkpoint would hold nothing new, and in a run that diverges it would replace an older,
-        useful one.
-        """
-        self._is_interval_over |= step % self._interval_steps == 0
-        return step == self._max_steps or is_stopping or (self._is_interval_over and is_applied)
-
-    def saved(self) -> None:
-        """Begin another interval."""
-        self._is_interval_over = False
 
 
 class CheckpointWriter:
@@ -77,31 +55,24 @@ class CheckpointWriter:
         self._committing: Future[None] | None = None
         self._is_intact: dict[int, bool] = {}
         """Whether the checkpoint of a step is intact, as far as the workers know by a commit or by reading it."""
+        self._imported: ImportedModel | None = None
         self._rows: Rows | None = None
         self.slowest_seconds = 0.0
-        """Seconds of the slowest checkpoint, from the begin of its copy to its commit. Only rank 0 knows it."""
-        self._is_short_notice_recorded = False
+        """Seconds of the slowest checkpoint, from the start of its copy to its commit. Only rank 0 knows it."""
 
     def save(
-        self,
-        state: ShardedState,
-        step: int,
-        skipped_steps: int,
-        started: float,
-        loss_spikes: LossSpikes,
-        imported: ImportedModel | None = None,
+        self, state: ShardedState, step: int, skipped_steps: int, stalled_since: float, loss_spikes: LossSpikes
     ) -> None:
-        """Begin to copy this worker's part of the state after `step` steps, and write it in the background.
+        """Start to copy this worker's part of the state after `step` steps, and write it in the background.
 
-        The caller has waited for the save before. `started` is the `time.perf_counter()` at which training stopped for
-        this checkpoint.
+        The caller has waited for the save before. Training stands since `stalled_since`, by `time.perf_counter()`.
         """
         assert not self._writing
         assert not self._committing
         recipe, mesh, job = self._job.recipe, self._mesh, self._job
-        if not self._begin(step):
+        if not self._prepare(step):
             return
-        self._started = started
+        self._started = stalled_since
         self._payload = CheckpointPayload(
             step=step,
             tokens=tokens_after(recipe, job.lineage.parent, step, skipped_steps),
@@ -115,18 +86,16 @@ class CheckpointWriter:
             loss_spikes=loss_spikes,
             ancestors=job.lineage.ancestors,
             data_offset_samples=job.lineage.data_offset_samples,
-            imported=imported,
+            imported=self._imported,
         )
         self._writing = self._thread.submit(self._write, self._payload, state.start_snapshot())
         if self._group.rank == 0 and self._rows is None:
             self._rows = of_all_kinds(state.find_owners())
 
-    def learn(self, *, intact_step: int, damaged_steps: Iterable[int]) -> None:
-        """Remember which checkpoints the workers found intact and damaged when they loaded one.
-
-        So rank 0 reads none of them again when it removes old ones: 840 GB for a model of 70 billion parameters.
-        """
-        self._is_intact |= {**dict.fromkeys(damaged_steps, False), intact_step: True}
+    def resume_from(self, point: ResumePoint) -> None:
+        """Remember what the workers found in the checkpoint that they loaded, and which others are damaged."""
+        self._imported = point.imported
+        self._is_intact |= {**dict.fromkeys(point.damaged_steps, False), point.step: True}
 
     @property
     def written_step(self) -> int:
@@ -155,7 +124,7 @@ class CheckpointWriter:
         committing, self._committing = self._committing, None
         self._group.wait_for_work(committing.result if committing else lambda: None)
 
-    def _begin(self, step: int) -> bool:
+    def _prepare(self, step: int) -> bool:
         """Make the folder that all workers write into.
 
         Returns False if the checkpoint exists: an earlier attempt was killed after it had committed these bytes.
@@ -163,9 +132,7 @@ class CheckpointWriter:
         address = self._job.checkpoint_address(step)
 
         def prepare() -> bool:
-            if self._group.rank > 0:
-                return False
-            if address.path.exists() and self._looks_intact(step):
+            if self._group.rank > 0 or (address.path.exists() and self._looks_intact(step)):
                 return False
             make_partial(address, self._job.writer)
             return True
@@ -173,18 +140,19 @@ class CheckpointWriter:
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))
 
     def _looks_intact(self, step: int) -> bool:
-        """Return whether a checkpoint is intact as far as the workers know, or as its manifest and its sizes tell.
-
-        A start loads the newest checkpoint that is not damaged, so it has read every newer one.
-        """
+        """Return whether a checkpoint is intact as far as the workers know, or as its manifest and its sizes tell."""
         if step not in self._is_intact:
-            verify = verify_state(self._job.recipe, self._job.corpus, "size")
-            self._is_intact[step] = is_intact(self._job.checkpoint_collection, step, verify)
+            try:
+                verify = verify_state(self._job.recipe, self._job.corpus, "size")
+                open_checkpoint(self._job.checkpoint_collection, step, verify)
+                self._is_intact[step] = True
+            except (ArtifactError, TryAgain, OSError):  # some of these mean that it cannot be read now
+                self._is_intact[step] = False
         return self._is_intact[step]
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
         with self._recording_failure(payload.step):
-            folder, rank = self._job.partial_checkpoint(payload.step), self._group.rank
+            folder, rank = partial_of(self._job.checkpoint_address(payload.step), self._job.writer), self._group.rank
             return write_shard(folder, shard_name(rank), payload.origin(self._job.run, rank), snapshot())
 
     @contextmanager
@@ -208,18 +176,18 @@ class CheckpointWriter:
         job, payload = self._job, self._payload
         assert payload
         assert self._rows
-        address, partial = job.checkpoint_address(payload.step), job.partial_checkpoint(payload.step)
+        address = job.checkpoint_address(payload.step)
+        partial = partial_of(address, job.writer)
         with self._recording_failure(payload.step):
             index = write_index(partial, payload.origin(job.run, rank=0), self._rows)
             ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
             draft = Draft(payload.with_shards(job.run, ranks), (job.corpus.link,), (*shards, index))
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
-        seconds = time.perf_counter() - self._started
-        self.slowest_seconds = max(self.slowest_seconds, seconds)
-        message = "" if self._is_short_notice_recorded else explain_short_notice(seconds)
-        if message:
-            self._is_short_notice_recorded = True
+        slowest = max(self.slowest_seconds, time.perf_counter() - self._started)
+        message = explain_short_notice(slowest)
+        if message and not explain_short_notice(self.slowest_seconds):  # once
             record_event(job, "short_notice", step=payload.step, message=message)
+        self.slowest_seconds = slowest
         self._is_intact[payload.step] = True
         discard_old(job.checkpoint_collection, job.recipe, payload.step, self._looks_intact)

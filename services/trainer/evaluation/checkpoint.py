@@ -24,7 +24,7 @@ from services.common.process.telemetry import configure_logging
 from services.common.program.step import Program
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
-from services.trainer.agreement.requirements import require_same_program
+from services.trainer.agreement import require_same_program
 from services.trainer.checkpoints.loader import load_weights
 from services.trainer.evaluation.records import describe_evaluation
 from services.trainer.evaluation.validation import Validation

@@ -1,18 +1,14 @@
 """Detects loss spikes, and decides which batches a run leaves out after one.
 
 The policy is PaLM's (arXiv 2204.02311, section 5.1): go back to a checkpoint before the spike and skip the batches seen
-before and during it. The same batches raise no spike from other weights, so no single batch is the cause. A loss is
-measured before its step's update, so the batch that ruins the weights is never later than the first with a high loss:
-the run goes back `train.loss_spike_rollback_steps` steps, and leaves out all batches from there to the last one of the
-spike. Training repeats bit for bit, so an older checkpoint changes nothing but the time that the way back takes.
+before and during it. A loss is measured before its step's update, so the batch that ruins the weights is never later
+than the first with a high loss: the run goes back `train.loss_spike_rollback_steps` steps, and leaves out all batches
+from there to the last one of the spike.
 
 A loss deviates above `robust_limit`; a spike is confirmed once `train.loss_spike_patience_steps` losses in a row
-deviate. A shorter deviation heals by itself. A high gradient norm alone confirms nothing, because clipping bounds its
-update, but where a high loss follows, the deviation begins with it. That test of both numbers and the default window
-are those of OLMo-core's `SkipStepOptimizer`.
-
-Everything that decides is in a checkpoint (`LossSpikes`): a run that is killed between a spike and its next checkpoint
-meets the spike again and decides the same.
+deviate. A high gradient norm alone confirms nothing, because clipping bounds its update, but where a high loss follows,
+the deviation starts with it. That test of both numbers and the default window are those of OLMo-core's
+`SkipStepOptimizer`. Everything that decides is in a checkpoint (`LossSpikes`), so a killed run decides the same again.
 """
 
 from __future__ import annotations
@@ -26,23 +22,21 @@ from typing import Any
 import numpy as np
 
 from services.common.artifacts.checkpoint import BatchRange, LossSpikes, merge_ranges
-from services.common.recipe.schema import Model, Recipe, Train
+from services.common.recipe.schema import Model, Recipe
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
 
-LEAST_LOSS_RISE = 0.1
+MIN_LOSS_RISE = 0.1
 """Nats per token above the trend below which no loss deviates. The losses of large batches scatter by a hundredth of a
 nat, and drift by more."""
-LEAST_NORM_FACTOR = 3.0
+MIN_NORM_FACTOR = 3.0
 """Multiple of the trend below which no gradient norm deviates."""
-LEAST_NORM = 1e-30
+MIN_NORM = 1e-30
 """Gradient norm as which a smaller one counts, so that each has a logarithm."""
 UNTRAINED_MARGIN = 0.5
 """Nats per token above the loss of an untrained model beyond which every loss deviates."""
 STANDARD_DEVIATIONS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
-SETTINGS = tuple(name for name in Train.model_fields if name.startswith("loss_spike_"))
-"""Keys of `[train]` that the detector reads."""
 
 
 class Deviation(IntEnum):
@@ -52,7 +46,6 @@ class Deviation(IntEnum):
     GRADIENT_NORM = 1
     """The gradient norm alone."""
     LOSS = 2
-    """The loss, whatever the gradient norm."""
 
 
 class Verdict(Enum):
@@ -64,7 +57,6 @@ class Verdict(Enum):
     HEALED = auto()
     """The loss is back below its limit, before a spike was confirmed."""
     SPIKE = auto()
-    """A spike is confirmed."""
 
 
 class SpikeDetector:
@@ -107,9 +99,9 @@ class SpikeDetector:
         if not train.loss_spike_sigma or len(self._losses) < train.loss_spike_window // 4:
             return math.inf, math.inf
         half_width = train.loss_spike_window // 16
-        loss = robust_limit(self._losses, train.loss_spike_sigma, LEAST_LOSS_RISE, half_width)
-        logarithms = [math.log(max(norm, LEAST_NORM)) for norm in self._norms]
-        norm = robust_limit(logarithms, train.loss_spike_sigma, math.log(LEAST_NORM_FACTOR), half_width)
+        loss = robust_limit(self._losses, train.loss_spike_sigma, MIN_LOSS_RISE, half_width)
+        logarithms = [math.log(max(norm, MIN_NORM)) for norm in self._norms]
+        norm = robust_limit(logarithms, train.loss_spike_sigma, math.log(MIN_NORM_FACTOR), half_width)
         return min(loss, self._untrained_loss + UNTRAINED_MARGIN), math.exp(min(norm, 700.0))
 
     def deviation(self, loss: float, gradient_norm: float) -> Deviation:
@@ -170,10 +162,9 @@ class SpikeDetector:
         if verdict is Verdict.HEALED:
             record_event(job, "loss_healed", step=step, loss=loss)
         elif verdict is Verdict.SPIKE:
-            limit, rollbacks = self.limits()[0], self._rollbacks
-            record_event(job, "loss_spike", step=step, first_step=self.first_step, loss=loss, limit=limit)
+            record_event(job, "loss_spike", step=step, first_step=self.first_step, loss=loss, limit=self.limits()[0])
             if not self.has_rollback_left:
-                record_event(job, "rollbacks_exhausted", step=step, rollbacks=rollbacks)
+                record_event(job, "rollbacks_exhausted", step=step, rollbacks=self._rollbacks)
 
     def record_end(self, job: Job, step: int) -> None:
         """Record an event if the run ends while its loss deviates, before a spike could be confirmed."""
@@ -198,9 +189,8 @@ def robust_limit(values: Sequence[float], sigma: float, least_rise: float, half_
 
     The trend is a running median of `2 * half_width + 1` values, and the limit is its smallest median plus `sigma`
     standard deviations, by the median absolute deviation of the values from the trend. A mean and a standard deviation
-    would count a falling trend as scatter: in the first descent of a loss they allow more than that of an untrained
-    model. In 100 simulated curves of 2,700 heavy-tailed losses at most 2 in a row were above the limit of 6 standard
-    deviations.
+    would count a falling trend as scatter. In 100 simulated curves of 2,700 heavy-tailed losses at most 2 in a row were
+    above the limit of 6 standard deviations.
     """
     array = np.asarray(values)
     trend = np.median(np.lib.stride_tricks.sliding_window_view(array, 2 * half_width + 1), axis=1)
@@ -216,15 +206,10 @@ def untrained_loss(model: Model) -> float:
     return math.log(model.vocab_size) + 0.5 * model.hidden_size * model.initializer_range**2
 
 
-def record_rollback(job: Job, step: int, wanted_step: int, to_step: int, skipped: BatchRange) -> None:
-    """Record that the run went back from `step` to `to_step`, and skips batches from `wanted_step` on if it can."""
-    batches = {"first_batch": skipped.first, "last_batch": skipped.last}
-    record_event(job, "rollback", step=step, to_step=to_step, wanted_step=wanted_step, **batches)
-
-
 def record_changed_settings(job: Job, stored_recipe: Mapping[str, Any]) -> None:
     """Record an event if the run continues with other settings than its checkpoint, which may change its decisions."""
     before, now = stored_recipe["train"], job.recipe.train.model_dump(mode="json")
-    changes = {name: [before.get(name), now[name]] for name in SETTINGS if before.get(name) != now[name]}
+    names = [name for name in now if name.startswith("loss_spike_") and before.get(name) != now[name]]
+    changes = {name: [before.get(name), now[name]] for name in names}
     if changes:
         record_event(job, "setting", changes=changes)

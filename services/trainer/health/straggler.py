@@ -13,17 +13,14 @@ NOTABLE_SECONDS = 10.0
 class Stragglers:
     """Compares the workers of one start. Each worker adds up its own seconds, and all compare the same reduced numbers.
 
-    Under tensor parallelism the workers of one model wait for each other in every layer, so any of them stands for the
-    whole model.
+    Under tensor parallelism the workers of one model wait for each other, so any of them stands for the whole model.
     """
 
     def __init__(self) -> None:
         self._steps: list[float] = []
         self._reported: set[int] = set()
         self.metrics: dict[str, float] = {}
-        """`slowest_rank` and `straggler_score`, the ratio of its seconds to the fastest worker's. Empty for a single
-        worker, and before the first comparison.
-        """
+        """`slowest_rank` and `straggler_score`, the ratio of its seconds to the fastest worker's, once compared."""
 
     def add(self, seconds: float) -> float:
         """Add this worker's seconds for one step. Returns its total after STEPS steps, and otherwise 0."""
@@ -35,10 +32,7 @@ class Stragglers:
         return total
 
     def compare(self, slowest_rank: int, slowest_seconds: float, fastest_seconds: float) -> int | None:
-        """Compare the totals of all workers by those of the slowest and of the fastest worker.
-
-        Returns the rank of a straggler when it is found for the first time.
-        """
+        """Compare the totals of all workers. Returns the rank of a straggler when it is found for the first time."""
         score = slowest_seconds / fastest_seconds if fastest_seconds > 0 else 1.0
         self.metrics = {"slowest_rank": slowest_rank, "straggler_score": score}
         is_notable = score >= NOTABLE_SCORE and slowest_seconds - fastest_seconds >= NOTABLE_SECONDS

@@ -1,8 +1,8 @@
 """Ends a worker whose step hangs, and writes its heartbeat.
 
-A thread of C (`faulthandler`) writes the stacks of all threads to the rank's log and ends the process when a step takes
-longer than its limit: a hang in native code does not stop it. The launcher then ends the other workers, and the command
-names the ranks that were silent (`silence.py`) and starts all again.
+`faulthandler` writes the stacks of all threads to the rank's log and ends the process when a step takes longer than its
+limit, also where native code hangs. The launcher then ends the other workers, and the command names the ranks that were
+silent (`heartbeats.py`) and starts all again.
 """
 
 from __future__ import annotations
@@ -17,42 +17,30 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from services.common.process.background_thread import running_in_background
 from services.common.program.process_group import ProcessGroup
-from services.trainer.health.silence import HEARTBEAT_SECONDS, STEP, heartbeat_seconds, write_heartbeat
+from services.trainer.health.heartbeats import HEARTBEAT_SECONDS, STEP, heartbeat_seconds, write_heartbeat
 from services.trainer.job import Job, rank_log
 
 logger = logging.getLogger(__name__)
 
 STEPS_IN_MEDIAN = 50
-FIRST_STEP = "first step"
 EVALUATION = "evaluation"
 HEALTH = "health measurement"
-BETWEEN_PHASES = "between phases"
-
-
-class _Activity(NamedTuple):
-    """The main thread's current phase."""
-
-    phase: str
-    step: int
-    """Optimizer steps done."""
-    began_at: float
-    """`time.monotonic()` of its start."""
 
 
 class Watchdog:
     """Context that ends this process when a step takes longer than the recipe allows.
 
-    The limit applies from the third step of the process on: the first step compiles, and the second step is the first
-    one that is timed. Evaluations and checkpoints have no limit besides the timeout of collectives.
+    The limit applies from the third step of the process on: the first compiles, and the second is the first that is
+    timed. Evaluations and checkpoints have no limit besides the timeout of collectives.
     """
 
     def __init__(self, job: Job, group: ProcessGroup) -> None:
         self._job, self._group, self._train = job, group, job.recipe.train
-        self._activity = _Activity("start", 0, time.monotonic())
+        self._activity = ("start", 0, time.monotonic())  # the phase, optimizer steps done, and the phase's start
         self._step_seconds: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._limit_seconds: float | None = None
         self._opened = ExitStack()
@@ -68,15 +56,12 @@ class Watchdog:
 
     @contextmanager
     def step(self, step: int, is_first: bool) -> Iterator[None]:
-        """Watch the optimizer step that the block takes after `step` steps.
-
-        The first step of a program compiles, so it has no limit, and the limit of later steps does not count it.
-        """
+        """Watch the optimizer step that the block takes after `step` steps. A program's first has no limit."""
         started = time.monotonic()
         if self._limit_seconds and not is_first:
             faulthandler.dump_traceback_later(self._limit_seconds, exit=True, file=self._log)
         try:
-            with self.phase(FIRST_STEP if is_first else STEP, step):
+            with self.phase("first step" if is_first else STEP, step):
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -88,9 +73,9 @@ class Watchdog:
     @contextmanager
     def phase(self, phase: str, step: int) -> Iterator[None]:
         """Name the phase of the block in heartbeats."""
-        self._activity = _Activity(phase, step, time.monotonic())
+        self._activity = (phase, step, time.monotonic())
         yield
-        self._activity = _Activity(BETWEEN_PHASES, step, time.monotonic())
+        self._activity = ("between phases", step, time.monotonic())
 
     def _beat(self, is_over: threading.Event) -> None:
         began_at = time.monotonic()

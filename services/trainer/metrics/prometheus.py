@@ -22,7 +22,7 @@ from services.common.artifacts.manifest import MANIFEST
 from services.common.process.stage_metrics import PREFIX
 from services.common.process.telemetry import JsonLinesTail
 from services.trainer.checkpoints.steps import newest_step
-from services.trainer.health.silence import heartbeat_times
+from services.trainer.health.heartbeats import heartbeat_times
 from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, Kind
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS

@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.common.errors import WorkersLost
+from services.common.process.shutdown import StopReason
 from services.trainer.checkpoints.steps import newest_step
-from services.trainer.health.silence import find_hang
+from services.trainer.health.heartbeats import find_hang
 from services.trainer.job import Job
 from services.trainer.metrics.events import count_restarts, record_event
 from services.trainer.metrics.records import read_last_step
-from services.trainer.supervision.stop import requested_stop, stopped_by_loss
+from services.trainer.supervision.stop import read_request, stopped
 
 
-@dataclass(frozen=True)
+@dataclass
 class RestartBudget:
     """The restarts that a command still has. Each checkpoint gives all of them back: a run of weeks has many losses."""
 
@@ -28,21 +29,14 @@ class RestartBudget:
     restarts: int = 0
     """Restarts since that checkpoint."""
 
-    def see_checkpoint(self, committed_step: int) -> RestartBudget:
-        """Return the budget at a loss of the workers, when the newest checkpoint is that of `committed_step`."""
-        has_progress = committed_step > self.committed_step
-        return replace(self, committed_step=committed_step, restarts=0 if has_progress else self.restarts)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether the next loss of the workers ends the command."""
-        return self.restarts >= self.max_restarts
-
-    def take_restart(self) -> RestartBudget:
-        """Return the budget after one more restart. Raises `ValueError` where none is left."""
-        if self.is_spent:
-            raise ValueError(f"no restart is left of {self.max_restarts} since step {self.committed_step}")
-        return replace(self, restarts=self.restarts + 1)
+    def take(self, committed_step: int) -> bool:
+        """Take a restart when the newest checkpoint is that of `committed_step`. Return False if none is left."""
+        if committed_step > self.committed_step:
+            self.committed_step, self.restarts = committed_step, 0
+        if self.restarts >= self.max_restarts:
+            return False
+        self.restarts += 1
+        return True
 
 
 class RestartPolicy:
@@ -64,16 +58,14 @@ class RestartPolicy:
         if hang := find_hang(job):
             loss = f"{hang.message}\n{loss}"
             record_event(job, "watchdog", **hang._asdict())
-        if reason := requested_stop(job.run_folder):
-            raise stopped_by_loss(reason, loss)
-        self._budget = self._budget.see_checkpoint(newest_step(job.checkpoint_collection) or 0)
-        if self._budget.is_spent:
+        if (reason := read_request(job.run_folder)) > StopReason.STOP_FILE:
+            raise stopped(reason, f"after the workers were lost ({loss})")
+        if not self._budget.take(newest_step(job.checkpoint_collection) or 0):
             raise WorkersLost(
                 f"workers were lost {self._budget.restarts + 1} times, train.max_restarts is "
                 f"{self._budget.max_restarts}. The last loss: {loss}\nThe same command continues from the newest "
                 f"checkpoint."
             )
-        self._budget = self._budget.take_restart()
         from_step = self._budget.committed_step
         lost_steps = max(0, int((read_last_step(job.run_folder) or {}).get("step", 0)) - from_step)
         counts = {"restarts": self._budget.restarts, "from_step": from_step, "lost_steps": lost_steps}

@@ -1,7 +1,7 @@
 """Decides for all workers together whether a run stops early.
 
 After every step rank 0 checks the run's stop file and the time limit. While the workers take the next step they agree
-on the reason, so all of them stop after that next step, with one checkpoint.
+on the reason, so all of them stop after that step, with one checkpoint.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ class StopConditions:
     """Checks the reasons to stop, which rank 0 alone looks for."""
 
     def __init__(self, job: Job, environment: WorkerEnvironment) -> None:
-        self._job = job
-        self._environment = environment
+        self._job, self._rank = job, environment.rank
 
     def check(self) -> StopReason:
-        """Return the strongest reason that there is; NONE on all ranks but 0.
-
-        All workers call this after every step and every round of an evaluation.
-        """
-        if self._environment.rank != 0:
+        """Return the strongest reason that there is; NONE on all ranks but 0."""
+        if self._rank != 0:
             return StopReason.NONE
-        return max(_read_request(self._job.run_folder), self._read_clock())
+        return max(read_request(self._job.run_folder), self._read_clock())
 
     def _read_clock(self) -> StopReason:
         limit = self._job.recipe.train.time_limit_seconds
@@ -48,7 +44,7 @@ def request_stop(run_folder: Path, reason: StopReason) -> None:
 
     A stronger request that is there already stays. Raises `OSError`.
     """
-    if _read_request(run_folder) < reason:
+    if read_request(run_folder) < reason:
         write_durably(run_folder / STOP_FILE, reason.name.encode())
 
 
@@ -59,39 +55,20 @@ def clear_stop(run_folder: Path) -> None:
 
 def forget_signals(run_folder: Path) -> None:
     """Remove the request of a signal or a preemption to an earlier command. A person's stays, with a warning."""
-    reason = _read_request(run_folder)
+    reason = read_request(run_folder)
     if reason > StopReason.STOP_FILE:
         clear_stop(run_folder)
     elif reason:
         logger.warning("%s exists: the run stops after its first step, with a checkpoint", run_folder / STOP_FILE)
 
 
-def requested_stop(run_folder: Path) -> StopReason:
-    """Return the stop that a signal or a preemption has requested; NONE where there is none."""
-    reason = _read_request(run_folder)
-    return reason if reason > StopReason.STOP_FILE else StopReason.NONE
-
-
-def stopped_by_loss(reason: StopReason, loss: str) -> MillraceError:
-    """Make the error of a run that should stop, and whose workers were lost before they stopped."""
+def stopped(reason: StopReason, when: str) -> MillraceError:
+    """Make the error of a run that stopped early. Its exit code is 75, or 130 for Ctrl-C."""
     kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
-    return kind(
-        f"Stopped by {reason}, but the workers were lost before they stopped ({loss}). The same command continues from "
-        f"the newest committed checkpoint."
-    )
+    return kind(f"Stopped by {reason} {when}. The same command continues.")
 
 
-def stopped(reason: StopReason, step: int | None) -> MillraceError:
-    """Make the error of a run that stopped early after a step, or None before its first one.
-
-    Its exit code is 75, or 130 for Ctrl-C.
-    """
-    kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
-    where = "before the first step" if step is None else f"after step {step}; its checkpoint is committed"
-    return kind(f"Stopped by {reason} {where}. The same command continues.")
-
-
-def _read_request(run_folder: Path) -> StopReason:
+def read_request(run_folder: Path) -> StopReason:
     """Read the stop file. One that `request_stop` wrote names its reason; any other is a person's."""
     try:
         written = (run_folder / STOP_FILE).read_bytes()

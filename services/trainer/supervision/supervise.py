@@ -22,7 +22,7 @@ from services.common.process.background_thread import running_in_background
 from services.common.process.progress import show_progress
 from services.common.process.shutdown import StopReason, end_soon, name_signal, on_stop_signal, raise_stopped
 from services.common.recipe.schema import NoticeCondition
-from services.trainer.health.silence import forget_heartbeats
+from services.trainer.health.heartbeats import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, warnings_of
@@ -35,10 +35,10 @@ from services.trainer.workers.start import describe_workers
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
+CONTINUE = "The same command continues from the newest committed checkpoint."
 
 Observer = Callable[[list[dict[str, Any]]], None]
 """Gets the events of the run that were recorded since the last call."""
-
 NOTICED_EVENTS: dict[str, NoticeCondition] = {
     "restart": "workers_lost",
     "rollbacks_exhausted": "diverged",
@@ -53,8 +53,7 @@ _NOT_TOLD = ("event", "time", "attempt", "start")
 def supervise(job: Job, observe: Observer = lambda events: None) -> None:
     """Run the workers until the run is complete, and pass new events of the run to `observe`, which must not wait.
 
-    Raises the workers' error, and `WorkersLost` when workers were lost more than `train.max_restarts` times since the
-    newest checkpoint.
+    Raises the workers' error, and `WorkersLost` when the restarts are spent.
     """
     forget_signals(job.run_folder)
     forget_heartbeats(job.run_folder)
@@ -79,10 +78,9 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
     """Train as one worker."""
-    started_at = (
-        datetime.fromtimestamp(environment.started_at, UTC) if environment.start_number else job.workers_started_at
-    )
-    job = replace(job, start_number=environment.start_number, workers_started_at=started_at)
+    if environment.start_number:
+        started_at = datetime.fromtimestamp(environment.started_at, UTC)
+        job = replace(job, start_number=environment.start_number, workers_started_at=started_at)
     with naming_hardware_faults():
         train(job, environment)
 
@@ -107,39 +105,32 @@ class _StopRequest:
     """Passes SIGTERM, SIGHUP and Ctrl-C on to the workers, which then stop after the next step with a checkpoint."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
-        self._recorded = self._last_record()
+        self._run_folder = job.run_folder
         self.signum: int | None = None
         """Number of the signal that made the request."""
+        self.note_start()
 
-    def note_restart(self) -> None:
-        """Take note of a new start of the workers."""
-        self._recorded = self._last_record()
+    def note_start(self) -> None:
+        """Take note of a start of the workers."""
+        self._recorded = read_last_step(self._run_folder)
 
     def make(self, signum: int) -> None:
         """Ask the workers to stop. Raises `Stopped` at once if this start of the workers has not recorded a step."""
         self.signum = signum
-        if self._last_record() == self._recorded:
-            raise_stopped(
-                signum,
-                f"Stopped by {name_signal(signum)} before the first step. The same command continues from the newest "
-                f"committed checkpoint.",
-            )
+        if read_last_step(self._run_folder) == self._recorded:
+            raise_stopped(signum, f"Stopped by {name_signal(signum)} before the first step. {CONTINUE}")
         logger.warning(
             "%s: stopping after the next step with a checkpoint; send it again to end at once", name_signal(signum)
         )
         reason = StopReason.INTERRUPT if signum == signal.SIGINT else StopReason.SIGTERM
         try:
-            request_stop(self._job.run_folder, reason)
+            request_stop(self._run_folder, reason)
         except OSError:  # a full disk has no room for the request, nor for a checkpoint
             _end_at_once(signum)
 
-    def _last_record(self) -> dict[str, Any] | None:
-        return read_last_step(self._job.run_folder)
-
 
 def _end_at_once(signum: int) -> NoReturn:
-    end_soon(signum, "Ended at once. The same command continues from the newest committed checkpoint.")
+    end_soon(signum, f"Ended at once. {CONTINUE}")
 
 
 @contextmanager
@@ -156,7 +147,7 @@ def _progress_of(job: Job, observe: Observer, request: _StopRequest) -> Iterator
             for event in events:
                 if event["event"] == "restart":
                     logger.warning("lost the workers (%s); starting them again", event.get("cause"))
-                    request.note_restart()
+                    request.note_start()
                     progress.start_again()
             observe(events)
             last = read_last_step(job.run_folder)

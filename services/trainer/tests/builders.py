@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -114,58 +114,50 @@ def make_corpus(
     """Publish a corpus of `rows` rows and a tail in each split. Its tokens count upwards in small steps: something to
     learn.
     """
-    digest = artifact_id(recipe, "corpus", 1, [])
-    address = Address(root, "corpus", recipe.corpus.name, digest)
-    artifact, _ = publish_once(
-        address,
-        CorpusManifest,
-        "tokenizer",
-        recipe,
-        lambda workspace: _fill(workspace, recipe, rows, kind, tail_tokens),
-    )
-    return artifact
 
-
-def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind, tail_tokens: int) -> Draft:
-    length = recipe.corpus.sequence_length
-    token_dtype: Literal["uint16", "uint32"] = "uint16" if recipe.model.vocab_size <= 2**16 else "uint32"
-    splits: dict[Split, SplitCounts] = {}
-    for number, split in enumerate(SPLITS):
-        generator = np.random.default_rng(number)
-        counts = np.cumsum(generator.integers(1, 3, rows * length + tail_tokens))
-        tokens = (counts % recipe.model.vocab_size).astype(token_dtype)
-        (workspace.files / split / "tail").mkdir(parents=True, exist_ok=True)
-        check_digests: list[str] = []
-        for first in range(0, rows, recipe.corpus.rows_per_shard):
-            part = tokens[first * length : min(rows, first + recipe.corpus.rows_per_shard) * length]
-            starts = [
-                [at for at in range(length) if (row * length + at) % DOCUMENT_TOKENS == 0]
-                for row in range(first, first + len(part) // length)
-            ]
-            path = workspace.files / shard_path(split, len(check_digests))
-            check_digests.append(write_rows(path, split, first, part.reshape(-1, length), starts))
-        tail = tokens[rows * length :]
-        tail_starts = [at for at in range(len(tail)) if (rows * length + at) % DOCUMENT_TOKENS == 0]
-        check_digests.append(_write_tail(workspace.files / tail_path(split), split, rows, tail, tail_starts))
-        documents = -(-len(tokens) // DOCUMENT_TOKENS)
-        splits[split] = SplitCounts(
-            documents=documents,
-            text_bytes=3 * len(tokens),
-            document_tokens=len(tokens) - 2 * documents,
-            bos=documents,
-            eos=documents,
-            rows=rows,
-            tail_tokens=tail_tokens,
-            check_digests=tuple(check_digests),
+    def fill(workspace: Workspace) -> Draft:
+        payload = corpus_payload(
+            _write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
+            {split: _write_split(workspace.files, split, recipe, rows, tail_tokens) for split in SPLITS},
+            sequence_length=recipe.corpus.sequence_length,
+            rows_per_shard=recipe.corpus.rows_per_shard,
+            token_dtype="uint16" if recipe.model.vocab_size <= 2**16 else "uint32",
         )
-    payload = corpus_payload(
-        _write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
-        splits,
-        sequence_length=length,
-        rows_per_shard=recipe.corpus.rows_per_shard,
-        token_dtype=token_dtype,
+        return Draft(payload)
+
+    address = Address(root, "corpus", recipe.corpus.name, artifact_id(recipe, "corpus", 1, []))
+    return publish_once(address, CorpusManifest, "tokenizer", recipe, fill)[0]
+
+
+def _write_split(folder: Path, split: Split, recipe: Recipe, rows: int, tail_tokens: int) -> SplitCounts:
+    length, rows_per_shard = recipe.corpus.sequence_length, recipe.corpus.rows_per_shard
+    steps = np.random.default_rng(SPLITS.index(split)).integers(1, 3, rows * length + tail_tokens)
+    tokens = np.cumsum(steps) % recipe.model.vocab_size
+    tokens = tokens.astype("uint16" if recipe.model.vocab_size <= 2**16 else "uint32")
+    starts = [
+        [at for at in range(length) if (row * length + at) % DOCUMENT_TOKENS == 0 and row * length + at < len(tokens)]
+        for row in range(rows + 1)
+    ]
+    (folder / split / "tail").mkdir(parents=True, exist_ok=True)
+    digests: list[str] = []
+    for first in range(0, rows, rows_per_shard):
+        end = min(rows, first + rows_per_shard)
+        part = tokens[first * length : end * length].reshape(-1, length)
+        digests.append(write_rows(folder / shard_path(split, len(digests)), split, first, part, starts[first:end]))
+    tail = tokens[rows * length :]
+    tail_list = pa.array([tail], pa.list_(pa.from_numpy_dtype(tail.dtype)))
+    digests.append(_write(folder / tail_path(split), tail_list, split, rows, tail[np.newaxis], starts[rows:]))
+    documents = -(-len(tokens) // DOCUMENT_TOKENS)
+    return SplitCounts(
+        documents=documents,
+        text_bytes=3 * len(tokens),
+        document_tokens=len(tokens) - 2 * documents,
+        bos=documents,
+        eos=documents,
+        rows=rows,
+        tail_tokens=tail_tokens,
+        check_digests=tuple(digests),
     )
-    return Draft(payload)
 
 
 def write_rows(
@@ -179,19 +171,8 @@ def write_rows(
     return _write(path, ids, split, first_row, ids_RL, doc_starts)
 
 
-def _write_tail(path: Path, split: Split, row: int, ids: np.ndarray, doc_starts: Sequence[int]) -> str:
-    return _write(
-        path, pa.array([ids], pa.list_(pa.from_numpy_dtype(ids.dtype))), split, row, ids[np.newaxis], [doc_starts]
-    )
-
-
 def _write(
-    path: Path,
-    ids: pa.Array,
-    split: Split,
-    first_row: int,
-    ids_RL: np.ndarray,
-    doc_starts: Sequence[Sequence[int]],
+    path: Path, ids: pa.Array, split: Split, first_row: int, ids_RL: np.ndarray, doc_starts: Sequence[Sequence[int]]
 ) -> str:
     starts = pa.array(doc_starts, pa.list_(pa.int32()))
     checks = check_rows(split, first_row, ids_RL, starts.offsets.to_numpy(), starts.values.to_numpy())

@@ -46,7 +46,6 @@ MAX_MICRO_BATCHES = 2  # the first leaves a sum, and all later ones do the same 
 class Traffic:
     """Collectives along one axis of the mesh."""
 
-    calls: int = 0
     sent_bytes: int = 0
     """Bytes that a worker sends to the others, around a ring."""
     largest_bytes: int = 0
@@ -54,10 +53,10 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         largest = max(self.largest_bytes, other.largest_bytes)
-        return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes, largest)
+        return Traffic(self.sent_bytes + other.sent_bytes, largest)
 
     def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.calls * times, self.sent_bytes * times, self.largest_bytes)
+        return Traffic(self.sent_bytes * times, self.largest_bytes)
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class _Watch(TorchDispatchMode):
         axis, passes = _AXES_BY_GROUP[args[-1]], RING_PASSES[func]
         size = self._mesh.size(axis)
         whole_bytes = args[0].nbytes * (size if func is OPS.all_gather_into_tensor.default else 1)
-        sent = Traffic(1, passes * whole_bytes * (size - 1) // size, whole_bytes)
+        sent = Traffic(passes * whole_bytes * (size - 1) // size, whole_bytes)
         self.phase.traffic[axis] = self.phase.traffic.get(axis, Traffic()) + sent
 
     def _follow(self, tensor: Tensor, same: _Allocation | None) -> None:

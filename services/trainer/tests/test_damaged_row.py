@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest, shard_path
+from services.common.artifacts.corpus_rows import CorpusRows
 from services.common.artifacts.store import Artifact
 from services.trainer.data import sample_indices
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
@@ -20,26 +20,21 @@ OPTIONS = (f"--train.max_steps={STEPS}", "--train.evaluation_tokens=0", "--check
 """Nine steps of two workers, which use most of the 80 rows. The save after step 6 waits for that after step 4."""
 
 
-def rows_of_steps(corpus: Artifact[CorpusManifest]) -> list[set[int]]:
-    """Return the rows that each step uses: those of its samples, and the rows after them, for the last targets."""
-    samples = sample_indices(corpus.manifest.corpus.num_samples("train"), 0, 0, STEPS * BATCH).reshape(STEPS, BATCH)
-    return [{*step, *(step + 1)} for step in samples]
+def row_first_used_by_rank_1(corpus: Artifact[CorpusManifest], step: int) -> int:
+    """Return a row that this step is the first to use, and in it the second of two workers alone.
 
-
-def row_first_used_by(corpus: Artifact[CorpusManifest], step: int, rank: int) -> int:
-    """Return a row that this step is the first to use, and in it a worker of two alone."""
-    before = set().union(*rows_of_steps(corpus)[: step - 1])
-    samples = sample_indices(corpus.manifest.corpus.num_samples("train"), 0, (step - 1) * BATCH, BATCH)
-    own, other = np.split(samples, 2)[:: 1 if rank == 0 else -1]
-    return next(int(row) for row in own if row not in before | {*other, *(other + 1)})
+    A sample uses its row and the next one, for the last target.
+    """
+    samples = sample_indices(corpus.manifest.corpus.num_samples("train"), 0, 0, step * BATCH)
+    *others, own = np.split(samples, 2 * step)
+    used = np.concatenate(others)
+    return next(int(row) for row in own if row not in {*used, *(used + 1)})
 
 
 def flip_a_bit_of_row(corpus: Artifact[CorpusManifest], row: int) -> tuple[Path, bytes]:
     """Flip a bit of a row's ids. Return the path of the shard, and its content before."""
-    shard, at = divmod(row, corpus.manifest.corpus.rows_per_shard)
-    path = corpus.path / shard_path("train", shard)
-    with pa.ipc.open_file(str(path)) as file:
-        ids = file.get_batch(0).column("input_ids")[at].values.to_numpy().tobytes()
+    path = corpus.path / shard_path("train", row // corpus.manifest.corpus.rows_per_shard)
+    ids = CorpusRows(corpus.path, corpus.manifest.corpus).read("train", row).ids.tobytes()
     before = path.read_bytes()
     assert before.count(ids) == 1
     content = bytearray(before)
@@ -55,7 +50,7 @@ def test_a_row_that_one_worker_finds_damaged_ends_all_and_the_run_goes_on_once_i
     corpus = make_corpus(tmp_path / "fsx", make_recipe(tmp_path))
     make_corpus(straight, make_recipe(tmp_path))
     assert train_alone(capfd, recipe, straight, *OPTIONS)[0] == 0
-    row = row_first_used_by(corpus, step=7, rank=1)
+    row = row_first_used_by_rank_1(corpus, step=7)
     shard, content = flip_a_bit_of_row(corpus, row)
 
     exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", *OPTIONS, "--launch=inline")

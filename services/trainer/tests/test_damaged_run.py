@@ -14,23 +14,29 @@ from typing import Any
 import pytest
 import safetensors
 import safetensors.torch
+import torch
 
-from services.common.artifacts.checkpoint import INDEX_FILE, checkpoint_id, shard_name, step_of
+from services.common.artifacts.checkpoint import INDEX_FILE, checkpoint_id, shard_name
 from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import open_artifact
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.entry_point import exit_code_of
+from services.common.program.mesh import Mesh
+from services.common.program.process_group import ProcessGroup
 from services.common.testing.artifacts import publish
-from services.common.testing.manifests import forge, in_all_of_state
+from services.common.testing.manifests import forge, in_all_of_state, reseal
 from services.trainer.__main__ import main
-from services.trainer.checkpoints.lookup import newest_checkpoint
+from services.trainer.checkpoints.loader import find_checkpoint, load_part
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_state
+from services.trainer.checkpoints.shards import ORIGIN
 from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import write_recipe
-from services.trainer.tests.runs import vouch_for_files
+from services.trainer.tests.runs import flip_a_bit, problem_of, vouch_for_files
 from services.trainer.workers.node_staging import compile_cache_folder, prepare_node
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
@@ -50,25 +56,15 @@ def run_of_one_step(new_shared_job: Callable[..., Job]) -> Job:
 
 
 @pytest.fixture
-def trained(run_of_one_step: Job) -> Job:
-    """A run of one step, which a test may change: each begins with the intact files."""
+def trained(run_of_one_step: Job, tmp_path: Path) -> Job:
+    """A run of one step, which a test may change: each starts with the intact files."""
     root = run_of_one_step.root
     shutil.rmtree(root)
     shutil.copytree(root.with_name("intact"), root)
-    return run_of_one_step
+    return replace(run_of_one_step, attempt=tmp_path.name)  # which has verified no file
 
 
 STATE_SHARD = shard_name(0)
-NORM = "weight/model.norm.weight[0:16]"
-
-
-def rewrite_tensors(folder: Path, change: Change) -> None:
-    with safetensors.safe_open(folder / STATE_SHARD, "pt") as file:
-        metadata = file.metadata()
-    tensors = safetensors.torch.load_file(folder / STATE_SHARD)
-    change(tensors)
-    (folder / STATE_SHARD).write_bytes(safetensors.torch.save(tensors, metadata))
-    vouch_for_files(folder)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +95,7 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
     trained: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older one would be continued from, and this one be removed in the end."""
-    newest = trained.checkpoint_address(1).path / STATE_SHARD
-    really_open = Path.open
+    newest, really_open = trained.checkpoint_address(1).path / STATE_SHARD, Path.open
 
     def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
         if path == newest:
@@ -108,19 +103,14 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
         return really_open(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-
     with pytest.raises(UnreadableError, match=STATE_SHARD):
         newest_checkpoint(trained.checkpoint_collection)
-
-
-def change_run(**changes: Any) -> Callable[[str], str]:
-    return lambda text: json.dumps(json.loads(text) | changes)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        change_run(paths={"corpus": "../../../x"}),
+        lambda text: json.dumps(json.loads(text) | {"paths": {"corpus": "../../../x"}}),
         lambda text: text.replace('"seed": 0', '"seed": 1'),
         lambda text: "null",
     ],
@@ -149,7 +139,12 @@ def test_a_sample_that_cannot_be_drawn_is_a_wrong_command_line(
 def test_weights_that_are_not_finite_write_nothing_and_are_exported_where_that_is_asked_for_alone(
     trained: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM][:3].fill_(float("nan")))
+    shard = trained.checkpoint_address(1).path / STATE_SHARD
+    with safetensors.safe_open(shard, "pt") as file:
+        tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["weight/model.norm.weight[0:16]"][:3] = float("nan")
+    shard.write_bytes(safetensors.torch.save(tensors, metadata))
+    vouch_for_files(shard.parent)
     with pytest.raises(ArtifactError):
         TextGenerator(open_run(trained.root, trained.run)).generate("a", num_tokens=1, temperature=0.7, seed=0)
 
@@ -175,19 +170,6 @@ def test_a_vocabulary_that_its_library_does_not_take_is_named(trained: Job, cont
         TextGenerator(replace(run, corpus=open_artifact(folder, CorpusManifest)))
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("step-00000007", 7),
-        ("step-100000000", 100_000_000),
-        ("step-7", None),
-        ("step-00000007.partial", None),
-    ],
-)
-def test_a_checkpoints_name_is_its_step(name: str, step: int | None) -> None:
-    assert step_of(name) == step
-
-
 def test_a_compile_cache_is_copied_into_the_nodes_folder(new_job: Callable[..., Job]) -> None:
     job = new_job()
     cache, _ = publish(job.root, job.recipe)
@@ -196,3 +178,55 @@ def test_a_compile_cache_is_copied_into_the_nodes_folder(new_job: Callable[..., 
     folder = compile_cache_folder(job)
     copied = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     assert sorted(map(str, copied)) == ["ab/inner/one.bin", "two.bin"]
+
+
+Tables = dict[str, torch.Tensor]
+
+
+def problem_of_one_of_two(job: Job) -> str:
+    """Return why a worker of a layout with two workers cannot load the checkpoint; empty if it can."""
+    group = ProcessGroup.fake(2)
+    try:
+        return problem_of(job, 1, Mesh(0, data_parallel_size=2))
+    finally:
+        group.leave()
+
+
+def rewrite_index(folder: Path, change: Callable[[Tables], object], **origin: int) -> None:
+    """Write the index again, and a manifest that vouches for it."""
+    path = folder / INDEX_FILE
+    with safetensors.safe_open(path, "pt") as file:
+        written = json.loads(file.metadata()[ORIGIN])
+    tables = {key: table.clone() for key, table in safetensors.torch.load_file(path).items()}
+    change(tables)
+    path.write_bytes(safetensors.torch.save(tables, {ORIGIN: json.dumps(written | origin)}))
+    forge(folder)
+
+
+def test_a_worker_of_another_layout_loads_by_the_index_and_misses_what_it_does_not_have(trained: Job) -> None:
+    norm = "weight/model.norm.weight"
+    assert problem_of_one_of_two(trained) == ""
+    assert newest_checkpoint(trained.checkpoint_collection, verify_state(trained.recipe, trained.corpus))
+
+    rewrite_index(trained.checkpoint_address(1).path, lambda tables: tables.pop(norm))
+    assert norm in problem_of_one_of_two(replace(trained, start_number=1))
+    assert problem_of(trained, 1) == ""  # a worker of the same layout does not read the index
+
+
+def test_an_index_of_another_step_and_a_damaged_one_are_refused(trained: Job) -> None:
+    folder = trained.checkpoint_address(1).path
+    rewrite_index(folder, lambda tables: None, step=2)
+    assert INDEX_FILE in problem_of_one_of_two(trained)
+
+    flip_a_bit(folder / INDEX_FILE)
+    with pytest.raises(ArtifactError, match=INDEX_FILE):
+        newest_checkpoint(trained.checkpoint_collection)
+    assert INDEX_FILE in problem_of_one_of_two(replace(trained, start_number=1))
+
+
+def test_a_worker_of_another_layout_refuses_a_manifest_that_rank_0_has_not_read(trained: Job) -> None:
+    found, _ = find_checkpoint(trained, Mesh(0, data_parallel_size=2), 1)
+    assert found.checkpoint
+    reseal(found.checkpoint.path, in_all_of_state(tokens=found.checkpoint.header.checkpoint.tokens + 1))
+
+    assert MANIFEST in load_part(trained, found.checkpoint, None, {})

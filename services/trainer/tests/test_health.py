@@ -1,28 +1,33 @@
-"""Workers that freeze or compute wrongly: what the run does, and what its record says."""
+"""Workers that freeze or compute wrongly, and runs that diverge: what the run does, and what its record says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from services.common.errors import WorkersLost
+from services.common.errors import RecipeError, TryAgain, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.trainer.health.silence import read_heartbeats
+from services.common.program.step import Program
+from services.trainer.health.heartbeats import read_heartbeats
 from services.trainer.health.straggler import STEPS, Stragglers
 from services.trainer.health.watchdog import limit_seconds
 from services.trainer.job import Job, rank_log
 from services.trainer.loop import train
-from services.trainer.metrics.events import EVENTS_FILE, read_events
-from services.trainer.metrics.records import read_metrics
+from services.trainer.metrics.events import read_events
+from services.trainer.metrics.records import read_attempts, read_metrics
+from services.trainer.report.run_report import write_report
 from services.trainer.runs.run import open_run
 from services.trainer.runs.summary import summarize
+from services.trainer.supervision.stop import STOP_FILE
 from services.trainer.supervision.supervise import supervise
 from services.trainer.tests import work
-from services.trainer.tests.runs import checkpoints, read_run, state_hash
+from services.trainer.tests.builders import train_new
+from services.trainer.tests.runs import checkpoints, read_run
 
 ALONE = WorkerEnvironment(rank=0, world_size=1)
 TWO = {"parallel__data_parallel_size": "2"}
@@ -31,9 +36,7 @@ TWO = {"parallel__data_parallel_size": "2"}
 @pytest.fixture(scope="module")
 def healthy(new_shared_job: Callable[..., Job]) -> Job:
     """A run to which nothing happens."""
-    job = new_shared_job("healthy")
-    train(job, ALONE)
-    return job
+    return train_new(new_shared_job, "healthy")
 
 
 @pytest.fixture
@@ -49,15 +52,11 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return run
 
 
-def final_state(job: Job) -> str:
-    return state_hash(checkpoints(job.root)["step-00000020"])
-
-
 def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
     new_job: Callable[..., Job], command: Callable[..., None], healthy: Job
 ) -> None:
     job = new_job(**TWO, train__watchdog_min_seconds="4", train__max_restarts="0")
-    with pytest.raises(WorkersLost, match=r"rank 0: step 7 (?s:.*)heartbeat .*rank 1") as raised:
+    with pytest.raises(WorkersLost, match=r"rank 0: step 7 (?s:.*)heartbeat.*rank 1") as raised:
         command(work.train_with_a_worker_that_freezes, job)
 
     assert raised.value.exit_code == 75
@@ -71,7 +70,7 @@ def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
 
     command(work.train_with_a_worker_that_freezes, job)
     assert read_run(job.root).starts[-1].endswith("step-00000005")
-    assert final_state(job) == final_state(healthy)
+    assert work.final_state(job) == work.final_state(healthy)
     assert "1 watchdog" in summarize(open_run(job.root, job.run))
     assert read_metrics(job.run_folder).lines[-1]["straggler_score"] >= 1
 
@@ -89,33 +88,15 @@ def test_a_worker_that_computes_wrongly_once_is_named_and_nothing_of_it_stays(
     assert 0 < restarted["seconds"] <= restarted["time"] - restart["time"]
     assert restart["cause"].startswith("rank 1 (")
     assert read_metrics(job.run_folder).lines[-1]["skipped_steps"] == 0
-    assert final_state(job) == final_state(healthy)
+    assert work.final_state(job) == work.final_state(healthy)
 
 
-def test_gradients_that_the_data_make_infinite_are_the_datas(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = new_job(train__max_steps="5")
-    work.poison(monkeypatch, 3)
-    train(job, ALONE)
-
-    [event] = read_events(job.run_folder)
-    assert (event["event"], event["cause"], event["step"], event["batch"], event["ranks"]) == ("nan", "data", 4, 3, [0])
-    assert "1 nan (data)" in summarize(open_run(job.root, job.run))
-
-
-def test_damaged_lines_of_the_events_stop_no_summary(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="1")
-    train(job, ALONE)
-    (job.run_folder / EVENTS_FILE).write_bytes(b'{"kind": 3}\n[]\n\xff\n{"event": "nan"}\n{"event": "res')
-    assert "1 nan" in summarize(open_run(job.root, job.run))
-
-
-def test_a_steps_limit_follows_the_median() -> None:
-    assert limit_seconds([1.0, 2.0, 90.0], 10, 5) == 20
-    assert limit_seconds([1.0, 2.0, 90.0], 10, 60) == 60
-    assert limit_seconds([1.0], 0, 60) is None
-    assert limit_seconds([], 10, 60) is None
+@pytest.mark.parametrize(
+    ("steps", "factor", "floor", "limit"),
+    [([1, 2, 90], 10, 5, 20), ([1, 2, 90], 10, 60, 60), ([1], 0, 60, None), ([], 10, 60, None)],
+)
+def test_a_steps_limit_follows_the_median(steps: list[float], factor: float, floor: float, limit: float | None) -> None:
+    assert limit_seconds(steps, factor, floor) == limit
 
 
 def test_the_straggler_is_the_worker_that_the_others_waited_for() -> None:
@@ -127,3 +108,61 @@ def test_the_straggler_is_the_worker_that_the_others_waited_for() -> None:
     assert stragglers.compare(2, 40.0, 20.0) is None  # it was reported before
     assert stragglers.compare(3, 0.4, 0.2) is None  # nobody waited for long
     assert stragglers.metrics == {"slowest_rank": 3, "straggler_score": 2.0}
+
+
+def test_a_run_that_diverges_ends_with_2_and_keeps_the_checkpoints_from_before(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(checkpoint__interval_steps="2")
+    work.poison(monkeypatch, *range(5, 40))
+    with pytest.raises(RecipeError, match=r"step 4(?s:.*)optimizer\.learning_rate") as raised:
+        train(job, ALONE)
+
+    assert raised.value.exit_code == 2
+    assert list(checkpoints(job.root)) == ["step-00000002", "step-00000004"]
+    assert [each["skipped_steps"] for each in read_metrics(job.run_folder).lines] == [0] * 5 + [*range(1, 12)]
+    assert read_attempts(job.run_folder).lines[-1]["ended_by"] == "divergence"
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, healthy = new_job(), Program.train_step
+
+    def ruined(program: Program, step: int, *arguments: Any) -> object:
+        result = healthy(program, step, *arguments)
+        if step == 9:
+            program.buckets[0].weights_P[0] = float("inf")
+        return result
+
+    monkeypatch.setattr(Program, "train_step", ruined)
+    with pytest.raises(RecipeError, match=r"step 10.*step 5"):
+        train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000005"]
+
+
+def test_an_interval_or_a_stop_that_meets_a_skipped_step_commits_all_the_same(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(train__max_steps="7")
+    work.poison(monkeypatch, 0, 4)  # the fifth step ends an interval, the next update commits it
+    (job.run_folder / STOP_FILE).touch()
+    with pytest.raises(TryAgain):
+        train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000001"]
+    train(job, ALONE)
+    assert list(checkpoints(job.root))[-2:] == ["step-00000006", "step-00000007"]
+
+
+def test_skipped_steps_are_in_the_summary_and_the_report_and_resume_gives_the_same_bits(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work.poison(monkeypatch, 3, 4, 8)
+    straight, first, second = new_job("straight"), new_job("split", train__max_steps="7"), new_job("split")
+    for job in (straight, first, second):
+        train(job, ALONE)
+
+    run = open_run(second.root, second.run)
+    for page in (summarize(run), write_report(run).read_text(encoding="utf-8")):
+        assert "3 of 20 steps" in page
+    assert work.final_state(straight) == work.final_state(second)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +18,14 @@ from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.process.shutdown import NOTICE_VARIABLE
-from services.common.program.micro_batch import MicroBatch
+from services.common.process.shutdown import NOTICE_VARIABLE, StopReason
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.trainer.checkpoints.loader import resume
 from services.trainer.checkpoints.lookup import newest_checkpoint
-from services.trainer.checkpoints.retention import discard_left_over, discard_old
+from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.steps import checkpoint_steps
+from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, count_events, warnings_of
@@ -47,8 +49,9 @@ def copy_of(job: Job, folder: Path) -> Job:
     return replace(job, root=folder / "copy", attempt=folder.name)
 
 
-def _losses(job: Job) -> list[float]:
-    return [record["loss"] for record in read_metrics(job.run_folder).lines]
+def values(job: Job, name: str) -> list[Any]:
+    """Return a number of each recorded step."""
+    return [record[name] for record in read_metrics(job.run_folder).lines]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -62,7 +65,7 @@ def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(
     monkeypatch.setattr("services.common.program.step.draw_weights", None)  # a run that resumes draws none
     train(split, ALONE)
     assert split.run == straight.run
-    assert _losses(split) == _losses(straight)
+    assert values(split, "loss") == values(straight, "loss")
     assert state_hash(split.checkpoint_address(8).path) == state_hash(straight.checkpoint_address(8).path)
 
 
@@ -73,21 +76,9 @@ def test_intervals_and_worker_counts_do_not_make_another_run_but_the_seed_does(n
     assert new_job(optimizer__learning_rate="2e-2").run != run
 
 
-def test_a_run_keeps_attention_within_documents_when_its_recipe_says_so(new_job: Callable[..., Job]) -> None:
-    jobs = [new_job(mask, train__max_steps="1", train__attention_mask=mask) for mask in ("causal", "block_causal")]
-    for job in jobs:
-        train(job, ALONE)
-
-    [causal], [block_causal] = (read_metrics(job.run_folder).lines for job in jobs)
-    assert jobs[0].run != jobs[1].run
-    assert causal["loss"] != block_causal["loss"]  # of the same weights and tokens
-    assert causal["validation_loss"] != block_causal["validation_loss"]
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped bit": lambda newest: flip_a_bit(newest / shard_name(0)),
     "truncated": lambda newest: os.truncate(newest / shard_name(0), 1_000),
-    "file removed": lambda newest: (newest / shard_name(0)).unlink(),
     "manifest torn": lambda newest: os.truncate(newest / MANIFEST, 100),
 }
 
@@ -175,56 +166,63 @@ def test_a_checkpoint_that_was_damaged_at_the_start_does_not_count_among_those_t
 def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = new_job(train__max_steps="10")
-    weights_before: dict[int, torch.Tensor] = {}
+    job, weights_before = new_job(train__max_steps="10"), dict[int, torch.Tensor]()
     work.poison(monkeypatch, 8)
     poisoned = Program.train_step
 
-    def remember(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
+    def remember(program: Program, step: int, *arguments: Any) -> object:
         weights_before[step] = torch.cat([bucket.weights_P for bucket in program.buckets])
-        return poisoned(program, step, batches, skipped_steps)
+        return poisoned(program, step, *arguments)
 
     monkeypatch.setattr(Program, "train_step", remember)
     train(job, ALONE)
 
-    skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]
-    assert skipped == [0] * 8 + [1] * 2
+    assert values(job, "skipped_steps") == [0] * 8 + [1] * 2
     assert torch.equal(weights_before[8], weights_before[9])
     newest = newest_checkpoint(job.checkpoint_collection)
     assert newest is not None
     assert newest.manifest.checkpoint.skipped_steps == 1
 
 
-def test_a_stop_file_ends_the_run_with_a_checkpoint_and_is_used_up(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="2")
-    (job.run_folder / STOP_FILE).touch()
-    with pytest.raises(TryAgain, match="stop file after step 1"):
-        train(job, ALONE)
+@pytest.mark.parametrize("reason", [StopReason.STOP_FILE, StopReason.TIME_LIMIT], ids=str)
+def test_a_stop_ends_the_run_with_a_checkpoint_and_is_used_up(new_job: Callable[..., Job], reason: StopReason) -> None:
+    job = new_job(train__max_steps="2", train__time_limit_seconds="60.0")
+    if reason is StopReason.STOP_FILE:
+        (job.run_folder / STOP_FILE).touch()
+    late = job.started_at - timedelta(seconds=61 if reason is StopReason.TIME_LIMIT else 0)
+    with pytest.raises(TryAgain, match=f"{reason} after step 1"):
+        train(replace(job, started_at=late), ALONE)
     assert list(checkpoints(job.root)) == ["step-00000001"]
     train(job, ALONE)
     assert "step-00000002" in checkpoints(job.root)
-
-
-def test_the_time_limit_ends_the_run_with_a_checkpoint(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__time_limit_seconds="5.0")
-    begun_long_ago = replace(job, started_at=job.started_at - timedelta(seconds=6))
-    with pytest.raises(TryAgain, match="time limit after step 1"):
-        train(begun_long_ago, ALONE)
-    assert list(checkpoints(job.root)) == ["step-00000001"]
 
 
 def test_metrics_have_every_step_once_after_steps_were_done_twice(new_job: Callable[..., Job]) -> None:
     job = train_new(new_job, train__max_steps="8")
     (job.checkpoint_address(8).path / MANIFEST).unlink()  # as if killed before the last commit: steps 6 to 8 again
     train(job, ALONE)
-    assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 9))
+    assert values(job, "step") == list(range(1, 9))
 
 
-def test_what_earlier_commands_left_of_checkpoints_is_removed(new_job: Callable[..., Job]) -> None:
-    collection = new_job().checkpoint_collection
-    for name in ("step-00000005.01234567.partial", "step-00000002.removed-01234567.partial", "step-00000001"):
-        (collection / name).mkdir(parents=True)
+def test_with_a_checkpoint_after_each_step_no_commit_waits_for_a_write(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_written, write, commit = list[bool](), CheckpointWriter._write, CheckpointWriter._commit
 
-    discard_left_over(collection)
+    def write_slowly(*arguments: Any) -> Any:
+        time.sleep(0.02)  # most of a step
+        return write(*arguments)
 
-    assert [path.name for path in collection.iterdir()] == ["step-00000001"]
+    def note(writer: CheckpointWriter) -> None:
+        assert writer._writing
+        are_written.append(writer._writing.done())
+        commit(writer)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", write_slowly)
+    monkeypatch.setattr(CheckpointWriter, "_commit", note)
+    job = train_new(new_job, train__max_steps="8", checkpoint__interval_steps="1", checkpoint__keep_latest="8")
+
+    assert list(checkpoints(job.root)) == [f"step-{step:08}" for step in range(1, 9)]
+    assert are_written == [True] * 8
+    stalled = [each["step"] for each in read_metrics(job.run_folder).lines if "checkpoint_stall_seconds" in each]
+    assert stalled == list(range(1, 9))

@@ -28,13 +28,14 @@ from services.trainer.runs.run import open_run
 from services.trainer.runs.summary import summarize
 from services.trainer.tests import work
 from services.trainer.tests.builders import make_recipe, train_new
-from services.trainer.tests.runs import checkpoints, state_hash
+from services.trainer.tests.runs import checkpoints
 
-Numbers = npt.NDArray[np.float64]
+Numbers = npt.NDArray[Any]
 ALONE = WorkerEnvironment(rank=0, world_size=1)
 # The weights are ruined after step 12, so that the losses of steps 13 to 15 are high: see `work.RUINOUS_BATCH`.
 FIRST_STEP, LAST_STEP, BEGIN = 13, 15, 8
 SKIPPED = BatchRange(first=8, last=14)
+WATCHED = {"train__loss_spike_sigma": "6"}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,6 @@ def spared(new_shared_job: Callable[..., Job]) -> Job:
 
 def read_spared(stream: Any, recipe: Any, number: int, mesh: Any, offset: int) -> Any:
     return micro_batches(stream, recipe, number + (number >= SKIPPED.first) * len(SKIPPED), mesh, offset)
-
-
-def final_state(job: Job) -> str:
-    return state_hash(checkpoints(job.root)["step-00000020"])
 
 
 def kinds(job: Job) -> list[str]:
@@ -75,7 +72,7 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
     assert (found, spike["loss"] > spike["limit"]) == (["loss_spike", FIRST_STEP, LAST_STEP], True)
     found = [rollback[name] for name in ("event", "step", "to_step", "wanted_step", "first_batch", "last_batch")]
     assert found == ["rollback", LAST_STEP, BEGIN, BEGIN, SKIPPED.first, SKIPPED.last]
-    assert final_state(job) == final_state(spared)
+    assert work.final_state(job) == work.final_state(spared)
     assert newest(job).skipped_batches == (SKIPPED,)
     assert newest(job).rollbacks == 1
     losses = [record["loss"] for record in read_metrics(job.run_folder).lines]
@@ -108,7 +105,7 @@ def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back
     work.train_with_a_ruinous_batch(killed, ALONE)
     assert kinds(killed) == ["loss_spike", *["loss_spike", "rollback"] * 2]
 
-    assert {final_state(job) for job in (two, rare, stopped[0], killed)} == {final_state(spared)}
+    assert {work.final_state(job) for job in (two, rare, stopped[0], killed)} == {work.final_state(spared)}
 
 
 def kill_in_the_removal(patch: pytest.MonkeyPatch) -> None:
@@ -126,14 +123,11 @@ def kill_in_the_removal(patch: pytest.MonkeyPatch) -> None:
 
 def kill_after_the_rollback(patch: pytest.MonkeyPatch) -> None:
     """Kill the run, which continues from step 12, when it has gone back and repeats an earlier step."""
-    train_step = Program.train_step
 
-    def end(program: Program, step: int, *arguments: Any) -> Any:
-        if step == BEGIN + 1:
-            raise KeyboardInterrupt
-        return train_step(program, step, *arguments)
+    def end(program: Program) -> None:
+        raise KeyboardInterrupt
 
-    patch.setattr(Program, "train_step", end)
+    work.before_step(patch, BEGIN + 1, end)
 
 
 def test_a_transient_that_heals_is_left_alone(
@@ -147,7 +141,7 @@ def test_a_transient_that_heals_is_left_alone(
     [event] = read_events(job.run_folder)
     assert (event["event"], event["step"]) == ("loss_healed", 14)
     assert newest(job).skipped_batches == ()
-    assert final_state(job) == final_state(plain) != final_state(spared)
+    assert work.final_state(job) == work.final_state(plain) != work.final_state(spared)
 
 
 def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
@@ -227,7 +221,7 @@ def test_the_checkpoints_of_a_rollback_are_few_and_always_there(tmp_path: Path) 
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 100), marks=pytest.mark.slow)], ids=str)
 def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(tmp_path: Path, seeds: range) -> None:
-    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=64)
+    recipe = make_recipe(tmp_path, **WATCHED, train__loss_spike_window="64")
     for seed in seeds:
         generator = np.random.default_rng(seed)
         losses, norms = loss_curve(generator, 160, recipe)
@@ -239,7 +233,7 @@ def test_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(tmp_
 @pytest.mark.parametrize("rise", [0.01, 0.02])
 def test_a_slow_divergence_is_found_near_its_begin(tmp_path: Path, rise: float) -> None:
     """A limit that followed the rising losses would find it late, and leave out the wrong batches."""
-    detector = SpikeDetector(with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=128))
+    detector = SpikeDetector(make_recipe(tmp_path, **WATCHED, train__loss_spike_window="128"))
     losses = 3 + 0.03 * np.random.default_rng(0).standard_normal(600)
     losses[400:] += rise * np.arange(200)
     confirmed = first_spike(detector, losses, np.ones(600))
@@ -247,9 +241,7 @@ def test_a_slow_divergence_is_found_near_its_begin(tmp_path: Path, rise: float) 
     assert 400 < detector.first_step < confirmed < 450
 
 
-def loss_curve(
-    generator: np.random.Generator, length: int, recipe: Recipe
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def loss_curve(generator: np.random.Generator, length: int, recipe: Recipe) -> tuple[Numbers, Numbers]:
     """Make losses and gradient norms of a run: a descent by a power law, heavy-tailed noise and a slow wander."""
     steps, begin = np.arange(length), untrained_loss(recipe.model)
     end, half_life = begin * generator.uniform(0.2, 0.6), generator.uniform(10, 100)
@@ -271,15 +263,11 @@ def first_spike(detector: SpikeDetector, losses: Numbers, norms: Numbers) -> int
 
 
 def test_a_high_gradient_norm_confirms_nothing_but_begins_a_spike(tmp_path: Path) -> None:
-    recipe = with_train(make_recipe(tmp_path), loss_spike_sigma=6.0, loss_spike_window=16, loss_spike_patience_steps=4)
-    detector = SpikeDetector(recipe)
+    settings = {"train__loss_spike_window": "16", "train__loss_spike_patience_steps": "4"}
+    detector = SpikeDetector(make_recipe(tmp_path, **WATCHED, **settings))
     steps = [(3.0, 1.0)] * 16 + [(3.0, 50.0)] + [(3.0, 1.0)] * 3 + [(3.0, 50.0)] * 2 + [(5.0, 1.0)] * 4
     verdicts = [
         detector.add(step, loss, norm, detector.deviation(loss, norm)) for step, (loss, norm) in enumerate(steps, 1)
     ]
     assert [verdicts.count(each) for each in Verdict] == [22, 3, 0, 1]
     assert detector.first_step == 21
-
-
-def with_train(recipe: Recipe, **settings: Any) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})

@@ -20,7 +20,7 @@ from tensorboardX.proto.event_pb2 import Event
 from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.stage_metrics import PREFIX
-from services.trainer.health.silence import forget_heartbeats, write_heartbeat
+from services.trainer.health.heartbeats import forget_heartbeats, write_heartbeat
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import record_event

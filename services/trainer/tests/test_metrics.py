@@ -13,7 +13,7 @@ import pytest
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.process.shutdown import StopReason
-from services.trainer.agreement.step_agreement import AgreedStep, WorkerStep
+from services.trainer.agreement import AgreedStep, WorkerStep
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import records

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
 import torch
 
-from services.common.artifacts.checkpoint import shard_name
+from services.common.artifacts.checkpoint import INDEX_FILE, CheckpointManifest, shard_name
+from services.common.artifacts.manifest import MANIFEST
+from services.common.artifacts.store import Artifact, open_artifact
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
-from services.common.program.mesh import make_mesh
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.process_group import ProcessGroup
+from services.common.program.step import Program
+from services.common.testing.file_opens import noticing_opens
+from services.trainer.checkpoints.loader import find_checkpoint, load_part
+from services.trainer.checkpoints.lookup import describe_checkpoint
 from services.trainer.conversion.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -134,6 +143,49 @@ def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs:
     # States were compared before it was saved, and loads nowhere unless all workers skipped alike.
     alone = continue_alone(runs, runs.poisoned, "healthy")
     assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 2
+
+
+def opens_of(runs: Runs, copy: str, rank: int, **layout: str) -> tuple[set[str], set[str]]:
+    """Return the files of the checkpoint that rank 0 and a worker open to load it in a layout."""
+    job = runs.new_job(copy, **SHARED | layout)
+    shutil.copytree(runs.shared.checkpoint_collection, job.checkpoint_collection)
+    group = ProcessGroup.fake(job.recipe.parallel.num_workers, rank)
+    try:
+        mesh = make_mesh(job.recipe, rank, group.world_size)
+        held = Program(job.recipe, TorchNative(mesh, 1, "exact"), draws_weights=False).state.read()
+        with noticing_opens(job.checkpoint_collection) as by_rank_0:
+            found, own_shards = find_checkpoint(job, mesh, 2)
+        assert found.checkpoint
+        with noticing_opens(job.checkpoint_collection) as by_worker:
+            assert load_part(job, found.checkpoint, own_shards[rank], held) == ""
+    finally:
+        group.leave()
+    return {path.name for path in by_rank_0.paths}, {path.name for path in by_worker.paths}
+
+
+def test_a_worker_opens_its_own_shard_and_in_another_layout_the_index_and_those_that_have_its_part(runs: Runs) -> None:
+    """So the files that a resume opens do not grow with the square of the number of workers."""
+    assert opens_of(runs, "same", 3) == ({MANIFEST}, {shard_name(3)})
+    by_rank_0, by_worker = opens_of(runs, "fewer", 1, parallel__data_parallel_size="2")
+    assert (by_rank_0, by_worker) == ({MANIFEST}, {MANIFEST, INDEX_FILE, shard_name(2), shard_name(3)})
+
+
+def test_what_a_worker_is_told_of_a_checkpoint_does_not_grow_with_the_workers(runs: Runs) -> None:
+    manifest = open_artifact(runs.straight.checkpoint_address(4).path, CheckpointManifest).manifest
+    told_bytes = []
+    for workers in (16, 1_024):
+        state = manifest.checkpoint.model_copy(update={"data_parallel_size": workers // 2})
+        state = state.with_shards(manifest.name, {shard_name(rank): rank for rank in range(workers)})
+        files = tuple(replace(manifest.files[0], path=file) for file in (INDEX_FILE, *state.shards))
+        written = manifest.model_copy(update={"checkpoint": state, "files": files})
+        checkpoint = Artifact(runs.straight.checkpoint_address(4).path, written)
+
+        told, own_shards = describe_checkpoint(checkpoint, runs.straight.recipe, Mesh(0, workers // 2, 2))
+
+        assert [own.entry.path for own in own_shards if own] == [*state.shards]
+        told_bytes.append(len(pickle.dumps((told, own_shards[-1]))))
+    assert told_bytes[1] - told_bytes[0] < 20
+    assert told_bytes[1] < 6_000
 
 
 def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""A command starts lost workers again, up to its limit, unless it was asked to stop."""
+"""A command starts lost workers again, up to its limit, unless a signal, a stop file or a time limit stops it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,18 +30,26 @@ from services.common.errors import (
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.common.testing.waiting import wait_until
-from services.trainer.health.silence import write_heartbeat
 from services.trainer.job import Job
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.supervision.restarts import RestartPolicy
-from services.trainer.supervision.stop import STOP_FILE, request_stop, requested_stop
+from services.trainer.supervision.stop import (
+    STOP_FILE,
+    StopConditions,
+    clear_stop,
+    forget_signals,
+    read_request,
+    request_stop,
+    stopped,
+)
 from services.trainer.supervision.supervise import supervise, train_on_node
 from services.trainer.tests.fake_launcher import FakeLauncher
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.tests.runs import REPOSITORY
 from services.trainer.workers.start import describe_workers
 
+ALONE = WorkerEnvironment(rank=0, world_size=1)
 KILLED = "rank 1 (pid 7 on node) was killed by SIGKILL"
 
 
@@ -68,23 +75,21 @@ def test_lost_workers_are_started_again_but_none_after_another_error(
 
 
 @pytest.mark.parametrize(
-    ("device", "cluster", "logical_core_size"),
-    [
-        ("cpu", {}, None),
-        ("neuron", {"trainer_workers_per_node": 64, "trainer_instance_type": "trn2.48xlarge"}, 2),
-        ("neuron", {"trainer_workers_per_node": 128, "trainer_instance_type": "trn2.48xlarge"}, 1),
-    ],
+    ("device", "workers_per_node", "logical_core_size"), [("cpu", None, None), ("neuron", 64, 2), ("neuron", 128, 1)]
 )
 def test_the_launcher_gets_the_workers_their_cores_and_what_the_run_keeps(
     new_job: Callable[..., Job],
     monkeypatch: pytest.MonkeyPatch,
     device: str,
-    cluster: dict[str, Any],
+    workers_per_node: int | None,
     logical_core_size: int | None,
 ) -> None:
     job, launcher = new_job(train__max_restarts="2"), FakeLauncher.use(monkeypatch)
-    parallel = job.recipe.parallel.model_copy(update={"device": device})
-    parts = {"parallel": parallel, "cluster": job.recipe.cluster.model_copy(update=cluster)}
+    cluster = {"trainer_workers_per_node": workers_per_node, "trainer_instance_type": "trn2.48xlarge"}
+    parts = {
+        "parallel": job.recipe.parallel.model_copy(update={"device": device}),
+        "cluster": job.recipe.cluster.model_copy(update=cluster if workers_per_node else {}),
+    }
     recipe = job.recipe.model_copy(update=parts)
     supervise(replace(job, recipe=recipe))
 
@@ -94,7 +99,7 @@ def test_the_launcher_gets_the_workers_their_cores_and_what_the_run_keeps(
     assert (group.max_node_losses, group.name) == (2, job.run)
     assert job.checkpoint_collection.relative_to(group.storage_path or "") == Path(job.run)
     pickle.loads(pickle.dumps(group)).stop()
-    assert requested_stop(job.run_folder) is StopReason.PREEMPTION
+    assert read_request(job.run_folder) is StopReason.PREEMPTION
 
 
 def test_a_restart_policy_on_another_node_goes_on_counting(new_job: Callable[..., Job]) -> None:
@@ -170,28 +175,6 @@ def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_starte
     assert len(read_events(job.run_folder)) == starts - 1
 
 
-def test_a_hang_is_recorded_with_its_silent_rank_and_is_the_cause_of_the_restart(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = new_job()
-
-    def hang_once(started: Job) -> None:
-        if started.start_number:
-            return
-        fields = {"host": "node", "pid": 7, "attempt": job.attempt, "start": 0, "phase": "step", "step": 6}
-        for rank, seconds in enumerate([60.0, 0.1]):
-            waited = {"rank": rank, "phase_seconds": seconds, "limit_seconds": 60.0, "alive_seconds": 100 + seconds}
-            write_heartbeat(job.run_folder, fields | waited)
-        raise WorkersLost("rank 0 (pid 7 on node) ended with 1")
-
-    FakeLauncher.use(monkeypatch, hang_once)
-    supervise(job)
-
-    watchdog, restart = read_events(job.run_folder)
-    assert (watchdog["event"], watchdog["step"], watchdog["silent_ranks"]) == ("watchdog", 7, [1])
-    assert (restart["event"], restart["cause"]) == ("restart", watchdog["message"])
-
-
 def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,10 +194,49 @@ def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkey
         raise RuntimeError("nrt_execute failed: NRT_EXEC_HW_ERR_HBM_UE")
 
     monkeypatch.setattr("services.trainer.supervision.supervise.train", fail)
-    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", "/tmp"))
-    monkeypatch.setattr("tempfile.tempdir", None)
     job = new_job()
-    job.run_folder.mkdir(parents=True, exist_ok=True)
-
     with pytest.raises(HardwareFault, match=re.escape(socket.gethostname())):
-        train_on_node(job, WorkerEnvironment(0, 1))
+        train_on_node(job, ALONE)
+
+
+@pytest.mark.parametrize("content", [b"", "SIGTERM\r\n".encode("utf-16"), b"NONE"], ids=["empty", "PowerShell", "text"])
+def test_a_file_of_any_content_is_a_request_and_is_used_up(new_job: Callable[..., Job], content: bytes) -> None:
+    job = new_job()
+    (job.run_folder / STOP_FILE).write_bytes(content)
+
+    forget_signals(job.run_folder)
+    assert StopConditions(job, ALONE).check() is StopReason.STOP_FILE
+
+    clear_stop(job.run_folder)
+    assert not (job.run_folder / STOP_FILE).exists()
+    assert StopConditions(job, ALONE).check() is StopReason.NONE
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [(StopReason.PREEMPTION, TryAgain), (StopReason.SIGTERM, TryAgain), (StopReason.INTERRUPT, Interrupted)],
+)
+def test_a_signal_of_the_command_has_its_error_and_does_not_stop_the_next_command(
+    new_job: Callable[..., Job], reason: StopReason, error: type[MillraceError]
+) -> None:
+    job = new_job()
+    request_stop(job.run_folder, reason)
+    assert StopConditions(job, ALONE).check() is reason
+    assert StopConditions(job, WorkerEnvironment(rank=1, world_size=2)).check() is StopReason.NONE  # rank 0 looks
+
+    forget_signals(job.run_folder)
+    assert StopConditions(job, ALONE).check() is StopReason.NONE
+    assert type(stopped(reason, "after step 7")) is error
+
+
+def test_of_several_requests_the_strongest_stays(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    (job.run_folder / STOP_FILE).touch()
+    for reason, expected in (
+        (StopReason.STOP_FILE, StopReason.STOP_FILE),
+        (StopReason.PREEMPTION, StopReason.PREEMPTION),
+        (StopReason.INTERRUPT, StopReason.INTERRUPT),
+        (StopReason.PREEMPTION, StopReason.INTERRUPT),
+    ):
+        request_stop(job.run_folder, reason)
+        assert StopConditions(job, ALONE).check() is expected

@@ -29,7 +29,7 @@ from services.common.program.state import StateSlice
 from services.common.program.step import Program, StepResult
 from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
-from services.trainer.agreement.step_agreement import StepAgreement, WorkerStep, require_same_outcome
+from services.trainer.agreement import StepAgreement, WorkerStep, require_same_outcome
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
@@ -37,7 +37,7 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.supervision.stop import request_stop
 from services.trainer.supervision.supervise import train_on_node
-from services.trainer.tests.runs import checkpoints, flip_a_bit
+from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
 from services.trainer.workers.node_staging import prepare_node
 from services.trainer.workers.worker import joined_group
 
@@ -106,15 +106,30 @@ def agree_in_turns(call: tuple[Path, int, int], environment: WorkerEnvironment) 
         for number in range(AGREED_STEPS):
             time.sleep(0.002 * delays.random())
             is_heard = environment.rank == hears and number == at
-            agreement.begin(WorkerStep(StopReason.SIGTERM if is_heard else StopReason.NONE, written_step=1))
+            agreement.start(WorkerStep(StopReason.SIGTERM if is_heard else StopReason.NONE, written_step=1))
             time.sleep(0.002 * delays.random())  # the next step
             agreed.append(agreement.finish().stop_reason)
         is_applied = environment.rank != hears
-        agreement.begin(WorkerStep(StopReason.NONE, 0, is_applied=is_applied))
+        agreement.start(WorkerStep(StopReason.NONE, 0, is_applied=is_applied))
         with pytest.raises(WorkersLost) as raised:
             require_same_outcome(agreement.finish(), is_applied, group, 7)
     found = {"stop reasons": agreed, "error": str(raised.value)}
     (folder / f"{environment.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def count_group_costs(folder: Path, environment: WorkerEnvironment) -> None:
+    """Write this worker's share of the bytes in the group's store, and its open descriptors, in the middle of a run."""
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    with joined_group(place_on_nodes(environment, environment.world_size // 4)) as group:
+        agreement = StepAgreement(group)
+        group.gather(group.rank)
+        for _ in range(3):
+            agreement.start(WorkerStep(StopReason.NONE, written_step=1))
+            assert agreement.finish().is_applied_by_some
+        store_bytes = Path(environment.rendezvous).stat().st_size / environment.world_size
+        counts = {"store bytes": store_bytes, "descriptors": len(list(descriptors.iterdir())) - before}
+        (folder / f"{environment.rank}.json").write_text(json.dumps(counts), encoding="utf-8")
 
 
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
@@ -124,17 +139,26 @@ def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
     train(job, environment)
 
 
+def before_step(patch: pytest.MonkeyPatch, number: int, act: Callable[[Program], object]) -> None:
+    """Let this worker do something before the step that follows `number` steps."""
+    train_step = Program.train_step
+
+    def act_and_train(program: Program, step: int, *arguments: Any) -> Any:
+        if step == number:
+            act(program)
+        return train_step(program, step, *arguments)
+
+    patch.setattr(Program, "train_step", act_and_train)
+
+
+def end_by(signum: signal.Signals) -> Callable[[Program], None]:
+    return lambda program: os.kill(os.getpid(), signum)
+
+
 def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None:
     """Train while one weight of rank 1 is wrong after the seventh step."""
-    healthy = Program.train_step
-
-    def faulty(program: Program, step: int, *arguments: Any) -> Any:
-        result = healthy(program, step, *arguments)
-        if step == 6 and environment.rank == 1:
-            program.buckets[0].weights_P[0] += 1e-3
-        return result
-
-    pytest.MonkeyPatch().setattr(Program, "train_step", faulty)
+    if environment.rank == 1:
+        before_step(pytest.MonkeyPatch(), 7, lambda program: program.buckets[0].weights_P[0].add_(1e-3))
     train(job, environment)
 
 
@@ -143,15 +167,14 @@ def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -
 
     That start waits for its checkpoints: a freeze while one is still being written would leave it uncommitted.
     """
-    frozen, train_step, patch = job.run_folder / "frozen", Program.train_step, pytest.MonkeyPatch()
+    frozen, patch = job.run_folder / "frozen", pytest.MonkeyPatch()
 
-    def freeze(program: Program, step: int, *arguments: Any) -> Any:
-        if step == 6 and environment.rank == 1 and not frozen.exists():
+    def freeze(program: Program) -> None:
+        if environment.rank == 1 and not frozen.exists():
             frozen.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return train_step(program, step, *arguments)
+            end_by(signal.SIGSTOP)(program)
 
-    patch.setattr(Program, "train_step", freeze)
+    before_step(patch, 6, freeze)
     if not frozen.exists():
         commit_at_once(patch)
     train(job, environment)
@@ -194,30 +217,18 @@ def train_and_die_in_a_save(job: Job, environment: WorkerEnvironment) -> None:
 
 def train_and_die(job: Job, environment: WorkerEnvironment) -> None:
     """Rank 1 is killed in its step 7, and after a restart in its step 11."""
-    train_step, patch = Program.train_step, pytest.MonkeyPatch()
-    fatal = 10 if job.start_number else 6
-
-    def die(program: Program, step: int, *arguments: Any) -> Any:
-        if step == fatal and environment.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(program, step, *arguments)
-
-    patch.setattr(Program, "train_step", die)
+    patch = pytest.MonkeyPatch()
+    if environment.rank == 1:
+        before_step(patch, 10 if job.start_number else 6, end_by(signal.SIGKILL))
     commit_at_once(patch)
     train(job, environment)
 
 
 def train_until_preempted(job: Job, environment: WorkerEnvironment) -> None:
     """Audited. A stop is requested in step 14, of which all workers hear while they take the next one."""
-    train_step = Program.train_step
-
-    def request(program: Program, step: int, *arguments: Any) -> Any:
-        if step == 13 and environment.rank == 0:
-            request_stop(job.run_folder, StopReason.PREEMPTION)
-        return train_step(program, step, *arguments)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "train_step", request)
+        if environment.rank == 0:
+            before_step(patch, 13, lambda program: request_stop(job.run_folder, StopReason.PREEMPTION))
         train_audited(job, environment)
 
 
@@ -225,9 +236,16 @@ def train_audited(job: Job, environment: WorkerEnvironment) -> None:
     """Train while all workers write the samples of a step to AUDIT before they take the step."""
 
     def note(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh, offset: int) -> list[MicroBatch]:
-        listening = _ListeningStream(stream)
-        batches = list(micro_batches(listening, recipe, step, mesh, offset))  # type: ignore[arg-type]
-        line = {"attempt": job.attempt, "rank": environment.rank, "step": step, "samples": listening.samples}
+        samples, read = list[int](), stream.read
+
+        def listen(each: Any) -> Any:
+            samples.extend(each.tolist())
+            return read(each)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "read", listen)
+            batches = list(micro_batches(stream, recipe, step, mesh, offset))
+        line = {"attempt": job.attempt, "rank": environment.rank, "step": step, "samples": samples}
         with (job.run_folder / AUDIT).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")  # in one piece: it is short
         return batches
@@ -235,16 +253,6 @@ def train_audited(job: Job, environment: WorkerEnvironment) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.trainer.loop.micro_batches", note)
         train(job, environment)
-
-
-class _ListeningStream:
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream, self.num_samples = stream, stream.num_samples
-        self.samples: list[int] = []
-
-    def read(self, samples: Any) -> Any:
-        self.samples += samples.tolist()
-        return self._stream.read(samples)
 
 
 SPIKY = {
@@ -311,6 +319,11 @@ def train_in_turn(jobs: list[Job], environment: WorkerEnvironment) -> None:
             if job.root.name == "damaged" and environment.rank == 0 and checkpoints(job.root):
                 flip_a_bit(checkpoints(job.root)["step-00000004"] / shard_name(2))
             train(job, replace(environment, rendezvous=f"{environment.rendezvous}-{number}"))
+
+
+def final_state(job: Job) -> str:
+    """Return the hash of the last state of a run of 20 steps."""
+    return state_hash(checkpoints(job.root)["step-00000020"])
 
 
 def poison(patch: pytest.MonkeyPatch, *poisoned_steps: int, is_once: bool = False) -> None:

@@ -1,8 +1,7 @@
 """Does once on each node what all processes of a command need: copies the compile cache, verifies checkpoint files.
 
-The processes share a node-local folder named after the command's attempt. The first process to lock the folder does the
-work and leaves a stamp. The next command has a folder of its own and verifies again. A file is read as often as there
-are nodes whose workers need the file, whatever the number of workers.
+The processes share a node-local folder named after the command's attempt; the first to lock it does the work and leaves
+a stamp. So a file is read once on each node that needs it, and again by the next command.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ def using_node(job: Job) -> Iterator[None]:
 
 
 def prepare_node(job: Job) -> None:
-    """Copy the compile cache to this node and verify its files meanwhile, unless another process of this command has
-    done so.
+    """Copy the compile cache to this node unless another process of this command has done so.
 
-    No file of the corpus is opened: a row is checked when a worker uses the row. Raises `ArtifactError`, which names
-    the damaged files of the cache.
+    Its files are verified meanwhile. Raises `ArtifactError`, which names the damaged ones.
     """
     with _doing_once(job, "prepared") as is_to_do:
         if not is_to_do:
@@ -71,15 +68,13 @@ def prepare_node(job: Job) -> None:
 
 
 def verify_on_node(job: Job, checkpoint: FoundCheckpoint, entries: Iterable[FileEntry]) -> None:
-    """Verify the bytes of the files that a worker is about to read.
+    """Verify the bytes of the files that a worker is about to read, once on each node and start of the workers.
 
-    One process of the command verifies each file on each node. It does so again after each restart of the workers,
-    which may come weeks later. Raises `ArtifactError`, which names a damaged file.
+    Raises `ArtifactError`, which names a damaged file.
     """
+    state = f"{job.start_number}-{checkpoint.header.id}-{checkpoint.content_digest}"
     for entry in entries:
-        with _doing_once(
-            job, f"verified-{job.start_number}-{checkpoint.id}-{checkpoint.content_digest}-{entry.path}"
-        ) as is_to_do:
+        with _doing_once(job, f"verified-{state}-{entry.path}") as is_to_do:
             if is_to_do:
                 require_undamaged(checkpoint.path, 1, find_damages(checkpoint.path, [entry], "full"))
                 logger.info("verified %s of %s", entry.path, checkpoint.path)
@@ -87,10 +82,7 @@ def verify_on_node(job: Job, checkpoint: FoundCheckpoint, entries: Iterable[File
 
 @contextmanager
 def _doing_once(job: Job, what: str) -> Iterator[bool]:
-    """Yield whether this node still has to do `what`, while other processes of the node wait.
-
-    The work counts as done when the block ends without an error.
-    """
+    """Yield whether this node still has to do `what`, which counts as done when the block ends without an error."""
     folder = node_folder(job)
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / f"{what}.lock").open("w") as lock:

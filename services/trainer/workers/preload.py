@@ -1,8 +1,8 @@
 """Imports what every worker needs, once, in the fork server from which workers start.
 
-The fork server of `multiprocessing` can import modules and do nothing else, so this work happens at import. No garbage
-is collected meanwhile, which is a quarter of the time, and what was imported is frozen: a collection writes to every
-object that it looks at, and forks would then not share its memory.
+The fork server of `multiprocessing` can only import modules, so this work happens at import. No garbage is collected
+meanwhile, a quarter of the time. What was imported is frozen: a collection writes to every object that it looks at, and
+forks would then not share its memory.
 """
 
 from __future__ import annotations

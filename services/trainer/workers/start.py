@@ -5,6 +5,7 @@ Those imports take seconds.
 
 from __future__ import annotations
 
+import argparse
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -27,25 +28,19 @@ _COMPILED_PRELOAD = "services.trainer.workers.inductor_preload"
 def prestart_workers(argv: list[str]) -> None:
     """Start the fork server of a command with workers on this machine, while the command's program is imported.
 
-    This only guesses from the command line; the command reads it and reports every error.
+    This only guesses from the command line, which the command reads in full and checks.
     """
     has_workers = bool(argv) and (argv[0] in WITH_WORKERS or argv[0].startswith("-"))
     if not has_workers or {"-h", "--help", "--dry-run"}.intersection(argv):
         return
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--launch", nargs="?")
+    options.add_argument("--recipe", nargs="?", default="")
+    given, _ = options.parse_known_args(argv)
     with suppress(MillraceError, OSError):
-        if (_value_of("--launch", argv) or default_launcher()) == INLINE:
-            recipe = load_recipe(Path(_value_of("--recipe", argv)), read_overrides(argv))
+        if (given.launch or default_launcher()) == INLINE:
+            recipe = load_recipe(Path(given.recipe or ""), read_overrides(argv))
             start_fork_server(_modules_of_workers(recipe))
-
-
-def _value_of(option: str, argv: list[str]) -> str:
-    """Return the value of `--option value` or `--option=value`; empty where the option is not given."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        if word == option:
-            return following
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return ""
 
 
 def describe_workers(recipe: Recipe, shared_folder: Path, kept_folder: str = "") -> WorkerGroupSpec:
@@ -70,7 +65,5 @@ def _modules_of_workers(recipe: Recipe) -> tuple[str, ...]:
     """
     if recipe.parallel.device == "neuron":
         return ()
-    has_inductor = (
-        recipe.parallel.device == "cpu" and recipe.compile.enabled and not any(map(os.path.exists, GPU_FILES))
-    )
-    return (_COMPILED_PRELOAD if has_inductor else _PRELOAD,)
+    is_compiled = recipe.parallel.device == "cpu" and recipe.compile.enabled
+    return (_COMPILED_PRELOAD if is_compiled and not any(map(os.path.exists, GPU_FILES)) else _PRELOAD,)

@@ -2,9 +2,8 @@
 
     <run_folder>/heartbeats/rank-00003.json     a JSON object of HEARTBEAT_BYTES
 
-Each worker overwrites its own file in place, without a change of the folder. Only the command reads the files, after a
-loss, when their writers have ended. Clocks of nodes are not compared: each worker counts the seconds since its own
-start, and workers start together.
+Each worker overwrites its own file in place; the command reads the files after a loss. Clocks of nodes are not
+compared: each worker counts the seconds since its own start, and workers start together.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Hang(NamedTuple):
     """Number of the step, from 1."""
     seconds: float
     silent_ranks: list[int]
-    """Ranks without a heartbeat."""
     message: str
 
 
@@ -62,10 +60,7 @@ def forget_heartbeats(run_folder: Path) -> None:
 
 
 def heartbeat_times(run_folder: Path) -> dict[str, int]:
-    """Return the time at which each file last changed, by its name: one `stat` a worker. Raises `OSError`.
-
-    The times are those of other machines' clocks: they only tell that a worker has written again.
-    """
+    """Return the time at which each file last changed, by its name, by other machines' clocks. Raises `OSError`."""
     with os.scandir(run_folder / FOLDER) as files:
         return {file.name: file.stat().st_mtime_ns for file in files}
 
@@ -87,23 +82,20 @@ def find_hang(job: Job) -> Hang | None:
     late = [rank for rank, fields in found.items() if _is_late(fields)]
     if not late:
         return None
-    fields = found[late[0]]
-    step, limit = fields["step"] + 1, fields["limit_seconds"]
-    seconds = max(limit, fields["phase_seconds"])  # the newest heartbeat is older than the end
+    rank = late[0]
+    step, limit = found[rank]["step"] + 1, found[rank]["limit_seconds"]
+    seconds = max(limit, found[rank]["phase_seconds"])  # the newest heartbeat is older than the end
     # The others waited for about the whole limit, and the newest heartbeat of each is at most a quarter of it old.
     oldest = max(fields["alive_seconds"] for fields in found.values()) - limit / 2
-    silent = [
-        rank
-        for rank in range(job.recipe.parallel.num_workers)
-        if rank not in found or found[rank]["alive_seconds"] < oldest
-    ]
-    rule = f"the larger of train.watchdog_min_seconds and {job.recipe.train.watchdog_factor:g} median steps"
-    silence = "; ".join(_describe(rank, found.get(rank)) for rank in silent) or "no rank"
+    alive = {each for each, fields in found.items() if fields["alive_seconds"] >= oldest}
+    silent = [each for each in range(job.recipe.parallel.num_workers) if each not in alive]
+    hosts = [f"rank {each}" + (f" ({found[each]['host']})" if each in found else "") for each in silent]
     message = (
-        f"rank {late[0]}: step {step} has taken {seconds:.0f} s, the limit is {limit:.0f} s ({rule}). No heartbeat "
-        f"from {silence}. Stacks are in {rank_log(job.run_folder, late[0])}."
+        f"rank {rank}: step {step} has taken {seconds:.0f} s, the limit is {limit:.0f} s (the larger of "
+        f"train.watchdog_min_seconds and {job.recipe.train.watchdog_factor:g} median steps). Without a heartbeat: "
+        f"{', '.join(hosts) or 'no rank'}. Stacks are in {rank_log(job.run_folder, rank)}."
     )
-    return Hang(late[0], step, seconds, silent, message)
+    return Hang(rank, step, seconds, silent, message)
 
 
 def _is_late(fields: dict[str, Any]) -> bool:
@@ -112,12 +104,6 @@ def _is_late(fields: dict[str, Any]) -> bool:
     if fields["phase"] != STEP or limit is None:
         return False
     return bool(fields["phase_seconds"] >= limit - 1.5 * heartbeat_seconds(limit))
-
-
-def _describe(rank: int, last: dict[str, Any] | None) -> str:
-    if last is None:
-        return f"rank {rank}"
-    return f"rank {rank} ({last['host']}, pid {last['pid']}; last seen in {last['phase']} after step {last['step']})"
 
 
 def _heartbeat_file(run_folder: Path, rank: int) -> Path:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
-from services.trainer.health.silence import find_hang, forget_heartbeats, heartbeat_seconds, write_heartbeat
+from services.trainer.health.heartbeats import find_hang, forget_heartbeats, heartbeat_seconds, write_heartbeat
 from services.trainer.job import Job
 from services.trainer.tests.builders import train_new
 
@@ -59,11 +58,10 @@ def test_a_loss_before_the_limit_and_heartbeats_of_an_earlier_start_are_no_hang(
     assert find_hang(job) is None
 
 
-def test_a_worker_writes_its_heartbeat_and_goes_on_where_it_cannot(new_job: Callable[..., Job]) -> None:
+def test_a_worker_goes_on_where_it_cannot_write_its_heartbeat(new_job: Callable[..., Job]) -> None:
     job = train_new(new_job, train__max_steps="1")
     [path] = (job.run_folder / "heartbeats").iterdir()
-    found = json.loads(path.read_bytes())
-    assert (path.name, found["rank"], found["attempt"]) == ("rank-00000.json", 0, job.attempt)
+    assert path.name == "rank-00000.json"
 
     forget_heartbeats(job.run_folder)
     Path(job.run_folder / "heartbeats").touch()

@@ -1,4 +1,4 @@
-"""Workers agree on their steps: all get the same numbers, in one message of a fixed size."""
+"""Workers agree on their steps: all get the same numbers, in one message of a fixed size and at a fixed cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.process.shutdown import StopReason
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.seeds import draw_seed
-from services.trainer.agreement.step_agreement import AgreedStep, StepAgreement, WorkerStep
+from services.trainer.agreement import AgreedStep, StepAgreement, WorkerStep
 from services.trainer.health.loss_spikes import Deviation
 from services.trainer.metrics.metric_table import WorkerNumbers
 from services.trainer.tests import work
@@ -56,7 +56,7 @@ def test_the_slowest_worker_is_named_and_of_equals_the_first(rank: int) -> None:
 def test_a_single_worker_agrees_with_itself() -> None:
     assert not any(map(math.isnan, WorkerStep(StopReason.NONE, 0).encode(0)))  # gloo's maximum passes over NaN
     agreement = StepAgreement(ProcessGroup(0, 1))
-    agreement.begin(WorkerStep(StopReason.TIME_LIMIT, 0))
+    agreement.start(WorkerStep(StopReason.TIME_LIMIT, 0))
     assert agreement.finish().stop_reason is StopReason.TIME_LIMIT
 
 
@@ -69,3 +69,25 @@ def test_all_workers_stop_after_the_same_step_wherever_the_reason_was_heard(tmp_
     assert all(each == found[0] for each in found)
     assert found[0]["stop reasons"].index(StopReason.SIGTERM) == at
     assert f"on rank {hears} " in found[0]["error"]  # the one whose last step had another outcome
+
+
+def costs_of(num_workers: int, folder: Path) -> dict[str, float]:
+    """Return the mean store bytes and descriptors of a worker."""
+    folder.mkdir()
+    spec = WorkerGroupSpec(num_workers, 1, num_workers, folder, preload=("torch", "services.trainer.tests.work"))
+    run_workers(inline, work.count_group_costs, folder, spec)
+    counted = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    assert len(counted) == num_workers
+    return {name: sum(each[name] for each in counted) / num_workers for name in counted[0]}
+
+
+@pytest.mark.parametrize(
+    "sizes", [(8, 16), pytest.param((16, 32, 64), marks=pytest.mark.slow)], ids=["16 workers", "64 workers"]
+)
+def test_store_bytes_and_descriptors_of_a_worker_do_not_grow_with_the_workers(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    costs = [costs_of(size, tmp_path / str(size)) for size in sizes]
+
+    for name in ("store bytes", "descriptors"):
+        assert costs[-1][name] < 1.1 * costs[0][name], costs
