@@ -117,7 +117,7 @@ stop-stage: setup ## Let a stage commit a checkpoint, then end its deployment.
 #? STAGE TARGET CONFIG
 	@$(deploy) stop-stage
 
-rollback-stage: setup ## Deploy the previous image with which a stage ended well.
+rollback-stage: setup ## Deploy the previous image with which a stage succeeded.
 #? STAGE TARGET NODES RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN KEEP HOURS AGAIN CONFIG
 #? RECIPE=FILE  The recipe. Default: that of the stage's last deployment.
 #? ARGS="--section.key=value ..."  Recipe overrides and other options. Default: those of the last deployment.
@@ -349,7 +349,7 @@ benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? DRAIN=SECONDS  Notice before a pod ends, for a checkpoint. Default: measured. TARGET=kuberay only.
 #? KEEP=1  Leave the pods and their nodes up after the stage. TARGET=kuberay only.
 #? HOURS=NUMBER  Limit of an attempt. Default: 24, or the recipe's limit. TARGET=batch only.
-#? AGAIN=1  Deploy although the identical deployment has ended well. TARGET=batch only.
+#? AGAIN=1  Redeploy even if it already succeeded. TARGET=batch only.
 #? CONFIG=FILE  The account's queues and roles. Default: deploy/batch/config.txt. TARGET=batch only.
 #? OVERLAY=local|eks|FOLDER  The manifests, in k8s/overlays. Default: local.
 #? HEAD_TAG=TAG|DIGEST|IMAGE  The head's image. Default: the one that make images builds.

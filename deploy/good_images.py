@@ -1,4 +1,4 @@
-"""Keeps the images with which a stage ended well, oldest first, for rollbacks.
+"""Keeps the images with which a stage succeeded, oldest first, for rollbacks.
 
 The list is stored in `<root>/deploy/<stage>/good-images.json`, so that it outlives the cluster.
 """

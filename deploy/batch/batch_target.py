@@ -48,7 +48,7 @@ class _Checked:
     present: BatchJob | None
     """The job that already runs the identical deployment."""
     done: str
-    """Time at which the identical deployment was seen to have ended well; empty where it was not."""
+    """Time at which the identical deployment was seen to have succeeded; empty where it was not."""
 
 
 class BatchTarget:
@@ -58,7 +58,7 @@ class BatchTarget:
         self._config, self._jobs = config, jobs
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Deploy the stage, unless the identical deployment runs, or has ended well and AGAIN=1 is not given."""
+        """Deploy the stage, unless the identical deployment runs, or has succeeded and AGAIN=1 is not given."""
         return self._deploy(self._check(self._resolve(request)), request, output)
 
     def show_status(self) -> int:
@@ -71,9 +71,9 @@ class BatchTarget:
                 print("\n".join(f"  {line}" for line in _describe_job(job, known)))
             if not jobs:
                 print("  no job that Batch still knows")
-            good = [each for each in definitions if each.ended_well]
+            good = [each for each in definitions if each.succeeded_at]
             if good:
-                print(f"  good      {read_container(good[0].body)['image']}, {good[0].ended_well}")
+                print(f"  good      {read_container(good[0].body)['image']}, {good[0].succeeded_at}")
         return 0
 
     def show_log(self, stage: Stage) -> int:
@@ -96,7 +96,7 @@ class BatchTarget:
                 )
             time.sleep(POLL_SECONDS)
             active = [found for job in active if (found := self._jobs.find(job.id))]
-        print(f"{stage} is down: it has no waiting and no running job")
+        print(f"{stage} stopped: no waiting and no running job")
         return 0
 
     def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
@@ -105,11 +105,11 @@ class BatchTarget:
         if not definitions:
             raise DeviceError(f"{stage} has no deployment here yet: make deploy-stage STAGE={stage} TARGET=batch")
         present = read_container(definitions[0].body)["image"]
-        good = [read_container(each.body)["image"] for each in definitions[1:] if each.ended_well]
+        good = [read_container(each.body)["image"] for each in definitions[1:] if each.succeeded_at]
         earlier = [image for image in good if image != present]
         if not earlier:
             raise DeviceError(
-                f"no earlier image of {stage} than {present} is known to have ended well: make deploy-stage "
+                f"no earlier image of {stage} than {present} is known to have succeeded: make deploy-stage "
                 f"STAGE={stage} TAG= deploys one that you name"
             )
         print(f"rolling {stage} back: {present} -> {earlier[0]}", flush=True)
@@ -143,7 +143,7 @@ class BatchTarget:
                 print(f"job {each.present.id} already runs this deployment", flush=True)
                 job_ids[stage] = each.present.id
             elif each in ended:
-                print(f"this deployment ended well, {each.done}: nothing is submitted")
+                print(f"this deployment already succeeded, {each.done}: nothing is submitted")
             elif request.is_dry_run:
                 self._show_dry_run(each.resolved, output)
             else:
@@ -158,7 +158,7 @@ class BatchTarget:
         with PipelineView(STAGES, repetition, price.describe_origin() if price else "") as view:
             for each in checked:
                 if each.resolved.deployment.stage not in job_ids:
-                    view.skip(each.resolved.deployment.stage, f"this deployment ended well, {each.done}")
+                    view.skip(each.resolved.deployment.stage, f"already succeeded, {each.done}")
             for each in checked:
                 stage = each.resolved.deployment.stage
                 if stage not in job_ids:
@@ -190,7 +190,7 @@ class BatchTarget:
             return 0 if request.is_dry_run else self._follow(present.id, request)
         self._show(checked)
         if checked.done:
-            print(f"this deployment of {request.stage} ended well, {checked.done}: nothing is submitted")
+            print(f"this deployment of {request.stage} already succeeded, {checked.done}: nothing is submitted")
             if not request.is_again:
                 print("AGAIN=1 submits it again")
                 return 0
@@ -204,7 +204,7 @@ class BatchTarget:
         jobs = self._jobs.find_all(stage)
         good = {job.definition for job in jobs if job.status == "SUCCEEDED"}
         return jobs, [
-            self._jobs.note_end(each) if each.arn in good and not each.ended_well else each
+            self._jobs.note_end(each) if each.arn in good and not each.succeeded_at else each
             for each in self._jobs.definitions(stage)
         ]
 
@@ -292,6 +292,6 @@ def _find_present(resolved: ResolvedJob, jobs: list[BatchJob], definitions: list
 
 
 def _describe_done(resolved: ResolvedJob, definitions: list[Definition]) -> str:
-    """The time at which the identical deployment was seen to have ended well; empty where it was not."""
-    ends = [each.ended_well for each in definitions if each.deployment == resolved.identity and each.ended_well]
+    """The time at which the identical deployment was seen to have succeeded; empty where it was not."""
+    ends = [each.succeeded_at for each in definitions if each.deployment == resolved.identity and each.succeeded_at]
     return f"seen at {ends[0]}" if ends else ""

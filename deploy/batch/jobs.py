@@ -19,7 +19,7 @@ from infra.account.session import Account, explaining_refusals
 from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
-ENDED_WELL_TAG = "millrace.dev/ended-well"
+SUCCEEDED_TAG = "millrace.dev/succeeded-at"
 """Tag of a job definition: the time at which one of its jobs was first seen to have ended with exit code 0."""
 JOBS_A_CALL = 100
 NAME_CHARACTERS = 128
@@ -72,7 +72,7 @@ class Definition:
     revision: int
     deployment: str
     """Digest of the deployment; empty for a job definition that somebody registered by hand."""
-    ended_well: str
+    succeeded_at: str
     """Time at which one of its jobs was seen to have ended with exit code 0; empty where none was."""
     body: Request
     """The job definition as Batch describes it: the registered request, with some keys added."""
@@ -154,8 +154,8 @@ class Jobs:
         """Tag the job definition with the time at which its job was seen to have ended with exit code 0."""
         moment = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         with explaining_refusals(f"tag {definition.arn}"):
-            self._batch.tag_resource(resourceArn=definition.arn, tags={ENDED_WELL_TAG: moment})
-        return replace(definition, ended_well=moment)
+            self._batch.tag_resource(resourceArn=definition.arn, tags={SUCCEEDED_TAG: moment})
+        return replace(definition, succeeded_at=moment)
 
     def read_log(self, stage: Stage, stream: str, token: str) -> tuple[list[str], str]:
         """Lines of the stream after `token`, or from its beginning where that is empty; and the next token."""
@@ -247,6 +247,6 @@ def _read_definition(found: Request) -> Definition:
         arn=found["jobDefinitionArn"],
         revision=int(found["revision"]),
         deployment=tags.get(DEPLOYMENT_TAG, ""),
-        ended_well=tags.get(ENDED_WELL_TAG, ""),
+        succeeded_at=tags.get(SUCCEEDED_TAG, ""),
         body=found,
     )

@@ -29,7 +29,7 @@ from services.common.recipe.schema import Stage
 
 DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")
 """The recipe of a request that names none."""
-MOST_ATTEMPTS = 10
+MAX_ATTEMPTS = 10
 """Batch's limit for the attempts of one job."""
 LEAST_ATTEMPT_SECONDS = 60
 HOURS = 24.0
@@ -161,10 +161,10 @@ def _explain_large_checkpoint(config: Config, outline: Outline) -> str:
 
 def _resolve_retries(request: DeployRequest) -> int:
     retries = RETRIES if request.retries is None else request.retries
-    if retries >= MOST_ATTEMPTS:
+    if retries >= MAX_ATTEMPTS:
         raise RecipeError(
-            f"RETRIES={retries}: Batch makes at most {MOST_ATTEMPTS} attempts of a job, so RETRIES is at most "
-            f"{MOST_ATTEMPTS - 1}. Repeat the command after that: the stage continues"
+            f"RETRIES={retries}: Batch makes at most {MAX_ATTEMPTS} attempts of a job, so RETRIES is at most "
+            f"{MAX_ATTEMPTS - 1}. Repeat the command after that: the stage continues"
         )
     return retries
 

@@ -18,7 +18,7 @@ from services.common.recipe.schema import Stage
 
 HOURS = 6.0
 """Limit of a one-off whose request has none, in hours."""
-MOST_HOURS = 48
+MAX_HOURS = 48
 """Longest limit of a one-off, in hours. On KubeRay the admission policy `millrace-jobs` enforces it for Jobs."""
 OWN_OPTIONS = ("--recipe", "--root")
 
@@ -56,8 +56,8 @@ def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
     recipe = environment.get("RECIPE")
     hours = read_hours(environment)
     hours = HOURS if hours is None else hours
-    if not 60 <= hours * 3600 <= MOST_HOURS * 3600:
-        raise RecipeError(f"HOURS={hours:g}: a one-off takes from a minute to {MOST_HOURS} hours")
+    if not 60 <= hours * 3600 <= MAX_HOURS * 3600:
+        raise RecipeError(f"HOURS={hours:g}: a one-off takes from a minute to {MAX_HOURS} hours")
     return OneOffRequest(
         stage=stage,
         words=words,

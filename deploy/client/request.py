@@ -44,7 +44,7 @@ class DeployRequest:
     hours: float | None = None
     """HOURS: when an attempt is ended."""
     is_again: bool = False
-    """AGAIN=1: deploy although the identical deployment has ended well before."""
+    """AGAIN=1: redeploy even if it already succeeded."""
     repetition: str = ""
     """The command that repeats this request, as a person types it."""
 

@@ -34,7 +34,7 @@ class Target(Protocol):
         ...
 
     def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Deploy the previous image with which the stage ended well.
+        """Deploy the previous image with which the stage succeeded.
 
         Recipe, options and nodes are those of the last deployment where the request has none.
         """

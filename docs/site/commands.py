@@ -69,7 +69,7 @@ def read_help(command: Command) -> str:
     with _command_line(command.module, words), contextlib.redirect_stdout(printed):
         try:
             main(words) if inspect.signature(main).parameters else main()
-        except SystemExit as end:  # of argparse
+        except SystemExit as end:  # of a program without typer
             if end.code:
                 raise
     return printed.getvalue().rstrip() + "\n"

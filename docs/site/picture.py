@@ -13,7 +13,7 @@ from services.common.errors import ArtifactError
 from services.common.process.entry_point import exit_code_of
 from services.common.testing.browser import Browser
 
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 """Size of the largest picture, in bytes: everybody who clones the repository downloads it."""
 
 
@@ -44,13 +44,13 @@ def take_picture(page: Path, width: int, height: int) -> bytes:
     """The top of the page as a PNG.
 
     Raises `DeviceError` if no browser is installed or it fails, and `ArtifactError` if the picture has more than
-    `MOST_BYTES`.
+    `MAX_BYTES`.
     """
     with Browser() as browser:
         browser.open(page, width, height)
         content = browser.take_picture()
-    if len(content) > MOST_BYTES:
-        raise ArtifactError(f"{page}: the picture has {len(content):,} bytes, expected at most {MOST_BYTES:,}.")
+    if len(content) > MAX_BYTES:
+        raise ArtifactError(f"{page}: the picture has {len(content):,} bytes, expected at most {MAX_BYTES:,}.")
     return content
 
 

@@ -7,15 +7,14 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from tests.architecture.imports import REPOSITORY
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
-_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_INLINE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
-_HEADING = re.compile(r"^#{1,6} +(.*?) *$", re.MULTILINE)
-_MARKED = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from images.platforms import REPOSITORY
+
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", ">", "2>", "&", "#")
 
 
@@ -46,29 +45,32 @@ class Document:
 
     def links(self) -> list[str]:
         """Targets of the links and pictures outside of code."""
-        return _LINK.findall(_FENCED.sub("", self.text))
+        return [str(token.attrs["href"]) for token in self._inlines("link_open")] + [
+            str(token.attrs["src"]) for token in self._inlines("image")
+        ]
 
     def anchors(self) -> set[str]:
         """Names of the headings as links spell them: lower case, words joined by hyphens."""
-        headings = (heading.lower().replace(" ", "-") for heading in _HEADING.findall(_FENCED.sub("", self.text)))
-        return {re.sub(r"[^\w-]", "", heading) for heading in headings}
+        headings = [after.content for token, after in pairwise(self._tokens()) if token.type == "heading_open"]
+        return {re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings}
 
     def code_lines(self) -> Iterator[str]:
         """Lines of code blocks, fenced or indented, and code inside of sentences."""
-        text = self.text
-        for block in _FENCED.findall(text):
-            yield from block.replace("\\\n", " ").splitlines()[1:-1]
-        text = _FENCED.sub("", text)
-        indented = re.findall(r"(?:^ {4,}.*\n?)+", text, re.MULTILINE)
-        for block in indented:
-            yield from block.replace("\\\n", " ").splitlines()
-        for code in _INLINE.findall(re.sub(r"(?:^ {4,}.*\n?)+", "", text, flags=re.MULTILINE)):
-            yield " ".join(code.split())
+        for token in self._tokens():
+            if token.type in ("fence", "code_block"):
+                yield from token.content.replace("\\\n", " ").splitlines()
+        yield from (token.content for token in self._inlines("code_inline"))
 
     def command_blocks(self) -> list[CommandBlock]:
         """Fenced blocks whose language is `sh`, in the order of the page."""
-        found = _MARKED.findall(self.text)
-        return [CommandBlock(mark, tuple(filter(None, block.splitlines()))) for mark, block in found]
+        return [
+            CommandBlock(
+                "".join(re.findall(r"^<!-- (.*) -->$", before.content.strip())),
+                tuple(filter(None, block.content.splitlines())),
+            )
+            for before, block in pairwise(self._tokens())
+            if block.type == "fence" and block.info == "sh"
+        ]
 
     def commands(self) -> Iterator[list[str]]:
         """Commands with `make` or `python -m`, as words, from the program's name to the command's end."""
@@ -82,22 +84,28 @@ class Document:
                 elif word.endswith("python") and words[index + 1 : index + 2] == ["-m"]:
                     yield ["python", *_until_end(words[index + 2 :])]
 
+    def _tokens(self) -> list[Token]:
+        return MarkdownIt("commonmark").parse(self.text)
+
+    def _inlines(self, kind: str) -> Iterator[Token]:
+        return (child for token in self._tokens() for child in token.children or () if child.type == kind)
+
 
 def read_documents() -> list[Document]:
     """All documents but the changelogs, which also tell of what was removed. Empty in a copy that has no git."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
-    return [Document(name) for name in listed if "CHANGELOG" not in name and (REPOSITORY / name).exists()]
+    return [Document(name) for name in list_files("*.md") if "CHANGELOG" not in name]
 
 
 def read_runbooks() -> list[Document]:
     """Pages for operators, each of whose command blocks has a mark."""
     return [document for document in read_documents() if document.name.startswith("docs/operations/runbooks/")]
+
+
+def list_files(*patterns: str) -> list[str]:
+    """The repository's files that fit git's patterns, without those that git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout
+    return [name for name in listed.splitlines() if (REPOSITORY / name).exists()]
 
 
 def _split(line: str) -> list[str]:
@@ -113,7 +121,5 @@ def _begins_a_command(word: str) -> bool:
 
 
 def _until_end(words: list[str]) -> list[str]:
-    for index, word in enumerate(words):
-        if word in _ENDS_OF_A_COMMAND:
-            return words[:index]
-    return words
+    end = next((index for index, word in enumerate(words) if word in _ENDS_OF_A_COMMAND), len(words))
+    return words[:end]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import SERVICES
+from images.platforms import REPOSITORY, SERVICES
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import STAGES
-from tests.architecture.imports import REPOSITORY, closure_of, modules_of, third_parties_of
+from tests.architecture.imports import closure_of, read_imports
 
 NEURON = {"torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla", "torch_xla", "nki"}
 """Libraries that are a part of the Neuron image."""
@@ -33,22 +33,17 @@ def normal(requirement: str) -> str:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_requirements_name_what_is_imported(stage: str) -> None:
-    """Every third-party library that a stage imports, directly or through services.common, is in its requirements.txt
-    or in those of common and the program, unless an `except ImportError` does without it.
+    """Every library that a stage imports, directly or through services.common, is in its requirements.txt or in those
+    of common and the program.
     """
-    modules, distributions = modules_of(REPOSITORY), importlib.metadata.packages_distributions()
-    own = {module for module in modules if module.startswith(f"services.{stage}.")}
-    reached = closure_of(modules, own, with_optional=False)
+    own = [name for name in read_imports().modules if re.match(rf"services\.{stage}\.(?!tests)", name)]
+    reached = closure_of(*own)
     named = requirements_of(stage) | requirements_of("common")
-    if any(module.startswith("services.common.program.") for module in reached):
+    if any(name.startswith("services.common.program.") for name in reached):
         named |= requirements_of("common/program")
-    unnamed = {
-        (module, name)
-        for module in reached
-        for name in third_parties_of(modules[module], with_optional=False) - NEURON
-        if not named & {normal(each) for each in distributions.get(name, [name])}
-    }
-    assert unnamed == set()
+    libraries = {name for name in reached if "." not in name} - {*sys.stdlib_module_names} - NEURON - {"services"}
+    distributions = importlib.metadata.packages_distributions()
+    assert [name for name in libraries if not named & {normal(each) for each in distributions.get(name, [name])}] == []
 
 
 def test_services_is_no_package() -> None:

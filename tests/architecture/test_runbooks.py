@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -18,10 +17,9 @@ import botocore.session
 import pytest
 from botocore import xform_name
 from botocore.exceptions import UnknownServiceError
-from botocore.model import ServiceModel
 
-from tests.architecture.documents import Document, read_runbooks
-from tests.architecture.imports import REPOSITORY
+from images.platforms import REPOSITORY
+from tests.architecture.documents import Document, list_files, read_runbooks
 
 RUNBOOKS = read_runbooks()
 RUNS_HERE, NEEDS_CLUSTER, NEEDS_ACCOUNT = "runs here", "needs-cluster", "needs-account"
@@ -31,17 +29,10 @@ PROGRAMS = {
     NEEDS_ACCOUNT: {"make", "kubectl", "aws", "cp"},
 }
 """Programs with which the commands of a mark may begin."""
-OF_THE_CLI = {
-    ("s3", "cp"),
-    ("s3", "ls"),
-    ("s3", "sync"),
-    ("eks", "update-kubeconfig"),
-    ("ecr", "get-login-password"),
-    ("logs", "tail"),
-}
+OF_THE_CLI = {"s3 cp", "s3 ls", "s3 sync", "eks update-kubeconfig", "ecr get-login-password", "logs tail"}
 """Commands of the AWS CLI that are no operation of a service."""
 OPTIONS_OF_THE_CLI = {"--region", "--query", "--output"}
-MOST_LINES = 120
+MAX_LINES = 120
 
 
 @pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.path.stem)
@@ -52,7 +43,7 @@ def test_every_block_of_commands_says_who_runs_it(page: Document) -> None:
     assert [file for file in files if not (REPOSITORY / file).is_file()] == []
     assert page.text.count("```sh") == len(marks)
     assert not re.search(r"^    \S", page.text, re.MULTILINE), "an indented block has no mark"
-    assert len(page.text.splitlines()) <= MOST_LINES
+    assert len(page.text.splitlines()) <= MAX_LINES
 
 
 @pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.path.stem)
@@ -90,32 +81,21 @@ def problems_of_labels(arguments: list[str]) -> Iterator[str]:
 @cache
 def manifests() -> str:
     """Text of the manifests and of the code that makes objects, in which a label's name occurs."""
-    listed = ["git", "ls-files", "k8s/*.yaml", "k8s/*.py"]
-    names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
+    names = list_files("k8s/*.yaml", "k8s/*.py")
     return "\n".join((REPOSITORY / name).read_text(encoding="utf-8") for name in names)
 
 
 def problems_of_aws(service: str, operation: str, arguments: list[str]) -> Iterator[str]:
-    if (service, operation) in OF_THE_CLI:
+    if f"{service} {operation}" in OF_THE_CLI:
         return
-    model = service_model(service)
-    if model is None:
-        yield f"aws {service}: no such service"
-        return
-    operations = {xform_name(name, "-"): name for name in model.operation_names}
-    if operation not in operations:
+    try:
+        model = botocore.session.get_session().get_service_model({"s3api": "s3"}.get(service, service))
+        name = {xform_name(name, "-"): name for name in model.operation_names}[operation]
+    except (UnknownServiceError, KeyError):
         yield f"aws {service} {operation}: no such operation"
         return
-    shape = model.operation_model(operations[operation]).input_shape
+    shape = model.operation_model(name).input_shape
     known = {f"--{xform_name(name, '-')}" for name in (shape.members if shape else ())} | OPTIONS_OF_THE_CLI
     for option in arguments:
         if option.startswith("--") and option not in known:
             yield f"aws {service} {operation}: no option {option}"
-
-
-@cache
-def service_model(service: str) -> ServiceModel | None:
-    try:
-        return botocore.session.get_session().get_service_model({"s3api": "s3"}.get(service, service))
-    except UnknownServiceError:
-        return None

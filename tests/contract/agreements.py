@@ -24,7 +24,7 @@ from services.common.recipe.section import Kind
 
 Thing = dict[str, Any]
 
-STACK = "infra/stacks/eks"
+STACK = REPOSITORY / "infra/stacks/eks"
 # Values of terraform's interpolations in the outputs of an example account.
 EXAMPLES = {
     "${local.account.id}": "123456789012",
@@ -36,8 +36,6 @@ CHOSEN = ("COMPILER_POOL", "RECIPE")
 # Extended resource that a device plugin's chart adds to its nodes.
 RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
 MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
-# From Volcano's README at ed72c7c, table of Kubernetes compatibility.
-NEWEST_KUBERNETES_OF_VOLCANO = {"1.14": "1.34", "1.15": "1.35"}
 
 
 @dataclass(frozen=True)
@@ -53,25 +51,23 @@ class Agreement:
         return bool(self.infra == self.k8s)
 
     def __str__(self) -> str:
-        return f"{self.what}: infra has {_shown(self.infra)}, k8s has {_shown(self.k8s)}"
+        return f"{self.what}: infra has {self.infra!r}, k8s has {self.k8s!r}"
 
 
-def _shown(side: Any) -> str:
-    if isinstance(side, set | frozenset) and side:
-        return "{" + ", ".join(sorted(repr(each) for each in side)) + "}"
-    return repr(side)
+def read_text(path: str) -> str:
+    return (REPOSITORY / path).read_text(encoding="utf-8")
 
 
-def read_locals(root: Path) -> Thing:
+def read_locals() -> Thing:
     """Read the stack's locals as literals."""
-    blocks = plain([block for name in ("common.tf", "main.tf") for block in read_hcl(root / STACK / name)["locals"]])
+    blocks = plain([block for name in ("common.tf", "main.tf") for block in read_hcl(STACK / name)["locals"]])
     return {name: value for block in blocks for name, value in block.items()}
 
 
-def read_defaults(root: Path) -> dict[str, Thing]:
+def read_defaults() -> dict[str, Thing]:
     """Read the defaults of the stack's variables by variable and attribute, which is "" for all but objects."""
     found: dict[str, Thing] = {}
-    for block in [each for name in ("common.tf", "variables.tf") for each in read_hcl(root / STACK / name)["variable"]]:
+    for block in [each for name in ("common.tf", "variables.tf") for each in read_hcl(STACK / name)["variable"]]:
         for name, variable in block.items():
             attributes = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*(\"[^\"]*\"|[0-9]+)\)", str(variable.get("type")))
             found[plain(name)] = {key: json.loads(text) for key, text in attributes} or {
@@ -80,32 +76,26 @@ def read_defaults(root: Path) -> dict[str, Thing]:
     return found
 
 
-def read_outputs(root: Path) -> dict[str, str]:
+def read_outputs() -> dict[str, str]:
     """Read the expressions of the stack's outputs."""
-    blocks = plain(read_hcl(root / STACK / "outputs.tf")["output"])
+    blocks = plain(read_hcl(STACK / "outputs.tf")["output"])
     return {name: str(output["value"]) for block in blocks for name, output in block.items()}
 
 
-def read_registry(root: Path) -> str:
-    text = read_outputs(root)["registry"]
+def read_registry() -> str:
+    text = read_outputs()["registry"]
     for expression, value in EXAMPLES.items():
         text = text.replace(expression, value)
     return text
 
 
-def read_modules(root: Path) -> dict[str, Thing]:
-    """Read the arguments of the stack's modules, as expressions."""
-    blocks = plain(read_hcl(root / STACK / "main.tf")["module"])
-    return {name: arguments for block in blocks for name, arguments in block.items()}
-
-
-def example_outputs(root: Path) -> Thing:
+def example_outputs() -> Thing:
     """Return the outputs that terraform has for the defaults, with ids like those of AWS, for `write_settings`."""
-    own, defaults = read_locals(root), read_defaults(root)
+    own, defaults = read_locals(), read_defaults()
     return {
         "region": "us-west-2",
         "cluster_name": defaults["name"][""],
-        "registry": read_registry(root),
+        "registry": read_registry(),
         "fsx_id": "fs-0123456789abcdef0",
         "fsx_dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
         "fsx_mount_name": "abcdefgh",
@@ -124,19 +114,19 @@ def read_settings(path: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
 
 
-def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str]) -> Iterator[Agreement]:
+def list_agreements(objects: list[Thing], committed: dict[str, str]) -> Iterator[Agreement]:
     """Compare both sides. `objects` is the overlay eks with `example_outputs`; `committed` its settings in git."""
-    own, defaults = read_locals(root), read_defaults(root)
-    yield from _names(root, own, objects)
-    yield from _placement(root, own, defaults, objects)
-    yield from _volumes(root, objects)
-    yield from _addons(root, defaults, objects)
+    own, defaults = read_locals(), read_defaults()
+    yield from _names(own, objects)
+    yield from _placement(own, defaults, objects)
+    yield from _volumes(objects)
+    yield from _addons(defaults, objects)
     yield Agreement(
         "settings that are outputs",
         set(committed) - set(CHOSEN),
-        {key for key in committed if key.lower() in read_outputs(root)},
+        {key for key in committed if key.lower() in read_outputs()},
     )
-    example = {name.upper(): str(value) for name, value in example_outputs(root).items()}
+    example = {name.upper(): str(value) for name, value in example_outputs().items()}
     for key in ("TRAINIUM_SHAPE", "TRAINIUM_NODE_GROUP", "CPU_SHAPE", "CPU_NODE_GROUP"):
         yield Agreement(f"{key} of settings.env", example[key], committed.get(key))
     for pool, key in (("trainium", "TRAINIUM_SHAPE"), ("cpu", "CPU_SHAPE")):
@@ -144,14 +134,14 @@ def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str])
         yield Agreement(f"shape on the label of pool {pool}", labelled, committed.get(key))
 
 
-def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
+def _names(own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     cluster = _one(objects, "RayCluster")
     yield Agreement("namespace", own["namespace"], cluster["metadata"]["namespace"])
     yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
     yield Agreement("namespace that infra-down empties", cluster_workloads.NAMESPACE, cluster["metadata"]["namespace"])
     namespaces = {each["metadata"]["name"] for each in _all(objects, "Namespace")}
     yield Agreement("namespaces that infra-down takes for its own", set(cluster_neighbours.NAMESPACES), namespaces)
-    identities = (root / "infra/modules/eks/identities.tf").read_text(encoding="utf-8")
+    identities = read_text("infra/modules/eks/identities.tf")
     associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
     given = [own["namespace"] if each == "var.namespace" else each for each in associated]
     yield Agreement("namespace of the identities", given, [cluster["metadata"]["namespace"]])
@@ -176,13 +166,13 @@ def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     images = {container["image"] for pod in _pods(objects) for container in pod["containers"]}
     yield Agreement(
         "images",
-        {f"{read_registry(root)}/{name}" for name in repositories},
+        {f"{read_registry()}/{name}" for name in repositories},
         {each.rpartition(":")[0] for each in images},
     )
 
 
-def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
-    """Every pod selects its pool, by labels that only this pool's nodes have."""
+def _placement(own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+    """Every pod selects its pool, by labels that only this pool's nodes have; terraform's tests hold the nodes' own."""
     label, taint = own["pool_label"], own["taint"]
     pods = {"head": _one(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]}
     pods |= {name: _pod(group) for name, group in _groups(objects).items()}
@@ -196,7 +186,6 @@ def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list
     yield Agreement("pools, in the commands of infra", set(groups), set(groups.values()))
     yield Agreement("taint of Trainium nodes, in the commands", taint["key"], NEURON)
     yield Agreement("label of node groups' shapes, in the commands", own["shape_label"], SHAPE_LABEL)
-    yield from _node_groups(root, own, used)
     for name in _groups(objects):
         pool = used[name]
         annotation = _one(objects, "RayCluster")["metadata"]["annotations"].get(node_pool_annotation(name))
@@ -207,31 +196,15 @@ def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list
         yield Agreement(f"taints that {name} tolerates", tainted, tolerated)
 
 
-def _node_groups(root: Path, own: Thing, used: Thing) -> Iterator[Agreement]:
-    """Compare the labels and taints in the arguments of the node groups, which may differ from the stack's locals."""
-    modules = read_modules(root)
-    labels = {"trainium": modules["trainium"]["labels"]}
-    for name, pool in modules["eks"]["pools"].items():
-        labels[name.removeprefix("${(local.node_groups.").removesuffix(")}")] = pool["labels"]
-    for pool in set(used.values()) & set(labels):
-        given = labels[pool].removeprefix("${local.node_labels.").removesuffix("}")
-        yield Agreement(f"label of the nodes of pool {pool}", given, pool)
-    text = (root / "infra/modules/trn-nodes/main.tf").read_text(encoding="utf-8")
-    [key] = re.findall(r"^  taint {\n    key += (.+)$", text, re.MULTILINE)
-    yield Agreement("taint of the nodes", own["taint"]["key"] if key == "var.taint.key" else key, NEURON)
-    found = re.search(r"local\.node_groups\.(\w+)", read_outputs(root)["cpu_node_group"])
-    yield Agreement("pool of output cpu_node_group", found and found[1], used["tokenizer"])
-
-
 def _resolved(expression: str, defaults: dict[str, Thing]) -> Any:
     """Return the default of `${var.NAME.ATTRIBUTE}`."""
     _, name, attribute = expression.removeprefix("${").removesuffix("}").split(".")
     return defaults[name][attribute]
 
 
-def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
-    example = example_outputs(root)
-    made_gib = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["file_system"]["gib"]
+def _volumes(objects: list[Thing]) -> Iterator[Agreement]:
+    example = example_outputs()
+    made_gib = json.loads(read_text("infra/shapes.json"))["file_system"]["gib"]
     for volume in _all(objects, "PersistentVolume"):
         name, source = volume["metadata"]["name"], volume["spec"]["csi"]
         facts = [source["volumeHandle"], source["volumeAttributes"]["dnsname"], source["volumeAttributes"]["mountname"]]
@@ -239,17 +212,17 @@ def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
         yield Agreement(f"file system of volume {name}", made, facts)
         gib = int(volume["spec"]["capacity"]["storage"].removesuffix("Gi"))
         yield Agreement(f"GiB of volume {name}", made_gib, gib)
-    text = (root / "infra/modules/storage/main.tf").read_text(encoding="utf-8")
+    text = read_text("infra/modules/storage/main.tf")
     [folders] = re.findall(r"exported_folders = { (.+) }", text)
     exported = set(re.findall(r"(\w+) =", folders))
     # Read and not imported, because the module needs torch.
-    job = (REPOSITORY / "services/trainer/job.py").read_text(encoding="utf-8")
+    job = read_text("services/trainer/job.py")
     known = {*get_args(Kind), *re.findall(r'return root / "(\w+)" / run$', job, re.MULTILINE)}
     yield Agreement("folders that are copied to the bucket", exported, exported & known)
 
 
-def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
-    releases = yaml.safe_load((root / "infra/addons/addons.yaml").read_text(encoding="utf-8"))["releases"]
+def _addons(defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+    releases = yaml.safe_load(read_text("infra/addons/addons.yaml"))["releases"]
     charts = {each["chart"]: each for each in releases}
     asked = {
         name
@@ -260,16 +233,16 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     yield Agreement(
         "extended resources", {RESOURCE_OF_CHART[each] for each in charts if each in RESOURCE_OF_CHART}, asked
     )
-    modules = dict(re.findall(r"^\s+(\S+) v(\S+)$", (root / "tests/cluster/kit/go.mod").read_text(), re.MULTILINE))
+    modules = dict(re.findall(r"^\s+(\S+) v(\S+)$", read_text("tests/cluster/kit/go.mod"), re.MULTILINE))
     for chart, module in MODULE_OF_CHART.items():
         yield Agreement(f"version of {chart}, here and in the test cluster", charts[chart]["version"], modules[module])
-    yield from _versions(root, str(defaults["kubernetes_version"][""]), modules)
-    yield from _addon_pods(root, releases)
+    yield from _versions(str(defaults["kubernetes_version"][""]), modules)
+    yield from _addon_pods(releases)
     [metrics] = [each for each in _all(objects, "NetworkPolicy") if each["metadata"]["name"] == "metrics"]
     [source] = metrics["spec"]["ingress"][0]["from"]
     allowed = source["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
     yield Agreement("namespace of Prometheus", charts["kube-prometheus-stack"]["namespace"], allowed)
-    values = yaml.safe_load((root / "infra/addons/values/monitoring.yaml").read_text(encoding="utf-8"))
+    values = yaml.safe_load(read_text("infra/addons/values/monitoring.yaml"))
     spec = values["prometheus"]["prometheusSpec"]
     wanted = spec["podMonitorSelector"]["matchLabels"]
     for monitor in _all(objects, "PodMonitor"):
@@ -278,7 +251,7 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
         [selected] = spec["podMonitorNamespaceSelector"]["matchExpressions"]
         namespace = monitor["metadata"]["namespace"]
         yield Agreement("namespace of the PodMonitor", {*selected["values"]} & {namespace}, {namespace})
-    catalogue = (root / "infra/modules/eks/addons.tf").read_text(encoding="utf-8")
+    catalogue = read_text("infra/modules/eks/addons.tf")
     drivers = {each["spec"]["csi"]["driver"] for each in _all(objects, "PersistentVolume")}
     yield Agreement(
         "CSI drivers",
@@ -296,33 +269,19 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     )
 
 
-def _versions(root: Path, made: str, modules: dict[str, str]) -> Iterator[Agreement]:
+def _versions(made: str, modules: dict[str, str]) -> Iterator[Agreement]:
     """Compare a new cluster's version of Kubernetes with those of the tests."""
     tested = modules["k8s.io/kubernetes"]
     yield Agreement("minor version of Kubernetes, here and in the test cluster", made, tested.rpartition(".")[0])
-    kit = (root / "tests/cluster/kit/cluster.py").read_text(encoding="utf-8")
-    told = re.findall(r'^KUBERNETES = "v(.+)"$', kit, re.MULTILINE) + re.findall(r"gitMinor=(\d+)", kit)
-    yield Agreement("Kubernetes that the test cluster says it is", told, [tested, tested.split(".")[1]])
-    page = (root / "tests/cluster/kit/README.md").read_text(encoding="utf-8")
-    named = re.search(r"Kubernetes (\S+), Volcano (\S+) and the KubeRay operator (\S+)", page)
-    versions = (tested, *(modules[MODULE_OF_CHART[chart]] for chart in ("volcano", "kuberay-operator")))
-    yield Agreement("versions on the test cluster's page", named and named.groups(), versions)
-    volcano = ".".join(modules["volcano.sh/volcano"].split(".")[:2])
-    newest = NEWEST_KUBERNETES_OF_VOLCANO.get(volcano, "none")
-    yield Agreement(f"newest Kubernetes that Volcano {volcano} lists", newest, max(made, newest, key=_minor))
-    known = json.loads((root / "infra/aws_releases.json").read_text(encoding="utf-8"))["eks"]["versions"]
+    known = json.loads(read_text("infra/aws_releases.json"))["eks"]["versions"]
     yield Agreement("Kubernetes with a Neuron AMI whose driver the images take", made in known, True)
 
 
-def _minor(version: str) -> int:
-    return int(version.partition(".")[2] or 0)
-
-
-def _addon_pods(root: Path, releases: list[Thing]) -> Iterator[Agreement]:
+def _addon_pods(releases: list[Thing]) -> Iterator[Agreement]:
     """Compare the pools that add-ons' pods select, and the taints that device plugins tolerate."""
-    own = read_locals(root)
+    own = read_locals()
     for release in releases:
-        values = yaml.safe_load((root / f"infra/addons/values/{release['name']}.yaml").read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_text(f"infra/addons/values/{release['name']}.yaml"))
         pool = "trainium" if release["chart"] in RESOURCE_OF_CHART else "core"
         selectors = [found for key in ("nodeSelector", "default_ns") for found in _find_all(values, key)]
         selected = {f"{label}={value}" for selector in selectors for label, value in selector.items()}
@@ -374,13 +333,8 @@ def _one(objects: list[Thing], kind: str) -> Thing:
     return found
 
 
+@cache
 def read_hcl(path: Path) -> Thing:
     """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` of infra removes them."""
-    return _parse_hcl(path.read_text(encoding="utf-8"))
-
-
-@cache
-def _parse_hcl(text: str) -> Thing:
-    """Parse HCL, once per text: parsing takes most of these tests' time, and copies of the stack share most files."""
-    parsed: Thing = hcl2.loads(text)
+    parsed: Thing = hcl2.loads(path.read_text(encoding="utf-8"))
     return parsed

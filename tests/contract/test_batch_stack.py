@@ -16,7 +16,6 @@ from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
 from infra.apply.inputs import plain, read_variables
-from services.common.errors import RecipeError
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
@@ -60,9 +59,6 @@ def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendere
     assert set(lines) == set(KEYS)
     assert tuple(lines[: len(PLACES)]) == PLACES
     assert infra_commands.CONFIG == CONFIG
-    path.write_text(rendered + "SPOT_QUEUE=millrace-spot\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match="SPOT_QUEUE"):
-        read_config(path)
 
 
 def test_the_secrets_of_a_container_are_those_that_its_execution_role_reads() -> None:

@@ -22,10 +22,10 @@ OPERATORS = {"kuberay": "kuberay-operator-7d9c", "volcano": "volcano-scheduler-7
 @cache
 def list_patterns() -> dict[str, tuple[list[str], list[str]]]:
     """Reads the patterns of files, and of excluded files, by log group."""
-    text = (REPOSITORY / STACK / "main.tf").read_text(encoding="utf-8")
-    own = read_locals(REPOSITORY)
+    text = (STACK / "main.tf").read_text(encoding="utf-8")
+    own = read_locals()
     files = re.findall(r'"/var/log/containers/([^"]+)"', text)
-    assert len(files) == 6, f"this test knows 6 patterns of {STACK}/main.tf, which has {files}"
+    assert len(files) == 6, f"this test knows 6 patterns, and the stack has {files}"
     *of_stage, of_namespace, of_operators, of_driver = [
         each.replace("${local.namespace}", own["namespace"]) for each in files
     ]

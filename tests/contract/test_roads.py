@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import infra.__main__
-from deploy.batch.batch_target import BatchTarget
 from deploy.batch.resolved_job import DEFAULT_RECIPE as NEURON_RECIPE
 from deploy.client.instance_type import check_instance_type
 from deploy.client.one_off_request import OneOffRequest, read_one_off_request
@@ -23,14 +22,12 @@ from infra.apply.roads import ROADS, Target, describe_road
 from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
-from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.resolved_deployment import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
-from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing
 from tests.makefile import read_variables
 
@@ -78,24 +75,6 @@ def read_export(target: Target) -> OneOffRequest:
     return read_one_off_request(typed.variables)
 
 
-def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
-    eks: Thing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The pod runs on a CPU node, which is started for it, with the overlay's recipe."""
-    monkeypatch.setattr("k8s.client.kuberay_one_off.find_image_labels", lambda group, image: {})
-    request = replace(read_export("eks"), tag=f"millrace/trainer@sha256:{DIGEST}", is_followed=False)
-    api = MemoryApi(eks)
-    assert run_one_off(api, request) == 0  # type: ignore[arg-type]
-    [name] = [each for each in api.names("Job") if each.startswith("one-off-trainer-")]
-    job = api.find("Job", name)
-    assert job
-    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert words == ["--root", "/fsx", "--", "export", "--output", "export/llama2-7b"]
-    said = capsys.readouterr().out
-    assert "llama2-7b-trn1" in said
-    assert "m7i.8xlarge at $1.61 an hour" in said
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, stage: str) -> None:
     """The overlay supplies recipe, nodes and the compiler's device, because the road's commands set neither."""
@@ -125,20 +104,15 @@ def test_the_stages_of_the_batch_road_are_submitted(
     with simulated_account() as cloud:
         for typed in deployments("batch"):
             request = replace(read_request(typed), tag=TAG, is_followed=False)
-            assert BatchTarget(cloud.config, cloud.jobs).deploy(request, None) == 0
+            assert cloud.target.deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
         with monkeypatch.context() as patch:
             patch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: {})
-            assert (
-                BatchTarget(cloud.config, cloud.jobs).run_one_off(
-                    replace(read_export("batch"), is_followed=False), None
-                )
-                == 0
-            )
+            assert cloud.target.run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
         queues = [job["jobQueue"] for job in cloud.submitted]
     said = capsys.readouterr().out
 
     assert queues == ["millrace-cpu", "millrace-trainium", "millrace-trainium", "millrace-cpu"]
-    assert "runs        trainer: export --output export/llama2-7b\n" in said
+    assert "export --output export/llama2-7b\n" in said
     assert said.count("llama2-7b-trn1") >= len(STAGES)
     assert "4 x trn1.32xlarge x $21.50 = $86.00 an hour" in said

@@ -1,5 +1,5 @@
 """A stage's container is the same on both targets: in the worker group of a RayJob, and in a job definition of AWS
-Batch. A difference in any part is reported.
+Batch.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import shlex
 import subprocess
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -127,19 +126,11 @@ def _action(rules: list[Request], exit_code: int) -> str:
     return str(said[0]) if said else "RETRY"
 
 
-def differences(kuberay: Thing, batch: Thing) -> list[str]:
-    return [
-        f"{what}: {kuberay[what]!r} on KubeRay, {batch[what]!r} on Batch"
-        for what in kuberay
-        if kuberay[what] != batch[what]
-    ]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_gets_the_same_on_both_targets(manifests: list[Thing], stage: Stage, shape: str) -> None:
     group = group_of(manifests, stage, shape)
-    assert differences(on_kuberay(group), on_batch(definition_of(stage, config_of(TRAINIUM_SHAPE=shape)))) == []
+    assert on_kuberay(group) == on_batch(definition_of(stage, config_of(TRAINIUM_SHAPE=shape)))
 
 
 def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: list[Thing]) -> None:
@@ -147,30 +138,3 @@ def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: list[Thin
         group = group_of(manifests, stage, "trn1.32xlarge")
         variables = on_batch(definition_of(stage, config_of()))["environment"]
         assert int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) == group.drain_seconds
-
-
-def change(part: str, to: Callable[[Any], Any]) -> Callable[[Request], None]:
-    def apply(definition: Request) -> None:
-        container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
-        container[part] = to(container[part])
-
-    return apply
-
-
-BREACHES: dict[str, Callable[[Request], None]] = {
-    "image": change("image", lambda image: image.replace("trainer", "compiler")),
-    "command": change("command", lambda words: [*words, "--train.max_steps=9"]),
-    "devices": change("linuxParameters", lambda linux: linux | {"devices": linux["devices"][1:]}),
-    "memory": change("resourceRequirements", lambda all_: [all_[0], {"type": "MEMORY", "value": "480000"}]),
-    "mounts": change("mountPoints", lambda mounts: [each | {"readOnly": True} for each in mounts]),
-    "environment": change("environment", lambda variables: variables[1:]),
-    "tried again": lambda definition: definition["retryStrategy"]["evaluateOnExit"].pop(),
-}
-
-
-@pytest.mark.parametrize("breach", BREACHES)
-def test_what_one_target_gives_otherwise_is_noticed(manifests: list[Thing], breach: str) -> None:
-    definition = definition_of("trainer", config_of())
-    BREACHES[breach](definition)
-    [said] = differences(on_kuberay(group_of(manifests, "trainer", "trn1.32xlarge")), on_batch(definition))
-    assert said.startswith(f"{breach}: ")

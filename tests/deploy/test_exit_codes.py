@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.exit_codes import MESSAGE_CHARACTERS, find_error_line, is_tried_again, resolve_exit_code, shorten_line
+from deploy.exit_codes import MESSAGE_CHARACTERS, find_error_line, is_tried_again, resolve_exit_code
 from services.common.errors import EXIT_INTERRUPTED, MillraceError, TryAgain
 
 
@@ -35,8 +35,6 @@ def test_a_stage_s_own_line_is_found(said: str, line: str) -> None:
 
 
 def test_a_line_that_is_too_long_ends_after_a_word() -> None:
-    assert shorten_line("one two three", 13) == "one two three"
-    assert shorten_line("one two three four", 15) == "one two ..."
-    assert shorten_line("x" * 20, 10) == "xxxxxx ..."
-    assert len(find_error_line("millrace: " + "word " * 1_000)) <= MESSAGE_CHARACTERS
-    assert find_error_line("begin " + "word " * 1_000).startswith("begin word")
+    line = find_error_line("millrace: " + "word " * 1_000)
+    assert len(line) <= MESSAGE_CHARACTERS
+    assert line.endswith("word ...")

@@ -1,4 +1,4 @@
-"""The images with which a stage ended well, and the one to go back to."""
+"""The images with which a stage succeeded, and the one to go back to."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def test_the_image_before(known: list[str], present: str, before: str | None) ->
     assert find_image_before(known, present) == before
 
 
-def test_two_histories_are_merged() -> None:
-    assert merge_histories([image(1), image(2)], []) == [image(1), image(2)]
-    assert merge_histories([], [image(1)]) == [image(1)]
-    assert merge_histories([image(1), image(2)], [image(2), image(3)]) == [image(1), image(2), image(3)]
-    assert merge_histories([image(1), image(2)], [image(2), image(1)]) == [image(2), image(1)]
+@pytest.mark.parametrize(
+    ("older", "newer", "merged"),
+    [([1, 2], [], [1, 2]), ([], [1], [1]), ([1, 2], [2, 3], [1, 2, 3]), ([1, 2], [2, 1], [2, 1])],
+)
+def test_two_histories_are_merged(older: list[int], newer: list[int], merged: list[int]) -> None:
+    assert merge_histories([*map(image, older)], [*map(image, newer)]) == [*map(image, merged)]
 
 
 def test_a_history_is_kept_under_the_root(tmp_path: Path) -> None:
@@ -57,12 +58,6 @@ def test_a_history_is_kept_under_the_root(tmp_path: Path) -> None:
     write_good_images(tmp_path, "trainer", [image(1), image(2)])
     assert read_good_images(tmp_path, "trainer") == [image(1), image(2)]
     assert read_good_images(tmp_path, "compiler") == []
-    assert [path.name for path in (tmp_path / "deploy/trainer").iterdir()] == ["good-images.json"]
-
-
-@pytest.mark.parametrize("text", ["{", "7", "[7]", '{"a": 1}'])
-def test_what_is_no_history_is_told(tmp_path: Path, text: str) -> None:
-    write_good_images(tmp_path, "trainer", [])
-    (tmp_path / "deploy/trainer/good-images.json").write_text(text)
-    with pytest.raises(ValueError, match=r".+"):
+    (tmp_path / "deploy/trainer/good-images.json").write_text("[7]")
+    with pytest.raises(ValueError, match="good-images"):
         read_good_images(tmp_path, "trainer")

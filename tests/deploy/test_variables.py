@@ -64,11 +64,6 @@ def test_the_command_that_goes_on_has_the_variables_that_were_given() -> None:
     )
 
 
-def test_hours_bound_a_one_off_on_every_cluster() -> None:
-    assert all(VARIABLES["HOURS"].is_taken("stage-run", target) for target in TARGETS if target != LOCAL)
-    assert not VARIABLES["HOURS"].is_taken("deploy-stage", "kuberay")
-
-
 @pytest.mark.parametrize("off", [{"WAIT": ""}, {"KEEP": "0"}, {"AGAIN": "0"}, {"DRY_RUN": "0"}])
 def test_an_empty_variable_and_a_switch_that_is_off_are_not_given(off: dict[str, str]) -> None:
     require_taken("stage-status", off)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import torch
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.trainer.job import Job
+from services.trainer.metrics.records import read_attempts
 from services.trainer.supervision.supervise import train_on_node
 from services.trainer.tests.builders import building_jobs
+from services.trainer.tests.runs import REPOSITORY
 
 NEURON_DEVICES = sorted(Path("/dev").glob("neuron[0-9]*"))
 CORES_OF_A_DEVICE = 2  # on trn1
@@ -51,3 +56,23 @@ def train_with_workers(job: Job) -> None:
     workers = parallel.num_workers
     spec = WorkerGroupSpec(workers, parallel.threads_per_worker, workers, job.run_folder, parallel.device)
     run_workers(inline, train_on_node, job, spec)
+
+
+def run_stage(command: str, recipe: Path, root: Path, *options: str) -> str:
+    """Run a stage, or a subcommand of one, to its end with 0, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *f"services.{command}".split(), "--recipe", recipe, "--root", root, *options],
+        cwd=REPOSITORY,
+        env=os.environ | {"TMPDIR": str(root.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command} {options}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def read_added_graphs(root: Path) -> list[tuple[int, int]]:
+    """Return for each attempt how many graphs it compiled, and how many files it added to the compile cache."""
+    [run] = [each for each in (root / "run").iterdir() if each.is_dir()]
+    return [(attempt["graphs_compiled"], attempt["new_cache_files"]) for attempt in read_attempts(run).lines]

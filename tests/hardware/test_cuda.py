@@ -6,14 +6,9 @@ The tests share two runs of the demo's recipe, on the CPU and on the GPU.
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +20,12 @@ from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.common.program.tests.work import micro_batches_of
 from services.common.testing.recipes import make_recipe
+from services.common.testing.waiting import wait_until
 from services.trainer.job import Job
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.tests.numbers import read_numbers
 from services.trainer.tests.runs import REPOSITORY, checkpoints, run_trainer, start_trainer, state_hash
-from tests.hardware.conftest import train_with_workers
+from tests.hardware.conftest import run_stage, train_with_workers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(1800)]
 
@@ -38,55 +34,44 @@ ON_CUDA = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
 NUM_STEPS, CHECKPOINT_STEPS = 300, 100  # of the demo
 
 
-@dataclass(frozen=True)
-class Demo:
-    root: Path
-    cpu: list[dict[str, Any]]
-    """Records of the steps on the CPU."""
-    cuda: list[dict[str, Any]]
-    """Records of the steps on the GPU."""
-
-    @property
-    def recipe(self) -> Path:
-        return REPOSITORY / "recipes/tiny-cuda.toml"
+RECIPE = REPOSITORY / "recipes/tiny-cuda.toml"
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a root with a run of the demo on the CPU, and one on the GPU."""
     root = tmp_path_factory.mktemp("demo") / "fsx"
-    run_stage("tokenizer", "tiny-cpu", root)  # the recipes share their corpus
+    run_stage("tokenizer", REPOSITORY / "recipes/tiny-cpu.toml", root)  # the recipes share their corpus
     with ThreadPoolExecutor() as pool:
         devices = [pool.submit(compile_and_train, name, root) for name in ("tiny-cpu", "tiny-cuda")]
         for device in devices:
             device.result()
-    [cpu], [cuda] = root.glob("run/tiny-cpu-*"), root.glob("run/tiny-cuda-*")
-    return Demo(root, read_metrics(cpu).lines, read_metrics(cuda).lines)
+    return root
 
 
 def compile_and_train(name: str, root: Path) -> None:
-    run_stage("compiler", name, root)
-    run_stage("trainer", name, root, "--launch", "inline", "--compile.require_warm=true")
+    recipe = REPOSITORY / f"recipes/{name}.toml"
+    run_stage("compiler", recipe, root)
+    run_stage("trainer", recipe, root, "--launch", "inline", "--compile.require_warm=true")
 
 
-def run_stage(stage: str, name: str, root: Path, *options: str) -> None:
-    command = [sys.executable, "-m", f"services.{stage}", "--recipe", f"recipes/{name}.toml", "--root", str(root)]
-    subprocess.run([*command, *options], cwd=REPOSITORY, check=True)
-
-
-def test_the_demo_ends_with_the_losses_of_a_cpu(demo: Demo) -> None:
+def test_the_demo_ends_with_the_losses_of_a_cpu(demo: Path) -> None:
+    [on_cpu], [on_cuda] = demo.glob("run/tiny-cpu-*"), demo.glob("run/tiny-cuda-*")
     for name in ("loss", "validation_loss"):
-        expected = {record["step"]: record[name] for record in demo.cpu if name in record}
-        found = {record["step"]: record[name] for record in demo.cuda if name in record}
+        expected, found = (
+            {record["step"]: record[name] for record in read_metrics(run).lines if name in record}
+            for run in (on_cpu, on_cuda)
+        )
         assert found.keys() == expected.keys()
         worst = max(found, key=lambda step: abs(found[step] / expected[step] - 1))
         print(f"\n{name} differs most at step {worst}: {found[worst]} on the GPU, {expected[worst]} on the CPU")
         assert found[NUM_STEPS] == pytest.approx(expected[NUM_STEPS], rel=1e-3), name
 
 
-def test_the_compiler_s_cache_serves_all_of_the_demo(demo: Demo) -> None:
-    [cache] = (path.parent for path in demo.root.glob("compile_cache/tiny-cuda/*/manifest.json"))
+def test_the_compiler_s_cache_serves_all_of_the_demo(demo: Path) -> None:
+    [cache] = (path.parent for path in demo.glob("compile_cache/tiny-cuda/*/manifest.json"))
     payload = open_artifact(cache, CompileCacheManifest).manifest.compile_cache
-    [run] = demo.root.glob("run/tiny-cuda-*")
+    [run] = demo.glob("run/tiny-cuda-*")
     attempts = read_attempts(run).lines
 
     assert payload.target == "cuda"
@@ -94,25 +79,23 @@ def test_the_compiler_s_cache_serves_all_of_the_demo(demo: Demo) -> None:
     assert [(each["graphs_compiled"], each["new_cache_files"]) for each in attempts] == [(0, 0)]
 
 
-def test_a_kill_leaves_the_bits_of_a_run_that_was_let_alone(demo: Demo, tmp_path: Path) -> None:
+def test_a_kill_leaves_the_bits_of_a_run_that_was_let_alone(demo: Path, tmp_path: Path) -> None:
     root = tmp_path / "fsx"
     root.mkdir()
     for collection in ("corpus", "compile_cache"):
-        (root / collection).symlink_to(demo.root / collection)
-    killed = start_trainer(demo.recipe, root)
-    deadline = time.monotonic() + 600
-    while not checkpoints(root) and killed.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+        (root / collection).symlink_to(demo / collection)
+    killed = start_trainer(RECIPE, root)
+    wait_until(lambda: checkpoints(root), 600, process=killed)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     begun = set(checkpoints(root))
 
-    exit_code, output = run_trainer(demo.recipe, root)
+    exit_code, output = run_trainer(RECIPE, root)
 
     assert exit_code == 0, output
     assert begun <= {f"step-{step:08}" for step in range(CHECKPOINT_STEPS, NUM_STEPS, CHECKPOINT_STEPS)}
     last = f"step-{NUM_STEPS:08}"
-    [expected] = demo.root.glob(f"checkpoint/tiny-cuda-*/{last}")
+    [expected] = demo.glob(f"checkpoint/tiny-cuda-*/{last}")
     assert state_hash(checkpoints(root)[last]) == state_hash(expected)
 
 

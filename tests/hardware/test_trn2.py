@@ -13,7 +13,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +29,11 @@ from services.common.recipe.memory_estimate import memory_of_worker
 from services.common.testing.recipes import load_with, recipe_text
 from services.common.testing.seeds import draw_seed
 from services.common.testing.torch_neuron.package import write_package
-from services.trainer.metrics.records import read_attempts, read_metrics
+from services.common.testing.waiting import wait_until
+from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import make_corpus
 from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer, workers_of
-from tests.hardware.conftest import NEURON_DEVICES
+from tests.hardware.conftest import NEURON_DEVICES, read_added_graphs, run_stage
 from tests.hardware.trn2_work import Case
 
 IS_REAL = bool(NEURON_DEVICES)
@@ -125,26 +125,6 @@ def write_root(folder: Path, **changes: Any) -> tuple[Path, Path]:
     return path, folder / "fsx"
 
 
-def run_stage(command: str, recipe: Path, root: Path, *options: str) -> str:
-    """Run a stage, or a subcommand of one, to its end with 0, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", *f"services.{command}".split(), "--recipe", recipe, "--root", root, *options],
-        cwd=REPOSITORY,
-        env=os.environ | {"TMPDIR": str(root.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command} {options}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
-
-
-def read_added_graphs(root: Path) -> list[tuple[int, int]]:
-    """Return for each attempt how many graphs it compiled, and how many files it added to the compile cache."""
-    [run] = [each for each in (root / "run").iterdir() if each.is_dir()]
-    return [(attempt["graphs_compiled"], attempt["new_cache_files"]) for attempt in read_attempts(run).lines]
-
-
 def test_doctor_finds_a_core_for_every_worker(tmp_path: Path) -> None:
     """Settles point 20."""
     recipe, root = write_root(tmp_path / "doctor", parallel__data_parallel_size=CORES, compile__enabled=False)
@@ -229,10 +209,7 @@ def test_a_killed_worker_costs_no_graph_and_no_step(tmp_path: Path) -> None:
     run_stage("compiler", recipe, root, *options)
 
     process = start_trainer(recipe, root, *options, temporary=tmp_path)
-    deadline = time.monotonic() + 1800
-    while not checkpoints(root) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert process.poll() is None, "the run ended before its first checkpoint"
+    wait_until(lambda: checkpoints(root), 1800, process=process)
     random.Random(draw_seed()).choice(workers_of(process)).kill()
     output, _ = process.communicate(timeout=1800)
 

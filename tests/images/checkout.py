@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from images.platforms import REPOSITORY, SERVICES
+from images.platforms import REPOSITORY, SERVICES, read_platforms
 
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n### Fixed\n- A thing that users see.\n\n## [0.1.0]\n### Added\n- All.\n"
 
@@ -33,8 +33,7 @@ def make_checkout(folder: Path) -> Path:
         write(repository / "services" / service / "CHANGELOG.md", CHANGELOG)
         write(repository / "services" / service / "work.py", "print('one')\n")
     platforms = repository / "images/platforms.toml"
-    neuron = "public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.29.1-ubuntu24.04"
-    bases = (neuron, "ubuntu:26.04", "python:3.12.11-slim-bookworm")
+    bases = {each.base_of(service) for each in read_platforms().values() for service in SERVICES}
     digests = "[digests]\n" + "".join(f'"{base}" = "sha256:{"0" * 64}"\n' for base in bases)
     write(platforms, platforms.read_text(encoding="utf-8").partition("[digests]")[0] + digests)
     git(repository, "init", "--quiet", "--initial-branch=main")
@@ -42,15 +41,6 @@ def make_checkout(folder: Path) -> Path:
     git(repository, "config", "user.email", "someone@example.com")
     commit(repository, "Begin")
     return repository
-
-
-def make_shallow_checkout(folder: Path) -> Path:
-    """A clone that has only the last of two commits."""
-    repository = make_checkout(folder)
-    write(repository / "services/tokenizer/work.py", "print('two')\n")
-    commit(repository, "Go on")
-    git(folder, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
-    return folder / "shallow"
 
 
 def commit(repository: Path, message: str) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from images.build import build_arguments, choose_platform
-from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_platforms
-from images.versions import describe_build
+from images.build import choose_platform
+from images.platforms import REPOSITORY, SERVICES
 from tests.command import call
 from tests.images.checkout import write
 
@@ -33,18 +32,15 @@ def images(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("command", ["build", "demo", "base"])
-def test_without_a_docker_command_the_message_names_the_package(images: Images, command: str, tmp_path: Path) -> None:
-    done = images(command, PATH=str(tmp_path))
+@pytest.mark.parametrize("has_docker", [True, False])
+def test_without_docker_or_its_engine_the_message_says_what_to_do(
+    images: Images, command: str, has_docker: bool, tmp_path: Path
+) -> None:
+    if has_docker and shutil.which("docker") is None:
+        pytest.skip("needs the docker command; an engine is not needed")
+    done = images(command) if has_docker else images(command, PATH=str(tmp_path))
     assert done.returncode == 4
-    assert "apt-get install docker.io" in done.stderr
-
-
-@pytest.mark.skipif(shutil.which("docker") is None, reason="needs the docker command; an engine is not needed")
-@pytest.mark.parametrize("command", ["build", "demo", "base"])
-def test_without_an_engine_the_message_says_how_to_start_one(images: Images, command: str) -> None:
-    done = images(command)
-    assert done.returncode == 4
-    assert "dockerd" in done.stderr
+    assert ("dockerd" if has_docker else "apt-get install docker.io") in done.stderr
 
 
 @pytest.mark.parametrize("command", ["build", "demo", "sbom", "release"])
@@ -80,25 +76,6 @@ def test_one_base_replaces_those_of_all_images_that_stand_on_slim_python(monkeyp
     for variant in ("cpu", "cuda"):
         platform = choose_platform(variant)
         assert {platform.base_of(service) for service in SERVICES} == {"registry.example.com/python:3.11.14-slim"}
-
-
-def test_an_image_says_which_driver_a_node_must_have(tmp_path: Path) -> None:
-    write(tmp_path / "services/trainer/VERSION", "0.1.0\n")
-    write(tmp_path / "services/head/VERSION", "0.1.0\n")
-    told = {
-        variant: {
-            service: {name: value for name, value in arguments.items() if name.endswith("_DRIVER")}
-            for service in ("trainer", "head")
-            for arguments in [build_arguments(describe_build(service, variant, tmp_path), read_platforms()[variant])]
-        }
-        for variant in VARIANTS
-    }
-    assert told == {
-        "cpu": {"trainer": {}, "head": {}},
-        "cuda": {"trainer": {"NVIDIA_DRIVER": "580.65.06"}, "head": {}},
-        "neuron": {"trainer": {"NEURON_DRIVER": "2.27.4.0"}, "head": {}},
-        "trn2": {"trainer": {"NEURON_DRIVER": "2.31.7.0"}, "head": {}},
-    }
 
 
 def bootstrap(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,7 @@
-"""The Dockerfiles keep the rules, each rule notices when it is broken, and labels say what the code does."""
+"""The Dockerfiles copy what is needed, in an order that keeps layers, and labels say what the code does.
+
+`test_containers.py` runs the images: their users, writable folders, variables and labels.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS
+from images.platforms import REPOSITORY, SERVICES
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.trainer.runs.description import SCHEMA as RUN_SCHEMA
-from tests.architecture.imports import closure_of, modules_of
+from tests.architecture.imports import closure_of
 from tests.images.dockerfiles import (
-    breaches_of,
     instructions_of,
     read_dockerfile,
     settings_of_image,
@@ -26,11 +28,6 @@ def lines_of(name: str) -> list[str]:
     return (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_the_dockerfile_keeps_the_rules(service: str) -> None:
-    assert breaches_of(read_dockerfile(service)) == []
-
-
 def test_labels_name_schemas_that_exist_and_every_schema_has_one_image_that_writes_it() -> None:
     schemas = [*(each.SCHEMA for each in MANIFEST_TYPES.values()), RUN_SCHEMA]
     labels = [settings_of_image(read_dockerfile(service), "LABEL") for service in SERVICES]
@@ -39,38 +36,10 @@ def test_labels_name_schemas_that_exist_and_every_schema_has_one_image_that_writ
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_an_image_starts_its_service_and_knows_its_name(service: str) -> None:
-    text = read_dockerfile(service)
-    (command,) = [rest for stage in stages_of_image(text).values() for name, rest in stage if name == "ENTRYPOINT"]
-    assert command == ("[]" if service == "head" else f'["python", "-m", "services.{service}"]')
-    assert settings_of_image(text, "ENV")["MILLRACE_SERVICE"] == service
-    assert settings_of_image(text, "LABEL")["millrace.service"] == service
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: str) -> None:
-    has_program = service in STAGES_WITH_PROGRAM
-    variables = settings_of_image(read_dockerfile(service), "ENV")
-    folders = ("HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", *(["NEURON_COMPILE_CACHE_URL"] * has_program))
-    assert {name for name, value in variables.items() if value.startswith("/scratch")} == set(folders)
-
-
-@pytest.mark.parametrize("service", SERVICES)
 def test_a_change_of_what_runs_in_a_build_is_a_new_tag(service: str) -> None:
     copies = [rest for name, rest in instructions_of(read_dockerfile(service)) if name == "COPY"]
     copied = set(re.findall(r"images/[\w-]+\.\w+", " ".join(copies)))
     assert copied == {each for each in sources_of(service, "cpu") if re.fullmatch(r"images/[\w-]+\.(py|sh|txt)", each)}
-
-
-@pytest.mark.parametrize("service", SERVICES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_images_that_compute_on_gpus_ask_for_them_and_for_the_driver_s_tools(service: str, variant: str) -> None:
-    """The program asks nvidia-smi, one of the tools, which kind of GPU a graph is compiled for."""
-    asked = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    variables = settings_of_image(read_dockerfile(service, variant), "ENV")
-    assert {name: value for name, value in variables.items() if name.startswith("NVIDIA_")} == (
-        asked if variant == "cuda" and service in STAGES_WITH_PROGRAM else {}
-    )
 
 
 @pytest.mark.parametrize(
@@ -110,17 +79,16 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     check = next(number for number, (name, _) in enumerate(code) if name == "RUN")
     assert "services.common.hardware.image_platform --without-device" in code[check][1]
     copied = [word for name, rest in code[:check] if name == "COPY" for word in rest.split()[:-1]]
-    checked = closure_of(modules_of(REPOSITORY), {"services.common.hardware.image_platform"})
+    checked = {each for each in closure_of("services.common.hardware.image_platform") if "." in each}
     assert {f"{module.replace('.', '/')}.py" for module in checked} == set(copied)
     assert "code" not in stages_of_image(text)
 
 
 def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:
     """The Dockerfile copies it, a build may read it, Pants passes it, and a change of it is a new tag."""
-    modules = modules_of(REPOSITORY, "services/common", "deploy", "k8s")
-    programs = {f"k8s.controller.{name}" for name in ("job", "one_off_nodes", "reaper", "head_facts")}
-    reached = closure_of(modules, programs)
-    folders = {module.rpartition(".")[0].replace(".", "/") for module in reached if not module.startswith("services.")}
+    reached = closure_of(*(f"k8s.controller.{name}" for name in ("job", "one_off_nodes", "reaper", "head_facts")))
+    ours = [module for module in reached if re.match(r"(deploy|k8s)\.", module)]
+    folders = {module.rpartition(".")[0].replace(".", "/") for module in ours}
     assert folders == set(CONTROLLER_FOLDERS)
     copied = set(re.findall(r"^COPY ((?:deploy|k8s)\S*) /app/\1$", read_dockerfile("head"), re.MULTILINE))
     assert copied == set(CONTROLLER_FOLDERS)

@@ -13,7 +13,7 @@ import pytest
 
 from images.pin import pin
 from images.platforms import PLATFORMS, read_digests
-from images.registry import read_labels, split_name
+from images.registry import read_labels
 from services.common.errors import DeviceError
 
 MANIFEST = b'{"schemaVersion": 2, "config": {"digest": "sha256:5"}}'
@@ -89,17 +89,3 @@ def test_a_registry_that_does_not_know_changes_nothing(registry: str, tmp_path: 
 
 def test_labels_are_read_where_blobs_are_redirected_to_a_signed_address(registry: str) -> None:
     assert read_labels(f"{registry}/neuron/base:known") == LABELS
-
-
-@pytest.mark.parametrize(
-    ("image", "parts"),
-    [
-        ("python:3.12-slim", ("registry-1.docker.io", "library/python", "3.12-slim")),
-        ("millrace/head", ("registry-1.docker.io", "millrace/head", "latest")),
-        ("public.ecr.aws/neuron/base:2", ("public.ecr.aws", "neuron/base", "2")),
-        ("localhost:5000/a/b:c", ("localhost:5000", "a/b", "c")),
-        ("localhost:5000/a/b", ("localhost:5000", "a/b", "latest")),
-    ],
-)
-def test_names_have_dockers_defaults(image: str, parts: tuple[str, str, str]) -> None:
-    assert split_name(image) == parts

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.trainer.failure_simulation import SimulatedRun, simulate
+from images.platforms import REPOSITORY
 from services.common.recipe.file import load_recipe
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, goodput
 from services.trainer.inspection.run_plan import Assumptions, run_times
 
-PROJECT = Path(__file__).resolve().parents[2]
-RECIPE = PROJECT / "recipes" / "llama2-7b-trn1.toml"
+RECIPE = REPOSITORY / "recipes/llama2-7b-trn1.toml"
 
 
 def run_of(num_nodes: int) -> SimulatedRun:

@@ -18,14 +18,12 @@ import pytest
 
 from services.common.testing import fork_server
 from services.common.testing.waiting import wait_until
-from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
-from tests.architecture.documents import Document, read_runbooks
+from services.trainer.tests.runs import REPOSITORY, checkpoints, flip_a_bit, state_hash
+from tests.architecture.documents import read_runbooks
 from tests.command import call as call_command
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 fork_server.preload("services.trainer.supervision.supervise")
 
@@ -62,10 +60,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Make the temporary directory of all commands."""
-    folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(folder))
-        yield folder
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+        yield Path(os.environ["TMPDIR"])
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +163,6 @@ def test_the_report_is_one_page_that_needs_nothing_else(root: Path) -> None:
     assert 'id="millrace-charts"' in page
     assert '<script src="' not in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
-    for word in ("tokenizer", "compiler", "trainer", "learning rate", "tokens/s", "What does the model write?"):
-        assert word in page
 
 
 def test_a_second_round_finds_everything_published(root: Path, options: tuple[str, ...], call: Call) -> None:
@@ -197,16 +192,15 @@ def place(root: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch: pyt
 
 def test_the_commands_of_the_runbooks_end_as_their_pages_say(place: Path, call: Call) -> None:
     """A run in good order; the pages about damage need another."""
-    pages = [page for page in read_runbooks() if not page.path.stem.endswith("-damaged")]
-    lines = dict.fromkeys(line for page in pages for line in lines_that_run_here(page))
+    lines = lines_that_run_here(lambda name: not name.endswith("-damaged"))
     assert len(lines) > 20
     assert [line for line in lines if not ends_as_said(line, place, call)] == []
 
 
 def test_the_commands_for_a_damaged_checkpoint_end_as_their_page_says(place: Path, call: Call) -> None:
     flip_a_bit(checkpoints(place / "fsx")["step-00000060"] / "shard-00000.safetensors")
-    (page,) = [page for page in read_runbooks() if page.path.stem == "checkpoint-damaged"]
-    assert [line for line in lines_that_run_here(page) if not ends_as_said(line, place, call)] == []
+    lines = lines_that_run_here(lambda name: name == "checkpoint-damaged")
+    assert [line for line in lines if not ends_as_said(line, place, call)] == []
     assert list(checkpoints(place / "fsx")) == ["step-00000050"]
 
 
@@ -214,13 +208,15 @@ def test_the_commands_for_a_damaged_corpus_end_as_their_page_says(place: Path, c
     (shard, *_) = sorted(place.glob("fsx/corpus/*/*/train/shard-*.arrow"))
     content = shard.read_bytes()
     flip_a_bit(shard)
-    (page,) = [page for page in read_runbooks() if page.path.stem == "corpus-damaged"]
-    assert [line for line in lines_that_run_here(page) if not ends_as_said(line, place, call)] == []
+    lines = lines_that_run_here(lambda name: name == "corpus-damaged")
+    assert [line for line in lines if not ends_as_said(line, place, call)] == []
     assert shard.read_bytes() == content
 
 
-def lines_that_run_here(page: Document) -> list[str]:
-    return [line for block in page.command_blocks() if block.mark == "runs here" for line in block.lines]
+def lines_that_run_here(is_chosen: Callable[[str], bool]) -> list[str]:
+    """Commands of the pages whose names are chosen, each once."""
+    blocks = [block for page in read_runbooks() if is_chosen(page.path.stem) for block in page.command_blocks()]
+    return list(dict.fromkeys(line for block in blocks if block.mark == "runs here" for line in block.lines))
 
 
 def ends_as_said(line: str, place: Path, call: Call) -> bool:
@@ -281,13 +277,8 @@ def test_a_flipped_byte_in_the_cache_is_found_before_a_worker_starts(
 ) -> None:
     (cache,) = root.glob("compile_cache/small/*/")
     binary = next(path for path in sorted(cache.rglob("*.so")))
-    content = bytearray(binary.read_bytes())
-    content[len(content) // 2] ^= 1
-    binary.write_bytes(content)
-    try:
-        refused = call("trainer", *options, "--train.seed=2")
-    finally:
-        content[len(content) // 2] ^= 1
-        binary.write_bytes(content)
+    flip_a_bit(binary)
+    refused = call("trainer", *options, "--train.seed=2")
+    flip_a_bit(binary)
     assert refused.returncode == 3
     assert binary.name in refused.stderr

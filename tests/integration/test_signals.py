@@ -16,7 +16,7 @@ import pytest
 
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import checkpoints, read_run, start_trainer
+from services.trainer.tests.runs import checkpoints, command_line_of, read_run, start_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -75,17 +75,8 @@ def files_of(process: psutil.Process) -> list[Any]:
     return []
 
 
-def name_of(process: psutil.Process) -> str:
-    """Return the name of a process; empty where it has ended, as an idle worker of Ray may at any moment."""
-    with suppress(psutil.NoSuchProcess):
-        return process.name()
-    return ""
-
-
 def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(process.pid).children(recursive=True)
-    return []
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
@@ -113,7 +104,7 @@ def test_a_lost_ray_ends_the_command_and_leaves_nothing(
     process = start("ray")
     train_a_step(folder, process)
     family = family_of(process)
-    next(each for each in family if name_of(each) == name).kill()
+    next(each for each in family if command_line_of(each).split(" ")[0].endswith(f"/{name}")).kill()
     output, _ = process.communicate(timeout=LOST_SECONDS)
 
     assert process.returncode in LOST_EXIT_CODES, output

@@ -28,6 +28,7 @@ from k8s.objects.names import node_price_annotation
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
+from tests.architecture.imports import closure_of
 from tests.k8s.builders import DIGEST, deployment_of
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
@@ -158,6 +159,11 @@ def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(traine
     other = resolve(NO_API, trainer, replace(request, tag=IMAGE))
     assert other.deployment.nodes == 2
     assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
+
+
+def test_a_deploy_job_reads_no_recipe() -> None:
+    """The head's image may know other recipe keys than the stage's image."""
+    assert "services.common.recipe.file" not in closure_of("k8s.controller.job")
 
 
 def node(name: str, changes: Thing | None = None) -> Thing:

@@ -1,4 +1,4 @@
-"""Pants builds one variant's images at a time, under the names that `make images` gives them."""
+"""Pants knows the owner of every import, and builds one variant's images at a time, named as by `make images`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from images.platforms import REPOSITORY, SERVICES, VARIANTS, dockerfile_of, locks_of
 from images.versions import describe_build
+from services.common.recipe.schema import STAGES
 
 
 def test_the_images_of_the_cpu_variant_alone_are_built_unasked() -> None:
@@ -19,16 +20,27 @@ def test_the_images_of_the_cpu_variant_alone_are_built_unasked() -> None:
     assert sorted(tags) == sorted(f"-{variant}" for variant in VARIANTS if variant != "cpu")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_pants_builds_the_images_of_the_variant_that_it_is_asked_for(variant: str) -> None:
-    chosen = [] if variant == "cpu" else [f"--tag=['{variant}']"]
-    command = ["./pants", "--no-pantsd", *chosen, "--filter-target-type=docker_image", "peek", "images::"]
+def run_pants(*arguments: str) -> str:
+    # No daemon: it would outlive the test.
+    command = ["./pants", "--no-pantsd", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode == 4:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
-    targets = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_what_its_resolve_holds(stage: str) -> None:
+    assert run_pants("dependencies", f"services/{stage}/*.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pants_builds_the_images_of_the_variant_that_it_is_asked_for(variant: str) -> None:
+    chosen = [] if variant == "cpu" else [f"--tag=['{variant}']"]
+    targets = json.loads(run_pants(*chosen, "--filter-target-type=docker_image", "peek", "images::"))
     assert {target["address"] for target in targets} == {f"images:{service}-{variant}" for service in SERVICES}
     for target in targets:
         build = describe_build(target["address"].removeprefix("images:").removesuffix(f"-{variant}"), variant)

@@ -35,6 +35,7 @@ echo "images $IMAGE_SETTINGS, PEX ${PANTS_PEX_CLI_KNOWN_VERSIONS:-}, packages ${
 echo "build arguments $PANTS_DOCKER_BUILD_ARGS"
 """
 BOOTSTRAP = "echo 'trainer-cpu 1.0-cpu 1.0-gabc-cpu SERVICE=`touch made`'"
+PROGRAMS = ("bash", "cat", "chmod", "cp", "dirname", "grep", "head", "mkdir", "mv", "rm", "sed", "tail", "touch")
 SHIM = "echo 'pyenv: python3.9: command not found' >&2; exit 127"
 
 
@@ -52,21 +53,7 @@ class Checkout:
             shutil.copy(REPOSITORY / name, self.repository / name)
         write_script(self.repository / "bootstrap", BOOTSTRAP)
         write_script(folder / "pants", PANTS)
-        for name in (
-            "bash",
-            "cat",
-            "chmod",
-            "cp",
-            "dirname",
-            "grep",
-            "head",
-            "mkdir",
-            "mv",
-            "rm",
-            "sed",
-            "tail",
-            "touch",
-        ):
+        for name in PROGRAMS:
             (self.path / name).symlink_to(shutil.which(name) or name)
         self.environment = {
             "PATH": str(self.path),

@@ -6,42 +6,58 @@
 Each cycle is a pipeline in a root of its own on a small ext4 file system. Its faults follow from the seed and the
 cycle's number (`tests.soak.plan`). A stage whose command is killed, or ends with 5, 75 or 130, is started again, as a
 scheduler does. The results must equal those of one undisturbed run of the same recipe. A soak needs Linux, root,
-e2fsprogs and util-linux. It ends with a table in Markdown, and with exit code 1 where the audit
-found something.
+e2fsprogs and util-linux. It ends with a table in Markdown, and with exit code 1 where the audit found something.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
+import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
+from typer import Option
+
+from benchmarks.machine import describe_machine
 from services.common.errors import DeviceError
+from services.common.process.command_line import make_app, run_app
 from services.common.process.entry_point import run_program
 from services.common.testing.seeds import draw_seed
 from tests.soak.cycle import CycleResult, soaking
 from tests.soak.plan import plan_cycle
-from tests.soak.table import describe_cycle, make_table
 
 TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
-MOST_FINDINGS = 20
+MAX_FINDINGS = 20
+app = make_app()
 
 
 def main(argv: list[str]) -> int:
-    arguments = _parse(argv)
+    return run_app(app, argv, "tests.soak")
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, Option(help="start no cycle after so many minutes")] = 30.0,
+    seed: Annotated[int | None, Option(help="the seed of a soak that is to be repeated")] = None,
+    cycle: Annotated[int | None, Option(help="run the cycle with this number alone")] = None,
+    folder: Annotated[Path, Option(help="folder for disks, logs and the undisturbed run")] = Path("/tmp/millrace-soak"),
+) -> int:
+    """Run pipelines under faults, and audit them."""
     _require_tools()
-    seed = draw_seed() if arguments.seed is None else arguments.seed
+    seed = draw_seed() if seed is None else seed
     results = list[CycleResult]()
-    with soaking(arguments.folder.absolute()) as soak:
-        print(f"seed {seed}: repeat a cycle with --seed {seed} --cycle NUMBER; logs are in {soak.logs}", flush=True)
-        deadline, number = time.monotonic() + 60 * arguments.minutes, arguments.cycle or 0
-        while sum(len(result.findings) for result in results) < MOST_FINDINGS:
-            results.append(soak.run_cycle(plan_cycle(seed, number)))
+    with soaking(folder.absolute()) as running:
+        print(f"seed {seed}: repeat a cycle with --seed {seed} --cycle NUMBER; logs are in {running.logs}", flush=True)
+        deadline, number = time.monotonic() + 60 * minutes, cycle or 0
+        while sum(len(result.findings) for result in results) < MAX_FINDINGS:
+            results.append(running.run_cycle(plan_cycle(seed, number)))
             print(describe_cycle(results[-1]), flush=True)
-            if arguments.cycle is not None or time.monotonic() > deadline:
+            if cycle is not None or time.monotonic() > deadline:
                 break
             number += 1
     print(f"\n{make_table(seed, results)}\n", flush=True)
@@ -56,25 +72,50 @@ def _require_tools() -> None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if sys.platform != "linux" or os.getuid() != 0 or missing:
         raise DeviceError(
-            f"a soak mounts file systems: it needs Linux and root (this is user {os.getuid()} on "
-            f"{sys.platform}), and these programs, of which {', '.join(missing) or 'none'} is missing: "
-            f"{', '.join(TOOLS)}. On Debian: `apt-get install e2fsprogs mount util-linux`."
+            f"a soak needs Linux, root and {', '.join(TOOLS)}; this is user {os.getuid()} on {sys.platform}, without "
+            f"{', '.join(missing) or 'none of them'}. On Debian: apt-get install e2fsprogs mount util-linux"
         )
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.soak", description="Run pipelines under faults, and audit them."
+def describe_cycle(result: CycleResult) -> str:
+    """Return one line about a cycle."""
+    cycle = result.cycle
+    faults = [f"{run.stage}: {each.fault.kind} ({each.target})" for run in result.runs for each in run.injected]
+    codes = " ".join(f"{run.stage}:{exit_code}" for run in result.runs for exit_code in run.exit_codes)
+    found = f"{len(result.findings)} FINDINGS" if result.findings else "audit passed"
+    return (
+        f"cycle {cycle.number}: {result.seconds:.0f} s, {cycle.launch}, {cycle.max_steps} steps, {found}; {codes}; "
+        f"{', '.join(faults) or 'no fault'}"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="begin no cycle after so many minutes (default: 30)"
+
+
+def make_table(seed: int, results: Sequence[CycleResult]) -> str:
+    """Return the table of faults with their outcomes and times of recovery, and what came of all pipelines."""
+    runs = [run for result in results for run in result.runs]
+    injected = [each for run in runs for each in run.injected]
+    exit_codes = [str(exit_code) for run in runs for exit_code in run.exit_codes]
+    rows = ["| fault | count | outcomes | recovery, median | slowest |", "|---|---|---|---|---|"]
+    for kind in sorted({each.fault.kind for each in injected}):
+        chosen = [each for each in injected if each.fault.kind == kind]
+        seconds = [each.recovery_seconds for each in chosen if each.recovery_seconds is not None]
+        median, slowest = (f"{statistics.median(seconds):.0f} s", f"{max(seconds):.0f} s") if seconds else ("", "")
+        rows.append(f"| {kind} | {len(chosen)} | {_count(each.outcome for each in chosen)} | {median} | {slowest} |")
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Machine: {describe_machine()}. Seed {seed}.",
+            "",
+            f"- {len(results)} pipelines in {sum(result.seconds for result in results) / 60:.0f} minutes, "
+            f"{len(injected)} faults; {sum(not result.findings for result in results)} passed the audit, with "
+            f"{sum(len(result.findings) for result in results)} findings.",
+            f"- {len(exit_codes)} starts of commands: exit codes {_count(exit_codes)}.",
+        ]
     )
-    parser.add_argument("--seed", type=int, help="the seed of a soak that is to be repeated")
-    parser.add_argument("--cycle", type=int, help="run the cycle with this number alone")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("/tmp/millrace-soak"), help="folder for disks, logs and undisturbed runs"
-    )
-    return parser.parse_args(argv)
+
+
+def _count(outcomes: Iterable[str]) -> str:
+    return ", ".join(f"{outcome} {count}" for outcome, count in Counter(outcomes).most_common())
 
 
 if __name__ == "__main__":

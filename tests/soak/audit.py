@@ -1,9 +1,8 @@
-"""Audits what a soak's pipeline has left: its steps, weights, artifacts, files, and exit codes."""
+"""Audits what a soak's pipeline has left: its steps, artifacts, files, exit codes and output."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -11,29 +10,21 @@ from collections.abc import Collection, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-import torch
-import xxhash
-
-from services.common.artifacts.__main__ import main as artifacts_main
+from services.common.artifacts.__main__ import main as artifacts
 from services.common.artifacts.__main__ import read_manifest
-from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.manifest import MANIFEST
-from services.common.artifacts.store import CURRENT, open_artifact
+from services.common.artifacts.store import CURRENT
 from services.common.errors import EXIT_INTERRUPTED, StorageError, TryAgain
 from services.common.process.entry_point import exit_code_of
 from services.common.process.telemetry import read_json_lines
-from services.common.program.llama import parameter_shapes
-from services.common.program.state import StateKind, StateSlice
-from services.common.recipe.schema import Recipe
-from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.evaluation.records import EVALUATIONS_FILE
 from services.trainer.job import RUN_FILE
 from services.trainer.metrics.commands import COMMANDS_FILE
 from services.trainer.metrics.events import EVENTS_FILE
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE
 from services.trainer.runs.run import REPORT_FILE
+from tests.soak.plan import KILLS_OF_COMMAND
 
 _IN_RUN_FOLDER = (
     *map(re.escape, (RUN_FILE, METRICS_FILE, EVALUATIONS_FILE, ATTEMPTS_FILE, COMMANDS_FILE, EVENTS_FILE, REPORT_FILE)),
@@ -44,7 +35,7 @@ _IN_RUN_FOLDER = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the audit found: what is wrong, the detail, and the place to look at."""
+    """Something that the audit found: what is wrong, the detail, and the place to inspect."""
 
     what: str
     detail: str
@@ -93,45 +84,16 @@ def audit_misses(attempts: Path) -> list[Finding]:
     ]
 
 
-def read_losses(metrics: Path) -> dict[int, float]:
-    """Return the last recorded loss of each step."""
-    return {record["step"]: record["loss"] for record in read_json_lines(metrics) if record}
-
-
-def audit_weights(checkpoint: Path, expected: Mapping[str, str]) -> list[Finding]:
-    """Check that weights and moments have the bits of the undisturbed run's; see `digest_state`."""
-    found = digest_state(checkpoint)
-    different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    return [Finding("other weights or moments", f"{', '.join(different)}", checkpoint)] if different else []
-
-
-def digest_state(checkpoint: Path) -> dict[str, str]:
-    """Return a digest of each tensor of a checkpoint's state, which is the same for any number of workers."""
-    opened = open_artifact(checkpoint, CheckpointManifest)
-    shapes = parameter_shapes(Recipe.model_validate_json(json.dumps(opened.manifest.recipe)).model)
-    state = {
-        StateSlice.whole(kind, name, shape): torch.empty(shape)
-        for kind in get_args(StateKind)
-        for name, shape in shapes.items()
-    }
-    ShardReader(opened, shapes).read(state)
-    return {piece.key: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes()) for piece, tensor in state.items()}
-
-
 def find_orphans(root: Path) -> list[Finding]:
-    """Return the files and folders of a root that belong to no published artifact and to no run."""
-    owned: set[Path] = set()
+    """Return the files and empty folders of a root that belong to no published artifact and to no run."""
+    owned = set(root.glob(f"*/*/{CURRENT}"))
     for manifest in root.glob(f"*/*/*/{MANIFEST}"):
         owned |= {manifest, *(manifest.parent / entry.path for entry in read_manifest(manifest.parent).files)}
-    owned |= set(root.glob(f"*/*/{CURRENT}"))
     orphans = []
     for folder, folders, files in os.walk(root):
-        here = Path(folder)
-        for path in [here / name for name in files] + [
-            here / name for name in folders if not any((here / name).iterdir())
-        ]:
+        for path in [Path(folder, name) for name in files] or ([Path(folder)] if not folders else []):
             parts = path.relative_to(root).parts
-            is_of_run = parts[0] == "run" and re.fullmatch("|".join(_IN_RUN_FOLDER), "/".join(parts[2:]))
+            is_of_run = parts[:1] == ("run",) and re.fullmatch("|".join(_IN_RUN_FOLDER), "/".join(parts[2:]))
             if path not in owned and not is_of_run:
                 orphans.append(Finding("an orphan", "it belongs to no artifact and to no run", path))
     return orphans
@@ -141,31 +103,20 @@ def audit_artifacts(root: Path) -> list[Finding]:
     """Check with the command of operators that every artifact verifies, and that nothing is left to be collected."""
     findings = []
     for command, expected in (("verify", "ok "), ("gc", "0 removed.")):
-        exit_code, output = call_artifacts(command, root)
-        if exit_code or expected not in output:
-            findings.append(Finding(f"`{command}` finds something", output.strip(), root))
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            exit_code = exit_code_of(lambda words=[command, str(root)]: artifacts(words))  # type: ignore[misc]
+        if exit_code or expected not in output.getvalue():
+            findings.append(Finding(f"`{command}` finds something", output.getvalue().strip(), root))
     return findings
 
 
-def call_artifacts(command: str, root: Path) -> tuple[int, str]:
-    """Call a command of `services.common.artifacts`; return its exit code and what it printed."""
-    output = io.StringIO()
-    with redirect_stdout(output), redirect_stderr(output):
-        exit_code = exit_code_of(lambda: artifacts_main([command, str(root)]))
-    return exit_code, output.getvalue()
-
-
-def explain_exit_code(exit_code: int, kinds: Collection[str], was_killed: bool) -> str | None:
-    """Return why a command with these faults should not have ended so; None for a documented end."""
-    allowed = {0}
-    if kinds:
-        allowed.add(TryAgain.exit_code)
-    if any(kind.startswith("fill") for kind in kinds):
-        allowed.add(StorageError.exit_code)
-    if "SIGINT" in kinds:
-        allowed.add(EXIT_INTERRUPTED)
-    if was_killed:
-        allowed.add(-signal.SIGKILL)
+def explain_exit_code(exit_code: int, kinds: Collection[str]) -> str | None:
+    """Return why a command with faults of these kinds should not have ended so; None for a documented end."""
+    allowed = {0, TryAgain.exit_code} if kinds else {0}
+    allowed |= {StorageError.exit_code for kind in kinds if kind.startswith("fill")}
+    allowed |= {EXIT_INTERRUPTED for kind in kinds if kind == "SIGINT"}
+    allowed |= {-signal.SIGKILL for kind in kinds if kind in KILLS_OF_COMMAND}
     if exit_code in allowed:
         return None
     faults = ", ".join(sorted(kinds)) or "no fault"

@@ -2,61 +2,207 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from services.common.artifacts.__main__ import read_manifest
+from services.common.errors import EXIT_INTERRUPTED, StorageError, TryAgain
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Stage
-from services.trainer.metrics.records import ATTEMPTS_FILE
-from services.trainer.tests.runs import checkpoints
+from services.common.recipe.schema import STAGES, Stage
+from services.trainer.metrics.records import ATTEMPTS_FILE, read_last_step
+from services.trainer.tests.runs import (
+    REPOSITORY,
+    checkpoints,
+    command_line_of,
+    flip_a_bit,
+    read_run,
+    state_hash,
+)
 from tests.small import write_notes, write_small_recipe
 from tests.soak.audit import (
     Finding,
     audit_artifacts,
     audit_misses,
+    audit_output,
     audit_steps,
-    audit_weights,
-    digest_state,
+    explain_exit_code,
     find_orphans,
-    read_losses,
 )
-from tests.soak.disk import Disk, mounted_disk
-from tests.soak.injection import Injected, Injector
-from tests.soak.plan import LONG_STEPS, SHORT_STEPS, Cycle
-from tests.soak.stage_run import REPOSITORY, CommandEnd, StageRun
+from tests.soak.faults import MARK, Injector, ProcessTree, mounted_disk
+from tests.soak.plan import FLIP, KILLS_OF_COMMAND, LONG_STEPS, SHORT_STEPS, Cycle, Fault
 
 ROOT_MEGABYTES, SCRATCH_MEGABYTES = 256, 768
-REFERENCE_FILE = "reference.json"
+ARTIFACT_OF = {"tokenizer": "corpus", "compiler": "compile_cache"}
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+MAX_SECONDS = 900.0
+"""Seconds after which a command that has not ended counts as hanging."""
+MAX_STARTS = 12
+STARTED_AGAIN = (StorageError.exit_code, TryAgain.exit_code, EXIT_INTERRUPTED, -signal.SIGKILL)
+"""Exit codes after which a scheduler, or a person who has freed the disk, starts the command again."""
+KERNELS_PREFIX = "millrace-kernels"
+"""Prefix of the folder with compiled kernels, which later commands use again."""
+
+
+@dataclass
+class Injected:
+    """A fault that has happened, and what came of it."""
+
+    fault: Fault
+    at: float
+    """Time of the monotonic clock at which the fault began."""
+    target: str
+    furthest_step: int
+    """Last recorded step of the run before the fault."""
+    outcome: str = "the command went on"
+    recovery_seconds: float | None = None
+    """Seconds from the fault's beginning to a step beyond `furthest_step`, or to the stage's end."""
+
+
+@dataclass
+class StageRun:
+    """A stage of a cycle: its faults, its starts and its findings."""
+
+    stage: Stage
+    root: Path
+    options: Callable[[int], Sequence[str]]
+    """Options of the start with this number, beginning at 0."""
+    scratch: Path
+    """Folder for temporary files."""
+    logs: Path
+    injector: Injector
+    pending: list[Fault]
+    exit_codes: list[int] = field(default_factory=list)
+    injected: list[Injected] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def run(self) -> bool:
+        """Start the command until it ends with 0. Returns False where it does not get there."""
+        for start in range(MAX_STARTS):
+            exit_code = self._run_command(start)
+            self.exit_codes.append(exit_code)
+            if exit_code == 0:
+                self._note_progress(is_done=True)
+                return True
+            if exit_code not in STARTED_AGAIN:
+                return False
+            self._flip_checkpoint()
+        self._add("the stage does not get to its end", f"{MAX_STARTS} starts", self.logs)
+        return False
+
+    def _run_command(self, start: int) -> int:
+        """Run the command once under its faults, and audit its end; returns its exit code."""
+        log = self.logs / f"{self.stage}-{start}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{self.stage}", *self.options(start)],
+                cwd=REPOSITORY,
+                env={**os.environ, "TMPDIR": str(self.scratch), MARK: str(log)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        tree, before = ProcessTree(psutil.Process(process.pid), str(log)), len(self.injected)
+        self._inject_until_end(process, tree, start, log)
+        self._note_progress()
+        self.injector.wait()
+        met = self.injected[before:]
+        if met and process.returncode:
+            met[-1].outcome = f"exit code {process.returncode}" if process.returncode > 0 else "the command was killed"
+        for left in tree.wait_until_gone():
+            self._add("a process outlives its command", f"pid {left.pid}: {command_line_of(left)[:200]}", log)
+            with suppress(psutil.Error):
+                left.kill()
+        self._audit_end(process.returncode, {each.fault.kind for each in met}, log)
+        return process.returncode
+
+    def _inject_until_end(self, process: subprocess.Popen[bytes], tree: ProcessTree, start: int, log: Path) -> None:
+        began_at, first_step, seen_at = time.monotonic(), self._last_step(), 0.0
+        while process.poll() is None:
+            seconds = time.monotonic() - began_at
+            self.injector.end_due()
+            if seconds - seen_at >= LOOK_SECONDS:
+                seen_at = seconds
+                tree.list_others()
+                self._note_progress()
+            if due := self._find_due(start, seconds, first_step):
+                step, at = self._last_step(), time.monotonic()
+                if target := self.injector.inject(due, tree):
+                    self.pending.remove(due)
+                    self.injected.append(Injected(due, at, target, step))
+            if seconds > MAX_SECONDS:
+                self._add("the command hangs", f"it has not ended in {MAX_SECONDS:.0f} s", log)
+                process.kill()
+                process.wait()
+            time.sleep(POLL_SECONDS)
+
+    def _find_due(self, start: int, seconds: float, first_step: int) -> Fault | None:
+        step, is_saving = self._last_step(), any(self.root.glob("checkpoint/*/*.partial"))
+        for fault in (fault for fault in self.pending if fault.kind != FLIP):
+            is_due = {
+                "start": start >= fault.start and seconds >= fault.after_seconds,
+                "step": step > first_step and step >= fault.step,
+                "save": step >= fault.step and is_saving,
+            }
+            if is_due[fault.moment]:
+                return fault
+        return None
+
+    def _last_step(self) -> int:
+        """Return the last recorded step of the root's only run; 0 before it."""
+        records = [record for run in self.root.glob("run/*/") if (record := read_last_step(run))]
+        return max((record["step"] for record in records), default=0)
+
+    def _note_progress(self, is_done: bool = False) -> None:
+        step = self._last_step()
+        for each in self.injected:
+            if each.recovery_seconds is None and (is_done or step > each.furthest_step):
+                each.recovery_seconds = time.monotonic() - each.at
+
+    def _audit_end(self, exit_code: int, kinds: set[str], log: Path) -> None:
+        if why := explain_exit_code(exit_code, kinds):
+            self._add("an exit code that is not documented", why, log)
+        self.findings += audit_output(log)
+        left = [path for path in self.scratch.glob("millrace-*") if not path.name.startswith(KERNELS_PREFIX)]
+        if left and not kinds.intersection(KILLS_OF_COMMAND):
+            self._add("temporary files outlive their command", ", ".join(sorted(map(str, left))[:5]), log)
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _flip_checkpoint(self) -> None:
+        """Flip a bit of the newest checkpoint, if this is due and the run has another one to continue from."""
+        fault = next((fault for fault in self.pending if fault.kind == FLIP), None)
+        published = list(checkpoints(self.root).values())
+        if fault and len(published) > 1:
+            self.pending.remove(fault)
+            files = sorted(published[-1].glob("shard-*.safetensors"))
+            path = files[int(fault.choice * len(files))]
+            flip_a_bit(path)
+            self.injected.append(Injected(fault, time.monotonic(), str(path), self._last_step()))
+
+    def _add(self, what: str, detail: str, place: Path) -> None:
+        self.findings.append(Finding(what, detail, place))
 
 
 @dataclass(frozen=True)
 class CycleResult:
-    """Outcome of a cycle: its faults, the ends of its commands, and what the audit found."""
+    """Outcome of a cycle: its stages with their faults and exit codes, and what the audit found."""
 
     cycle: Cycle
     seconds: float
-    injected: Sequence[Injected]
-    ends: Sequence[CommandEnd]
-    findings: Sequence[Finding]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Results of an undisturbed run."""
-
-    losses: Mapping[int, float]
-    state: Mapping[str, str]
-    corpus_digest: str
+    runs: list[StageRun]
+    findings: list[Finding]
 
 
 @contextmanager
@@ -67,144 +213,101 @@ def soaking(folder: Path) -> Iterator[Soak]:
         mounted_disk(folder / "root", ROOT_MEGABYTES) as disk,
         mounted_disk(folder / "scratch", SCRATCH_MEGABYTES) as scratch,
     ):
-        soak = Soak(folder, disk, scratch)
+        injector = Injector(disk, scratch)
         try:
-            yield soak
+            yield Soak(folder, disk.folder, scratch.folder, injector)
         finally:
-            soak.injector.end_all()
+            injector.end_due(is_all=True)
 
 
-@dataclass
 class Soak:
-    """The folders of a soak, and the undisturbed runs whose results its cycles must have."""
+    """The folders of a soak, and the undisturbed run whose results its cycles must have."""
 
-    folder: Path
-    disk: Disk
-    scratch: Disk
-    injector: Injector = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.injector = Injector(self.disk, self.scratch)
-        self.recipe = self.folder / "small.toml"
-        if not (self.folder / "notes").exists():
-            write_notes(self.folder / "notes")
-        write_small_recipe(self.recipe, str(self.folder / "notes"))
-        self.logs = self.folder / time.strftime("logs-%Y%m%d-%H%M%S")
+    def __init__(self, folder: Path, disk: Path, scratch: Path, injector: Injector) -> None:
+        self.logs = folder / time.strftime("logs-%Y%m%d-%H%M%S")
+        self._root, self._scratch, self._injector = disk / "fsx", scratch, injector
+        self._reference = folder / "reference"
+        if not (folder / "notes").exists():
+            write_notes(folder / "notes")
+        self._recipe = write_small_recipe(folder / "small.toml", str(folder / "notes"))
+        self._states = self._run_undisturbed()
+        """Hashes of all weights and moments, by the step."""
 
     def run_cycle(self, cycle: Cycle) -> CycleResult:
         """Run a pipeline under the cycle's faults, audit its root, and delete the root."""
-        reference = self.reference_of(cycle.max_steps)
-        began_at, logs, root = time.monotonic(), self.logs / f"cycle-{cycle.number:04d}", self.disk.folder / "fsx"
+        began_at, logs, runs = time.monotonic(), self.logs / f"cycle-{cycle.number:04d}", list[StageRun]()
         logs.mkdir(parents=True)
-        self._prepare_root(cycle, root)
-        runs, findings = list[StageRun](), list[Finding]()
+        self._root.mkdir()
+        for stage, kind in ARTIFACT_OF.items():
+            if stage not in cycle.stages:
+                shutil.copytree(self._reference / kind, self._root / kind)
+        is_done = True
         for stage in cycle.stages:
-            run = StageRun(
-                stage=stage,
-                root=root,
-                options=lambda start, stage=stage: self._options(cycle, stage, root, start),  # type: ignore[misc]
-                environment={"TMPDIR": str(self.scratch.folder)},
-                scratch=self.scratch.folder,
-                logs=logs,
-                injector=self.injector,
-                pending=list(cycle.faults_of(stage)),
-            )
-            runs.append(run)
-            is_done = run.run()
-            findings += run.findings
-            if not is_done:
-                break
-        if is_done:
-            findings += self._audit(cycle, root, reference)
+            if is_done:
+                runs.append(self._make_run(cycle, stage, logs))
+                is_done = runs[-1].run()
+        findings = [finding for run in runs for finding in run.findings]
+        findings += self._audit(cycle) if is_done else []
         if findings:
-            shutil.copytree(root, logs / "root", symlinks=True)
-        shutil.rmtree(root)
-        return CycleResult(
-            cycle=cycle,
-            seconds=time.monotonic() - began_at,
-            injected=[each for run in runs for each in run.injected],
-            ends=[end for run in runs for end in run.ends],
-            findings=findings,
-        )
+            shutil.copytree(self._root, logs / "root", symlinks=True)
+        shutil.rmtree(self._root)
+        return CycleResult(cycle, time.monotonic() - began_at, runs, findings)
 
-    def reference_of(self, max_steps: int) -> Reference:
-        """Return the results of the undisturbed run after `max_steps`, which later soaks in this folder use again."""
-        results = self.folder / REFERENCE_FILE
-        if not results.exists():
-            results.write_text(json.dumps(self._make_references()), encoding="utf-8")
-        found = json.loads(results.read_text(encoding="utf-8"))
-        return Reference(
-            losses={int(step): loss for step, loss in found["losses"].items() if int(step) <= max_steps},
-            state=found["states"][str(max_steps)],
-            corpus_digest=found["corpus_digest"],
-        )
+    def _make_run(self, cycle: Cycle, stage: Stage, logs: Path) -> StageRun:
+        def options_of(start: int) -> list[str]:
+            workers, zero_stage = cycle.layouts[min(start, len(cycle.layouts) - 1)]
+            layout = (f"--parallel.data_parallel_size={workers}", f"--parallel.zero_stage={zero_stage}")
+            options = self._options(stage, self._root, cycle.max_steps)
+            return [*options, f"--launch={cycle.launch}", *layout] if stage == "trainer" else options
 
-    def _make_references(self) -> dict[str, Any]:
-        """Make the undisturbed runs of both lengths; the longer one continues the shorter one."""
-        for kind in ("run", "checkpoint"):  # of a soak that was ended before it had both lengths
-            shutil.rmtree(self._base / kind, ignore_errors=True)
-        for stage in ("tokenizer", "compiler"):
-            self._call(stage, "--root", str(self._base))
-        states = {}
-        for steps in (SHORT_STEPS, LONG_STEPS):
-            self._call("trainer", "--root", str(self._base), *self._training(steps), "--launch=inline")
-            states[steps] = digest_state(list(checkpoints(self._base).values())[-1])
-        (metrics,) = self._base.glob("run/*/metrics.jsonl")
-        (corpus,) = self._base.glob("corpus/*/*/manifest.json")
-        digest = read_manifest(corpus.parent).content_digest
-        return {"losses": read_losses(metrics), "states": states, "corpus_digest": digest}
+        faults = [fault for fault in cycle.faults if fault.stage == stage]
+        return StageRun(stage, self._root, options_of, self._scratch, logs, self._injector, faults)
 
-    @property
-    def _base(self) -> Path:
-        return self.folder / "reference"
-
-    def _audit(self, cycle: Cycle, root: Path, reference: Reference) -> list[Finding]:
+    def _audit(self, cycle: Cycle) -> list[Finding]:
+        """Compare what a cycle left with the undisturbed run."""
+        root = self._root
+        [metrics] = root.glob("run/*/metrics.jsonl")
+        records = [record for record in read_run(self._reference).records if record["step"] <= cycle.max_steps]
+        losses = {record["step"]: record["loss"] for record in records}
         findings = find_orphans(root) + audit_artifacts(root)
-        recipe = load_recipe(self.recipe, {})
-        (metrics,) = root.glob("run/*/metrics.jsonl")
-        findings += audit_steps(metrics, reference.losses, tokens_per_step(recipe))
+        findings += audit_steps(metrics, losses, tokens_per_step(load_recipe(self._recipe)))
         findings += audit_misses(metrics.with_name(ATTEMPTS_FILE))
-        findings += audit_weights(list(checkpoints(root).values())[-1], reference.state)
-        for manifest in root.glob("corpus/*/*/manifest.json"):
-            digest = read_manifest(manifest.parent).content_digest
-            if digest != reference.corpus_digest:
-                findings.append(
-                    Finding("another corpus", f"digest {digest}, expected {reference.corpus_digest}", manifest)
-                )
+        for what, found, undisturbed in (
+            ("other weights or moments", state_hash(_last_checkpoint(root)), self._states[cycle.max_steps]),
+            ("another corpus", _digest_of_corpus(root), _digest_of_corpus(self._reference)),
+        ):
+            if found != undisturbed:
+                findings.append(Finding(what, f"digest {found}, expected {undisturbed}", root))
         return findings
 
-    def _prepare_root(self, cycle: Cycle, root: Path) -> None:
-        root.mkdir()
-        for kind, is_wanted in (("corpus", cycle.has_corpus), ("compile_cache", cycle.has_cache)):
-            if is_wanted:
-                shutil.copytree(self._base / kind, root / kind)
+    def _run_undisturbed(self) -> dict[int, str]:
+        """Run all stages without faults, to both lengths; the longer one continues the shorter one."""
+        shutil.rmtree(self._reference, ignore_errors=True)
+        states = {}
+        for max_steps in (SHORT_STEPS, LONG_STEPS):
+            for stage in STAGES:
+                command = [sys.executable, "-m", f"services.{stage}"]
+                command += self._options(stage, self._reference, max_steps)
+                done = subprocess.run(
+                    command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+                )
+                if done.returncode:
+                    raise RuntimeError(f"the undisturbed {stage} ended with {done.returncode}:\n{done.stdout}")
+            states[max_steps] = state_hash(_last_checkpoint(self._reference))
+        return states
 
-    def _options(self, cycle: Cycle, stage: Stage, root: Path, start: int) -> list[str]:
-        options = ["--recipe", str(self.recipe), "--root", str(root)]
-        if stage != "trainer":
-            return options
-        workers = cycle.workers[min(start, len(cycle.workers) - 1)]
-        return [
-            *options,
-            *self._training(cycle.max_steps),
-            f"--launch={cycle.launch}",
-            f"--parallel.data_parallel_size={workers}",
-            f"--parallel.zero_stage={cycle.zero_stages[min(start, len(cycle.zero_stages) - 1)]}",
-        ]
+    def _options(self, stage: Stage, root: Path, max_steps: int) -> list[str]:
+        options = ["--recipe", str(self._recipe), "--root", str(root)]
+        if stage == "trainer":
+            options += [f"--train.max_steps={max_steps}", f"--optimizer.decay_steps={LONG_STEPS}"]
+            options += ["--checkpoint.interval_steps=10", "--train.max_restarts=100"]
+        return options
 
-    def _training(self, max_steps: int) -> list[str]:
-        return [
-            f"--train.max_steps={max_steps}",
-            f"--optimizer.decay_steps={LONG_STEPS}",
-            "--checkpoint.interval_steps=10",
-            "--train.max_restarts=100",
-        ]
 
-    def _call(self, stage: str, *options: str) -> None:
-        """Run a command without faults to its end with 0."""
-        command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(self.recipe), *options]
-        done = subprocess.run(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"the undisturbed {stage} ended with {done.returncode}:\n{done.stdout}")
+def _last_checkpoint(root: Path) -> Path:
+    return list(checkpoints(root).values())[-1]
+
+
+def _digest_of_corpus(root: Path) -> str:
+    [manifest] = root.glob("corpus/*/*/manifest.json")
+    return read_manifest(manifest.parent).content_digest

@@ -23,8 +23,13 @@ Kind = Literal[
     "flip a bit of the newest checkpoint",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+FLIP: Kind = "flip a bit of the newest checkpoint"
+KILLS_OF_COMMAND: tuple[Kind, ...] = ("kill the command", "kill everything at once")
 IN_PLACE: tuple[Kind, ...] = ("kill a worker", "freeze a worker", "suspend the root's disk")
 """Faults that the command outlives. A long cycle has these alone, so that one driver lives through all of them."""
+_BOUNDS = {"fill": (4.0, 10.0), "suspend": (1.0, 9.0), "freeze": (1.0, 12.0)}
+"""Seconds for which the faults last, by the first word of their kind."""
+_LATEST_SECONDS = {"tokenizer": 12.0, "compiler": 40.0, "trainer": 20.0}
 
 Moment = Literal["start", "step", "save"]
 
@@ -40,15 +45,15 @@ class Fault:
     stage: Stage
     moment: Moment
     """`start`: some seconds after a start of the command. `step`: at a step of training. `save`: in a checkpoint."""
-    start: int = 0
+    start: int
     """Earliest start of the command, from 0, that meets the fault."""
-    after_seconds: float = 0.0
+    after_seconds: float
     """Seconds after the command's start, for the moment `start`."""
-    step: int = 0
+    step: int
     """Step from which on the fault is due, for the moments `step` and `save`."""
-    seconds: float = 0.0
+    seconds: float
     """Seconds for which the fault lasts; 0 for a kill or a signal."""
-    choice: float = 0.0
+    choice: float
     """Number in [0, 1) that chooses the process or the file among the possible ones."""
 
 
@@ -59,23 +64,11 @@ class Cycle:
     number: int
     max_steps: int
     launch: Literal["inline", "ray"]
-    workers: tuple[int, ...]
-    """Data-parallel degree of each start of the trainer; the last one holds for all later starts."""
-    zero_stages: tuple[int, ...]
-    has_corpus: bool
-    """Whether the root begins with the undisturbed run's corpus; the tokenizer is left out then."""
-    has_cache: bool
-    """Whether the root begins with the undisturbed run's compile cache; the compiler is left out then."""
+    layouts: tuple[tuple[int, int], ...]
+    """Data-parallel degree and ZeRO stage of each start of the trainer; the last one holds for all later starts."""
+    stages: tuple[Stage, ...]
+    """Stages that run, in their order; the root begins with the undisturbed run's artifacts of the others."""
     faults: tuple[Fault, ...]
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Stages that have something to do, in their order."""
-        left_out = {"tokenizer": self.has_corpus, "compiler": self.has_cache, "trainer": False}
-        return tuple(stage for stage in STAGES if not left_out[stage])
-
-    def faults_of(self, stage: Stage) -> tuple[Fault, ...]:
-        return tuple(fault for fault in self.faults if fault.stage == stage)
 
 
 def plan_cycle(seed: int, number: int) -> Cycle:
@@ -83,22 +76,19 @@ def plan_cycle(seed: int, number: int) -> Cycle:
     chance = random.Random(f"{seed} {number}")
     is_long = number % LONG_EVERY == LONG_EVERY - 1
     max_steps = LONG_STEPS if is_long else SHORT_STEPS
-    has_corpus, has_cache = chance.random() < 0.6, chance.random() < 0.9
-    launch: Literal["inline", "ray"] = "ray" if number % RAY_EVERY == RAY_EVERY - 2 and not is_long else "inline"
+    left_out = {"tokenizer": chance.random() < 0.6, "compiler": chance.random() < 0.9, "trainer": False}
+    stages = tuple(stage for stage in STAGES if not left_out[stage])
     kinds = IN_PLACE if is_long else KINDS
-    faults = [
-        *_plan_training(chance, kinds, max_steps, count=8 if is_long else chance.randint(2, 4)),
-        *([] if has_corpus else _plan_start(chance, kinds, "tokenizer")),
-        *([] if has_cache else _plan_start(chance, kinds, "compiler")),
-    ]
+    faults = _plan_training(chance, kinds, max_steps, count=8 if is_long else chance.randint(2, 4))
+    for stage in stages[:-1]:
+        usable = [kind for kind in kinds if kind != FLIP]
+        faults += [_draw(chance, chance.choice(usable), stage, "start", start) for start in range(chance.randint(1, 2))]
     return Cycle(
         number=number,
         max_steps=max_steps,
-        launch=launch,
-        workers=tuple(chance.choice((1, 2, 2, 4)) for _ in range(6)),
-        zero_stages=tuple(chance.choice((0, 1)) for _ in range(6)),
-        has_corpus=has_corpus,
-        has_cache=has_cache,
+        launch="ray" if number % RAY_EVERY == RAY_EVERY - 2 and not is_long else "inline",
+        layouts=tuple((chance.choice((1, 2, 2, 4)), chance.choice((0, 1))) for _ in range(6)),
+        stages=stages,
         faults=tuple(faults),
     )
 
@@ -108,30 +98,19 @@ def _plan_training(chance: random.Random, kinds: Sequence[Kind], max_steps: int,
     faults = []
     for number in range(count):
         kind, moment = chance.choice(kinds), chance.choice(moments)
-        if kind == "flip a bit of the newest checkpoint":
-            moment = "step"
-        faults.append(
-            _draw(chance, kind, "trainer", moment, start=min(number, 2), step=chance.randint(1, int(max_steps * 0.95)))
-        )
+        step = chance.randint(1, int(max_steps * 0.95))
+        faults.append(_draw(chance, kind, "trainer", moment, min(number, 2), step))
     return sorted(faults, key=lambda fault: (fault.moment != "start", fault.step))
 
 
-def _plan_start(chance: random.Random, kinds: Sequence[Kind], stage: Stage) -> list[Fault]:
-    usable = [kind for kind in kinds if kind != "flip a bit of the newest checkpoint"]
-    return [_draw(chance, chance.choice(usable), stage, "start", start=start) for start in range(chance.randint(1, 2))]
-
-
-def _draw(chance: random.Random, kind: Kind, stage: Stage, moment: Moment, start: int = 0, step: int = 0) -> Fault:
-    lasting = {"fill": (4.0, 10.0), "suspend": (1.0, 9.0), "freeze": (1.0, 12.0)}
-    bounds = lasting.get(kind.split()[0], (0.0, 0.0))
-    longest_seconds = {"tokenizer": 12.0, "compiler": 40.0, "trainer": 20.0}[stage]
+def _draw(chance: random.Random, kind: Kind, stage: Stage, moment: Moment, start: int, step: int = 0) -> Fault:
     return Fault(
         kind=kind,
         stage=stage,
         moment=moment,
         start=start,
-        after_seconds=round(chance.uniform(0.2, longest_seconds), 2),
+        after_seconds=chance.uniform(0.2, _LATEST_SECONDS[stage]),
         step=step,
-        seconds=round(chance.uniform(*bounds), 2),
-        choice=round(chance.random(), 6),
+        seconds=chance.uniform(*_BOUNDS.get(kind.split()[0], (0.0, 0.0))),
+        choice=chance.random(),
     )

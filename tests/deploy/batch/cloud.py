@@ -13,6 +13,7 @@ import pytest
 from moto import mock_aws
 from moto.batch.models import batch_backends
 
+from deploy.batch.batch_target import BatchTarget
 from deploy.batch.config import Config
 from deploy.batch.jobs import Jobs
 from infra.account.batch_queues import ACTIVE_STATUSES
@@ -20,6 +21,7 @@ from infra.account.session import Account
 from infra.tests.moto_batch import keep_jobs_still, make_queue
 from services.common.recipe.schema import STAGES
 from tests.deploy.batch.builders import config_of
+from tests.polling import script_polls
 
 ACCOUNT, REGION = "123456789012", "us-west-2"
 TAG = "0.1.0-gabc-neuron"
@@ -29,24 +31,26 @@ MEDIA_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
 class Cloud:
     """An account with two queues, log groups, and an image of each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.while_waiting = script_polls(patch)
+        """Scripts the events of the account, one for each poll of a command that waits."""
         self.config: Config = config_of(ECR_REPO=f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/millrace")
         self.account = Account(REGION)
         self.jobs = Jobs(self.account, self.config)
+        self.target = BatchTarget(self.config, self.jobs)
         self.submitted: list[dict[str, Any]] = []
         """Requests as they were sent: moto drops overrides, tags and what depends on what."""
-        self._nodes: dict[tuple[str, int], dict[str, Any]] = {}
+        self._registered: dict[str, list[dict[str, Any]]] = {}
+        """Requests for the revisions of each job definition, of which moto drops the nodes."""
         self.batch = self.account.client("batch")
         self.batch.meta.events.register("provide-client-params.batch.SubmitJob", self._record_job)
-        self.batch.meta.events.register("after-call.batch.RegisterJobDefinition", self._record_definition)
-        self.batch.meta.events.register("provide-client-params.batch.RegisterJobDefinition", self._note_nodes)
+        self.batch.meta.events.register("provide-client-params.batch.RegisterJobDefinition", self._record_definition)
         self.batch.meta.events.register("after-call.batch.DescribeJobDefinitions", self._give_back_nodes)
         self.batch.meta.events.register("after-call.batch.DescribeComputeEnvironments", self._give_back_state)
         self.batch.meta.events.register("after-call.batch.DescribeJobs", self._tell_of_main_nodes)
         self.are_attempts_the_main_nodes = False
         """Does DescribeJobs tell of attempts with the main node, which moto does not have, in place of the job?"""
         self._streams: dict[str, str] = {}
-        self._registering: dict[str, Any] = {}
         self._environment_state: dict[str, str] = {}
         for queue in (self.config.trainium.name, self.config.cpu.name):
             make_queue(self.account.client, queue)
@@ -108,12 +112,8 @@ class Cloud:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", params["jobName"]), "Batch refuses it, moto does not"
         self.submitted.append(params)
 
-    def _note_nodes(self, params: dict[str, Any], **_: Any) -> None:
-        self._registering = params
-
-    def _record_definition(self, parsed: dict[str, Any], **_: Any) -> None:
-        if "revision" in parsed:
-            self._nodes[parsed["jobDefinitionName"], parsed["revision"]] = self._registering
+    def _record_definition(self, params: dict[str, Any], **_: Any) -> None:
+        self._registered.setdefault(params["jobDefinitionName"], []).append(params)
 
     def _tell_of_main_nodes(self, parsed: dict[str, Any], **_: Any) -> None:
         for job in list(parsed.get("jobs", [])):
@@ -130,7 +130,7 @@ class Cloud:
 
     def _give_back_nodes(self, parsed: dict[str, Any], **_: Any) -> None:
         for each in parsed.get("jobDefinitions", []):
-            registered = self._nodes.get((each["jobDefinitionName"], each["revision"]), {})
+            registered = self._registered[each["jobDefinitionName"]][each["revision"] - 1]
             tags = self._backend.list_tags_for_resource(each["jobDefinitionArn"])
             each.update({key: value for key, value in registered.items() if key != "tags"} | {"tags": tags})
 
@@ -139,4 +139,4 @@ class Cloud:
 def simulated_account() -> Iterator[Cloud]:
     with pytest.MonkeyPatch.context() as patch, mock_aws():
         keep_jobs_still(patch)
-        yield Cloud()
+        yield Cloud(patch)

@@ -1,4 +1,4 @@
-"""An account of moto's, what happens in it while a command waits, and requests, for the tests of this folder."""
+"""An account of moto's, and requests, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.batch_target import BatchTarget
 from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from infra.tests.service_models import share_service_models
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import Ask
 from tests.deploy.batch.cloud import TAG, Cloud, simulated_account
-from tests.polling import Script, script_polls
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,17 +27,6 @@ def service_models() -> Iterator[None]:
 def cloud() -> Iterator[Cloud]:
     with simulated_account() as made:
         yield made
-
-
-@pytest.fixture
-def batch(cloud: Cloud) -> BatchTarget:
-    return BatchTarget(cloud.config, cloud.jobs)
-
-
-@pytest.fixture
-def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Script the events of the account, one for each poll of a command that waits."""
-    return script_polls(monkeypatch)
 
 
 @pytest.fixture

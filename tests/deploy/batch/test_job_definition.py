@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import boto3
 import pytest
-from botocore.stub import Stubber
 
 from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, queue_of, read_container, render_job_definition
 from deploy.stage_contract import DRAIN_SECONDS
@@ -22,17 +20,6 @@ def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = Fals
     config = config_of(**changes.pop("config", {}))
     pool = queue_of(config, stage, is_compiler_on_trainium)
     return render_job_definition(config, pool, job_deployment_of(stage, **changes))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_batch_s_own_model_takes_it(stage: Stage, nodes: int) -> None:
-    """botocore refuses a key or a type that RegisterJobDefinition does not have."""
-    client = boto3.client("batch", region_name="us-west-2", aws_access_key_id="x", aws_secret_access_key="x")
-    with Stubber(client) as stub:
-        answer = {"jobDefinitionName": "x", "jobDefinitionArn": "arn", "revision": 1}
-        stub.add_response("register_job_definition", answer)
-        client.register_job_definition(**definition_of(stage, nodes=nodes))
 
 
 def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:

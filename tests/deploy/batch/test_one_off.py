@@ -1,4 +1,7 @@
-"""A subcommand of a stage as a job of one CPU node, with the words and exit codes of the other target."""
+"""A subcommand of a stage as a job of one CPU node, with the words and exit codes of the other target.
+
+`tests/contract/test_one_off.py` compares the containers of both targets.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from botocore.stub import Stubber
 
-from deploy.batch.batch_target import BatchTarget
-from deploy.batch.job_definition import BatchOneOff, Request, read_container, render_one_off_definition
+from deploy.batch.job_definition import read_container
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.entry_point import exit_code_of
 from services.common.process.subcommands import LABEL
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
-from services.common.recipe.schema import STAGES, Stage
+from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
-from tests.deploy.batch.builders import DIGEST, Ask, config_of
+from tests.deploy.batch.builders import Ask
 from tests.deploy.batch.cloud import TAG, Cloud
-from tests.polling import Script
 
 AskOneOff = Callable[..., OneOffRequest]
 
@@ -46,45 +45,12 @@ def ask_one_off(recipe: Path) -> AskOneOff:
     return request
 
 
-def definition_of(stage: Stage = "trainer", **changes: Any) -> Request:
-    fields: dict[str, Any] = {
-        "stage": stage,
-        "digest": "0" * 16,
-        "image": f"millrace/{stage}@sha256:{DIGEST}",
-        "words": ("artifacts", "list", "a b"),
-        "recipe": "packed",
-        "seconds": 3_600,
-    }
-    return render_one_off_definition(config_of(), BatchOneOff(**fields | changes))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_batch_s_own_model_takes_it(stage: Stage) -> None:
-    client = boto3.client("batch", region_name="us-west-2", aws_access_key_id="x", aws_secret_access_key="x")
-    with Stubber(client) as stub:
-        answer = {"jobDefinitionName": "x", "jobDefinitionArn": "arn", "revision": 1}
-        stub.add_response("register_job_definition", answer)
-        client.register_job_definition(**definition_of(stage))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_is_the_stage_on_one_cpu_node_without_a_device(stage: Stage) -> None:
-    """tests/contract/test_one_off.py compares its command, variables and size with those of the other target."""
-    definition = definition_of(stage)
-    container, nodes = read_container(definition), definition["nodeProperties"]
-    assert (definition["type"], nodes["numNodes"]) == ("multinode", 1)
-    assert nodes["nodeRangeProperties"][0]["instanceTypes"] == ["m7i.8xlarge"]
-    assert container["jobRoleArn"].endswith(f"role/{stage}")
-    assert "devices" not in container["linuxParameters"]
-    assert definition["retryStrategy"]["attempts"] == 1
-
-
 def test_what_cannot_be_is_refused_before_anything_is_registered(
-    cloud: Cloud, batch: BatchTarget, ask_one_off: AskOneOff, labels: dict[str, str]
+    cloud: Cloud, ask_one_off: AskOneOff, labels: dict[str, str]
 ) -> None:
     labels[LABEL] = "evaluate"
-    with pytest.raises(RecipeError, match="'summary' is no subcommand of the trainer, which has evaluate"):
-        batch.run_one_off(ask_one_off(), None)
+    with pytest.raises(RecipeError, match=r"'summary' .* evaluate"):
+        cloud.target.run_one_off(ask_one_off(), None)
     assert cloud.submitted == []
     assert cloud.jobs.definitions("trainer", of_one_offs=True) == []
 
@@ -101,65 +67,57 @@ def test_what_cannot_be_is_refused_before_anything_is_registered(
 )
 def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     cloud: Cloud,
-    batch: BatchTarget,
     ask_one_off: AskOneOff,
-    while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
     status: str,
     code: int | None,
     reason: str,
     expected: int,
 ) -> None:
-    while_waiting(
+    cloud.while_waiting(
         lambda: cloud.move("RUNNING", said="tokens 5"),
         lambda: cloud.move(status, code, said="loss 3.2", container_reason=reason),
     )
-    assert batch.run_one_off(ask_one_off(), None) == expected
+    assert cloud.target.run_one_off(ask_one_off(), None) == expected
     said = capsys.readouterr().out
     for shown in ("$9.68", "tokens 5\n", "loss 3.2\n"):
         assert shown in said
     [job] = cloud.submitted
     assert (job["jobQueue"], job["jobName"]) == ("millrace-cpu", "millrace-trainer-one-off-summary")
+    definition = cloud.jobs.definitions("trainer", of_one_offs=True)[0].body
+    assert definition["nodeProperties"]["numNodes"] == 1
+    assert definition["retryStrategy"]["attempts"] == 1
+    assert "devices" not in read_container(definition)["linuxParameters"]
 
 
-def test_ctrl_c_ends_the_job(
-    cloud: Cloud, batch: BatchTarget, ask_one_off: AskOneOff, while_waiting: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_the_job(cloud: Cloud, ask_one_off: AskOneOff) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    while_waiting(lambda: cloud.move("RUNNING"), interrupt)
-    assert exit_code_of(lambda: batch.run_one_off(ask_one_off(), None)) == 130
-    assert "is terminated: its container gets SIGTERM" in capsys.readouterr().out
+    cloud.while_waiting(lambda: cloud.move("RUNNING"), interrupt)
+    assert exit_code_of(lambda: cloud.target.run_one_off(ask_one_off(), None)) == 130
     [job] = cloud.jobs.find_all("trainer", of_one_offs=True)
     assert (job.status, "Ctrl-C in make stage-run" in job.reason) == ("FAILED", True)
 
 
 def test_the_same_of_the_same_person_that_goes_on_is_followed(
-    cloud: Cloud,
-    batch: BatchTarget,
-    ask_one_off: AskOneOff,
-    while_waiting: Script,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    cloud: Cloud, ask_one_off: AskOneOff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
-    while_waiting(lambda: cloud.move("SUCCEEDED", 0))
-    assert batch.run_one_off(ask_one_off(), None) == 0
-    assert "already runs this request (submitted)" in capsys.readouterr().out
+    assert cloud.target.run_one_off(ask_one_off(is_followed=False), None) == 0
+    cloud.while_waiting(lambda: cloud.move("SUCCEEDED", 0))
+    assert cloud.target.run_one_off(ask_one_off(), None) == 0
     assert len(cloud.submitted) == 1
-    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0, "what has ended is run again"
+    assert cloud.target.run_one_off(ask_one_off(is_followed=False), None) == 0, "what has ended is run again"
     monkeypatch.setenv("LOGNAME", "somebody else")
-    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
+    assert cloud.target.run_one_off(ask_one_off(is_followed=False), None) == 0
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1", ":2"]
 
 
-def test_image_and_recipe_are_those_of_the_newest_deployment(
-    cloud: Cloud, batch: BatchTarget, ask: Ask, ask_one_off: AskOneOff, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_image_and_recipe_are_those_of_the_newest_deployment(cloud: Cloud, ask: Ask, ask_one_off: AskOneOff) -> None:
     arguments = ("--optimizer.learning_rate=0.1", "--corpus=/fsx/c")
-    assert batch.deploy(ask(arguments=arguments, is_followed=False), None) == 0
-    assert batch.run_one_off(ask_one_off("export", "--output", "hf", tag="", recipe=None, is_followed=False), None) == 0
+    assert cloud.target.deploy(ask(arguments=arguments, is_followed=False), None) == 0
+    export = ask_one_off("export", "--output", "hf", tag="", recipe=None, is_followed=False)
+    assert cloud.target.run_one_off(export, None) == 0
     container = read_container(cloud.jobs.definitions("trainer", of_one_offs=True)[0].body)
     assert container["image"] == cloud.jobs.resolve_image("trainer", TAG)
     words = container["command"]
@@ -168,13 +126,11 @@ def test_image_and_recipe_are_those_of_the_newest_deployment(
     assert unpack_recipe(variables[RECIPE_VARIABLE]).decode() == recipe_text()
 
 
-def test_a_queue_without_nodes_and_a_dry_run_submit_nothing(
-    cloud: Cloud, batch: BatchTarget, ask_one_off: AskOneOff, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_queue_without_nodes_and_a_dry_run_submit_nothing(cloud: Cloud, ask_one_off: AskOneOff) -> None:
     file = io.StringIO()
-    assert batch.run_one_off(ask_one_off(is_dry_run=True), file) == 0
+    assert cloud.target.run_one_off(ask_one_off(is_dry_run=True), file) == 0
     assert json.loads(file.getvalue().removeprefix("---\n"))["jobDefinitionName"] == "millrace-trainer-one-off"
     cloud.break_queue("INVALID", "CLIENT_ERROR - no such launch template")
     with pytest.raises(DeviceError, match=r"trainer summary is not submitted, nothing was changed: .*INVALID"):
-        batch.run_one_off(ask_one_off(), None)
+        cloud.target.run_one_off(ask_one_off(), None)
     assert cloud.submitted == []

@@ -33,10 +33,8 @@ the same name is on the host's own disk, and everything written there would be l
 
 RECIPES = "recipes"
 
-_DIGITS = re.compile(r"[0-9]{1,6}")  # numbers of nodes and attempts are far smaller; Python reads 4,300 digits at most
 _JOB_ID = re.compile(r"[A-Za-z0-9_:-]{1,128}")
-_SHOWN_CHARACTERS = 60
-_MOST_NODES = 10_000  # ten times the limit of AWS Batch
+_MAX_NUMBER = 10_000  # ten times the limit of AWS Batch on nodes
 
 # An address for documentation (https://www.rfc-editor.org/rfc/rfc5737): it chooses a route, and nothing is sent.
 _ELSEWHERE = ("203.0.113.1", 9)
@@ -66,68 +64,46 @@ class BatchNode:
 def find_node(variables: Mapping[str, str]) -> BatchNode:
     """Read the node from environment variables; a job of a single container has the job id alone.
 
-    Raises `DeviceError` outside of a job, for a value that Batch does not set, and where variables contradict one
-    another.
+    Raises `DeviceError` outside of a job, and for values that Batch does not set.
     """
     # In a job of several nodes the id ends with the index of the node: ID#1.
     job_id = variables.get(JOB_ID, "").partition("#")[0]
     if not _JOB_ID.fullmatch(job_id):
         raise DeviceError(
-            f"{_show(variables, JOB_ID)}: expected the id of an AWS Batch job, so this is not a container of one. "
-            f"Elsewhere run the stage's command, which follows --, directly."
+            f"{JOB_ID}={job_id!a}: expected the id of an AWS Batch job, so this is not a container of one. Elsewhere "
+            f"run the stage's command, which follows --, directly."
         )
-    num_nodes = _count(variables, NUM_NODES, 1, least=1, most=_MOST_NODES)
-    lacking = [name for name in (JOB_ATTEMPT, NODE_INDEX, MAIN_INDEX) if not variables.get(name, "").strip()]
-    if num_nodes > 1 and lacking:  # every node would act as the main node
-        raise DeviceError(f"{NUM_NODES}={num_nodes}, and {', '.join(lacking)} is not set. Submit the job again.")
-    main_index = _count(variables, MAIN_INDEX, 0)
-    index = _count(variables, NODE_INDEX, main_index)
-    node = BatchNode(
-        job_id, _count(variables, JOB_ATTEMPT, 1, least=1), index, num_nodes, main_index, _read_address(variables)
+    num_nodes = _read_number(variables, NUM_NODES, "1", least=1)
+    is_alone = num_nodes == 1  # of several nodes without an index, each would act as the main node
+    attempt = _read_number(variables, JOB_ATTEMPT, "1" if is_alone else "", least=1)
+    index, main_index = (
+        _read_number(variables, name, "0" if is_alone else "", most=num_nodes - 1) for name in (NODE_INDEX, MAIN_INDEX)
     )
-    if not max(index, main_index) < num_nodes:
-        raise DeviceError(
-            f"{NODE_INDEX}={index}, {MAIN_INDEX}={main_index}: expected less than {NUM_NODES}={num_nodes}."
-        )
-    if not node.is_main and not node.main_address:
-        raise DeviceError(
-            f"{MAIN_ADDRESS} is not set on {node.name}: it cannot find the main node. Submit the job again."
-        )
-    return node
+    address = "" if index == main_index else _read_address(variables)
+    return BatchNode(job_id, attempt, index, num_nodes, main_index, address)
 
 
-def _count(variables: Mapping[str, str], name: str, default: int, least: int = 0, most: int = 999_999) -> int:
-    text = variables.get(name, "").strip() or str(default)
-    if not _DIGITS.fullmatch(text) or not least <= int(text) <= most:
+def _read_number(variables: Mapping[str, str], name: str, default: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
+    text = variables.get(name, "").strip() or default
+    if not text.isdecimal() or not least <= int(text) <= most:
         raise DeviceError(
-            f"{_show(variables, name)}: expected a number from {least} to {most:,}, as AWS Batch sets it. Submit the "
-            f"job again."
+            f"{name}={text!a}: expected a number from {least} to {most:,}, as AWS Batch sets it. Submit the job again."
         )
     return int(text)
 
 
 def _read_address(variables: Mapping[str, str]) -> str:
-    """The main node's address in canonical form; empty where it is not set."""
+    """The main node's address in canonical form."""
     text = variables.get(MAIN_ADDRESS, "").strip()
-    if not text:
-        return ""
     try:
         address = ipaddress.IPv4Address(text)
-    except ValueError:  # also for characters that are not ASCII
+    except ValueError:
         address = ipaddress.IPv4Address(0)
-    if address.is_unspecified or address.is_multicast:
+    if address.is_unspecified:
         raise DeviceError(
-            f"{_show(variables, MAIN_ADDRESS)}: expected an IPv4 address of a machine, such as 10.0.0.7. Submit the "
-            f"job again."
+            f"{MAIN_ADDRESS}={text!a}: expected the main node's IPv4 address, such as 10.0.0.7. Submit the job again."
         )
     return str(address)
-
-
-def _show(variables: Mapping[str, str], name: str) -> str:
-    """NAME='value' for a message, with the first characters of a long value."""
-    text = variables.get(name, "")
-    more = f" and {len(text) - _SHOWN_CHARACTERS:,} more characters" if len(text) > _SHOWN_CHARACTERS else ""
-    return f"{name}={text[:_SHOWN_CHARACTERS]!a}{more}"
 
 
 @dataclass(frozen=True)
@@ -153,7 +129,7 @@ def read_command(words: Sequence[str]) -> StageCommand:
 
 
 def _option(words: Sequence[str], name: str) -> str:
-    """The value of an option, the last one as in argparse; empty where the option is not given."""
+    """The value of an option, of which the last one counts; empty where the option is not given."""
     values = [
         words[at + 1] if word == name else word.removeprefix(f"{name}=")
         for at, word in enumerate(words)
@@ -180,7 +156,7 @@ def require_program(command: StageCommand) -> None:
     """Raise `RecipeError` where the command's first word is not a program on this node."""
     if shutil.which(command.words[0]) is None:
         raise RecipeError(
-            f"{command.words[0][:200]!a} is not a program on this node: expected the stage's command after --, such as "
+            f"{command.words[0]!a} is not a program on this node: expected the stage's command after --, such as "
             f"-- python -m services.{command.stage} ..."
         )
 
