@@ -13,7 +13,7 @@ from deploy.client.request import require_stage_name
 from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
+from services.common.process.subcommands import LABEL, names_of, reads_recipe, require_subcommand
 from services.common.recipe.schema import Stage
 
 HOURS = 6.0
@@ -97,8 +97,7 @@ def describe_judge(labels: Mapping[str, str]) -> str:
 def needs_recipe(request: OneOffRequest) -> bool:
     """Does the subcommand read a recipe? A subcommand that this checkout does not know is given one."""
     name, *words = request.words
-    known = {each.name: each.reads_recipe(words) for each in SUBCOMMANDS[request.stage]}
-    return known.get(name, True)
+    return reads_recipe(name, words)
 
 
 def complete_words(request: OneOffRequest, recipe: RequestedRecipe | None) -> tuple[str, ...]:

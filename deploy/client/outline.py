@@ -12,9 +12,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
+from services.common.recipe.cluster import Cluster
+from services.common.recipe.compilation import Compile
 from services.common.recipe.memory_estimate import checkpoint_bytes_of
-from services.common.recipe.schema import Cluster, Compile, Model, Parallel, Positive, Stage, Train
-from services.common.recipe.section import Section
+from services.common.recipe.schema import Model, Parallel, Stage
+from services.common.recipe.section import Positive, Section
+from services.common.recipe.training import Train
 
 
 def _default(section: type[Section], key: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,7 @@ from k8s.objects.placement import addresses_of, explain_placement, pods_of
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
-from services.common.errors import EXIT_BUG, MillraceError, print_traceback
+from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
@@ -118,7 +119,7 @@ class Reconciler:
                 self._report(f"trying again in {POLL_SECONDS:.0f} s: {error}")
                 self._end_after_long_refusal(error)
             except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held
-                print_traceback()
+                traceback.print_exc()
                 self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
             if not self._is_pass_due:
                 self._pause()

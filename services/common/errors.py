@@ -7,33 +7,15 @@ of Millrace: it keeps its traceback and exits with 1.
 from __future__ import annotations
 
 import errno
-import shutil
-import sys
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
-# A write that fails with one of these fails again until somebody acts.
-_ADVICE_BY_ERRNO = {
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-        "Free some space or pass another {option}; the same command then continues where it stopped. "
-        "`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR.",
-    ),
-    errno.EROFS: "Pass a {option} that this user can write.",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Pass a {option} that this user can write, or change its mode."),
-    **dict.fromkeys(
-        (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP),
-        "The path is occupied by another file type; move it, or pass another {option}.",
-    ),
-}
-STORAGE_ERRNOS = frozenset(_ADVICE_BY_ERRNO)
-# A network file system that lost its server for a while answers with one of these, which say nothing about the file.
 TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+"""What a network file system that lost its server for a while answers, which says nothing about the file."""
 # Neither does a lack of descriptors or memory.
 _SAYS_NOTHING_OF_FILE = TRANSIENT_ERRNOS - {errno.EIO} | {errno.EHOSTDOWN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -104,21 +86,6 @@ class Interrupted(MillraceError):
     exit_code = EXIT_INTERRUPTED
 
 
-def explain_storage_error(error: OSError, option: str = "--root") -> StorageError:
-    """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the message that a user needs. `option` is the command's
-    option that chose the place.
-    """
-    name = error.filename2 or error.filename  # the target of a rename is the place that is taken
-    path = Path(str(name)) if name else None
-    free = ""
-    for existing in (path, *path.parents) if path else ():
-        with suppress(OSError):
-            free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
-            break
-    advice = _ADVICE_BY_ERRNO[error.errno or 0].format(option=option)
-    return StorageError(f"{f'{path}: ' if path else ''}{error.strerror}{free}. {advice}")
-
-
 def unreadable(path: Path | str, error: OSError) -> MillraceError:
     """Return the error to raise for a file of an artifact that could not be read.
 
@@ -134,16 +101,6 @@ def unreadable(path: Path | str, error: OSError) -> MillraceError:
 def is_damage(error: MillraceError) -> bool:
     """Tell whether an error means that bytes are wrong, and not that they could not be read."""
     return isinstance(error, ArtifactError) and not isinstance(error, UnreadableError)
-
-
-def print_traceback(error: BaseException | None = None) -> None:
-    """Print the traceback of `error`, or of the error being handled."""
-    with suppress(OSError):  # stderr has no reader
-        if error:
-            traceback.print_exception(error)
-        else:
-            traceback.print_exc()
-        sys.stderr.flush()
 
 
 @contextmanager

@@ -41,7 +41,7 @@ Post = Callable[[NoticeCondition, str], None]
 def notifying(notify: Notify, subject: str, next_command: str) -> Iterator[Post]:
     """Yield a function that posts notices about `subject`, and post `failed` where the block ends with an error.
 
-    A notice that the receiver does not take after RETRIES is logged and dropped. Without a webhook nothing is sent.
+    A notice that the receiver does not take after RETRIES is logged and dropped.
     """
     url = read_webhook(notify)
     with ThreadPoolExecutor(1, thread_name_prefix="notices") as sender:

@@ -13,7 +13,7 @@ from services.common.errors import DeviceError, WorkersLost
 from services.common.hardware.instance_types import GIB
 from services.common.launch.launcher import Launcher, LostTask, TaskDemand
 from services.common.process.progress import show_progress
-from services.common.recipe.schema import Compile
+from services.common.recipe.compilation import Compile
 from services.compiler.modules import Module
 from services.compiler.neuronx_cc import CompiledModule, CompileResult, CompileTask, compile_module, find_compiled
 

@@ -23,7 +23,8 @@ from services.common.hardware.instance_types import GIB, read_dollars_per_hour, 
 from services.common.launch.launcher import TaskDemand
 from services.common.process.command_line import Given
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.schema import Compile, Recipe, fingerprint
+from services.common.recipe.compilation import Compile
+from services.common.recipe.schema import Recipe, fingerprint
 from services.compiler import neuron_cache
 from services.compiler.compile import trace_in_child
 from services.compiler.fan_out import make_tasks

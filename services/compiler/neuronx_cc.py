@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import Count, ManifestModel, Xxh3, write_durably
 from services.common.errors import DeviceError, StorageError
-from services.common.recipe.schema import Compile
+from services.common.recipe.compilation import Compile
 from services.compiler.child_process_group import run_in_group
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
 

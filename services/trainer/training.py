@@ -16,7 +16,7 @@ from services.common.artifacts.upstream import stage_command
 from services.common.errors import ArtifactError, MillraceError, adding_path
 from services.common.process.progress import report_published
 from services.common.program.backends.slow_paths import slow_paths
-from services.common.recipe.derived import explain_repetition, explain_schedule_end
+from services.common.recipe.derived import check_epochs, check_schedule
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
 from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
@@ -74,7 +74,7 @@ def _is_complete(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
 
 def _warn_of_recipe(job: Job) -> None:
     recipe = job.recipe
-    warnings = [explain_schedule_end(recipe), explain_repetition(recipe, job.corpus.payload)]
+    warnings = [check_schedule(recipe), check_epochs(recipe, job.corpus.payload)]
     for warning in filter(None, [*warnings, *slow_paths(recipe).values()]):
         logger.warning("%s", warning)
 

@@ -66,10 +66,10 @@ def run_images(checkout: Path, command: str, **variables: str) -> subprocess.Com
     return subprocess.run(command_line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 
-def build(checkout: Path) -> dict[str, str]:
-    done = run_images(checkout, "build")
+def build(checkout: Path, **variables: str) -> dict[str, str]:
+    done = run_images(checkout, "build", **variables)
     assert done.returncode == 0, done.stderr
-    names = run_images(checkout, "names").stdout.split()
+    names = run_images(checkout, "names", **variables).stdout.split()
     return {name.split("/")[3].partition(":")[0]: name for name in names}
 
 

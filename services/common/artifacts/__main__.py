@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -28,11 +29,8 @@ MANIFEST_TYPES: dict[str, type[Manifest]] = {
     each.SCHEMA.split("/")[0]: each for each in (CorpusManifest, CompileCacheManifest, CheckpointManifest)
 }
 RUNS = "run"
-
-# The names that stages give to locks, and to temporary files beside locks and beside `current.json`.
-_LOCK_OF_RUN = r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}\.lock"
-_LOCK_IN_COLLECTION = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
-_CURRENT_DRAFT = r"\.current\.json\.[0-9a-f]+\.tmp"
+_RUN_LOCK = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}\.lock")
+_LOCK_OR_DRAFT = re.compile(r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock|\.current\.json\.[0-9a-f]+\.tmp")
 
 
 def _existing(folder: Path) -> Path:
@@ -65,26 +63,23 @@ def verify(
     folders, launcher = _find_published(folder), choose_launcher(launch)
     if not folders:
         raise ArtifactError(f"{folder}: no published artifact here (no {MANIFEST} below it).")
-    damaged: list[str] = []
-    for path in folders:
+
+    def check(path: Path) -> None:
         try:
             manifest = read_manifest(path)
             verify_artifact(path, manifest, launcher)
         except ArtifactError as error:
-            damaged.append(str(error))
             print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {path}", flush=True)
-        else:
-            size = total_bytes(manifest.files)
-            print(f"ok       {path}  {manifest.schema_id}  {len(manifest.files)} files, {size:,} bytes", flush=True)
-    if damaged:
-        raise ArtifactError("\n".join(list_problems(damaged, "damaged artifacts")))
+            raise
+        size = total_bytes(manifest.files)
+        print(f"ok       {path}  {manifest.schema_id}  {len(manifest.files)} files, {size:,} bytes", flush=True)
+
+    _for_each(folders, check)
     return 0
 
 
 @app.command()
-def show(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", callback=_existing, help="the folder of an artifact")],
-) -> int:
+def show(folder: Folder) -> int:
     """Print an artifact's manifest without its file list."""
     manifest = read_manifest(folder)
     fields = manifest.model_dump(mode="json", by_alias=True, exclude={"files"})
@@ -97,19 +92,17 @@ def show(
 @app.command("list")
 def list_artifacts(folder: Folder = ROOT) -> int:
     """Print a line for each published artifact below DIR, oldest first; exit with 3 for a damaged manifest."""
-    published: list[tuple[Path, Manifest]] = []
-    damaged: list[str] = []
-    for path in _find_published(folder):
-        try:
-            published.append((path, read_manifest(path)))
-        except ArtifactError as error:
-            damaged.append(str(error))
-    for path, manifest in sorted(published, key=lambda each: (each[1].created_at, str(each[0]))):
-        size = total_bytes(manifest.files)
-        made_by = f"{manifest.producer.service} {manifest.producer.version}"
-        print(f"{manifest.created_at:%Y-%m-%d %H:%M}  {manifest.schema_id:<16} {size:>15,}  {made_by:<16} {path}")
-    if damaged:
-        raise ArtifactError("\n".join(list_problems(damaged, "damaged artifacts")))
+    lines: list[str] = []
+
+    def describe(path: Path) -> None:
+        found = read_manifest(path)
+        size, made_by = total_bytes(found.files), f"{found.producer.service} {found.producer.version}"
+        lines.append(f"{found.created_at:%Y-%m-%d %H:%M}  {found.schema_id:<16} {size:>15,}  {made_by:<16} {path}")
+
+    try:
+        _for_each(_find_published(folder), describe)
+    finally:
+        print(*sorted(lines), sep="\n", end="\n" if lines else "")
     return 0
 
 
@@ -126,8 +119,7 @@ def collect_garbage(
     yes: Annotated[bool, typer.Option("--yes", help="remove them, instead of listing them")] = False,
 ) -> int:
     """Remove the leftovers of interrupted work below the root DIR, and on request unreferenced artifacts."""
-    published: dict[Path, _Mention] = {}
-    unused = _find_unreferenced(root, published) if unreferenced else []
+    unused = _find_unreferenced(root) if unreferenced else []
     doomed = [path for path in _find_work(root) + unused if not _is_foreign(path, root)]
     if unreferenced and not yes:
         for path in doomed:
@@ -135,9 +127,6 @@ def collect_garbage(
                 print(f"would remove {path}")
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
-    if unused:  # a stage may have begun to use one meanwhile
-        used = set(unused).difference(_find_unreferenced(root, published))
-        doomed = [path for path in doomed if path not in used]
     removed = [_remove(path, is_published=path in unused) for path in doomed]
     print(f"{sum(removed)} removed.")
     return 0
@@ -152,6 +141,18 @@ def read_manifest(folder: Path) -> Manifest:
         known = ", ".join(each.SCHEMA for each in MANIFEST_TYPES.values())
         raise ArtifactError(f"{folder / MANIFEST}: schema {schema!r}, this program reads {known}.")
     return manifest_type.parse(raw, folder / MANIFEST)
+
+
+def _for_each(folders: list[Path], work: Callable[[Path], None]) -> None:
+    """Call `work` for all folders, and raise its `ArtifactError`s together at the end."""
+    damaged: list[str] = []
+    for folder in folders:
+        try:
+            work(folder)
+        except ArtifactError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise ArtifactError("\n".join(list_problems(damaged, "damaged artifacts")))
 
 
 def _find_published(folder: Path) -> list[Path]:
@@ -178,68 +179,49 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _find_work(root: Path) -> list[Path]:
-    """Return the paths that interrupted stages may have left in the collections, those still in use included.
+    """Return the partial and scratch folders, locks and drafts in the collections, those still in use included.
 
-    They are partial, scratch and displaced folders, locks and temporary files. The content of artifacts, and anything
-    with a name that no stage gives, is left out; so is a folder without a manifest, which somebody may be copying.
+    The content of artifacts, and anything with a name that no stage gives, is left out; so is a folder without a
+    manifest, which somebody may be copying.
     """
-    found = []
-    for collection in _collections(root):
-        for path in sorted(collection.iterdir()):
-            if path.is_symlink() or path.is_dir():
-                is_ours = collection != root / RUNS and is_work(path.name)
-            else:
-                lock = _LOCK_OF_RUN if collection == root / RUNS else _LOCK_IN_COLLECTION
-                is_ours = re.fullmatch(rf"{lock}|{_CURRENT_DRAFT}", path.name) is not None
-            if is_ours:
-                found.append(path)
-    return found
+    return [
+        path
+        for collection in _collections(root)
+        for path in sorted(collection.iterdir())
+        if (
+            _RUN_LOCK.fullmatch(path.name)
+            if collection == root / RUNS
+            else is_work(path.name) or _LOCK_OR_DRAFT.fullmatch(path.name)
+        )
+    ]
 
 
 def _is_foreign(path: Path, root: Path) -> bool:
-    """Tell whether `path` lies behind a link, and print so: another root may own it. A link to work is the root's."""
-    links = [each for each in path.parents if each != root and each.is_relative_to(root) and each.is_symlink()]
-    if path.is_symlink() and not is_work(path.name):
-        links.append(path)
-    for link in links[:1]:
-        print(f"leaving {path}: {link} leads to {link.readlink()}, which another root may own: remove it there")
-    return bool(links)
+    """Tell whether `path` lies behind a link out of the root, and print so: another root may own it."""
+    real = path.parent.resolve()
+    if real.is_relative_to(root.resolve()):
+        return False
+    print(f"leaving {path}: it is in {real}, which another root may own: remove it there")
+    return True
 
 
-class _Mention(NamedTuple):
-    """The fields of a manifest that tell which artifacts are in use."""
-
-    kind: str
-    id: str
-    inputs: frozenset[str]
-    """Ids of the artifacts that this one was made from."""
-
-
-def _find_unreferenced(root: Path, published: dict[Path, _Mention]) -> list[Path]:
-    """Return the corpora and compile caches that no manifest, run or `current.json` names. Checkpoints are kept.
-
-    A manifest never changes, so this reads those that are not in `published`, and adds their fields there.
-    """
-    folders = _find_published(root)
+def _find_unreferenced(root: Path) -> list[Path]:
+    """Return the corpora and compile caches that no manifest, run or `current.json` names. Checkpoints are kept."""
+    folders, collections = _find_published(root), _collections(root)
+    named: set[str] = set()
+    candidates: dict[Path, str] = {}
     for folder in folders:
-        if folder not in published:
-            manifest = read_manifest(folder)
-            inputs = frozenset(link.id for link in manifest.inputs)
-            published[folder] = _Mention(manifest.kind, manifest.id, inputs)
-    named = {each for folder in folders for each in published[folder].inputs}
-    for collection in _collections(root):
+        manifest = read_manifest(folder)
+        named.update(link.id for link in manifest.inputs)
+        # A copy that a person made is that person's.
+        if manifest.kind != "checkpoint" and folder.parent in collections and is_id(folder.name):
+            candidates[folder] = manifest.id
+    for collection in collections:
         if (collection / CURRENT).exists():
             named.update(read_current(collection).values())
     for run in (root / RUNS).glob("*/run.json"):
         named.update(_artifacts_of(run))
-    collections = set(_collections(root))
-    return [
-        folder
-        for folder in folders
-        if published[folder].id not in named and published[folder].kind != "checkpoint"
-        # A copy that a person made is that person's.
-        if folder.parent in collections and is_id(folder.name)
-    ]
+    return [folder for folder, identifier in candidates.items() if identifier not in named]
 
 
 def _artifacts_of(run: Path) -> list[str]:

@@ -16,13 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    FiniteFloat,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, RelativePath, Sha256
 from services.common.recipe.schema import fingerprint
@@ -93,9 +87,7 @@ class Ancestor(ManifestModel):
 
 
 class ShardOrigin(ManifestModel):
-    """The state and the rank that a shard comes from. Its header and the manifest both hold this origin, so that no
-    shard can take the place of another.
-    """
+    """The state and the rank that a shard comes from, as its header and the manifest both say."""
 
     run: str
     step: Count
@@ -114,9 +106,7 @@ class ShardOrigin(ManifestModel):
 
 
 class ImportedModel(ManifestModel):
-    """Configuration in the folder of the weights with which the run, or an ancestor of it, began: Hugging Face's files,
-    empty where there is none. All later checkpoints have it, for exports: the folder may be gone.
-    """
+    """Hugging Face's configuration of the weights with which the run, or an ancestor of it, began, for exports."""
 
     config: dict[str, Any]
     generation_config: dict[str, Any]
@@ -142,9 +132,8 @@ class CheckpointPayload(ManifestModel):
     ancestors: tuple[Ancestor, ...] = ()
     """Checkpoints with which a branch, its parent and so on began, oldest first. Absent without a branch."""
     data_offset_samples: Annotated[int, Field(gt=-(2**63), lt=2**63)] = 0
-    """Number of the sample with which batch 0 would have begun: batch number b takes the samples from
-    data_offset_samples + b * batch.global_batch_size on. It is below 0 where a branch has larger batches than its
-    parent, or another corpus. Absent where it is 0."""
+    """Sample with which batch 0 would have begun: batch b takes the samples from data_offset_samples + b *
+    batch.global_batch_size on. Below 0 where a branch has larger batches, or another corpus. Absent where it is 0."""
     imported: ImportedModel | None = None
     """Configuration of the imported model. Absent where the run began with random weights."""
 
@@ -187,7 +176,7 @@ class CheckpointManifest(Manifest):
         return self
 
 
-def explain_origins(found: ShardOrigin, expected: ShardOrigin) -> str:
+def compare_origins(found: ShardOrigin, expected: ShardOrigin) -> str:
     """Return the fields in which two origins differ, with both values."""
     theirs, ours = found.model_dump(), expected.model_dump()
     return ", ".join(f"{name} {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name])

@@ -58,8 +58,7 @@ class SplitCounts(ManifestModel):
     def _has_borders_around_each_document(self) -> Self:
         if not self.documents == self.bos == self.eos:
             raise ValueError(
-                f"{self.documents:,} documents with {self.bos:,} BOS and {self.eos:,} EOS, expected one of each around "
-                f"every document"
+                f"{self.documents:,} documents, {self.bos:,} BOS and {self.eos:,} EOS, expected equal numbers"
             )
         return self
 
@@ -84,9 +83,8 @@ class SourceCounts(ManifestModel):
     """Share of the training split's tokens."""
     splits: dict[Split, SourceSplitCounts]
     validation_ngrams: Count
-    """13-grams of tokens in the source's validation documents, without BOS and EOS. One that is there twice counts
-    twice. Of a validation split of more than 262,144 tokens, about so many 13-grams are counted, chosen by hash.
-    """
+    """13-grams of tokens in the source's validation documents, without BOS and EOS. Of a validation split of more than
+    262,144 tokens, about so many 13-grams are counted, chosen by hash."""
     validation_ngrams_in_train: Count
     """Number of `validation_ngrams` that a training document of any source has, too."""
     documents_duplicate: Count
@@ -129,8 +127,7 @@ class CorpusPayload(ManifestModel):
     """Documents that were dropped as exact duplicates of an earlier document; 0 with `corpus.duplicates = "keep"`."""
     documents_not_sampled: Count
     """Documents that a pass over their source left out: those beyond the source's weight, and those of the validation
-    split in each pass but the first.
-    """
+    split in each pass but the first."""
     documents_with_invalid_utf8: Count
     bad_rows: dict[BadRowReason, Count]
     """Rows that were skipped because they hold no document, by reason. They are none of `documents_read`."""
@@ -167,35 +164,32 @@ class CorpusPayload(ManifestModel):
 
     @property
     def validation_ranges(self) -> tuple[range, ...]:
-        """Tokens of each source in the validation split's token stream, in the order of `sources`.
-
-        The split holds one source after the other, because a document is in it once, whatever its source's weight.
-        """
+        """Tokens of each source in the validation split, which holds one source after the other, in their order."""
         ends = list(accumulate(source.splits["validation"].tokens for source in self.sources))
         return tuple(map(range, [0, *ends], ends))
 
     def row_files(self, split: Split) -> Iterator[str]:
         """Yield the paths of the split's shards in the order of their rows, and then that of its tail."""
-        for number in range(self.num_shards(split)):
-            yield shard_path(split, number)
-        yield tail_path(split)
+        for number in range(self.num_shards(split) + 1):
+            yield self.row_file(split, number)[0]
+
+    def row_file(self, split: Split, number: int) -> tuple[str, range, int]:
+        """Return path, row numbers and number of tokens of a shard; the tail comes after the last shard."""
+        counts = self.splits[split]
+        if number == self.num_shards(split):
+            return tail_path(split), range(counts.rows, counts.rows + 1), counts.tail_tokens
+        first = number * self.rows_per_shard
+        rows = range(first, min(first + self.rows_per_shard, counts.rows))
+        return shard_path(split, number), rows, len(rows) * self.sequence_length
 
     def num_shards(self, split: Split) -> int:
         """Return the number of the files that `shard_path` names; the tail is one more."""
         return -(-self.splits[split].rows // self.rows_per_shard)
 
     def without_digests(self) -> Self:
-        """Return a copy without the digests of checks, which only a verification of the whole corpus compares.
-
-        The copy has the same size for a corpus of any number of shards; the digests of 200,000 take 16 MB.
-        """
+        """Return a copy without the digests of checks, 16 MB for 200,000 shards, which only `verify` compares."""
         splits = {split: counts.model_copy(update={"check_digests": ()}) for split, counts in self.splits.items()}
         return self.model_copy(update={"splits": splits})
-
-    def rows_of_shard(self, split: Split, number: int) -> range:
-        """Return the numbers in the split of the rows that a shard has."""
-        rows, first = self.splits[split].rows, number * self.rows_per_shard
-        return range(first, min(first + self.rows_per_shard, rows))
 
     def num_samples(self, split: Split) -> int:
         """Return the number of training samples of a split; the last one takes a token more than its L inputs."""

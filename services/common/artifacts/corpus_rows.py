@@ -1,8 +1,7 @@
 """Reads rows of a corpus from memory-mapped files, and checks each row that it reads.
 
 Nothing is opened before a row is wanted: the manifest says which file has a row. Opening a file costs 0.1 ms and reads
-a few pages of it; a row costs the pages that it fills. At most `MAX_MAPS` files are mapped, those used last, for a
-corpus of any size.
+a few pages of it; a row costs the pages that it fills. At most `MAX_MAPS` files are mapped, those used last.
 
 The check of a row is the xxh3-64 of its ids as they are stored, in little-endian bytes, followed by its document starts
 as little-endian int32. Its seed is the number of the row in its split, plus 2**63 in the validation split, so that a
@@ -24,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from services.common.artifacts.corpus import CorpusPayload, Split, shard_path, tail_path
+from services.common.artifacts.corpus import CorpusPayload, Split
 from services.common.artifacts.files import locate
 from services.common.errors import ArtifactError
 
@@ -61,17 +60,10 @@ class RowFile(NamedTuple):
 
         Raises `ArtifactError` where the file cannot be read, or contradicts the manifest; its rows are not read.
         """
-        counts = corpus.splits[split]
-        if number == corpus.num_shards(split):
-            path, rows = tail_path(split), range(counts.rows, counts.rows + 1)
-            num_tokens = counts.tail_tokens
-        else:
-            path, rows = shard_path(split, number), corpus.rows_of_shard(split, number)
-            num_tokens = len(rows) * corpus.sequence_length
+        path, rows, num_tokens = corpus.row_file(split, number)
         file = locate(folder, path)
         try:
-            # Of the lists in `doc_starts` only the first and the last offset are read here, so that opening a file
-            # costs the same for any number of rows; `RowFile.read` checks the offsets of its row.
+            # Opening a file costs the same for any number of rows: `RowFile.read` checks the offsets of its row.
             with pa.ipc.open_file(pa.memory_map(str(file), "r")) as opened:
                 batch = opened.get_batch(0)
             batch.validate()  # no view points outside the mapped file
@@ -85,9 +77,7 @@ class RowFile(NamedTuple):
                 checks=_view(batch.column("check")),
             )
         except (pa.ArrowException, OSError, KeyError, AttributeError, UnicodeDecodeError) as error:
-            raise ArtifactError(
-                f"{file}: cannot be read as a corpus's file: {error}. {advise_verify(folder)}"
-            ) from error
+            raise ArtifactError(f"{file}: not a file of a corpus: {error}. {advise_verify(folder)}") from error
         has = (len(batch), len(found.tokens), *(each.dtype.name for each in (found.tokens, found.starts, found.checks)))
         expected = (len(rows), num_tokens, corpus.token_dtype, "int32", "uint64")
         if has != expected:
@@ -109,8 +99,8 @@ class RowFile(NamedTuple):
         is_list = 0 <= begin <= end <= len(self.starts)
         if not is_list or int(self.checks[at]) != check_row(split, row, ids, starts):
             raise ArtifactError(
-                f"{self.path}: row {at:,} of this file, row {row:,} of {split}, is damaged or in the place of another: "
-                f"its ids and doc_starts do not fit its check. Do not train on it. {advise_verify(folder)}"
+                f"{self.path}: row {at:,} of this file, row {row:,} of {split}, is damaged or in the place of another. "
+                f"Do not train on it. {advise_verify(folder)}"
             )
         return Row(ids, starts)
 
@@ -124,10 +114,7 @@ class CorpusRows:
         self._mapped: dict[tuple[Split, int], RowFile] = {}  # the file used last comes last
 
     def read(self, split: Split, row: int) -> Row:
-        """Return a row of a split, whose last row is the tail.
-
-        Raises the errors of `RowFile.map` and `RowFile.read`.
-        """
+        """Return a row of a split, whose last row is the tail. Raises what `RowFile.map` and `RowFile.read` raise."""
         return self.file_of(split, row).read(self.folder, split, row, self.corpus.sequence_length)
 
     def prefetch(self, split: Split, row: int) -> None:

@@ -21,7 +21,6 @@ from services.common.errors import StorageError, TryAgain
 logger = logging.getLogger(__name__)
 
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-
 _descriptors: set[int] = set()
 
 
@@ -108,10 +107,7 @@ def _close(descriptor: int) -> None:
 
 @cache
 def _close_in_forked_children() -> None:
-    """Close the locks of this process in each child that it forks: both would else share the lock.
-
-    A program that a child executes has none of them anyway, because Python opens files with O_CLOEXEC.
-    """
+    """Close the locks of this process in each child that it forks: both would else share the lock."""
 
     def close() -> None:
         while _descriptors:

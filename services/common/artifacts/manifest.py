@@ -21,12 +21,11 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from services.common.errors import ArtifactError, unreadable
-from services.common.problem_list import list_names
+from services.common.problem_list import list_names, list_problems
 from services.common.process.progress import report_phase
 from services.common.recipe.schema import fingerprint
 
 MANIFEST = "manifest.json"
-_SHOWN_PROBLEMS = 10
 
 
 def _require_relative(path: str) -> str:
@@ -154,10 +153,8 @@ class Manifest(ManifestModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            problems = error.errors(include_url=False)
-            lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems[:_SHOWN_PROBLEMS]]
-            if len(problems) > len(lines):
-                lines.append(f"and {len(problems) - len(lines):,} more")
+            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+            lines = list_problems(problems, "problems")
             raise ArtifactError("\n  ".join([f"{path}: does not follow {cls.SCHEMA}:", *lines])) from error
 
     def write(self, folder: Path) -> None:
@@ -215,7 +212,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def producer(service: str) -> Producer:
+def describe_producer(service: str) -> Producer:
     """Describe the program that writes: the stage's version, the source's commit, and the image's name, if any."""
     source_root = Path(__file__).resolve().parents[3]
     version = (source_root / "services" / service / "VERSION").read_text(encoding="utf-8").strip()

@@ -2,10 +2,8 @@
 
 Layout: `<root>/<kind>/<name>/<id>/`. Work in progress is `<id>.<writer>.partial/` (files to publish) and
 `<id>.scratch/` (files that only help to make them), both guarded by the lock `<id>.lock`. The commit is the rename of
-the complete partial folder to `<id>/`, which refuses a published artifact.
-
-Tasks and workers of a killed command may live for a moment longer than its lock. So each writer has a partial folder of
-its own, and folders are moved aside before they are removed: a late writer fails, and publishes no half.
+the complete partial folder to `<id>/`, which refuses a published artifact. Tasks and workers of a killed command may
+outlive its lock, so each writer has a partial folder of its own, and folders are moved aside before they are removed.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from services.common.artifacts.manifest import (
     FileEntry,
     InputLink,
     Manifest,
-    producer,
+    describe_producer,
     read_sealed,
     sync_folder,
     write_durably,
@@ -74,6 +72,10 @@ class Address:
     def beside(self, suffix: str) -> Path:
         return self.collection / f"{self.id}{suffix}"
 
+    def partial(self, writer: str) -> Path:
+        """Folder that `make_partial` makes for this writer."""
+        return self.beside(f".{writer}{PARTIAL_SUFFIX}")
+
 
 @dataclass(frozen=True)
 class Artifact(Generic[M]):
@@ -102,8 +104,8 @@ class Workspace:
     files: Path
     """Folder of the files to publish: empty at first, and used by this writer alone."""
     scratch: Path
-    """Folder that survives a crash, so that work can be resumed. A task of a killed command may still write into it. So
-    a name in it always stands for the same bytes, a file appears in one step, and a reader checks it."""
+    """Folder that survives a crash, so that work can be resumed. A task of a killed command may still write into it: a
+    name in it always stands for the same bytes, a file appears in one step, and a reader checks it."""
     own_scratch: Path
     """Folder below `scratch` for this writer alone. The stage makes it if needed, and the next writer removes it."""
 
@@ -127,9 +129,8 @@ def publish_once(
 ) -> tuple[Artifact[M], bool]:
     """Return the artifact at `address`, and whether this call built it.
 
-    Only the manifest of a published artifact is read, whatever the artifact's size: the readers of its files check
-    their bytes. Of two callers at once, one builds, and the other waits and returns the published artifact. A crash at
-    any point leaves either nothing visible or the complete artifact.
+    Only the manifest of a published artifact is read: the readers of its files check their bytes. Of two callers at
+    once, one builds and the other waits. A crash at any point leaves nothing visible or the complete artifact.
     """
     with hold_lock(address.beside(LOCK_SUFFIX)):
         if (address.path / MANIFEST).exists():
@@ -156,10 +157,10 @@ def new_writer() -> str:
 
 
 def make_partial(address: Address, writer: str) -> Path:
-    """Make the empty folder that `commit` publishes and that no other writer uses.
+    """Make the empty folder that `commit` publishes and that no other writer uses. The caller holds the lock.
 
-    Unfinished work of earlier writers is removed. Anything else in the artifact's place is moved aside, where `gc`
-    removes it, because it may be somebody's data. The caller holds the lock.
+    Unfinished work of earlier writers is removed. Anything else in the artifact's place may be somebody's data, and is
+    moved aside, where `gc` removes it.
     """
     for place in (address.path, *address.path.parents[:3]):
         require_mounted(place)
@@ -167,7 +168,7 @@ def make_partial(address: Address, writer: str) -> Path:
     if os.path.lexists(address.path):
         address.path.rename(address.beside(f".displaced-{new_writer()}{PARTIAL_SUFFIX}"))
     discard_unfinished(address.collection, re.escape(address.id))
-    partial = partial_of(address, writer)
+    partial = address.partial(writer)
     partial.mkdir()
     return partial
 
@@ -199,11 +200,6 @@ def discard(path: Path) -> None:
             raise
 
 
-def partial_of(address: Address, writer: str) -> Path:
-    """Return the folder that `make_partial` makes for this writer."""
-    return address.beside(f".{writer}{PARTIAL_SUFFIX}")
-
-
 def commit(address: Address, manifest_type: type[M], service: str, recipe: Recipe, draft: Draft, partial: Path) -> M:
     """Publish the writer's partial folder at `address`: fsync, hash, write the manifest, rename.
 
@@ -215,7 +211,7 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
         id=address.id,
         identity_key=identity_key(recipe, address.kind),
         created_at=datetime.now(UTC).replace(microsecond=0),
-        producer=producer(service),
+        producer=describe_producer(service),
         inputs=draft.inputs,
         recipe=recipe.model_dump(mode="json"),
         files=describe_files(partial) if draft.files is None else draft.files,
@@ -238,8 +234,7 @@ def record_current(address: Address, key: str) -> None:
         stored = _load_current(address.collection)
         if stored is None or stored.get(key) != address.id:
             entries = {**read_current(address.collection), key: address.id}
-            content = json.dumps(entries, indent=1, sort_keys=True).encode()
-            write_durably(address.collection / CURRENT, content)
+            write_durably(address.collection / CURRENT, json.dumps(entries, indent=1, sort_keys=True).encode())
 
 
 def find_artifact(
@@ -268,13 +263,12 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
     path, manifest = artifact.path, artifact.manifest
     if (manifest.name, manifest.id) != (path.parent.name, path.name):
         raise ArtifactError(
-            f"{path}: the manifest has the name and id {manifest.name}/{manifest.id}: the folder is a copy of that "
-            f"artifact. Move it away, or back to that place."
+            f"{path}: the manifest is that of {manifest.name}/{manifest.id}. Move the folder away, or back there."
         )
     if key is not None and manifest.identity_key != key:
         raise ArtifactError(
-            f"{path.parent / CURRENT}: names {path.name} for another recipe than the one it was made for. "
-            f"Remove {CURRENT}; it is made anew from the manifests."
+            f"{path.parent / CURRENT}: names {path.name}, which is of another recipe. Remove {CURRENT}; it is made "
+            f"anew from the manifests."
         )
     return artifact
 

@@ -31,9 +31,8 @@ class DocumentBatch(NamedTuple):
 class TokenStream:
     """Gives random access to the samples of one split.
 
-    Nothing is opened before a sample is read, and every row that a sample is cut from is checked. Training reads the
-    samples below `num_samples`. An evaluation reads those below `num_padded_samples`: the last of them may be padded,
-    so that together they have each target of the split once.
+    Every row that a sample is cut from is checked. Training reads the samples below `num_samples`. An evaluation reads
+    those below `num_padded_samples`: the last may be padded, so that together they have each target of the split once.
     """
 
     def __init__(self, folder: Path, corpus: CorpusPayload, split: Split, rows: CorpusRows | None = None) -> None:
@@ -76,9 +75,7 @@ class TokenStream:
         return DocumentBatch(samples, segment_ids, positions)
 
     def prefetch(self, indices: npt.ArrayLike) -> None:
-        """Ask the kernel to read the rows of these samples. It costs two maps a sample at most, and 4 us where the
-        files are mapped; damage is left to `read`.
-        """
+        """Ask the kernel to read the rows of these samples, in 4 us where files are mapped. `read` finds damage."""
         for index in np.asarray(indices, dtype=np.int64).tolist():
             for row in (index, index + 1) if index < self.num_rows else (index,):
                 self._rows.prefetch(self._split, row)
@@ -86,8 +83,8 @@ class TokenStream:
     def document_begins(self) -> npt.NDArray[np.int64]:
         """Return the positions in the split at which its documents begin, in ascending order: 8 bytes a document.
 
-        Opens each file of the split, and reads its `doc_starts` alone, so no row is checked. Raises `ArtifactError`
-        where they do not rise, or are not as many as the manifest says.
+        Reads `doc_starts` alone, so no row is checked. Raises `ArtifactError` where they do not rise, or are not as
+        many as the manifest says.
         """
         begins: list[npt.NDArray[np.int64]] = []
         for number in range(self._corpus.num_shards(self._split) + 1):
@@ -98,9 +95,8 @@ class TokenStream:
             begins.append(np.repeat(rows, per_row) + file.starts)
         found = np.concatenate(begins)
         if np.any(np.diff(found) <= 0):
-            raise ArtifactError(
-                f"{self._folder / self._split}: its doc_starts are damaged. {advise_verify(self._folder)}"
-            )
+            place = self._folder / self._split
+            raise ArtifactError(f"{place}: its doc_starts are damaged. {advise_verify(self._folder)}")
         require_documents(self._folder, self._corpus, self._split, len(found))
         return found
 

@@ -51,9 +51,8 @@ def open_corpus(
         )
     if payload.num_samples("train") == 0:
         raise ArtifactError(
-            f"{corpus.path}: no training sample: a sample takes {payload.sequence_length + 1:,} tokens, and the "
-            f"{payload.splits['train'].documents:,} documents of the training split have "
-            f"{payload.splits['train'].tokens:,}. Add text to corpus.sources, or lower corpus.sequence_length or "
+            f"{corpus.path}: no training sample: a sample takes {payload.sequence_length + 1:,} tokens, and the split "
+            f"has {payload.splits['train'].tokens:,}. Add text to corpus.sources, or lower corpus.sequence_length or "
             f"corpus.validation_fraction, and run {_made_by('tokenizer', recipe_path, root)}."
         )
     return corpus

@@ -1,5 +1,4 @@
-"""Tells faults of an accelerator from errors of the program: after a fault, another or repaired node runs the same
-command.
+"""Tells faults of an accelerator from errors of the program: after a fault, another node runs the same command.
 
 The Neuron runtime puts its status into the text of its callers' errors, by name (`NRT_EXEC_HW_ERR_HBM_UE`) or by the
 number in its header nrt/nrt_status.h.
@@ -27,7 +26,6 @@ NEURON_FAULTS = {
     1206: "NRT_NETWORK_PROXY_FAILURE",
 }
 """The runtime's statuses for faults that are not the program's, by number."""
-_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 _BY_NAME = re.compile(r"\b(NRT_EXEC_HW_ERR_\w+|" + "|".join(NEURON_FAULTS.values()) + r")\b")
 # A number counts only in a text about Neuron: 6 and 101 are statuses of many libraries.
 _BY_NUMBER = re.compile(r"\b(?:status|error|code|status[ _]code|error[ _]code)\s*[=:]?\s*\(?(12\d\d)\b", re.IGNORECASE)
@@ -42,23 +40,24 @@ def naming_hardware_faults() -> Iterator[None]:
     except MillraceError:
         raise
     except Exception as error:
-        fault = explain_hardware_fault(error)
+        fault = find_hardware_fault(error)
         if fault is None:
             raise
         raise fault from error
 
 
-def explain_hardware_fault(error: BaseException) -> HardwareFault | None:
-    """Return the error to raise for an `error` in which the Neuron runtime reports a fault of its device; else None."""
-    for each in _chain(error):
-        if status := _find_status(str(each)):
-            cores = os.environ.get(_CORES_VARIABLE)
+def find_hardware_fault(error: BaseException | None) -> HardwareFault | None:
+    """Return the error to raise where the Neuron runtime reports a fault of its device in `error` or in its cause."""
+    while error is not None:
+        if status := _find_status(str(error)):
+            cores = os.environ.get("NEURON_RT_VISIBLE_CORES")
             device = f"NeuronCore {cores}" if cores else "a Neuron device"
-            first_line = str(each).strip().partition("\n")[0]
+            first_line = str(error).strip().partition("\n")[0]
             return HardwareFault(
                 f"{device} of host {socket.gethostname()} failed with {status}: {first_line[:200]}. `neuron-ls` and "
                 f"kubectl describe node show more; replace the node if it fails again. The same command continues."
             )
+        error = error.__cause__ or error.__context__
     return None
 
 
@@ -67,10 +66,3 @@ def _find_status(text: str) -> str | None:
         return named[1]
     numbered = _BY_NUMBER.search(text) if _OF_NEURON.search(text) else None
     return NEURON_FAULTS.get(int(numbered[1])) if numbered else None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__

@@ -37,9 +37,7 @@ PEAK_TFLOPS = {
     "NVIDIA GeForce RTX 4090": 165.2,  # Ada GPU architecture whitepaper, bfloat16 with sums in float32: 165.2 and 330.4
     "NVIDIA B200": 2250.0,  # HGX B200 datasheet: 36 PFLOP/s of eight
 }
-"""Peaks by the driver's name of the GPU, for MFU on a machine that is no EC2 instance. Similar names have different
-peaks: an H100 PCIe has three quarters of the peak of an H100 SXM.
-"""
+"""Peaks by the driver's name of the GPU, for MFU on a machine that is no EC2 instance."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ def list_gpus() -> list[Gpu]:
 def list_visible_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA shows to this process: those in CUDA_VISIBLE_DEVICES, or all of the machine.
 
-    Like CUDA, it ends the list at the first name that is no GPU. Numbers count in the order of the PCI bus. A slice of
-    a GPU (MIG) has no memory size here. Raises `DeviceError` where nvidia-smi fails.
+    Like CUDA, it ends the list at the first name that is no GPU. A slice of a GPU (MIG) has no memory size here. Raises
+    `DeviceError` where nvidia-smi fails.
     """
     gpus = list_gpus()
     if VISIBLE_VARIABLE not in os.environ:
@@ -101,11 +99,9 @@ def _query(*fields: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise DeviceError(f"{' '.join(command)}: no answer in {TIMEOUT_SECONDS:.0f} s; the driver hangs.") from error
-    except subprocess.CalledProcessError as error:
-        printed = (error.stderr.strip() or error.stdout.strip())[:300]  # it prints most errors on stdout
-        raise DeviceError(f"{' '.join(command)} failed with {error.returncode}: {printed}") from error
+    except subprocess.SubprocessError as error:  # nvidia-smi prints most errors on stdout
+        printed = str(getattr(error, "stderr", "") or getattr(error, "stdout", "") or "").strip()[:300]
+        raise DeviceError(f"{error} {printed}") from error
     return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 

@@ -1,9 +1,8 @@
 """Describes and checks the platform of an image: Python, Ray, torch, and the libraries of CUDA or of the Neuron SDK.
 
 `python -m services.common.hardware.image_platform` prints the platform, and exits with 4 where a library of the image
-cannot be imported. Run it first in a new image, before the image gets a node. The build of every image runs the same
-check with `--without-device`, so that an image without a library gets no tag. The build's layer holds only this module
-and the modules that it imports, so that a change of other code does not repeat the check.
+cannot be imported. The build of every image runs it with `--without-device`, in a layer that holds only this module and
+those that it imports: an image without a library gets no tag, and a change of other code does not repeat the check.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import os
 import platform
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from services.common.errors import DeviceError
 from services.common.process.entry_point import run_program
 
 
-@dataclass(frozen=True)
-class BackendEntry:
+class BackendEntry(NamedTuple):
     """A backend that runs the program on a device, described without an import of its libraries."""
 
     module: str
@@ -33,7 +32,7 @@ class BackendEntry:
 
 
 NATIVE = BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate", "activations"))
-CUDA = replace(NATIVE, graphs=("forward", "backward", "evaluate", "activations"))  # torch has a kernel for the update
+CUDA = NATIVE._replace(graphs=("forward", "backward", "evaluate", "activations"))  # torch has a kernel for the update
 XLA = BackendEntry(
     "neuron_xla", "NeuronXla", ("micro-batch", "update", "check", "load", "evaluate", "activations", "norms")
 )
@@ -54,33 +53,20 @@ LIBRARIES = {
     ),
     "compiler": ("torch",),
     "trainer": (
-        "torch",
-        "ray.train",
-        "jinja2",
-        "safetensors",
-        "sentencepiece",
-        "tensorboardX",
-        "tiktoken",
-        "tokenizers",
-        "transformers",
+        *("torch", "ray.train", "jinja2", "safetensors", "sentencepiece", "tensorboardX"),
+        *("tiktoken", "tokenizers", "transformers"),
     ),
     "head": ("boto3", "kubernetes", "ray.train", "requests"),
 }
-# Libraries of the Neuron SDK by variant, for the services with the program. The neuron variant has those of the AWS
-# Neuron training image, the trn2 variant TorchNeuron, the compiler and the language of kernels. Whether all of them can
-# be imported without a Neuron device is not documented.
+# Libraries of the Neuron SDK by variant, for the services with the program. Whether all of them can be imported without
+# a Neuron device is not documented.
 NEURON_LIBRARIES = {
     "neuron": ("torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed"),
     "trn2": ("torch_neuronx", "neuronxcc", "nki"),
 }
 # With this variable at 0, `import torch` does not load TorchNeuron (awsdocs-neuron latest, torch/index).
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-# Libraries that the compiler and the trainer need for GPUs besides a torch built with CUDA, whose import loads CUDA's
-# libraries, cuDNN and NCCL. Neither import needs a GPU or its driver.
-CUDA_LIBRARIES = ("triton",)
 WITH_PROGRAM = ("compiler", "trainer")
-
-
 DEVICES_OF_VARIANTS = {"cpu": "cpu", "cuda": "cuda", "neuron": "xla", "trn2": "neuron"}
 """The only `parallel.device` of recipes that images of a variant run."""
 
@@ -88,8 +74,8 @@ DISTRIBUTIONS = (
     *("ray", "torch", "numpy", "cuda-toolkit", "triton"),
     *("torch-xla", "torch-neuronx", "neuronx-cc", "nki", "neuronx-distributed"),
 )
-# Errors that imports of broken packages were seen to raise: ImportError and OSError for a shared library that is
-# missing or too old, and the others for a package that was built for another NumPy or another torch.
+# Imports raise ImportError and OSError for a shared library that is missing or too old, and the others for a package
+# that was built for another NumPy or another torch.
 BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
@@ -121,11 +107,6 @@ def image_variant() -> str:
     return os.environ.get("MILLRACE_VARIANT") or "cpu"
 
 
-def is_in_image() -> bool:
-    """Tell whether this process runs in an image of Millrace, and not in the environment of a checkout."""
-    return bool(os.environ.get("MILLRACE_VARIANT"))
-
-
 def image_service() -> str:
     """Return the service of this process's image; empty outside of an image, where all services run."""
     return os.environ.get("MILLRACE_SERVICE", "")
@@ -134,11 +115,11 @@ def image_service() -> str:
 def require_backend(device: str) -> BackendEntry:
     """Return the backend for the recipe's device. Raises `DeviceError` where this image or node is for another device.
 
-    No other device takes its place: on a Trainium node the CPU would train for weeks while the chips are paid for.
-    Outside of an image, every device that torch finds may be used.
+    On a Trainium node the CPU would train for weeks while the chips are paid for. Outside of an image, any device may
+    be used.
     """
     own = DEVICES_OF_VARIANTS[image_variant()]
-    if is_in_image() and device != own:
+    if os.environ.get("MILLRACE_VARIANT") and device != own:
         [variant] = [name for name, each in DEVICES_OF_VARIANTS.items() if each == device]
         raise DeviceError(
             f"this is a {image_variant()} image, which runs --parallel.device={own} alone, and the recipe says "
@@ -165,25 +146,18 @@ def require_libraries(service: str, variant: str, without_device: bool = False) 
     """
     if without_device:
         os.environ[AUTOLOAD] = "0"
-    for library in dict.fromkeys([*EVERY_SERVICE, *libraries_of(service)]):
+    own = LIBRARIES[service] if service else itertools.chain.from_iterable(LIBRARIES.values())
+    for library in dict.fromkeys([*EVERY_SERVICE, *own]):
         _require(library, variant)
     if service in LIBRARIES.keys() - WITH_PROGRAM:
         return
     for library in NEURON_LIBRARIES.get(variant, ()):
         _require(library, variant, is_imported=not without_device)
-    if variant == "cuda":
-        for library in CUDA_LIBRARIES:
-            _require(library, variant)
-        _require_cuda_build()
-
-
-def libraries_of(service: str) -> tuple[str, ...]:
-    """Return the libraries of a service beyond those of every service; without a service, the libraries of all."""
-    if not service:
-        return tuple(library for libraries in LIBRARIES.values() for library in libraries)
-    if service not in LIBRARIES:
-        raise DeviceError(f"MILLRACE_SERVICE is {service!r}, expected one of {', '.join(LIBRARIES)}")
-    return LIBRARIES[service]
+    if variant == "cuda":  # neither import needs a GPU or its driver
+        _require("triton", variant)
+        torch = importlib.import_module("torch")
+        if torch.version.cuda is None:  # it would refuse every recipe on every node
+            raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_advice('torch', 'cuda')}")
 
 
 def _require(library: str, variant: str, is_imported: bool = True) -> None:
@@ -199,19 +173,10 @@ def _require(library: str, variant: str, is_imported: bool = True) -> None:
         ) from error
 
 
-def _require_cuda_build() -> None:
-    """Raise `DeviceError` where torch was built without CUDA: such an image would refuse every recipe on every node."""
-    torch = importlib.import_module("torch")
-    if torch.version.cuda is None:
-        raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_advice('torch', 'cuda')}")
-
-
 def _advice(library: str, variant: str) -> str:
-    if library == "torch" or library in NEURON_LIBRARIES.get(variant, ()):
-        if variant == "neuron":
-            return "Build it on the base in images/platforms.toml: make images VARIANT=neuron"
-        if variant == "trn2":
-            return "Build it with the version in images/torch-neuron.txt: make images VARIANT=trn2"
+    if library in ("torch", *NEURON_LIBRARIES.get(variant, ())) and variant in NEURON_LIBRARIES:
+        pinned = "images/platforms.toml" if variant == "neuron" else "images/torch-neuron.txt"
+        return f"Build it as {pinned} says: make images VARIANT={variant}"
     if image_service():
         return f"Build the image anew from its lock: make images STAGE={image_service()} VARIANT={variant}"
     return "Run `make setup`."

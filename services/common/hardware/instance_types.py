@@ -66,9 +66,7 @@ class LustreSize:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes per second that all nodes together can write: the provisioned baseline, without bursts (FSx for Lustre
-        User Guide, "Performance characteristics of SSD storage classes").
-        """
+        """Bytes per second that all nodes together can write: the provisioned baseline, without bursts."""
         return self.gib / 1024 * self.megabytes_per_second_per_tib * 10**6
 
     def __str__(self) -> str:

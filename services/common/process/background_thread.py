@@ -13,8 +13,7 @@ def running_in_background(
 ) -> Iterator[None]:
     """Run `work(is_over)` in a thread called `name` during the block, and set `is_over` at the block's end.
 
-    The end of the block waits for `work` to return, for at most `end_seconds` if given: work that hangs with a file
-    system then does not keep the process from ending.
+    The end of the block waits for `work`, for at most `end_seconds` if given: it may hang with a file system.
     """
     is_over = threading.Event()
     thread = threading.Thread(target=work, args=(is_over,), name=name, daemon=True)

@@ -106,10 +106,7 @@ class Given:
 
 
 def read_given(context: Context, recipe_path: Path, root: Path) -> Given:
-    """Load the recipe with the overrides among the words of the command line that are no options.
-
-    Raises `RecipeError` for any other word, and for a recipe that is wrong.
-    """
+    """Load the recipe with the overrides of the command line. Raises `RecipeError` for any other word that is left."""
     for word in context.args:
         if not read_override(word):
             context.fail(f"No such option or argument: {word}. A recipe override reads --section.key=value.")

@@ -8,6 +8,7 @@ import gc
 import getpass
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,17 +18,16 @@ from typing import NoReturn
 from services.common.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
-    STORAGE_ERRNOS,
     TRANSIENT_ERRNOS,
     ArtifactError,
     Interrupted,
     LimitError,
     MillraceError,
     RecipeError,
+    StorageError,
     TryAgain,
-    explain_storage_error,
 )
-from services.common.hardware.faults import explain_hardware_fault
+from services.common.hardware.faults import find_hardware_fault
 from services.common.process.shutdown import (
     Stopped,
     end_at_once,
@@ -41,11 +41,14 @@ from services.common.process.shutdown import (
     stop_behind,
 )
 
-_PATH_ERRNOS = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
-)
-_LIMIT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-_PARSE_ERRORS = frozenset({"ArrowInvalid", "JSONDecodeError", "TOMLDecodeError", "SafetensorError"})
+_STORAGE_ERRNOS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP),
+}
+"""Errors of a place that is full, not writable for this user, or taken by a file of another type."""
+_LIMIT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+_PATH_ERRNOS = {errno.ENOENT, errno.ENAMETOOLONG, errno.ENXIO}
+_PARSE_ERRORS = {"ArrowInvalid", "JSONDecodeError", "TOMLDecodeError", "SafetensorError"}
 """Names of the errors with which libraries refuse the content of a file. Few programs import these libraries."""
 
 _at_end: list[Callable[[int], None]] = []
@@ -53,8 +56,7 @@ _at_end: list[Callable[[int], None]] = []
 
 def run_program(main: Callable[[list[str]], int]) -> NoReturn:
     """Run `main(argv)` and exit with the code of its error, or 0."""
-    # A stage that gets a stop signal before it has work to lose ends like a preempted one. The trainer replaces this
-    # handler by one that first commits a checkpoint.
+    # The trainer replaces this handler by one that first commits a checkpoint.
     install(_raise_stopped)
     _name_user()
     argv = sys.argv[1:]
@@ -92,18 +94,14 @@ def _name_user() -> None:
 @contextmanager
 def importing() -> Iterator[None]:
     """Guard the imports of a stage's program, which take seconds: a stop signal ends the process immediately, because
-    libraries catch every error of an optional import. No garbage is collected, because imports make none, and the
-    search for it takes a quarter of their time.
-    """
-    is_collecting = gc.isenabled()
+    libraries catch every error of an optional import. The search for garbage would take a quarter of their time."""
     gc.disable()
     try:
         with on_stop_signal(end_at_once):
             yield
     finally:
         gc.freeze()  # modules stay, so later collections need not search them
-        if is_collecting:
-            gc.enable()
+        gc.enable()
 
 
 def call_at_end(leave: Callable[[int], None]) -> None:
@@ -127,22 +125,22 @@ def exit_code_of(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Exception, KeyboardInterrupt, Stopped) as error:
-        explained = explain(stop_behind(error))
-        if explained is None:
+        told = to_user_error(stop_behind(error))
+        if told is None:
             raise
         with suppress(OSError):  # stderr has no reader
-            print(f"millrace: {explained}", file=sys.stderr, flush=True)
-        return explained.exit_code
+            print(f"millrace: {told}", file=sys.stderr, flush=True)
+        return told.exit_code
 
 
 def exit_code_for(error: BaseException) -> int:
     """Return the exit code with which `run_program` ends after an error."""
-    explained = explain(error)
-    return explained.exit_code if explained else EXIT_BUG
+    told = to_user_error(error)
+    return told.exit_code if told else EXIT_BUG
 
 
-def explain(error: BaseException) -> MillraceError | Stopped | None:
-    """Return what to tell the user about an error, with its exit code; None for a bug."""
+def to_user_error(error: BaseException) -> MillraceError | Stopped | None:
+    """Return the error that a user can act on, which has an exit code; None for a bug."""
     if isinstance(error, MillraceError | Stopped):
         return error
     if isinstance(error, KeyboardInterrupt):  # a program that is not a stage has Python's own handler
@@ -152,24 +150,37 @@ def explain(error: BaseException) -> MillraceError | Stopped | None:
             f"out of memory: {error or 'an allocation failed'}. Use more memory, or fewer workers a node."
         )
     if isinstance(error, OSError):
-        return _explain_os_error(error)
+        return _of_os_error(error)
     if type(error).__name__ in _PARSE_ERRORS:
         return ArtifactError(f"a file cannot be parsed: {type(error).__name__}: {error}")
-    return explain_hardware_fault(error) if isinstance(error, RuntimeError) else None
+    return find_hardware_fault(error) if isinstance(error, RuntimeError) else None
 
 
-def _explain_os_error(error: OSError) -> MillraceError | None:
+def _of_os_error(error: OSError) -> MillraceError | None:
     """Return the error that a user can act on, by errno; None for others, such as those of a network."""
-    where, why = error.filename or "the file system", error.strerror
-    if error.errno in STORAGE_ERRNOS:
-        return explain_storage_error(error)
+    name = error.filename2 or error.filename  # the target of a rename is the place that is taken
+    place = f"{name or 'the file system'}: {error.strerror}"
+    if error.errno in _STORAGE_ERRNOS:
+        return StorageError(
+            f"{place}{_free_space(name)}. Make room there, or pass another --root that this user can write; the same "
+            f"command then continues. `python -m services.common.artifacts gc DIR` removes what interrupted commands "
+            f"left below the root DIR."
+        )
     if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
-        return TryAgain(f"{where}: {why}. Repair the mount or the disk; the same command continues what was committed.")
+        return TryAgain(f"{place}. Repair the mount or the disk; the same command continues what was committed.")
     if error.errno in _LIMIT_ERRNOS:
-        return LimitError(f"{where}: {why}. Raise the limit of this process or its node (ulimit -a), and run again.")
-    if error.errno in _PATH_ERRNOS and error.filename:
-        return RecipeError(f"{where}: {why}. Pass another path.")
+        return LimitError(f"{place}. Raise the limit of this process or its node (ulimit -a), and run again.")
+    if error.errno in _PATH_ERRNOS and name:
+        return RecipeError(f"{place}. Pass another path.")
     return None
+
+
+def _free_space(name: object) -> str:
+    path = Path(str(name))
+    for folder in (path, *path.parents) if name else ():
+        with suppress(OSError):
+            return f" ({shutil.disk_usage(folder).free:,} bytes free)"
+    return ""
 
 
 def _raise_stopped(signum: int) -> NoReturn:

@@ -18,7 +18,7 @@ import typer
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import require_root
 from services.common.process.command_line import make_app, run_app
-from services.common.process.subcommands import find_subcommand
+from services.common.process.subcommands import WITHOUT_ROOT, names_of, reads_recipe, require_subcommand
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 
@@ -26,8 +26,7 @@ from services.common.recipe.schema import Stage
 def run_one_off(stage: Stage, run: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run the subcommand with `run(words)`, and return its exit code.
 
-    Raises `RecipeError` for a subcommand that the stage does not have, before anything runs, and `StorageError` where
-    the shared file system is required and not mounted.
+    Raises `RecipeError` for an unknown subcommand, and `StorageError` where the shared file system is not mounted.
     """
     app = make_app()
 
@@ -40,14 +39,15 @@ def run_one_off(stage: Stage, run: Callable[[list[str]], int], argv: list[str]) 
         ] = False,
     ) -> int:
         """Run one subcommand of a stage in a container of its own. make stage-run starts this."""
-        subcommand = find_subcommand(stage, words[0])
+        name, *others = words
+        require_subcommand(stage, name, names_of(stage))
         if require_mount:
             require_root(root)
-        given = ["--recipe", str(_write_recipe())] if subcommand.reads_recipe(words[1:]) else []
-        if subcommand.takes_recipe or subcommand.takes_root:
+        given = ["--recipe", str(_write_recipe())] if reads_recipe(name, others) else []
+        if name not in WITHOUT_ROOT:
             given += ["--root", str(root)]
         os.chdir(root)
-        return run([subcommand.name, *given, *words[1:]])
+        return run([name, *given, *others])
 
     return run_app(app, argv, f"services.{stage} one-off")
 

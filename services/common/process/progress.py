@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -61,12 +62,12 @@ class ProgressRecord:
     """Seconds until the end of the phase at this rate; None before it is known, and in a hang."""
     note: str = ""
     """Further text for people, such as the loss; the artifact's folder after the last phase."""
-    time: float = 0.0
+    time: float = field(default_factory=time.time)
     """Time of the record in seconds since 1970."""
 
 
 Measure = Callable[[], ProgressRecord]
-"""Returns the present progress of a phase; stage and time may be empty."""
+"""Returns the present progress of a phase, without the stage."""
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
     Both show the time left at the rate of the last minutes or, in a hang, for how long nothing was done.
     """
     progress = Progress(title, total, unit)
-    with _measuring(progress.measure), progress.bars:
+    with _reporter.measuring(progress.measure), progress.bars:
         yield progress
         progress.finish()
 
@@ -104,7 +105,6 @@ class Progress:
         self._task, self._total, self._unit = self.bars.tasks[0], total, unit
         self._changed_at = self._printed_at = time.monotonic()
         self._printed: tuple[float, str] | None = None
-        self._is_hang_printed = False
 
     def advance_to(self, done: float, note: str = "") -> None:
         """Set the amount that is done. A smaller amount than before starts another attempt."""
@@ -116,9 +116,7 @@ class Progress:
         self._print_if_due()
 
     def wait(self) -> None:
-        """Report that nothing was done since the last call. A caller that waits calls it every few seconds, so that a
-        hang shows even before the first piece of work.
-        """
+        """Report every few seconds that nothing was done, so that a hang shows even before the first piece of work."""
         self.bars.update(self._id)  # forgets a rate that is long past
         if self.stalled_seconds is not None:
             self._print_if_due()
@@ -153,29 +151,19 @@ class Progress:
 
     def measure(self) -> ProgressRecord:
         task = self._task
-        return ProgressRecord(
-            stage="",
-            phase=task.description,
-            done=task.completed,
-            total=self._total,
-            unit=self._unit,
-            per_second=task.speed,
-            seconds_left=self.seconds_left,
-            note=task.fields["note"],
-        )
+        amounts = (task.completed, self._total, self._unit, task.speed, self.seconds_left)
+        return ProgressRecord("", task.description, *amounts, note=task.fields["note"])
 
     def _print_if_due(self) -> None:
-        """Print a line every ten seconds, or every minute once a hang was reported, and write the stage's record."""
-        is_known = self._is_hang_printed and self.stalled_seconds is not None
-        if time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_known else PLAIN_PROGRESS_SECONDS):
+        """Print a line every ten seconds, or every minute once a hang was printed, and write the stage's record."""
+        is_hang_printed = self._printed_at - self._changed_at >= NO_PROGRESS_SECONDS
+        if time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_hang_printed else PLAIN_PROGRESS_SECONDS):
             self._print()
-        if _reporter:
-            _reporter.write_if_due()
+        _reporter.write_if_due()
 
     def _print(self) -> None:
         done, note = self._task.completed, self._task.fields["note"]
         self._printed, self._printed_at = (done, note), time.monotonic()
-        self._is_hang_printed = self.stalled_seconds is not None
         if self.bars.disable:  # no terminal
             amount = f"{self._task.description}: {done:,.0f}/{self._total:,.0f} {self._unit}"
             print(", ".join(filter(None, [amount, note, self.pace])), file=sys.stderr, flush=True)
@@ -189,19 +177,9 @@ def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
     found = _PLAIN_LINE.fullmatch(line.strip())
     if found is None:
         return None
-    done, total, seconds_left = (
-        float(found[name].replace(",", "")) if found[name] else None for name in ("done", "total", "left")
-    )
-    return ProgressRecord(
-        stage=stage,
-        phase=found["title"],
-        done=done or 0.0,
-        total=total or 0.0,
-        unit=found["unit"],
-        seconds_left=seconds_left,
-        note=found["note"] or "",
-        time=time.time(),
-    )
+    done, total, left = (float((found[name] or "nan").replace(",", "")) for name in ("done", "total", "left"))
+    seconds_left = None if math.isnan(left) else left
+    return ProgressRecord(stage, found["title"], done, total, found["unit"], None, seconds_left, found["note"] or "")
 
 
 def parse_published_line(stage: str, line: str) -> ProgressRecord | None:
@@ -209,16 +187,15 @@ def parse_published_line(stage: str, line: str) -> ProgressRecord | None:
     found = _PUBLISHED_LINE.match(line)
     if found is None:
         return None
-    phase, (_, slash, folder) = ALREADY_PUBLISHED if found["is_old"] else PUBLISHED, line.strip().partition("/")
-    return ProgressRecord(stage, phase, note=slash + folder, time=time.time())
+    _, slash, folder = line.strip().partition("/")
+    return ProgressRecord(stage, ALREADY_PUBLISHED if found["is_old"] else PUBLISHED, note=slash + folder)
 
 
 @contextmanager
 def reporting_progress(stage: str) -> Iterator[None]:
     """Report the progress of `stage` during the block, which is the stage's whole command."""
     global _reporter  # noqa: PLW0603 - a process runs one stage
-    path = os.environ.get(PROGRESS_FILE_VARIABLE)
-    before, _reporter = _reporter, _Reporter(stage, Path(path) if path else None)
+    before, _reporter = _reporter, _Reporter(stage, os.environ.get(PROGRESS_FILE_VARIABLE))
     try:
         _reporter.write()
         yield
@@ -228,20 +205,19 @@ def reporting_progress(stage: str) -> Iterator[None]:
 
 def report_phase(name: str) -> AbstractContextManager[None]:
     """Report a phase whose amount of work is not measured, during the block."""
-    return _measuring(lambda: ProgressRecord("", name))
+    return _reporter.measuring(lambda: ProgressRecord("", name))
 
 
 def report_published(artifact: Path, is_new: bool) -> None:
     """Report that the stage's artifact is complete in folder `artifact`, and whether this command has made it."""
-    if _reporter:
-        phase = PUBLISHED if is_new else ALREADY_PUBLISHED
-        _reporter.measures.append(lambda: ProgressRecord("", phase, note=str(artifact)))
-        _reporter.write()
+    phase = PUBLISHED if is_new else ALREADY_PUBLISHED
+    _reporter.measures.append(lambda: ProgressRecord("", phase, note=str(artifact)))
+    _reporter.write()
 
 
 def current_progress() -> ProgressRecord | None:
     """Return the present progress of this process's stage, from any thread; None where it runs no stage."""
-    return _reporter.measure() if _reporter else None
+    return _reporter.measure() if _reporter.stage else None
 
 
 def read_progress(path: Path) -> ProgressRecord | None:
@@ -261,33 +237,28 @@ def write_duration(seconds: float) -> str:
     return f"{rest // size} {unit}" + (f" {rest % size // smaller} {smaller_unit}" if rest % size else "")
 
 
-@contextmanager
-def _measuring(measure: Measure) -> Iterator[None]:
-    """Report what `measure` returns, during the block."""
-    reporter = _reporter
-    if reporter is None:
-        yield
-        return
-    reporter.measures.append(measure)
-    reporter.write()
-    try:
-        yield
-    finally:
-        reporter.measures.pop()
-        reporter.write()
-
-
 class _Reporter:
-    """Holds the nested phases of a stage, and writes the innermost one's progress."""
+    """Holds the nested phases of a stage, and writes the innermost one's progress. Without a stage nobody reads it."""
 
-    def __init__(self, stage: str, path: Path | None) -> None:
-        self._stage, self._path = stage, path
+    def __init__(self, stage: str, file: str | None) -> None:
+        self.stage, self._path = stage, Path(file) if file else None
         self.measures: list[Measure] = [lambda: ProgressRecord("", STARTING)]
         self._written_at = 0.0
         self._lock = threading.Lock()
 
     def measure(self) -> ProgressRecord:
-        return replace(self.measures[-1](), stage=self._stage, time=time.time())
+        return replace(self.measures[-1](), stage=self.stage)
+
+    @contextmanager
+    def measuring(self, measure: Measure) -> Iterator[None]:
+        """Report what `measure` returns, during the block."""
+        self.measures.append(measure)
+        self.write()
+        try:
+            yield
+        finally:
+            self.measures.pop()
+            self.write()
 
     def write_if_due(self) -> None:
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
@@ -308,4 +279,4 @@ class _Reporter:
                 self._path = None
 
 
-_reporter: _Reporter | None = None
+_reporter = _Reporter("", None)

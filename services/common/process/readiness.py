@@ -2,10 +2,8 @@
 
 `python -m services.common.process.readiness --stage trainer --recipe FILE --root DIR` prints one JSON object:
 `platform` (variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or a
-message with the next command). It exits with 0, with 2 where this image's stage does not read the recipe, 3 where an
-artifact is missing or does not fit, 4 where this image or node is for another device than the recipe's, or 5 where the
-root cannot be written. It reads manifests, not the files that they list, and needs no torch. `doctor` checks much more
-for the trainer, on the trainer's own nodes: files, compiler, memory and speed.
+message with the next command). It exits with 0, or with 2, 3, 4 or 5 as the stage itself would. It reads manifests, not
+the files that they list, and needs no torch. The trainer's `doctor` checks much more, on the trainer's own nodes.
 """
 
 from __future__ import annotations
@@ -20,15 +18,7 @@ import typer
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus
-from services.common.errors import (
-    STORAGE_ERRNOS,
-    ArtifactError,
-    DeviceError,
-    MillraceError,
-    RecipeError,
-    StorageError,
-    explain_storage_error,
-)
+from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, StorageError
 from services.common.hardware.image_platform import WITH_PROGRAM, describe_platform, require_backend
 from services.common.process.command_line import (
     ROOT,
@@ -40,7 +30,7 @@ from services.common.process.command_line import (
     read_given,
     run_app,
 )
-from services.common.process.entry_point import run_program
+from services.common.process.entry_point import run_program, to_user_error
 from services.common.recipe.schema import Stage
 
 app = make_app()
@@ -106,7 +96,10 @@ def require_writable(root: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".readiness-", dir=root) as folder:
             (Path(folder) / "file").write_bytes(b"a few bytes, which a full file system refuses")
     except OSError as error:
-        raise (explain_storage_error(error) if error.errno in STORAGE_ERRNOS else error) from None
+        problem = to_user_error(error)
+        if problem is None:
+            raise
+        raise problem from error
 
 
 if __name__ == "__main__":

@@ -88,9 +88,7 @@ def end_at_once(signum: int) -> NoReturn:
 
 def end_soon(signum: int, message: str) -> NoReturn:
     """Raise `Stopped` to end this process in order, and end it at once where it still runs END_SECONDS later."""
-    timer = threading.Timer(END_SECONDS, end_at_once, [signum])
-    timer.daemon = True
-    timer.start()
+    _call_later(END_SECONDS, end_at_once, signum)
     raise_stopped(signum, message)
 
 
@@ -131,10 +129,10 @@ def on_stop_signal(first: Callable[[int], object], again: Callable[[int], object
     try:
         yield
     finally:
-        for outer in previous.values():
+        for signum, outer in previous.items():
             if isinstance(outer, _Handler) and outer.first_at is None:
                 outer.first_at = handler.first_at
-        _restore(previous)
+            signal.signal(signum, outer)
 
 
 @contextmanager
@@ -150,7 +148,8 @@ def deferring_stop_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(previous)
+        for signum, outer in previous.items():
+            signal.signal(signum, outer)
         if arrived:
             signal.raise_signal(arrived[0])
 
@@ -171,29 +170,28 @@ def _deliver_again(unraisable: Any) -> None:
     handler = signal.getsignal(error.signum)
     if isinstance(handler, _Handler):
         handler.first_at = None
-    timer = threading.Timer(AGAIN_SECONDS, os.kill, [os.getpid(), error.signum])
+    _call_later(AGAIN_SECONDS, os.kill, os.getpid(), error.signum)
+
+
+def _call_later(seconds: float, function: Callable[..., object], *arguments: int) -> None:
+    """Call the function in a thread that does not keep the process from ending."""
+    timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
     timer.start()
 
 
 def _let_go_of_terminal() -> None:
     """Replace a closed terminal by /dev/null, so that the remaining work does not fail when it prints."""
-    for descriptor in (1, 2):
-        if is_reader_gone(descriptor):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+    for descriptor in filter(is_reader_gone, (1, 2)):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _replace(handler: _Handler) -> dict[signal.Signals, Any]:
     """Install a handler for all signals that are not ignored, and return those before it."""
     heeded = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in heeded}
-
-
-def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 class StopReason(enum.IntEnum):
@@ -216,8 +214,8 @@ def needed_notice_seconds(checkpoint_seconds: float) -> int:
     return math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_seconds)
 
 
-def explain_short_notice(checkpoint_seconds: float) -> str:
-    """Return why the notice of this container may be too short for a checkpoint that takes this long, or nothing."""
+def check_notice(checkpoint_seconds: float) -> str:
+    """Return a warning where this container's notice may be too short for a checkpoint that takes this long, or ""."""
     notice_seconds = float(os.environ.get(NOTICE_VARIABLE) or "inf")
     needed = needed_notice_seconds(checkpoint_seconds)
     if needed <= notice_seconds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
@@ -40,26 +40,25 @@ class StageMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         record = current_progress()
+        if record is None:
+            return
         for name, description in PROGRESS_METRICS.items():
+            value: float | None = getattr(record, name.removeprefix("stage_progress_"))
             family = GaugeMetricFamily(PREFIX + name, description, labels=("stage", "phase", "unit"))
-            if record:
-                value: float | None = getattr(record, name.removeprefix("stage_progress_"))
-                family.add_metric((record.stage, record.phase, record.unit), math.nan if value is None else value)
+            family.add_metric((record.stage, record.phase, record.unit), math.nan if value is None else value)
             yield family
         for (name, description), num_bytes in zip(FILE_SYSTEM_METRICS.items(), self._measure_space(), strict=True):
             family = GaugeMetricFamily(PREFIX + name, description, labels=("stage",))
-            if record:
-                family.add_metric((record.stage,), num_bytes)
+            family.add_metric((record.stage,), num_bytes)
             yield family
 
     def _measure_space(self) -> tuple[float, float]:
         """Return the size of the root's file system and the space that is left, in bytes; NaN where it is unknown."""
-        root = next((each for each in (self._root, *self._root.parents) if each.exists()), self._root)
-        try:
-            usage = shutil.disk_usage(root)
-        except OSError:
-            return math.nan, math.nan
-        return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
+        for folder in (self._root, *self._root.parents):
+            with suppress(OSError):
+                usage = shutil.disk_usage(folder)
+                return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
+        return math.nan, math.nan
 
 
 @contextmanager

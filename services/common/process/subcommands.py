@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.common.errors import RecipeError
@@ -27,55 +26,29 @@ LABEL = "millrace.subcommands"
 """The label of an image with the names of its stage's subcommands, separated by blanks."""
 
 
-@dataclass(frozen=True)
-class Subcommand:
-    """A subcommand of a stage."""
-
-    name: str
-    takes_recipe: bool = True
-    """Whether the subcommand has the options `--recipe` and `--root` of the stage's own command."""
-    takes_root: bool = False
-    """Whether a subcommand without a recipe has the option `--root`."""
-    may_name_run: bool = False
-    """Whether the option `--run NAME` takes the place of the recipe."""
-
-    def reads_recipe(self, words: Sequence[str]) -> bool:
-        """Tell whether the subcommand reads a recipe when these words follow it."""
-        return self.takes_recipe and not (self.may_name_run and any(word.split("=")[0] == "--run" for word in words))
-
-
-_OF_EVERY_STAGE = (Subcommand(ARTIFACTS, takes_recipe=False),)
-SUBCOMMANDS: dict[Stage, tuple[Subcommand, ...]] = {
-    "tokenizer": (
-        Subcommand("train-vocab", takes_recipe=False),
-        *_OF_EVERY_STAGE,
-    ),
-    "compiler": (Subcommand("plan"), *_OF_EVERY_STAGE),
+SUBCOMMANDS: dict[Stage, tuple[str, ...]] = {
+    "tokenizer": ("train-vocab", ARTIFACTS),
+    "compiler": ("plan", ARTIFACTS),
     "trainer": (
-        Subcommand("plan"),
-        Subcommand("doctor"),
-        Subcommand("summary"),
-        Subcommand("report", may_name_run=True),
-        Subcommand("sample"),
-        Subcommand("evaluate"),
-        Subcommand("export"),
-        Subcommand("import"),
-        Subcommand("inspect-checkpoint"),
-        Subcommand("runs", takes_recipe=False, takes_root=True),
-        Subcommand("compare", takes_recipe=False, takes_root=True),
-        *_OF_EVERY_STAGE,
+        *("plan", "doctor", "summary", "report", "sample", "evaluate", "export", "import", "inspect-checkpoint"),
+        *("runs", "compare", ARTIFACTS),
     ),
 }
-
-
-def find_subcommand(stage: Stage, name: str) -> Subcommand:
-    """Return a subcommand of this version of the stage. Raises `RecipeError` for an unknown name."""
-    require_subcommand(stage, name, names_of(stage))
-    return next(each for each in SUBCOMMANDS[stage] if each.name == name)
+WITHOUT_RECIPE = ("train-vocab", "runs", "compare", ARTIFACTS)
+"""Subcommands without the option `--recipe` of the stage's own command."""
+WITHOUT_ROOT = ("train-vocab", ARTIFACTS)
+"""Subcommands without its option `--root`."""
 
 
 def names_of(stage: Stage) -> list[str]:
-    return [each.name for each in SUBCOMMANDS[stage]]
+    return list(SUBCOMMANDS[stage])
+
+
+def reads_recipe(name: str, words: Sequence[str]) -> bool:
+    """Tell whether a subcommand reads a recipe when these words follow it: `report --run=NAME` needs none."""
+    return name not in WITHOUT_RECIPE and not (
+        name == "report" and any(each.split("=")[0] == "--run" for each in words)
+    )
 
 
 def require_subcommand(stage: str, word: str, known: Sequence[str]) -> None:

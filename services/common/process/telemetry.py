@@ -41,9 +41,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Return the complete lines of a JsonLines file, which may be absent; None stands for a line that is not an
-    object.
-    """
+    """Return the complete lines of a JsonLines file, which may be absent; None for a line that is not an object."""
     try:
         with path.open("rb") as file:
             return [parse_json_line(line) for line in file if line.endswith(b"\n")]

@@ -18,13 +18,9 @@ def require_agreement(recipe: Recipe) -> None:
     """Raise `ValueError`, whose message has both values, where two sections of a recipe contradict each other."""
     _require_shared_batch(recipe)
     _require_devices(recipe)
-    _require_full_nodes(recipe)
     _require_equal_parts(recipe)
     if recipe.parallel.reduce_dtype == "bfloat16" and recipe.train.dtype != "bfloat16":
-        raise ValueError(
-            f"parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got {recipe.train.dtype!r}: a sum of "
-            f"activations needs at least their own type"
-        )
+        raise ValueError(f"parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got {recipe.train.dtype!r}")
     start, first = recipe.optimizer.warmup_begin_step, recipe.train.first_step
     if start > first:
         raise ValueError(
@@ -60,35 +56,26 @@ def _require_devices(recipe: Recipe) -> None:
         fitting = ", ".join(each.name for each in types.values() if each.accelerators == wanted)
         raise ValueError(
             f"parallel.device {device!r} needs {wanted}, and cluster.trainer_instance_type {name} has "
-            f"{types[name].accelerators}. Set a type with {wanted} ({fitting}), or the device of {name} "
-            f"({'cuda' if wanted == 'NeuronCores' else 'neuron, or xla on trn1'})"
+            f"{types[name].accelerators}. Types with {wanted}: {fitting}"
         )
     if device == "xla" and not (recipe.compile.enabled and recipe.train.reduction == "fast"):
         raise ValueError(
             f"parallel.device 'xla' needs compile.enabled = true and train.reduction = 'fast', got "
-            f"{recipe.compile.enabled} and {recipe.train.reduction!r}: torch_xla runs only compiled graphs, and the "
-            f"tree of exact sums has a graph of its own for each micro-batch"
+            f"{recipe.compile.enabled} and {recipe.train.reduction!r}"
         )
     if device == "xla" and not family_of(name).startswith(TRN1):
-        raise ValueError(
-            f"parallel.device 'xla' is a NeuronCore of trn1, and cluster.trainer_instance_type is {name}, whose "
-            f"NeuronCores need 'neuron'"
-        )
+        raise ValueError(f"parallel.device 'xla' is trn1's, cluster.trainer_instance_type {name}, which needs 'neuron'")
     is_split = recipe.compile.enabled and recipe.parallel.tensor_parallel_size > 1
     if cluster.min_nodes is not None and (device == "xla" or (device == "neuron" and is_split)):
         raise ValueError(
             f"cluster.min_nodes {cluster.min_nodes} cannot be combined with parallel.device {device!r}: the graphs "
             f"name the workers that sum together, so a run with fewer workers needs another compile cache"
         )
-
-
-def _require_full_nodes(recipe: Recipe) -> None:
-    parallel, per_node = recipe.parallel, recipe.cluster.trainer_workers_per_node
-    if parallel.num_workers % per_node:
+    workers, per_node = recipe.parallel.num_workers, cluster.trainer_workers_per_node
+    if workers % per_node:
         raise ValueError(
-            f"the {parallel.num_workers} workers (parallel.data_parallel_size {parallel.data_parallel_size} x "
-            f"parallel.tensor_parallel_size {parallel.tensor_parallel_size}) must be a multiple of "
-            f"cluster.trainer_workers_per_node {per_node}, for example --cluster.trainer_workers_per_node=1"
+            f"the {workers} workers (parallel.data_parallel_size x parallel.tensor_parallel_size) must be a multiple "
+            f"of cluster.trainer_workers_per_node {per_node}, for example --cluster.trainer_workers_per_node=1"
         )
 
 

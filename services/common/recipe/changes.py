@@ -9,7 +9,7 @@ from typing import Any
 from services.common.recipe.schema import Recipe, identity
 from services.common.recipe.section import Kind
 
-_MOST_SHOWN = 80
+MAX_SHOWN_CHARACTERS = 80
 """Characters of a field's value that a message shows."""
 
 
@@ -36,4 +36,4 @@ def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _show(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 4]} ..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 4]} ..."

@@ -15,10 +15,7 @@ MAX_EPOCHS = 4
 
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
-    """Return the resolved recipe as JSON, and a table of the rows in `known` and of the derived numbers.
-
-    Without a corpus, the table has no counts of the data.
-    """
+    """Return the resolved recipe as JSON, and a table of the rows in `known` and of the derived numbers."""
     resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
     rows = {**(known or {}), **derive(recipe, corpus)}
     width = max(len(name) for name in rows)
@@ -42,12 +39,12 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),
         "evaluation": _describe_evaluation(recipe, corpus),
     }
-    if mismatch := explain_schedule_end(recipe):
+    if mismatch := check_schedule(recipe):
         rows["warning, schedule"] = mismatch
     if corpus is None:
         unknown = "known once the tokenizer stage has published the corpus"
         return rows | {"steps per epoch": unknown, "epochs in max_steps": unknown}
-    if repetition := explain_repetition(recipe, corpus):
+    if repetition := check_epochs(recipe, corpus):
         rows["warning, epochs"] = repetition
     counts = corpus.splits["train"]
     steps = corpus.num_samples("train") / batch.global_batch_size
@@ -56,15 +53,6 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "steps per epoch": f"{steps:,.1f}",
         "epochs in max_steps": f"{num_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
     }
-
-
-def evaluation_share(recipe: Recipe, num_tokens: int) -> float:
-    """Return the share of a run's floating-point operations that evaluations of so many targets have.
-
-    A target takes a forward pass, and a token of training a backward pass with twice the operations, too.
-    """
-    evaluated, trained = num_tokens / 3, recipe.train.evaluation_interval_steps * tokens_per_step(recipe)
-    return evaluated / (evaluated + trained)
 
 
 def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
@@ -77,11 +65,13 @@ def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
     sizes = [] if asked is None else [-(-asked // length) * length]
     if corpus:
         sizes.append(max(0, corpus.splits["validation"].tokens - 1))
-    return f"{min(sizes):,} tokens {every}, {evaluation_share(recipe, min(sizes)):.1%} of all operations"
+    # A target takes a forward pass, and a token of training a backward pass with twice the operations, too.
+    evaluated, trained = min(sizes) / 3, recipe.train.evaluation_interval_steps * tokens_per_step(recipe)
+    return f"{min(sizes):,} tokens {every}, {evaluated / (evaluated + trained):.1%} of all operations"
 
 
-def explain_repetition(recipe: Recipe, corpus: CorpusPayload) -> str:
-    """Return what follows where `train.max_steps` repeats the corpus more than MAX_EPOCHS times; empty otherwise."""
+def check_epochs(recipe: Recipe, corpus: CorpusPayload) -> str:
+    """Return a warning where `train.max_steps` repeats the corpus more than MAX_EPOCHS times; empty otherwise."""
     samples = corpus.num_samples("train")
     epochs = steps_of_run(recipe) * recipe.batch.global_batch_size / samples if samples else 0
     if epochs <= MAX_EPOCHS:
@@ -93,8 +83,8 @@ def explain_repetition(recipe: Recipe, corpus: CorpusPayload) -> str:
     )
 
 
-def explain_schedule_end(recipe: Recipe) -> str:
-    """Return what follows where `train.max_steps` is not the end of the learning rate's schedule; empty otherwise."""
+def check_schedule(recipe: Recipe) -> str:
+    """Return a warning where `train.max_steps` is not the end of the learning rate's schedule; empty otherwise."""
     optimizer, last = recipe.optimizer, recipe.train.max_steps
     end = optimizer.decay_steps
     if end is None or end == last:
@@ -124,8 +114,7 @@ def palm_flops_per_token(recipe: Recipe) -> float:
     """Return the FLOP of forward and backward pass for a token by the published convention of MFU.
 
     It is 6 N + 12 L H Q T (PaLM, arXiv 2204.02311, appendix B) for N parameters, L layers, H heads of dimension Q and
-    sequences of T tokens: all T x T scores of attention count, also those that a causal mask leaves out. An embedding
-    that is only looked up multiplies nothing and does not count in N; PaLM's is also the head, and so counts once.
+    sequences of T tokens: all T x T scores of attention count. An embedding that is only looked up is not in N.
     """
     return 6.0 * _multiplied_parameters(recipe) + 2.0 * _causal_attention_flops_per_token(recipe)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.common.errors import RecipeError
+from services.common.problem_list import list_problems
 from services.common.recipe.schema import Recipe
 from services.common.recipe.section import Section
-
-SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,13 @@ class RecipeSource:
         except ValidationError as error:
             # Other defaults follow from a wrong value, and are not told.
             wrong = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
-            problems = [_explain(each) for each in wrong[:SHOWN_PROBLEMS]]
-            if len(wrong) > SHOWN_PROBLEMS:
-                problems.append(f"and {len(wrong) - SHOWN_PROBLEMS:,} more")
+            problems = list_problems(map(_describe_problem, wrong), "problems")
             lines = "\n  ".join(["", *problems] if len(problems) > 1 else problems)
             raise RecipeError(f"{self.origin}: {lines}") from error
 
 
 def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Read a recipe and apply dotted overrides such as `{"train.max_steps": "500"}`.
-
-    Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
-    """
+    """Read a recipe with overrides such as `{"train.max_steps": "500"}`. Raises `RecipeError`."""
     return read_recipe_source(path).validate(overrides or {})
 
 
@@ -76,7 +69,7 @@ def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
     try:
         text = content.decode("utf-8-sig")
         return RecipeSource(origin, text, tomllib.loads(text))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecipeError(f"{origin}: not a TOML file in UTF-8: {error}.") from error
 
 
@@ -95,7 +88,7 @@ def _override(values: dict[str, Any], dotted: str, text: str) -> None:
     *sections, key = dotted.split(".")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+    except ValueError:
         value = text  # an unquoted word is a string, as a shell user expects
     for section in sections:
         values = values.setdefault(section, {})
@@ -104,13 +97,7 @@ def _override(values: dict[str, Any], dotted: str, text: str) -> None:
     values[key] = value
 
 
-def _shorten(value: Any) -> str:
-    shown = reprlib.Repr()
-    shown.maxstring = shown.maxother = shown.maxlong = 200
-    return shown.repr(value)
-
-
-def _explain(problem: Any) -> str:
+def _describe_problem(problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     dotted = ".".join(location)
     if problem["type"] == "extra_forbidden":
@@ -120,29 +107,29 @@ def _explain(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{dotted}: {message}" if dotted else message
-    return f"{dotted}: got {_shorten(problem['input'])}, expected: {message.removeprefix('Input should be ')}"
+    return f"{dotted}: got {problem['input']!r:.200}, expected: {message.removeprefix('Input should be ')}"
 
 
 def _nearest_key(location: list[str]) -> str:
-    model: Any = Recipe
+    section: type[Section] | None = Recipe
     for part in location[:-1]:
-        field = model.model_fields.get(part) if model else None
-        model = _section_type(field.annotation) if field else (model if part.isdigit() else None)
-    known = list(model.model_fields) if model else []
+        if section and not part.isdigit():
+            section = _subsections(section).get(part)
+    known = list(section.model_fields) if section else []
     near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     if near:
         return f" Did you mean {'.'.join([*location[:-1], near[0]])!r}?"
-    elsewhere = [f"{name}.{location[-1]}" for name in Recipe.model_fields if location[-1] in _keys_of(name)]
-    if elsewhere:
-        return f" Did you mean {elsewhere[0]!r}?"
+    for name, each in _subsections(Recipe).items():
+        if location[-1] in each.model_fields:
+            return f" Did you mean '{name}.{location[-1]}'?"
     return f" Known here: {', '.join(known)}."
 
 
-def _section_type(annotation: Any) -> type[Section] | None:
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
-
-
-def _keys_of(section: str) -> list[str]:
-    model = _section_type(Recipe.model_fields[section].annotation)
-    return list(model.model_fields) if model else []
+def _subsections(section: type[Section]) -> dict[str, type[Section]]:
+    """Return the sections in a section, and those in its lists, by name."""
+    return {
+        name: each
+        for name, field in section.model_fields.items()
+        for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
+        if isinstance(each, type) and issubclass(each, Section)
+    }

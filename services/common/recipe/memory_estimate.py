@@ -47,57 +47,62 @@ class WorkerMemory:
         return max(self.together.sizes)
 
 
-@dataclass(frozen=True)
 class _Sizes:
-    """Numbers of elements on one of the t workers that share a model, for a micro-batch of B sequences of S tokens."""
+    """Numbers of elements on one of the t workers that share a model, for a micro-batch of B sequences of S tokens,
+    and the bytes of an element.
+    """
 
-    matrices: int
-    vectors: int
-    largest_bucket: int
-    stream: int
-    """Elements of the residual stream between the layers, which is split along the sequence: [B, S / t, D]."""
-    sequence: int
-    """Elements of the residual stream of the whole sequence, as a layer gathers it: [B, S, D]."""
-    queries: int
-    keys: int
-    """Elements of the keys; the values have as many."""
-    inner: int
-    """Elements between the matrices of the feed-forward layer."""
-    mask: int
-    """Elements of the mask of documents, [B, S, S]; 0 where attention crosses documents."""
-    logits: int
-    """Logits of a chunk of tokens, or of all tokens where one worker has the whole model and keeps them."""
-
-    @property
-    def parameters(self) -> int:
-        return self.matrices + self.vectors
+    def __init__(self, recipe: Recipe) -> None:
+        model, batch, parts = recipe.model, recipe.batch, recipe.parallel.tensor_parallel_size
+        width, tokens = model.hidden_size, batch.micro_batch_size * recipe.corpus.sequence_length
+        heads = model.num_key_value_heads * model.head_dim * key_value_copies(recipe) // parts
+        inner, vocab_rows = model.intermediate_size // parts, -(-model.num_vocab_rows // parts)
+        layer = 2 * width * width // parts + 2 * width * heads + 3 * width * inner
+        self.is_split = parts > 1
+        self.table = vocab_rows * width  # of the embeddings
+        self.largest_bucket = max(layer, self.table)
+        self.matrices = model.num_hidden_layers * layer + self.table * (1 if model.tie_word_embeddings else 2)
+        self.parameters = self.matrices + (2 * model.num_hidden_layers + 1) * width
+        # A lookup reads the embeddings without a cast.
+        self.multiplied = self.matrices - (0 if model.tie_word_embeddings else self.table)
+        self.stream = tokens * width // parts  # the residual stream between layers, split along the sequence: B S/t D
+        self.sequence = tokens * width  # the residual stream as a layer gathers it: B S D
+        self.keys = tokens * heads  # the values have as many
+        self.inner = tokens * inner
+        self.mask = tokens * recipe.corpus.sequence_length if recipe.train.attention_mask == "block_causal" else 0
+        # One worker that has the whole model keeps all logits.
+        self.logits = (min(batch.loss_chunk_tokens, tokens) if self.is_split else tokens) * vocab_rows
+        self.param_bytes = FLOAT32_BYTES if recipe.train.param_dtype == "float32" else 2
+        self.compute_bytes = FLOAT32_BYTES if recipe.train.dtype == "float32" else 2
+        # The workers of a model sum activations in this type.
+        self.sum_bytes = FLOAT32_BYTES if recipe.parallel.reduce_dtype == "float32" else self.compute_bytes
 
 
 def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     """Return the parts of the state and of a train step that take memory. Every rank of a run holds as much."""
-    sizes, train = _sizes(recipe), recipe.train
-    weights = _param_bytes(recipe) * sizes.parameters
-    sum_bytes = FLOAT32_BYTES * sizes.parameters
+    sizes, train = _Sizes(recipe), recipe.train
+    weights, sum_bytes = sizes.param_bytes * sizes.parameters, FLOAT32_BYTES * sizes.parameters
     shares = recipe.parallel.data_parallel_size if recipe.parallel.zero_stage else 1
+    of_shares = f", 1 of {shares} shares" if shares > 1 else ""
     sums = sum_bytes * num_sums_beside_a_gradient(recipe, micro_batches_per_model(recipe))
-    casts = _compute_bytes(recipe) * _cast_elements(recipe, sizes) if train.dtype != train.param_dtype else 0
+    casts = sizes.compute_bytes * sizes.multiplied if train.dtype != train.param_dtype else 0
     kept, recomputed, passing = _activation_bytes(recipe, sizes)
     reduced = sum_bytes if train.reduction == "exact" else sum_bytes // shares
     masters = sum_bytes // shares if shares > 1 or train.param_dtype != "float32" else 0
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
-    gathered = _param_bytes(recipe) * sizes.largest_bucket if shares > 1 else 0
+    gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
     parts = (
         Part(f"weights, {train.param_dtype}", weights, weights, weights),
         Part(f"casts of them to {train.dtype}", forward=casts),
-        Part(f"master weights{_of_shares(shares)}", masters, masters, masters),
-        Part(f"moments of AdamW{_of_shares(shares)}", moments, moments, moments),
+        Part(f"master weights{of_shares}", masters, masters, masters),
+        Part(f"moments of AdamW{of_shares}", moments, moments, moments),
         Part(f"sums of gradients ({train.reduction})", sums, sums, sum_bytes),
         Part("gradient of a micro-batch", backward=weights),
         Part("sum over the workers", update=reduced),
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
         Part("backward pass of a layer", backward=recomputed + passing),
-        Part("loss: hidden states, logits", forward=_loss_bytes(recipe, sizes)),
+        Part("loss: hidden states, logits", forward=_loss_bytes(sizes)),
         Part("all-gather of a bucket", update=gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
@@ -128,88 +133,32 @@ def num_sums_beside_a_gradient(recipe: Recipe, micro_batches: int) -> int:
     return micro_batches.bit_length() - 1 if recipe.train.reduction == "exact" else min(1, micro_batches - 1)
 
 
-def _sizes(recipe: Recipe) -> _Sizes:
-    model, batch, parts = recipe.model, recipe.batch, recipe.parallel.tensor_parallel_size
-    width, tokens = model.hidden_size, batch.micro_batch_size * recipe.corpus.sequence_length
-    keys = model.num_key_value_heads * model.head_dim * key_value_copies(recipe) // parts
-    inner = model.intermediate_size // parts
-    layer = 2 * width * width // parts + 2 * width * keys + 3 * width * inner
-    table = _vocab_rows(recipe) * width
-    logit_rows = min(batch.loss_chunk_tokens, tokens) if parts > 1 else tokens
-    return _Sizes(
-        matrices=model.num_hidden_layers * layer + table * (1 if model.tie_word_embeddings else 2),
-        vectors=(2 * model.num_hidden_layers + 1) * width,
-        largest_bucket=max(layer, table),
-        stream=tokens * width // parts,
-        sequence=tokens * width,
-        queries=tokens * width // parts,
-        keys=tokens * keys,
-        inner=tokens * inner,
-        mask=tokens * recipe.corpus.sequence_length if recipe.train.attention_mask == "block_causal" else 0,
-        logits=logit_rows * _vocab_rows(recipe),
-    )
-
-
 def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
     """Return the bytes kept of a layer for the backward pass, computed again in it, and of gradients in a layer.
 
     An element takes `a` bytes in matrix products, and `r` in the residual stream, which has the type of the weights.
     """
-    a, r, mode = _compute_bytes(recipe), _param_bytes(recipe), recipe.train.activation_checkpointing
+    a, r, s, mode = sizes.compute_bytes, sizes.param_bytes, sizes.sum_bytes, recipe.train.activation_checkpointing
     norms = 2 * (FLOAT32_BYTES + r) * sizes.stream  # a norm computes in float32
     inputs = 2 if a == r else 5  # each of five products casts the input that two or three of them share
-    everything = norms + a * (
-        inputs * sizes.sequence + 3 * sizes.queries + 2 * sizes.keys + 4 * sizes.inner + sizes.mask
-    )
-    products = a * (2 * sizes.queries + 2 * sizes.keys + 2 * sizes.inner + 2 * sizes.sequence)
+    queries = sizes.stream
+    everything = norms + a * (inputs * sizes.sequence + 3 * queries + 2 * sizes.keys + 4 * sizes.inner + sizes.mask)
+    products = a * (2 * queries + 2 * sizes.keys + 2 * sizes.inner + 2 * sizes.sequence)
     # An exact sum is computed from the parts of all workers, which the collective returns.
     scattered = sizes.sequence if recipe.train.reduction == "exact" else sizes.stream
-    collectives = 2 * r * sizes.sequence + 2 * _sum_bytes(recipe) * scattered if _is_split(recipe) else 0
+    collectives = 2 * r * sizes.sequence + 2 * s * scattered if sizes.is_split else 0
     layer_input = r * sizes.stream
     kept = {"none": everything, "selective": layer_input + products + collectives, "full": layer_input}[mode]
     recomputed = 0 if mode == "none" else everything
     passing = 4 * r * sizes.sequence + 3 * a * sizes.inner
-    if _is_split(recipe) and _sum_bytes(recipe) > r:
-        passing += _sum_bytes(recipe) * sizes.sequence  # a gradient in the type in which it is summed
+    if sizes.is_split and s > r:
+        passing += s * sizes.sequence  # a gradient in the type in which it is summed
     return kept, recomputed, passing
 
 
-def _loss_bytes(recipe: Recipe, sizes: _Sizes) -> int:
+def _loss_bytes(sizes: _Sizes) -> int:
     """Return the bytes of hidden states, their gradient, float32 logits, and the head's gradients of all chunks."""
-    hidden = 2 * _param_bytes(recipe) * sizes.sequence
-    head = _vocab_rows(recipe) * recipe.model.hidden_size
-    if not _is_split(recipe):
-        return hidden + FLOAT32_BYTES * (head + sizes.logits)
-    return hidden + _compute_bytes(recipe) * sizes.sequence + FLOAT32_BYTES * (2 * head + 5 * sizes.logits)
-
-
-def _of_shares(shares: int) -> str:
-    return f", 1 of {shares} shares" if shares > 1 else ""
-
-
-def _is_split(recipe: Recipe) -> bool:
-    return recipe.parallel.tensor_parallel_size > 1
-
-
-def _param_bytes(recipe: Recipe) -> int:
-    return FLOAT32_BYTES if recipe.train.param_dtype == "float32" else 2
-
-
-def _compute_bytes(recipe: Recipe) -> int:
-    return FLOAT32_BYTES if recipe.train.dtype == "float32" else 2
-
-
-def _sum_bytes(recipe: Recipe) -> int:
-    """Return the bytes of an element of the activations that the workers of a model sum."""
-    return FLOAT32_BYTES if recipe.parallel.reduce_dtype == "float32" else _compute_bytes(recipe)
-
-
-def _cast_elements(recipe: Recipe, sizes: _Sizes) -> int:
-    """Return the number of weights that matrix products take. A lookup reads the embeddings without a cast."""
-    model = recipe.model
-    return sizes.matrices - (0 if model.tie_word_embeddings else _vocab_rows(recipe) * model.hidden_size)
-
-
-def _vocab_rows(recipe: Recipe) -> int:
-    """Return the rows of a worker's part of the embedding, padding included."""
-    return -(-recipe.model.num_vocab_rows // recipe.parallel.tensor_parallel_size)
+    hidden = 2 * sizes.param_bytes * sizes.sequence
+    if not sizes.is_split:
+        return hidden + FLOAT32_BYTES * (sizes.table + sizes.logits)
+    return hidden + sizes.compute_bytes * sizes.sequence + FLOAT32_BYTES * (2 * sizes.table + 5 * sizes.logits)

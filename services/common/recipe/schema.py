@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from services.common.hardware.instance_types import read_instance_types
 from services.common.recipe.agreement import require_agreement
+from services.common.recipe.cluster import Cluster
+from services.common.recipe.compilation import Compile
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.section import (
     COMPILED,
@@ -26,43 +27,21 @@ from services.common.recipe.section import (
     TRAINED,
     Identity,
     Kind,
+    Name,
+    Positive,
     Section,
 )
+from services.common.recipe.training import Checkpoint, Train
 
 Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
+"""Values of `train.activation_checkpointing`."""
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 NoticeCondition = Literal["done", "failed", "diverged", "workers_lost"]
 WEBHOOK_VARIABLE = "MILLRACE_WEBHOOK"
 """Environment variable with the webhook's URL, where the recipe names no other place."""
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
-
-MAX_NAME_LENGTH = 128
-"""Longest name of a run or corpus. File systems take 255 bytes, and stages add hashes, endings and tokens to a name."""
-MAX_ADDRESS_CHARACTERS = 8_000
-"""Most characters of a source's or a vocabulary's address. The paths of Linux end at 4,096 bytes."""
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=MAX_NAME_LENGTH)]
-Positive = Annotated[int, Field(gt=0)]
-
-_FLAGS_OF_THE_STAGE = ("--framework", "--output", "-o", "--target")
-_FLAGS_OF_THE_CACHE = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level")
-
-
-def _require_compiler_flag(flag: str) -> str:
-    """Check that a text is one flag of neuronx-cc, passed as one argument without splitting or expansion."""
-    name = flag.partition("=")[0]
-    if not flag.startswith("-") or not flag.isprintable() or any(character.isspace() for character in flag):
-        raise ValueError(f"{flag!r} is not a compiler flag; write name and value as one string, such as '--optlevel=2'")
-    if name in _FLAGS_OF_THE_STAGE:
-        raise ValueError(f"{name} is set by the compiler stage and cannot be a flag of the recipe")
-    if name in _FLAGS_OF_THE_CACHE:
-        raise ValueError(f"{name} is an option of libneuronxla and not of neuronx-cc; the stages manage the cache")
-    return flag
-
-
-CompilerFlag = Annotated[str, AfterValidator(_require_compiler_flag)]
 
 
 def _require_place_of_secret(place: str) -> str:
@@ -78,23 +57,15 @@ def _require_place_of_secret(place: str) -> str:
 class Source(Section):
     """A source of documents. Documents enter the corpus in the order of the sources."""
 
-    uri: Annotated[str, Field(min_length=1, max_length=MAX_ADDRESS_CHARACTERS)]
+    uri: Annotated[str, Field(min_length=1)]
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
     `datasets://NAME`, the rows that `datasets.load_dataset` gives of a data set on the Hugging Face hub or in a folder.
-
-    An address with a user, a password, or a parameter that may be a secret is refused, because recipes are stored and
-    shown. Credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain. A web address
-    may have only parameters that are known to be harmless, such as `download` or `version`. An `@` in the path of an
-    address with a port is written as `%40`.
-    """
+    Credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain."""
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "wikicorpus"] = "auto"
     """Format of the files. `auto` goes by the file name's ending, `text` makes each file one document, and `wikicorpus`
-    is the format of the original `raw.en.tgz`.
-    """
+    is the format of the original `raw.en.tgz`."""
     column: str = "text"
-    """The jsonl key, or the parquet or arrow column, that holds the document. `a.b` is the key `b` within `a`, where no
-    column has that name itself.
-    """
+    """The jsonl key, or the parquet or arrow column, that holds the document. `a.b` is the key `b` within `a`."""
     revision: str | None = None
     """Commit of a repository on the Hugging Face hub, or a branch that `make pin` replaces by its commit."""
     subset: str | None = None
@@ -103,9 +74,7 @@ class Source(Section):
     """Name of the split of a `datasets://` source."""
     weight: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Average number of times that a document enters the training split. 0.25 takes a quarter of the documents, chosen
-    by their hashes, and 2.5 takes every document twice and half of them once more. A document of the validation split
-    is in it once, whatever the weight.
-    """
+    by their hashes, and 2.5 takes every document twice and half of them once more. The validation split ignores it."""
 
     @model_validator(mode="after")
     def _keys_fit_the_uri(self) -> Self:
@@ -130,31 +99,24 @@ class Corpus(Section):
     rows_per_shard: Annotated[Positive, CORPUS] = 32_768
     """Rows of `sequence_length` tokens in a file of the corpus."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1), CORPUS] = 0.01
-    """Share of each source's documents, chosen by their hashes, that is kept for validation. The weights of the sources
-    do not change it."""
+    """Share of each source's documents, chosen by their hashes, that is kept for validation."""
     min_document_bytes: Annotated[int, Field(ge=0), CORPUS] = 0
     """Bytes of the shortest document; shorter ones are dropped and counted."""
     duplicates: Annotated[Literal["keep", "drop"], CORPUS_UNLESS_DEFAULT] = "keep"
-    """Treatment of exact duplicates: `drop` keeps the first of all equal documents in the order of the sources, and
-    counts the others. Documents are equal when their text is, apart from line ends and white space at both ends. All
-    sources are compared with one another, before weights choose documents, and every document is read once more."""
+    """Treatment of exact duplicates: `drop` keeps the first of all equal documents of all sources, and counts the
+    others. Line ends and white space at both ends do not count."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
     """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` makes the document
-    a bad row. A file of which more than 1 % of the characters would be replaced is in another encoding, and always ends
-    the stage."""
+    a bad row. A file of which more than 1 % of the characters would be replaced always ends the stage."""
     bad_rows: Annotated[Literal["stop", "skip"], CORPUS_UNLESS_DEFAULT] = "stop"
     """Treatment of rows that cannot become documents: lines that are no JSON or no object, values in `column` that are
-    no text, and documents above `max_document_bytes`. `stop` ends the stage with exit code 3 at the first one, `skip`
-    leaves them out and counts them by reason and by file. A damaged file always ends the stage."""
+    no text, and documents above `max_document_bytes`. `stop` ends the stage with exit code 3, `skip` counts them."""
     max_bad_rows: Annotated[int, Field(ge=0)] = 1_000
-    """Number of rows that `bad_rows = "skip"` may skip in all sources together. With more the stage ends with exit code
-    3, and names the files that have most of them."""
+    """Number of rows that `bad_rows = "skip"` may skip in all sources together; more end the stage with exit code 3."""
     control_text: Annotated[Literal["text"], CORPUS] = "text"
     """Encoding of the name of a special token, such as `</s>`, in a document: always as text, never as that token."""
     max_document_bytes: Annotated[Positive, CORPUS_UNLESS_DEFAULT] = 128 * 2**20
-    """Bytes of the largest document. A longer document or line is a bad row, of which no more than so many bytes are
-    kept in memory. The longest books and source files in known corpora have some 10 MB. A worker takes less than 1 GB
-    for documents of 64 MB."""
+    """Bytes of the largest document; a longer one is a bad row. A worker takes less than 1 GB for 64 MB."""
     split_bytes: Positive = 64 * 2**20
     """Input bytes that one encode task reads. This changes the number of tasks, never the corpus."""
 
@@ -164,15 +126,12 @@ class VocabularyTraining(Section):
 
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)]
     max_bytes: Positive = 256 * 2**20
-    """Bytes of text that the training sees: whole documents of all sources, in each source's share of the training
-    split, chosen by hashes. At most about eight times as many input bytes are read for it."""
+    """Bytes of text that the training sees: documents of all sources, in each source's share of the training split."""
 
 
 class Tokenizer(Section):
-    model: Annotated[str | None, Field(max_length=MAX_ADDRESS_CHARACTERS), CORPUS] = None
-    """Path, or address without credentials, of a SentencePiece model, a `tokenizer.json` or a tiktoken file. Without
-    it, `train` makes a model.
-    """
+    model: Annotated[str | None, CORPUS] = None
+    """Path or address of a SentencePiece model, a `tokenizer.json` or a tiktoken file, unless `train` makes one."""
     train: Annotated[VocabularyTraining | None, CORPUS] = None
     bos_token: Annotated[str | None, CORPUS] = None
     """Special token before each document, for a `tokenizer.json` other than Llama 2's and 3's."""
@@ -183,16 +142,13 @@ class Tokenizer(Section):
     num_workers: Positive = 1
     """Number of encode tasks that run at the same time."""
     keep_encoded: bool = False
-    """Whether the encoded partitions stay when the corpus is published, so that the next corpus of this name encodes
-    only files that were added or have changed. They take as many bytes as the corpus, until the next one is published.
-    """
+    """Whether the encoded partitions, as large as the corpus, stay when it is published. The next corpus of this name
+    then encodes only files that were added or have changed."""
 
     @model_validator(mode="after")
     def _has_one_vocabulary(self) -> Self:
         if (self.model is None) == (self.train is None):
-            raise ValueError(
-                "give exactly one of tokenizer.model (a file) and [tokenizer.train] (settings to make one)"
-            )
+            raise ValueError("give either tokenizer.model (a file) or [tokenizer.train] (settings to make one)")
         return self
 
 
@@ -211,11 +167,10 @@ class Model(Section):
     preset: str | None = None
     """A named size whose values the other keys of this section override."""
     vocab_size: Annotated[int, Field(ge=2)]
-    """Number of ids of the tokenizer. Where workers share a model and this number does not divide by them, their parts
-    have rows of padding, which no checkpoint has."""
+    """Number of ids of the tokenizer."""
     padded_vocab_size: Positive | None = None
-    """Rows of the embedding and of the language-model head, where they are more than `vocab_size`: the `vocab_size` in
-    the `config.json` of a published model that is padded. Rows of padding take no probability."""
+    """Rows of the embedding and of the language-model head, where a published model has more than `vocab_size`, as its
+    `config.json` says. Rows of padding take no probability."""
     hidden_size: Positive
     intermediate_size: Positive
     num_hidden_layers: Positive
@@ -240,7 +195,7 @@ class Model(Section):
         return {**MODEL_PRESETS[preset], **values}
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _sizes_fit(self) -> Self:
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be an even multiple of num_attention_heads "
@@ -251,15 +206,8 @@ class Model(Section):
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _pads_upwards(self) -> Self:
         if self.num_vocab_rows < self.vocab_size:
-            raise ValueError(
-                f"padded_vocab_size {self.padded_vocab_size} must not be below vocab_size {self.vocab_size}: each id "
-                f"has a row"
-            )
+            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
         return self
 
     @property
@@ -286,9 +234,9 @@ class Parallel(Section):
     tensor_parallel_size: Annotated[Positive, COMPILED] = 1
     """Workers that share a copy of the model. Each has a part of every matrix, and of the sequence between layers."""
     reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
-    """Type in which the workers of a model sum activations and their gradients; the result has the activations' type.
-    `bfloat16` needs train.dtype `bfloat16` and halves the bytes that are sent, but rounds at each addition. Sums of the
-    gradients of weights are always float32."""
+    """Type in which the workers of a model sum activations and their gradients. `bfloat16` needs train.dtype `bfloat16`
+    and halves the bytes that are sent, but rounds at each addition. Gradients of weights are always summed in float32.
+    """
     zero_stage: Literal[0, 1] = 0
     """ZeRO stage; with 1, data-parallel workers share the optimizer's state, and update it with the same bits."""
     threads_per_worker: Annotated[Positive, COMPILED] = 1
@@ -330,9 +278,8 @@ class Optimizer(Section):
 
     schedule: Annotated[Schedule, TRAINED] = "cosine"
     """Course of the learning rate after a linear warm-up. `cosine` and `linear` fall to `min_learning_rate`, which they
-    reach at `decay_steps`; AWS's tutorials of neuronx-distributed have `linear`. `wsd` (warm-up, stable, decay;
-    MiniCPM, arXiv 2404.06395) is constant, and in the last `cooldown_steps` before `decay_steps` falls as 1 - sqrt,
-    which gave lower losses than a linear fall (arXiv 2405.18392). `constant` never falls."""
+    reach at `decay_steps`. `wsd` (warm-up, stable, decay; MiniCPM, arXiv 2404.06395) is constant, and in the last
+    `cooldown_steps` before `decay_steps` falls as 1 - sqrt (arXiv 2405.18392). `constant` never falls."""
     learning_rate: Annotated[float, Field(gt=0), TRAINED]
     """Largest rate, which the warm-up reaches."""
     min_learning_rate: Annotated[float, Field(ge=0), TRAINED] = 0.0
@@ -340,11 +287,11 @@ class Optimizer(Section):
     warmup_steps: Annotated[int, Field(ge=0), TRAINED]
     """Steps in which the rate rises linearly from 0."""
     warmup_begin_step: Annotated[int, Field(ge=0), TRAINED] = 0
-    """Step at which the warm-up begins. Only a branch, which begins at a later step, can have another one than 0: at
-    `train.branch.step` its rate rises once more, for continued pre-training (arXiv 2403.08763)."""
+    """Step at which the warm-up begins. Only a branch can have another one than 0: its rate then rises once more, for
+    continued pre-training (arXiv 2403.08763)."""
     decay_steps: Annotated[Positive | None, TRAINED] = None
-    """Step at which the rate reaches its minimum; every schedule except `constant` has one. It is independent of
-    train.max_steps, so a run can be made longer."""
+    """Step at which the rate reaches its minimum, except for `constant`. It is independent of train.max_steps, so a run
+    can be made longer."""
     cooldown_steps: Annotated[Positive | None, TRAINED] = None
     """Steps before `decay_steps` in which the rate of `wsd` falls; only `wsd` has them."""
     beta1: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.9
@@ -376,210 +323,21 @@ class Optimizer(Section):
         if self.decay_steps is None:
             return self
         begin = f"warmup_begin_step {self.warmup_begin_step} + " if self.warmup_begin_step else ""
-        warm = self.warmup_begin_step + self.warmup_steps
+        rise, warm = f"{begin}warmup_steps {self.warmup_steps}", self.warmup_begin_step + self.warmup_steps
         if warm >= self.decay_steps:
-            raise ValueError(f"{begin}warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
-        if self.cooldown_steps is not None and warm > self.decay_steps - self.cooldown_steps:
-            raise ValueError(
-                f"{begin}warmup_steps {self.warmup_steps} and cooldown_steps {self.cooldown_steps} overlap before "
-                f"decay_steps {self.decay_steps}"
-            )
+            raise ValueError(f"{rise} must be below decay_steps {self.decay_steps}")
+        if warm > self.decay_steps - (self.cooldown_steps or 0):
+            overlap = f"{rise} and cooldown_steps {self.cooldown_steps} overlap"
+            raise ValueError(f"{overlap} before decay_steps {self.decay_steps}")
         return self
-
-
-class Compile(Section):
-    enabled: Annotated[bool, TRAINED] = True
-    require_warm: bool = False
-    """End the trainer with exit code 4 as soon as a graph is not in the cache, instead of compiling the graph."""
-    trace_on: Literal["device", "cpu"] = "device"
-    """Machine on which Neuron graphs are traced: a node with the device, or any CPU, if both give the same graphs."""
-    flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), COMPILED] = ()
-    """Flags of neuronx-cc in their order, such as "--model-type=transformer"; the stage sets its target."""
-    num_workers: Positive = 7
-    """Number of Neuron graphs that are compiled at the same time, one a task. The default is the number of graphs of a
-    run, because all nodes are paid for until the last graph is compiled."""
-    task_cpus: Annotated[int, Field(ge=1, le=1024)] = 8
-    """CPUs that Ray reserves for a compile task."""
-    task_memory_gib: Annotated[float, Field(gt=0, le=16_384)] = 32.0
-    """GiB of memory that Ray reserves for a compile task. A task that was killed for memory gets twice as much."""
-    task_timeout_seconds: Annotated[float, Field(gt=0)] = 7_200.0
-    """Seconds after which a compile task is ended and its graph has failed. Large graphs were seen to take an hour."""
-    task_attempts: Annotated[int, Field(ge=1, le=20)] = 3
-    """Most tasks for one graph. A task that was killed, was lost or ended with 70 is followed by another."""
-
-
-class Branch(Section):
-    """A checkpoint of another run below the same root, with which a run begins: weights, moments, the number of steps,
-    and the position in the data. All other settings may differ from the parent's, except the model's shapes and the
-    vocabulary.
-    """
-
-    run: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}$", max_length=MAX_NAME_LENGTH + 9)]
-    """Name of the parent run, as `python -m services.trainer runs` lists it."""
-    step: Annotated[int, Field(ge=0)]
-    """Step after which the parent has a checkpoint. The branch counts its steps from there on."""
-    data: Literal["continue", "restart"] = "continue"
-    """First sample of the branch. `continue` goes on after the last sample that the nearest ancestor with this
-    corpus took, or begins a corpus that none of them has seen. `restart` begins the corpus again, so that its samples
-    are seen twice."""
-
-
-class Train(Section):
-    max_steps: Positive
-    seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
-    """Seed of the initial weights, and of the order of the samples unless `data_seed` is given."""
-    data_seed: Annotated[int, Field(ge=0, lt=2**63, default_factory=lambda known: known["seed"]), TRAINED]
-    """Seed of the order of the samples. Default: the value of `seed`."""
-    initial_weights: Annotated[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, TRAINED] = None
-    """Digest of the imported weights that the run begins with, as `import` prints it; without it, they are random."""
-    branch: Annotated[Branch | None, TRAINED] = None
-    """Checkpoint of another run with which the run begins."""
-    dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
-    """Type of matrix products. Master weights, moments and reductions are always float32."""
-    param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
-    """Type of all weights in the model, of a micro-batch's gradients, and of activations between layers. `bfloat16`
-    needs dtype `bfloat16`. The optimizer then holds float32 master weights, and each update rounds the model's weights
-    from them."""
-    attention_mask: Annotated[Literal["causal", "block_causal"], TRACED] = "causal"
-    """Tokens that a token attends to: with `causal` all before it in its row, with `block_causal` only those of its
-    document, whose positions begin at 0. In both modes a document's last token predicts the next document's first."""
-    z_loss: Annotated[float, Field(ge=0), TRACED] = 0.0
-    """Coefficient of the mean of log(Z)^2 over tokens, which the gradient includes (PaLM, arXiv 2204.02311, has 1e-4).
-    The reported losses of training and evaluation are cross-entropy alone. 0 switches it off."""
-    activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
-    """Part of a layer's forward pass that the backward pass computes again instead of keeping it: nothing (`none`), all
-    but matrix products and attention (`selective`), or all (`full`). The bits are the same, except on `xla`, whose
-    compiler then fuses and rounds differently."""
-    reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
-    """`exact` sums micro-batches in one fixed binary tree, so that any number of workers gives the same bits. `fast`
-    sums those of a worker one after the other, and leaves the sum over workers to the library. For m micro-batches, a
-    worker holds log2(m) sums of the gradient with `exact`, and one with `fast`."""
-    evaluation_interval_steps: Positive = 100
-    """Steps between two evaluations."""
-    evaluation_tokens: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, TRAINED] = None
-    """Targets of the validation split in an evaluation, rounded up to whole rows; without it, all of them. One fixed
-    permutation of the rows chooses the same ones in each evaluation of each run. 0 switches evaluation off. A target
-    costs a third of a trained token."""
-    health_interval_steps: Annotated[int, Field(ge=0)] = 100
-    """Steps between two measurements of the run's health: norms of layer groups, the largest logit and the size of
-    activations. 0 switches them off. A measurement takes a third of a step, as long as a forward pass."""
-    time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Seconds after which a training command stops with a committed checkpoint and exit code 75."""
-    max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10
-    """Most steps in a row whose gradient is not finite, and which update nothing. One more ends the run with exit 2."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Most times that a command starts lost workers again without a new checkpoint in between."""
-    watchdog_factor: Annotated[float, Field(ge=0)] = 10.0
-    """Median step times after which a worker's step counts as hung. The worker writes the stacks of its threads and
-    ends, and all workers start again. 0 switches the watchdog off."""
-    watchdog_min_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """Seconds that a step always has before the watchdog ends it. Collectives end a minute after twice the limit."""
-    loss_spike_sigma: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviations above the trend of the last losses or gradient norms beyond which a step deviates. 0 switches
-    the detection of loss spikes off, and 6 is usual. The settings of loss spikes may change while a run goes on; each
-    change is recorded."""
-    loss_spike_window: Annotated[int, Field(ge=16, le=1_000)] = 128
-    """Number of last losses that the next one is compared with. Before a quarter of them exist, no step deviates."""
-    loss_spike_patience_steps: Annotated[int, Field(ge=1, le=1_000)] = 16
-    """Number of losses in a row that must deviate before a spike is confirmed. Fewer heal by themselves."""
-    loss_spike_rollback_steps: Annotated[int, Field(ge=1, le=100_000)] = 100
-    """Steps before the first one of a confirmed spike to which the run goes back. It leaves out all batches from there
-    to the last one of the spike. The checkpoints that this needs are kept beside those of `checkpoint.keep_latest`."""
-    loss_spike_max_rollbacks: Annotated[int, Field(ge=0)] = 20
-    """Number of times that a run may go back because of loss spikes. It goes on with a warning after the next spike."""
-
-    @model_validator(mode="after")
-    def _weights_are_as_wide_as_products(self) -> Self:
-        if self.param_dtype == "bfloat16" and self.dtype != "bfloat16":
-            raise ValueError(
-                f"train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.dtype!r}: float32 products of "
-                f"rounded weights gain no precision"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _begins_once(self) -> Self:
-        if self.branch and self.initial_weights:
-            raise ValueError(
-                f"train.branch {self.branch.run} and train.initial_weights {self.initial_weights[:12]} both name the "
-                f"weights that the run begins with: leave one out"
-            )
-        if self.branch and self.branch.step >= self.max_steps:
-            raise ValueError(f"train.branch.step {self.branch.step} must be below train.max_steps {self.max_steps}")
-        return self
-
-    @property
-    def first_step(self) -> int:
-        """Steps that were done when the run began: those of its parent, or 0."""
-        return self.branch.step if self.branch else 0
-
-
-class Checkpoint(Section):
-    interval_steps: Positive = 100
-    """Steps between two checkpoints."""
-    keep_latest: Annotated[int, Field(ge=2)] = 2
-    """Number of newest checkpoints that are kept; at least 2, because the newest may be damaged."""
-    keep_interval_steps: Positive | None = None
-    """Checkpoints whose step is a multiple of this number are kept for good."""
-
-
-class Cluster(Section):
-    """Nodes of the stages on a cluster, where a node is a pod and a node of Ray. One machine ignores this section."""
-
-    tokenizer_nodes: Positive = 1
-    """Number of nodes that share the tokenizer's tasks."""
-    compiler_nodes: Positive = 1
-    """Number of nodes of the compiler stage. Default: one, or as many as `compile.num_workers` Neuron tasks need."""
-    trainer_workers_per_node: Positive = 1
-    """Workers that share a node. The trainer's nodes are data_parallel_size x tensor_parallel_size over this number."""
-    trainer_instance_type: str | None = None
-    """EC2 type of the trainer's nodes, with NeuronCores or GPUs. `plan` needs it for memory, peak FLOP/s and price."""
-    min_nodes: Positive | None = None
-    """Fewest nodes with which the trainer goes on when lost nodes are not replaced. Without it, it waits for all."""
-
-    @field_validator("trainer_instance_type")
-    @classmethod
-    def _is_a_known_instance_type(cls, value: str | None) -> str | None:
-        if value is not None and value not in read_instance_types():
-            raise ValueError(f"unknown instance type {value!r}; known: {', '.join(read_instance_types())}")
-        return value
-
-    @property
-    def has_compiler_nodes(self) -> bool:
-        """Tell whether the recipe sets `compiler_nodes`."""
-        return "compiler_nodes" in self.model_fields_set
-
-    def fewer_nodes(self, num_workers: int, tensor_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
-        """Return the numbers of nodes with which the trainer may go on after a loss, largest first.
-
-        There are none without `min_nodes`. Each number gives whole models with equal numbers of micro-batches. With
-        `train.reduction = "exact"` the bits stay the same.
-        """
-        if self.min_nodes is None:
-            return ()
-
-        def shares_evenly(nodes: int) -> bool:
-            models, rest = divmod(nodes * self.trainer_workers_per_node, tensor_parallel_size)
-            return models > 0 and rest == 0 and num_micro_batches % models == 0
-
-        candidates = range(self.nodes_of("trainer", num_workers) - 1, self.min_nodes - 1, -1)
-        return tuple(filter(shares_evenly, candidates))
-
-    def nodes_of(self, stage: Stage, num_workers: int) -> int:
-        """Return the number of nodes of a stage; `num_workers` counts the trainer's workers."""
-        return {
-            "tokenizer": self.tokenizer_nodes,
-            "compiler": self.compiler_nodes,
-            "trainer": num_workers // self.trainer_workers_per_node,
-        }[stage]
 
 
 class Notify(Section):
     """Notices to a webhook. Nothing of this section is part of an identity."""
 
     webhook: Annotated[str, AfterValidator(_require_place_of_secret)] | None = None
-    """Place of the webhook's URL: `env:NAME`, an environment variable, or `file:/PATH`, a file. The URL itself is a
-    password, and a recipe is stored and shown. Default: `env:MILLRACE_WEBHOOK`, where that variable is set."""
+    """Place of the webhook's URL, which is a password: `env:NAME`, an environment variable, or `file:/PATH`, a file.
+    Default: `env:MILLRACE_WEBHOOK`, where that variable is set."""
     conditions: Annotated[tuple[NoticeCondition, ...], Field(strict=False)] = get_args(NoticeCondition)
     """Conditions of which notices are sent; all of them by default."""
 

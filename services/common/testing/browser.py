@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from services.common.errors import DeviceError
@@ -36,37 +35,25 @@ class Browser:
     """
 
     def __init__(self) -> None:
-        self._found = find_browser()
-        if self._found is None:
-            raise DeviceError(f"no {', '.join(BROWSERS)} on PATH. Debian: apt-get install chromium")
-        self._number, self._session = 0, ""
+        self._number, self._session, self._received = 0, "", b""
         self.events: list[dict[str, Any]] = []
         """Events that the browser has sent, such as `Network.requestWillBeSent`."""
 
     def __enter__(self) -> Self:
+        found = find_browser()
+        if found is None:
+            raise DeviceError(f"no {', '.join(BROWSERS)} on PATH. Debian: apt-get install chromium")
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, commands = os.pipe()
         self._answers, theirs_out = os.pipe()
-        self._commands, self._received = os.fdopen(commands, "wb"), b""
-        options = [
-            "--headless",
-            "--no-sandbox",  # a sandbox cannot be made as root; the pages are our own files
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--no-first-run",
-            f"--user-data-dir={self._folder.name}",
-            "--remote-debugging-pipe",
-            "about:blank",
-        ]
+        self._commands = os.fdopen(commands, "wb")
+        # A sandbox cannot be made as root; the pages are our own files.
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+        options += [f"--user-data-dir={self._folder.name}", "--remote-debugging-pipe", "about:blank"]
         # Chromium reads commands from file descriptor 3 and writes answers to 4.
-        script = f'exec timeout {TIMEOUT_SECONDS} "$@" 3<&{theirs_in} 4>&{theirs_out}'
-        self._process = subprocess.Popen(
-            ["bash", "-c", script, "bash", str(self._found), *options],
-            pass_fds=(theirs_in, theirs_out),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        script = f'exec timeout {TIMEOUT_SECONDS} "$@" 3<&{theirs_in} 4>&{theirs_out} </dev/null >/dev/null 2>&1'
+        command = ["bash", "-c", script, "bash", found, *options]
+        self._process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out))
         os.close(theirs_in)
         os.close(theirs_out)
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -75,9 +62,7 @@ class Browser:
             self.send(f"{domain}.enable")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.terminate()
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
@@ -91,21 +76,14 @@ class Browser:
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
-        try:
+        with contextlib.suppress(BrokenPipeError):  # nothing can be read either
             self._commands.write(json.dumps(message).encode() + b"\0")
             self._commands.flush()
-        except BrokenPipeError as error:
-            raise DeviceError(f"{self._found} ended before {method}.") from error
-        while True:
-            answer = self._read()
-            if answer is None:
-                raise DeviceError(f"{self._found} ended during {method}.")
-            if answer.get("id") != self._number:
-                self.events.append(answer)
-                continue
-            if "error" in answer:
-                raise DeviceError(f"{self._found} refused {method}: {answer['error'].get('message')}")
-            return dict(answer["result"])
+        while (answer := self._read()).get("id") != self._number:
+            self.events.append(answer)
+        if "error" in answer:
+            raise DeviceError(f"the browser refused {method}: {answer['error'].get('message')}")
+        return dict(answer["result"])
 
     def open(self, page: Path, width: int, height: int, *, is_dark: bool = False, media: str = "") -> None:
         """Show a file in a window of this size, and wait until it is loaded and drawn."""
@@ -135,11 +113,11 @@ class Browser:
         """Return the part of the page that the window shows as a PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any]:
         while b"\0" not in self._received:
             more = os.read(self._answers, 2**16)
             if not more:
-                return None
+                raise DeviceError("the browser has ended.")
             self._received += more
         text, _, self._received = self._received.partition(b"\0")
         return dict(json.loads(text))

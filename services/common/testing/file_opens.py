@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _OPEN, _CLOSE, _IS_FOLDER, _OVERFLOW = 0x20, 0x18, 0x4000_0000, 0x4000
@@ -14,34 +14,32 @@ _HEADER = struct.Struct("iIII")
 
 
 class FileOpens:
-    """The opens of files in some folders. Python's audit hooks would miss the opens of Arrow and of other processes."""
+    """The opens of files below a folder. Python's audit hooks would miss the opens of Arrow and of other processes."""
 
-    def __init__(self, descriptor: int, folders: dict[int, Path]) -> None:
-        """`folders` are the watched folders by the numbers that the kernel gave to their watches."""
-        self._descriptor, self._folders = descriptor, folders
+    def __init__(self, root: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
         self._seen: list[Path] = []
-        self._is_over = False
+        self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+        watches = [libc.inotify_add_watch(self._descriptor, os.fsencode(each), _OPEN | _CLOSE) for each in folders]
+        assert min(self._descriptor, *watches) >= 0, os.strerror(ctypes.get_errno())
+        self._folders = dict(zip(watches, folders, strict=True))
 
     @property
     def paths(self) -> list[Path]:
         """The files in the order of their opens so far. The kernel merges two opens of one file between which no other
         file is opened and the file is not closed.
         """
-        while not self._is_over and (events := self._read()):
-            self._add(events)
+        with suppress(BlockingIOError):  # all is read
+            while self._descriptor >= 0:
+                self._add(os.read(self._descriptor, 2**16))
         return list(self._seen)
 
     def close(self) -> None:
         """Keep the opens so far, and notice no more."""
         self.paths  # noqa: B018 - reads what the kernel still has
-        self._is_over = True
         os.close(self._descriptor)
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self._descriptor, 2**16)
-        except BlockingIOError:
-            return b""
+        self._descriptor = -1
 
     def _add(self, events: bytes) -> None:
         position = 0
@@ -57,16 +55,8 @@ class FileOpens:
 @contextmanager
 def noticing_opens(root: Path) -> Iterator[FileOpens]:
     """Notice the opens of all files below `root` during the block."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    assert descriptor >= 0, os.strerror(ctypes.get_errno())
-    folders: dict[int, Path] = {}
-    opens = FileOpens(descriptor, folders)
+    opens = FileOpens(root)
     try:
-        for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
-            watch = libc.inotify_add_watch(descriptor, os.fsencode(folder), _OPEN | _CLOSE)
-            assert watch >= 0, f"{folder}: {os.strerror(ctypes.get_errno())}"
-            folders[watch] = folder
         yield opens
     finally:
         opens.close()

@@ -8,20 +8,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from services.common.artifacts.store import Draft, Workspace
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.process.shutdown import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.process.stage_program import run_stage
 from services.common.recipe.file import load_recipe
-from services.common.testing.artifacts import fill, publish
+from services.common.testing.artifacts import publish
 from services.common.tests import work
 
 
 def main(argv: list[str]) -> int:
     behaviour, *arguments = argv
     behaviours = {
-        "publish": publish_much,
+        "publish": publish_below,
         "wait": wait_for_signal,
         "load": load,
         "defer": defer,
@@ -35,15 +34,11 @@ def main(argv: list[str]) -> int:
     return behaviours[behaviour](arguments)
 
 
-def publish_much(arguments: list[str]) -> int:
-    """Publish a megabyte under the root."""
-    root, recipe = Path(arguments[0]), load_recipe(Path(arguments[1]))
-    publish(root, recipe, build=_fill_with_a_megabyte)
+def publish_below(arguments: list[str]) -> int:
+    """Publish a compile cache under the root."""
+    root, recipe = map(Path, arguments)
+    publish(root, load_recipe(recipe))
     return 0
-
-
-def _fill_with_a_megabyte(workspace: Workspace) -> Draft:
-    return fill(workspace, {"large.bin": bytes(2**20)})
 
 
 def wait_for_signal(arguments: list[str]) -> int:

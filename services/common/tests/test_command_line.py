@@ -87,8 +87,7 @@ def test_a_wrong_command_line_is_a_recipe_error_with_the_usage(words: list[str],
 @pytest.mark.parametrize(
     ("words", "own", "others"),
     [
-        (["--help"], ["--recipe FILE", "--train.max_steps=500", "  runs "], []),
-        (["-h"], ["--recipe FILE"], []),
+        (["-h"], ["--recipe FILE", "--train.max_steps=500", "  runs "], []),
         (["runs", "--help"], ["--root DIR"], ["--recipe", "--launch"]),
     ],
 )
@@ -108,7 +107,6 @@ def test_the_help_of_a_command_has_its_own_options(
         ("", ("--launch=ray",), "ray"),
         ("head:6379", (), "ray"),
         ("head:6379", ("--launch=inline",), "inline"),
-        ("nonsense", ("--launch=inline",), "inline"),
     ],
 )
 def test_a_command_uses_ray_where_ray_address_names_a_cluster_and_plain_processes_elsewhere(

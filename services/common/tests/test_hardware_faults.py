@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 
 import pytest
 
-from services.common.errors import HardwareFault, RecipeError, WorkersLost
-from services.common.hardware.faults import explain_hardware_fault, naming_hardware_faults
-from services.common.launch.launcher import name_the_cause
+from services.common.errors import HardwareFault, RecipeError
+from services.common.hardware.faults import find_hardware_fault, naming_hardware_faults
 from services.common.process.entry_point import exit_code_of
 
 FAULTS = {
     "INTERNAL: nrt_execute failed: NRT_EXEC_HW_ERR_HBM_UE": "NRT_EXEC_HW_ERR_HBM_UE",
     "Bad StatusOr access: INTERNAL: NRT_EXEC_UNIT_UNRECOVERABLE status_code=101": "NRT_EXEC_UNIT_UNRECOVERABLE",
     "NRT_EXEC_HW_ERR_OF_A_LATER_RUNTIME": "NRT_EXEC_HW_ERR_OF_A_LATER_RUNTIME",
-    **{
-        f"nrt_execute_repeat: error status={number} on NeuronCore": name
-        for number, name in (
-            (1200, "NRT_EXEC_HW_ERR_COLLECTIVES"),
-            (1201, "NRT_EXEC_HW_ERR_HBM_UE"),
-            (1202, "NRT_EXEC_HW_ERR_NC_UE"),
-            (1203, "NRT_EXEC_HW_ERR_DMA_ABORT"),
-            (1204, "NRT_EXEC_SW_NQ_OVERFLOW"),
-            (1205, "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE"),
-            (1206, "NRT_NETWORK_PROXY_FAILURE"),
-        )
-    },
+    "nrt_execute_repeat: error status=1203 on NeuronCore": "NRT_EXEC_HW_ERR_DMA_ABORT",
+    "nerr code 1206": "NRT_NETWORK_PROXY_FAILURE",
 }
 NO_FAULTS = [
     "nrt_execute failed: NRT_EXEC_BAD_INPUT status=1002",
@@ -59,7 +47,7 @@ def test_what_the_program_did_wrong_stays_a_bug(said: str) -> None:
     with pytest.raises(RuntimeError, match=r".") as caught, naming_hardware_faults():
         raise RuntimeError(said)
     assert type(caught.value) is RuntimeError
-    assert explain_hardware_fault(caught.value) is None
+    assert find_hardware_fault(caught.value) is None
 
 
 def test_a_fault_below_another_error_is_found_and_one_that_is_explained_stays() -> None:
@@ -67,11 +55,3 @@ def test_a_fault_below_another_error_is_found_and_one_that_is_explained_stays() 
         raise ValueError("the step failed") from RuntimeError("NRT_EXEC_HW_ERR_DMA_ABORT")
     with pytest.raises(RecipeError), naming_hardware_faults():
         raise RecipeError("NRT_EXEC_HW_ERR_DMA_ABORT is no key")
-
-
-def test_of_a_group_s_errors_the_fault_is_the_cause() -> None:
-    fault = explain_hardware_fault(RuntimeError("NRT_EXEC_HW_ERR_NC_UE"))
-    assert fault is not None
-    received = pickle.loads(pickle.dumps(fault))
-    errors = [WorkersLost("rank 1 waits for rank 0"), RecipeError("a consequence"), received]
-    assert name_the_cause(errors, "rank 2 died") is received

@@ -32,9 +32,8 @@ def hold(lock: Path) -> None:
     """Hold the lock until the process is killed, as does a child that it has forked."""
     with hold_lock(lock):
         if os.fork() == 0:
-            time.sleep(60)
-        lock.with_name("forked").touch()
-        threading.Event().wait()
+            lock.with_name("forked").touch()  # here: from now on the child has no lock
+        threading.Event().wait(60)
 
 
 def count(lock: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,16 +129,12 @@ def test_torch_xla_leaves_them_as_they_are(torchrun: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def new_spec(tmp_path: Path) -> Callable[..., WorkerGroupSpec]:
-    def make(**values: object) -> WorkerGroupSpec:
-        given = {"num_workers": 2, "threads_per_worker": 1, "workers_per_node": 2, "shared_folder": tmp_path}
-        return WorkerGroupSpec(**{**given, "device": "xla", **values})  # type: ignore[arg-type]
-
-    return make
+def spec(tmp_path: Path) -> WorkerGroupSpec:
+    return WorkerGroupSpec(2, 1, workers_per_node=2, shared_folder=tmp_path, device="xla")
 
 
-def test_inline_workers_share_one_node(tmp_path: Path, new_spec: Callable[..., WorkerGroupSpec]) -> None:
-    run_workers(inline, work.write_environment, tmp_path, new_spec())
+def test_inline_workers_share_one_node(tmp_path: Path, spec: WorkerGroupSpec) -> None:
+    run_workers(inline, work.write_environment, tmp_path, spec)
 
     first, second = work.read_environments(tmp_path)
     assert [each["NEURON_RT_VISIBLE_CORES"] for each in (first, second)] == ["0", "1"]
@@ -150,32 +145,21 @@ def test_inline_workers_share_one_node(tmp_path: Path, new_spec: Callable[..., W
 
 
 def test_a_worker_that_has_imported_torch_xla_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_spec: Callable[..., WorkerGroupSpec]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: WorkerGroupSpec
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(make_site_that_imports_torch_xla(tmp_path)), prepend=os.pathsep)
 
     with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
-        run_workers(inline, work.fail_with_a_bug, None, new_spec())
+        run_workers(inline, work.fail_with_a_bug, None, spec)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_choice_of_cores_that_workers_would_not_follow_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch, new_spec: Callable[..., WorkerGroupSpec]
+    name: str, monkeypatch: pytest.MonkeyPatch, spec: WorkerGroupSpec
 ) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "")
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
 
     with pytest.raises(DeviceError, match=r"NEURON_RT_VISIBLE_CORES=4-7 (.|\n)*unset NEURON_RT_VISIBLE_CORES"):
-        run_workers(choose_launcher(name), work.fail_with_a_bug, None, new_spec())
-
-
-def test_inline_workers_on_a_cpu_hear_nothing_of_neuron(
-    tmp_path: Path, new_spec: Callable[..., WorkerGroupSpec]
-) -> None:
-    run_workers(inline, work.write_environment, tmp_path, new_spec(num_workers=1, device="cpu"))
-
-    [environment] = work.read_environments(tmp_path)
-    assert {name for name in environment if "NEURON" in name or "PJRT" in name} == {
-        name for name in os.environ if "NEURON" in name or "PJRT" in name
-    }
+        run_workers(choose_launcher(name), work.fail_with_a_bug, None, spec)

@@ -1,4 +1,7 @@
-"""A Ray that a command starts on this machine: private, deaf to the command's signals, and gone with the command."""
+"""A Ray that a command starts on this machine: private, deaf to the command's signals, and gone with the command.
+
+`tests/integration/test_signals.py` ends a whole stage on such a Ray, or its Ray, by SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,48 +23,31 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 END_SECONDS = 60
-AGENTS_SECONDS = 120
-"""Ray's agents try for a minute to tell a head that was killed with the command about the end of their raylet."""
 
 PROGRAM = """
-import sys, time
 from services.common.launch.launcher import choose_launcher
 from services.common.process.entry_point import run_program
 from services.common.tests import work
 
 def main(arguments):
-    tasks = choose_launcher("ray").map_tasks(work.sleep, [0, int(arguments[0])], 2)
+    tasks = choose_launcher("ray").map_tasks(work.sleep, [0, 8], 2)
     print("ready", next(tasks), flush=True)
     return sum(result for _, result in tasks)
 
 run_program(main)
 """
 
-Start = Callable[..., subprocess.Popen[str]]
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command with a Ray and a process group of its own, whose second task takes some seconds."""
-    started = []
-
-    def begin(seconds: int = 8) -> subprocess.Popen[str]:
-        process = start_python(["-c", PROGRAM, str(seconds)], RAY_ADDRESS="")
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-
-
-def wait_for_work(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Wait until the first task has ended, and return the processes of the command's Ray."""
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready (0, 0)\n"
-    return psutil.Process(process.pid).children(recursive=True)
+def process() -> Iterator[subprocess.Popen[str]]:
+    """A command with a Ray and a process group of its own, whose first task has ended and whose second one has not."""
+    started = start_python(["-c", PROGRAM], RAY_ADDRESS="")
+    assert started.stdout is not None
+    assert started.stdout.readline() == "ready (0, 0)\n"
+    yield started
+    if started.poll() is None:
+        started.kill()
+        started.communicate()
 
 
 def living(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -70,18 +55,13 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def folders_of(family: list[psutil.Process]) -> set[Path]:
-    words = " ".join(word for each in family for word in each.cmdline())
-    return {Path(found) for found in re.findall(r"/[^\s=]*?/millrace-ray-[^/\s]+", words)}
-
-
-def test_it_listens_on_loopback_alone_and_nothing_of_it_is_left(start: Start) -> None:
-    process = start()
-    family = wait_for_work(process)
+def test_it_listens_on_loopback_alone_and_nothing_of_it_is_left(process: subprocess.Popen[str]) -> None:
+    family = psutil.Process(process.pid).children(recursive=True)
     listening = {
         each.laddr.ip for found in family for each in found.net_connections("inet") if each.status == psutil.CONN_LISTEN
     }
-    folders = folders_of(family)
+    words = " ".join(word for each in family for word in each.cmdline())
+    folders = {Path(found) for found in re.findall(r"/[^\s=]*?/millrace-ray-[^/\s]+", words)}
     for each in family:  # a terminal's signals to the command's group end nothing of Ray
         if os.getpgid(each.pid) == process.pid:
             for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -97,51 +77,15 @@ def test_it_listens_on_loopback_alone_and_nothing_of_it_is_left(start: Start) ->
 
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=str)
 def test_a_signal_to_the_group_ends_the_command_and_ray_ends_after_it(
-    start: Start, signum: signal.Signals, exit_code: int
+    process: subprocess.Popen[str], signum: signal.Signals, exit_code: int
 ) -> None:
     """While the command waits for Ray. `timeout` and a terminal signal the whole group."""
-    process = start()
-    family = wait_for_work(process)
-    raylet = next(each for each in family if each.name() == "raylet")
+    family = psutil.Process(process.pid).children(recursive=True)
+    raylets = [each for each in family if each.name() == "raylet"]
     os.killpg(process.pid, signum)
     output, _ = process.communicate(timeout=END_SECONDS)
 
     assert process.returncode == exit_code, output
     assert "Traceback" not in output
-    assert not living([raylet])
+    assert not living(raylets)
     wait_until(lambda: not living(family))
-
-
-def test_a_second_signal_ends_the_command_at_once(start: Start) -> None:
-    process = start()
-    wait_for_work(process)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1.2)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=END_SECONDS)
-
-    assert process.returncode == 75, output
-    assert "Traceback" not in output
-
-
-def test_nothing_of_ray_outlives_a_killed_command_for_long(start: Start) -> None:
-    process = start()
-    family = wait_for_work(process)
-    agents = [each for each in family if each.name().startswith(("ray::Dashboard", "ray::RuntimeEnv"))]
-    process.kill()
-    process.communicate()
-
-    wait_until(lambda: not set(living(family)) - set(agents))
-    wait_until(lambda: not living(agents), AGENTS_SECONDS)
-
-
-def test_a_command_whose_ray_was_lost_ends_and_leaves_nothing(start: Start) -> None:
-    """With 75 where Ray's library raises an error, and with 1 where it ends the process by itself."""
-    process = start(seconds=600)
-    family = wait_for_work(process)
-    next(each for each in family if each.name() == "raylet").kill()
-    output, _ = process.communicate(timeout=AGENTS_SECONDS)
-
-    assert process.returncode in (1, 75), output
-    assert "Traceback" not in output
-    wait_until(lambda: not living(family), AGENTS_SECONDS)

@@ -22,6 +22,7 @@ from services.common.tests.builders import REPOSITORY
 PRELOAD = ("services.common.tests.work",)
 LOST = WorkersLost("a peer was lost")
 DAMAGE = ArtifactError("damage")
+FAULT = HardwareFault("a NeuronCore failed")
 BUG = KeyError("bug")
 DISK = OSError(28, "No space left on device")
 RESET = ConnectionResetError("by peer")
@@ -127,6 +128,7 @@ def test_workers_have_own_sessions_and_end_with_a_killed_program(tmp_path: Path,
     ("raised", "lost", "expected"),
     [
         ([LOST, DAMAGE], None, DAMAGE),
+        ([LOST, DAMAGE, pickle.loads(pickle.dumps(FAULT))], "rank 2 died", FAULT),
         ([LOST, BUG], None, BUG),
         ([RESET, DISK], None, DISK),
         ([BUG, DAMAGE], "rank 2", DAMAGE),

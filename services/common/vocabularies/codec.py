@@ -23,10 +23,7 @@ class Codec(NamedTuple):
 
 
 def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
-    """Load the codec of a vocabulary's file, which `listed_file` has checked, with the library of its kind.
-
-    Raises `ArtifactError` where that library refuses the file.
-    """
+    """Load the codec of a vocabulary's file. Raises `ArtifactError` where the library of its kind refuses the file."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -34,22 +31,9 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
     if not content:  # SentencePiece accepts it as a model without pieces
         raise ArtifactError(f"{path} is empty, so it is no vocabulary.")
     try:
-        codec = _load(content, vocabulary)
-    except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from error
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the libraries raise these for other files
+        return _load(content, vocabulary)
+    except (ArtifactError, RuntimeError, ValueError, TypeError, AttributeError) as error:  # as the libraries raise
         raise ArtifactError(f"{path} is no {vocabulary.kind} vocabulary: {error}") from error
-
-    def encode(text: str) -> list[int]:
-        ids = codec.encode(text)
-        if max(ids, default=0) >= vocabulary.vocab_size:
-            raise ArtifactError(
-                f"{path} encodes a text with the id {max(ids):,}, and its manifest has vocab_size = "
-                f"{vocabulary.vocab_size:,}."
-            )
-        return ids
-
-    return codec._replace(encode=encode)
 
 
 def _load(content: bytes, vocabulary: Vocabulary) -> Codec:

@@ -35,8 +35,9 @@ def fuzz_of_vocabulary(content: bytes, vocabulary: Vocabulary, count: int) -> li
 
 
 def fuzz_documents(pieces: Sequence[str], count: int, seed: int = 0) -> list[bytes]:
-    """Make documents of text on which tokenizers have bugs: random sequences of pieces, characters of all scripts,
-    unknown characters, long repetitions, and the text of special tokens. Equal arguments give equal documents.
+    """Make documents of random pieces, characters of all scripts, unknown ones, long repetitions, and special tokens.
+
+    Equal arguments give equal documents.
     """
     chosen = random.Random(seed)
     return [_fuzz(pieces, chosen).encode() for _ in range(count)]
@@ -60,9 +61,7 @@ def _read_tokenizer_json(content: bytes) -> tuple[list[str], list[str]]:
 
 
 def _place(added: Sequence[str]) -> list[bytes]:
-    """Return documents with each added token alone, repeated, within words, white space and lines, and beside the next
-    one, whole and cut.
-    """
+    """Return documents with each added token alone, repeated, within words and lines, and beside the next one."""
     return [
         text.encode()
         for token, following in zip(added, [*added[1:], *added[:1]], strict=True)

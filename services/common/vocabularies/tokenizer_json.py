@@ -51,7 +51,6 @@ def _require_ids_for_any_text(tokens: Sequence[AddedToken]) -> None:
     spaces = [token.content for token in tokens if token.content[:1].isspace() and not token.special]
     if stripping and spaces:
         raise ArtifactError(
-            f"the added token {stripping[0]!r} has rstrip, and the added token {spaces[0]!r} begins with white space: "
-            f"tokenizers {tokenizers.__version__} fails on a text with one behind the other. Remove one of them, or "
-            f"its rstrip."
+            f"tokenizers {tokenizers.__version__} fails on the added token {spaces[0]!r} behind the added token "
+            f"{stripping[0]!r} with rstrip. Remove one of them, or the rstrip."
         )

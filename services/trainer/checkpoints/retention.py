@@ -13,7 +13,8 @@ from pathlib import Path
 
 from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.store import discard, discard_unfinished
-from services.common.recipe.schema import Recipe, Train
+from services.common.recipe.schema import Recipe
+from services.common.recipe.training import Train
 from services.trainer.checkpoints.steps import checkpoint_steps
 
 logger = logging.getLogger(__name__)

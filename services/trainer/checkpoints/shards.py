@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, ShardOrigin, explain_origins
+from services.common.artifacts.checkpoint import CheckpointManifest, ShardOrigin, compare_origins
 from services.common.artifacts.files import describe_file
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Artifact
@@ -56,7 +56,7 @@ def open_tensors(folder: Path, file: str, origin: ShardOrigin) -> Iterator[Any]:
             found = ShardOrigin.model_validate_json((tensors.metadata() or {})[ORIGIN])
             if found != origin:
                 raise ArtifactError(
-                    f"{path}: is a shard of another state than the manifest's: {explain_origins(found, origin)}. {NEXT}"
+                    f"{path}: is a shard of another state than the manifest's: {compare_origins(found, origin)}. {NEXT}"
                 )
             yield tensors
     except OSError as error:

@@ -21,9 +21,9 @@ from services.common.artifacts.checkpoint import (
     shard_name,
 )
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, commit, make_partial, partial_of
+from services.common.artifacts.store import Draft, commit, make_partial
 from services.common.errors import ArtifactError, StorageError, TryAgain
-from services.common.process.shutdown import explain_short_notice
+from services.common.process.shutdown import check_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.sharded_state import ShardedState
@@ -152,7 +152,7 @@ class CheckpointWriter:
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
         with self._recording_failure(payload.step):
-            folder, rank = partial_of(self._job.checkpoint_address(payload.step), self._job.writer), self._group.rank
+            folder, rank = self._job.checkpoint_address(payload.step).partial(self._job.writer), self._group.rank
             return write_shard(folder, shard_name(rank), payload.origin(self._job.run, rank), snapshot())
 
     @contextmanager
@@ -177,7 +177,7 @@ class CheckpointWriter:
         assert payload
         assert self._rows
         address = job.checkpoint_address(payload.step)
-        partial = partial_of(address, job.writer)
+        partial = address.partial(job.writer)
         with self._recording_failure(payload.step):
             index = write_index(partial, payload.origin(job.run, rank=0), self._rows)
             ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
@@ -185,8 +185,8 @@ class CheckpointWriter:
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
         slowest = max(self.slowest_seconds, time.perf_counter() - self._started)
-        message = explain_short_notice(slowest)
-        if message and not explain_short_notice(self.slowest_seconds):  # once
+        message = check_notice(slowest)
+        if message and not check_notice(self.slowest_seconds):  # once
             record_event(job, "short_notice", step=payload.step, message=message)
         self.slowest_seconds = slowest
         self._is_intact[payload.step] = True

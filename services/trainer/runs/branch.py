@@ -16,7 +16,8 @@ from services.common.artifacts.store import Address, Artifact
 from services.common.errors import ArtifactError, RecipeError
 from services.common.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
-from services.common.recipe.schema import Branch, Recipe
+from services.common.recipe.schema import Recipe
+from services.common.recipe.training import Branch
 from services.trainer.checkpoints.lookup import (
     find_trained_corpus,
     list_runs_command,
