@@ -50,11 +50,12 @@ def main(argv: list[str]) -> int:
 
 def build() -> None:
     """Build the images of STAGE (default: all) and VARIANT (default: cpu), and push them to PUSH if it is set."""
+    services, variant, registry = _services(SERVICES), _variant(), os.environ.get("PUSH")
     require_engine()
-    if registry := os.environ.get("PUSH"):
-        publish_images(_services(SERVICES), _variant(), registry)
+    if registry:
+        publish_images(services, variant, registry)
     else:
-        build_images(_services(SERVICES), _variant())
+        build_images(services, variant)
 
 
 def check() -> None:

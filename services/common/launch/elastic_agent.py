@@ -105,6 +105,8 @@ def run_node(group: WorkerGroup, node: Node = ONLY_NODE, store: Store | None = N
     """
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a traceback for each lost worker
+    # torch's handlers would take a signal that comes while workers start, and leave them. It needs one: SIGQUIT.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     start_fork_server(group.spec.preload)
     with ExitStack() as opened:
         if group.spec.kept_folder:

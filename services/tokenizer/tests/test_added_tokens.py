@@ -163,5 +163,6 @@ def test_each_added_token_is_in_the_fuzz_of_the_self_check() -> None:
 def test_added_tokens_on_which_the_library_fails_are_refused_before_anything_starts() -> None:
     made = tokenizers.Tokenizer.from_str(make("GPT-2"))
     made.add_tokens([token("<think>", "rstrip"), token("  ")])
-    with pytest.raises(ArtifactError, match=r"<think>.*'  '"):
+    with pytest.raises(ArtifactError) as refused:
         describe_vocabulary(made.to_str().encode(), Tokenizer(model="any"))
+    assert all(name in str(refused.value) for name in ("'<think>'", "'  '"))

@@ -48,6 +48,8 @@ def discard_left_over(collection: Path) -> None:
     """Remove what killed attempts left of checkpoints. None may be in writing. A failed removal is only logged."""
     try:
         discard_unfinished(collection)
+    except FileNotFoundError:  # the run has no checkpoint yet
+        return
     except OSError as error:
         logger.warning("%s: the rest of a checkpoint could not be removed: %s", collection, error)
 
