@@ -102,6 +102,7 @@ deploy-stage: setup ## Deploy a stage, and follow it to its end.
 pipeline: setup ## Run the three stages on a target, in one live view.
 #? TARGET=kuberay|batch|local  Where the stages run; local is this machine. Default: kuberay.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
+#? NODES=NUMBER  Nodes of the trainer, whose graphs are compiled. Default: the recipe's.
 #? RECIPE ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN HOURS AGAIN CONFIG
 	@$(deploy) pipeline
 
@@ -336,7 +337,7 @@ benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? COMMAND="WORD ..."  The subcommand and its options, without --recipe and --root. Required.
 #? RECIPE=FILE  The recipe. Default: the overlay's, or on Batch recipes/llama2-7b-trn1.toml.
 #? TAG=TAG|DIGEST|IMAGE  The stage's image. Default: the one that make images builds.
-#? NODES=NUMBER  Nodes of the stage; they set the trainer's data-parallel degree. Default: the recipe's.
+#? NODES=NUMBER  The trainer's nodes, also for the compiler; the tokenizer's own. Default: the recipe's.
 #? ARGS="--section.key=value ..."  Recipe overrides, and other options of the stage.
 #? RETRIES=NUMBER  Further attempts after exit code 75 or a lost head. Default: 3.
 #? DRY_RUN=1  Show the plan, and change nothing.
@@ -348,7 +349,7 @@ benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? WAIT_AFTER_LOSS=SECONDS  Limit for replacing lost nodes. Default: 21600. TARGET=kuberay only.
 #? DRAIN=SECONDS  Notice before a pod ends, for a checkpoint. Default: measured. TARGET=kuberay only.
 #? KEEP=1  Leave the pods and their nodes up after the stage. TARGET=kuberay only.
-#? HOURS=NUMBER  Limit of an attempt. Default: 24, or the recipe's limit. TARGET=batch only.
+#? HOURS=NUMBER  Limit of a stage; on Batch, of an attempt. Default: none; on Batch 24 or the recipe's.
 #? AGAIN=1  Redeploy even if it already succeeded. TARGET=batch only.
 #? CONFIG=FILE  The account's queues and roles. Default: deploy/batch/config.txt. TARGET=batch only.
 #? OVERLAY=local|eks|FOLDER  The manifests, in k8s/overlays. Default: local.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
 class ProgressPrinter:
     """Prints lines that begin with one prefix, and of equal consecutive lines only the first."""
 
@@ -12,5 +16,5 @@ class ProgressPrinter:
 
     def report(self, text: str) -> None:
         if text != self._reported:
-            print(f"{self._prefix}: {text}", flush=True)
+            print_line(f"{self._prefix}: {text}")
             self._reported = text

@@ -20,6 +20,9 @@ MountKind = Literal["temporary", "memory", "shared", "recipe"]
 
 RECIPE_FILE = "recipe.toml"
 
+DEGREE = "--parallel.data_parallel_size"
+"""The option of compiler and trainer that follows from the number of the trainer's nodes."""
+
 DRAIN_VARIABLES = (NOTICE_VARIABLE, "RAY_JOB_STOP_WAIT_TIME_S")
 """Variables that hold the termination notice: of a node that Ray drains, and of a driver that Ray stops."""
 
@@ -98,6 +101,11 @@ class StageContract:
 
     def with_drain(self, seconds: int) -> StageContract:
         return replace(self, drain_seconds=seconds)
+
+
+def size_variable(stage: str) -> str:
+    """The variable or recipe key, for people, that sets the number of the stage's own nodes."""
+    return "cluster.compiler_nodes" if stage == "compiler" else "NODES"
 
 
 def make_command(stage: str, recipe_file: str, root: str, arguments: Sequence[str]) -> list[str]:

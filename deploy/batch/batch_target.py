@@ -16,7 +16,7 @@ from deploy.batch.job_definition import read_container
 from deploy.batch.job_plan import describe_definition, describe_plan, write_definition
 from deploy.batch.job_watch import follow
 from deploy.batch.jobs import BatchJob, Definition, Jobs
-from deploy.batch.resolved_job import DEFAULT_RECIPE, ResolvedJob, complete_from_definition, resolve_job
+from deploy.batch.resolved_job import DEFAULT_RECIPE, ResolvedJob, read_recipe, resolve_job
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.pipeline_view import PipelineView
 from deploy.client.request import DeployRequest
@@ -52,7 +52,7 @@ class _Checked:
 
 
 class BatchTarget:
-    """The job queues of a `config.txt`."""
+    """The job queues of a `config.txt`. Its methods are those of `k8s.client.kuberay_target.KubeRayTarget`."""
 
     def __init__(self, config: Config, jobs: Jobs) -> None:
         self._config, self._jobs = config, jobs
@@ -113,7 +113,7 @@ class BatchTarget:
                 f"STAGE={stage} TAG= deploys one that you name"
             )
         print(f"rolling {stage} back: {present} -> {earlier[0]}", flush=True)
-        again = replace(complete_from_definition(request, definitions[0]), tag=earlier[0].rpartition("@")[2])
+        again = replace(request.repeat(read_recipe(definitions[0])), tag=earlier[0].rpartition("@")[2])
         resolved = self._resolve(again)
         if not request.is_dry_run:
             self.stop(stage)
@@ -129,7 +129,7 @@ class BatchTarget:
         later stage is refused.
         """
         request = replace(request, recipe=request.recipe or read_requested_recipe(DEFAULT_RECIPE))
-        checked = [self._check(self._resolve(replace(request, stage=stage))) for stage in STAGES]
+        checked = [self._check(self._resolve(request.of_pipeline(stage))) for stage in STAGES]
         ended = [*takewhile(lambda each: each.done and not each.present and not request.is_again, checked)]
         for each in checked[len(ended) :]:
             if not each.present:
@@ -209,8 +209,7 @@ class BatchTarget:
         ]
 
     def _show(self, checked: _Checked) -> None:
-        resolved, before = checked.resolved, next(iter(checked.definitions), None)
-        print(describe_plan(resolved.queue, resolved.deployment, resolved.outline, resolved.body, before), flush=True)
+        print(describe_plan(checked.resolved, next(iter(checked.definitions), None)), flush=True)
 
     def _show_dry_run(self, resolved: ResolvedJob, output: TextIO | None) -> int:
         if output:

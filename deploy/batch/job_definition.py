@@ -82,7 +82,6 @@ class BatchOneOff:
     """The image's name, with its digest."""
     words: tuple[str, ...]
     """The subcommand and its arguments."""
-    """Files below the root that are copied to the user's machine."""
     recipe: str
     """The packed recipe; empty where the subcommand takes none."""
     seconds: int

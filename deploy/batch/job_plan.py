@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deploy.batch.config import JobQueue
-from deploy.batch.job_definition import BatchDeployment, Request, read_container
+from deploy.batch.job_definition import Request, read_container
 from deploy.batch.jobs import Definition
-from deploy.client.outline import Outline
+from deploy.batch.resolved_job import ResolvedJob
 from infra.shapes import Shape
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 
@@ -16,10 +15,9 @@ ABSENT = "nothing"
 SET_BY_BATCH = ("jobDefinitionArn", "revision", "status", "containerOrchestrationType", "parameters", "tags")
 
 
-def describe_plan(
-    queue: JobQueue, deployment: BatchDeployment, outline: Outline, body: Request, before: Definition | None
-) -> str:
+def describe_plan(resolved: ResolvedJob, before: Definition | None) -> str:
     """The plan for a person, one fact a line, the cost first. `before` is the newest job definition."""
+    queue, deployment, outline, body = resolved.queue, resolved.deployment, resolved.outline, resolved.body
     lines = [
         f"cost        {_describe_cost(queue.shape, deployment.nodes, deployment.attempt_seconds / 3600)}",
         f"nodes       queue {queue.name}: they start for the job and stop some minutes after it",
@@ -28,12 +26,28 @@ def describe_plan(
         f"recipe      {outline.name}, {deployment.recipe_digest[:10]}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
         f"attempts    {deployment.attempts}: after exit code 75, or after the main node lost its host",
+        f"limit       {_describe_limit(resolved)}",
     ]
     if before is None:
         return "\n".join([*lines, f"definition  {body['jobDefinitionName']} is new"])
     changes = [f"  {line}" for line in find_differences(before.body, body)]
     title = f"definition  {body['jobDefinitionName']}, as revision {before.revision}"
     return "\n".join([*lines, f"{title} except for" if changes else title, *changes])
+
+
+def _describe_limit(resolved: ResolvedJob) -> str:
+    """What follows when an attempt exceeds its limit. How long a run takes is unknown here: `plan` estimates it."""
+    deployment, seconds = resolved.deployment, resolved.outline.train.time_limit_seconds
+    if deployment.stage != "trainer" or not seconds:
+        return f"Batch ends an attempt of more than {deployment.attempt_seconds / 3600:g} h, and makes no further one"
+    text = (
+        f"{seconds / 3600:g} h of training an attempt, then a checkpoint, exit code 75 and the next attempt: "
+        f"{deployment.attempts * seconds / 3600:g} h at most (services.trainer plan estimates what the run needs)"
+    )
+    own = resolved.own_limit_seconds
+    if own and own > seconds:
+        text += f". WARNING: HOURS is too short for the recipe's train.time_limit_seconds, {own / 3600:g} h an attempt"
+    return text
 
 
 def _describe_cost(shape: Shape, nodes: int, hours: float) -> str:

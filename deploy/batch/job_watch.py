@@ -7,19 +7,11 @@ from collections.abc import Callable
 
 from deploy.batch.jobs import BatchJob, Jobs
 from deploy.exit_codes import find_error_line
-from deploy.progress import ProgressPrinter
+from deploy.progress import ProgressPrinter, print_line
 from services.common.errors import DeviceError, TryAgain
 
 POLL_SECONDS = 5.0
 KEPT_LINES = 200
-
-
-def print_line(text: str) -> None:
-    print(text, flush=True)
-
-
-def ignore(job: BatchJob) -> None:
-    pass
 
 
 def follow(
@@ -27,7 +19,7 @@ def follow(
     job_id: str,
     is_log_whole: bool = False,
     take: Callable[[str], None] = print_line,
-    look: Callable[[BatchJob], None] = ignore,
+    look: Callable[[BatchJob], object] = lambda job: None,
 ) -> int:
     """Follow the job until it has ended. Interrupting this does not stop the job.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.batch.config import Config, JobQueue
@@ -21,6 +21,7 @@ from deploy.client.outline import Outline
 from deploy.client.request import RETRIES, DeployRequest
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe
 from deploy.reservation import explain_end
+from deploy.stage_contract import size_variable
 from images.platforms import find_variant
 from images.versions import describe_build
 from services.common.errors import DeviceError, RecipeError
@@ -35,7 +36,7 @@ LEAST_ATTEMPT_SECONDS = 60
 HOURS = 24.0
 """Limit of an attempt, in hours, where neither HOURS nor the recipe sets one."""
 LIMIT_MARGIN_SECONDS = 3_600
-"""Seconds added to the recipe's time limit, for the start of the nodes and the last checkpoint."""
+"""Seconds of an attempt beyond the trainer's time limit, for the start of the nodes and the last checkpoint."""
 CHANGE_END = "config.txt (CAPACITY_ENDS_AT); make infra-up STACK=batch writes both"
 CHANGE_SHAPE = "TRAINIUM_SHAPE in config.txt, of another compute environment (make infra-up STACK=batch)"
 
@@ -47,6 +48,8 @@ class ResolvedJob:
     queue: JobQueue
     deployment: BatchDeployment
     outline: Outline
+    own_limit_seconds: float | None
+    """The recipe's `train.time_limit_seconds`, which the outline's may be below."""
     body: Request
     """The request that registers the job definition."""
 
@@ -65,13 +68,12 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
     stage, recipe = request.stage, request.find_recipe(DEFAULT_RECIPE)
     if not request.tag:
         recipe.require_known()
-    nodes = request.nodes or recipe.outline.nodes_of(stage)
-    if stage == "trainer" and nodes != recipe.outline.nodes_of(stage):
-        recipe = recipe.with_arguments(f"--parallel.data_parallel_size={recipe.outline.data_parallel_size_on(nodes)}")
-        if not request.tag:
-            recipe.require_known()
+    retries, attempt_seconds = _resolve_retries(request), _resolve_attempt_seconds(request, recipe.outline)
+    own_limit_seconds = recipe.outline.train.time_limit_seconds
+    if stage == "trainer":
+        recipe = _end_before(recipe, attempt_seconds)
     outline = recipe.outline
-    retries, attempt_seconds = _resolve_retries(request), _resolve_attempt_seconds(request, outline)
+    nodes = outline.nodes_of(stage)
     is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
     queue = queue_of(config, stage, is_compiler_on_trainium=is_on_device)
     _require_capacity(config, queue, stage, nodes, outline)
@@ -85,25 +87,12 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
         attempts=1 + retries,
         attempt_seconds=attempt_seconds,
     )
-    return ResolvedJob(queue, deployment, outline, render_job_definition(config, queue, deployment))
-
-
-def complete_from_definition(request: DeployRequest, before: Definition) -> DeployRequest:
-    """The request, with recipe, options and nodes of an earlier deployment where it has none.
-
-    Raises `RecipeError` for a job definition that somebody registered by hand and that holds no recipe.
-    """
-    recipe = read_recipe(before)
-    return replace(
-        request,
-        nodes=request.nodes or int((before.body.get("nodeProperties") or {}).get("numNodes", 1)),
-        arguments=recipe.arguments if request.arguments is None else request.arguments,
-        recipe=request.recipe or replace(recipe, arguments=()),
-    )
+    body = render_job_definition(config, queue, deployment)
+    return ResolvedJob(queue, deployment, outline, own_limit_seconds, body)
 
 
 def read_recipe(definition: Definition) -> RequestedRecipe:
-    """Recipe and options of a deployment. Raises `RecipeError` for a job definition that holds no recipe."""
+    """Recipe and requested options of a deployment. Raises `RecipeError` for a job definition that holds no recipe."""
     container = read_container(definition.body)
     words = container["command"]
     packed = [each["value"] for each in container["environment"] if each["name"] == RECIPE_VARIABLE]
@@ -114,7 +103,10 @@ def read_recipe(definition: Definition) -> RequestedRecipe:
         )
     origin = f"job definition {definition.arn.rpartition('/')[2]}"
     recipe = parse_requested_recipe(unpack_recipe(packed[0]).decode(), origin)
-    return recipe.with_arguments(*words[words.index("--root") + 2 :])
+    arguments = words[words.index("--root") + 2 :]
+    if arguments[-1:] == [_limit_option(definition.body.get("timeout", {}).get("attemptDurationSeconds", 0))]:
+        arguments.pop()  # it follows from the attempt's limit
+    return recipe.with_arguments(*arguments)
 
 
 def find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
@@ -134,9 +126,9 @@ def _require_capacity(config: Config, queue: JobQueue, stage: Stage, nodes: int,
     """Raise `DeviceError` where the queue's nodes are too few, of another type, or gone."""
     if nodes > queue.max_nodes:
         raise DeviceError(
-            f"NODES={nodes}, but queue {queue.name} has at most {queue.max_nodes} nodes of {queue.shape.name}, so the "
-            f"job would never start. Use fewer NODES, or more nodes in the stack's tfvars, then: make infra-up "
-            f"STACK=batch"
+            f"{size_variable(stage)}={nodes}, but queue {queue.name} has at most {queue.max_nodes} nodes of "
+            f"{queue.shape.name}, so the job would never start. Use fewer nodes, or more in the stack's tfvars, then: "
+            f"make infra-up STACK=batch"
         )
     if queue is config.trainium and (ended := explain_end(config.capacity_ends_at, CHANGE_END)):
         raise DeviceError(ended)
@@ -159,6 +151,24 @@ def _explain_large_checkpoint(config: Config, outline: Outline) -> str:
     )
 
 
+def _end_before(recipe: RequestedRecipe, attempt_seconds: int) -> RequestedRecipe:
+    """The trainer's recipe with a time limit below that of its attempt, after which Batch would not try again.
+
+    At its own limit the trainer commits a checkpoint and ends with 75, and Batch starts the next attempt.
+    """
+    limit = recipe.outline.train.time_limit_seconds
+    is_earlier = limit and limit <= _trainer_seconds(attempt_seconds)
+    return recipe if is_earlier else recipe.with_arguments(_limit_option(attempt_seconds))
+
+
+def _limit_option(attempt_seconds: int) -> str:
+    return f"--train.time_limit_seconds={_trainer_seconds(attempt_seconds)}"
+
+
+def _trainer_seconds(attempt_seconds: int) -> int:
+    return attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
+
+
 def _resolve_retries(request: DeployRequest) -> int:
     retries = RETRIES if request.retries is None else request.retries
     if retries >= MAX_ATTEMPTS:
@@ -179,4 +189,4 @@ def _resolve_attempt_seconds(request: DeployRequest, outline: Outline) -> int:
             )
         return seconds
     limit = outline.train.time_limit_seconds if request.stage == "trainer" else None
-    return round(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
+    return math.ceil(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)

@@ -102,13 +102,15 @@ class Outline(_Outline):
 
     def describe_topology(self, stage: str, nodes: int, unit: str) -> str:
         """Describe the stage's workers on so many nodes; `unit` is the target's word for nodes, such as `pods`."""
-        if stage != "trainer":
+        if stage == "tokenizer":
             return f"{nodes} {unit}"
         models = self.parallel.data_parallel_size
+        workers = f"data-parallel degree {models} x tensor-parallel degree {self.parallel.tensor_parallel_size}"
+        if stage == "compiler":
+            return f"{nodes} {unit}, for a trainer of {workers}"
         micro_batches = self.batch.num_micro_batches // models
         return (
-            f"{nodes} {unit} x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {models} x "
-            f"tensor-parallel degree {self.parallel.tensor_parallel_size}, "
+            f"{nodes} {unit} x {self.cluster.trainer_workers_per_node} workers: {workers}, "
             f"{micro_batches} micro-batches of {self.batch.micro_batch_size} per model and step"
         )
 

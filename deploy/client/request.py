@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
+from deploy.client.requested_recipe import TOKENIZER_NODES, RequestedRecipe, read_requested_recipe
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
-from deploy.stage_contract import ClusterMode
+from deploy.stage_contract import DEGREE, ClusterMode
 from services.common.errors import RecipeError
 from services.common.recipe.schema import STAGES, Stage
 
@@ -27,6 +27,7 @@ class DeployRequest:
     """RECIPE, without ARGS."""
     tag: str = ""
     nodes: int | None = None
+    """NODES: nodes of the trainer, also for the compiler; the tokenizer's own for the tokenizer."""
     mode: ClusterMode | None = None
     arguments: tuple[str, ...] | None = None
     """ARGS: options of the stage's command."""
@@ -42,15 +43,28 @@ class DeployRequest:
     is_dry_run: bool = False
     is_followed: bool = True
     hours: float | None = None
-    """HOURS: when an attempt is ended."""
+    """HOURS: when a deployment on KubeRay, or an attempt on Batch, is ended."""
     is_again: bool = False
     """AGAIN=1: redeploy even if it already succeeded."""
     repetition: str = ""
     """The command that repeats this request, as a person types it."""
 
     def find_recipe(self, default: Path) -> RequestedRecipe:
-        """The request's recipe, or that of the file `default`, with ARGS. Raises `RecipeError`."""
-        return (self.recipe or read_requested_recipe(default)).with_arguments(*(self.arguments or ()))
+        """The request's recipe, or that of the file `default`, with ARGS and NODES. Raises `RecipeError`."""
+        recipe = (self.recipe or read_requested_recipe(default)).with_arguments(*(self.arguments or ()))
+        return recipe.on_nodes(self.stage, self.nodes)
+
+    def repeat(self, recipe: RequestedRecipe) -> DeployRequest:
+        """The request, with recipe, options and nodes of an earlier deployment's `recipe` where it has none."""
+        arguments = recipe.arguments
+        if self.arguments is not None:
+            kept = [each for each in arguments if each.partition("=")[0] in (DEGREE, TOKENIZER_NODES)]
+            arguments = (*kept, *self.arguments)
+        return replace(self, recipe=self.recipe or replace(recipe, arguments=()), arguments=arguments)
+
+    def of_pipeline(self, stage: Stage) -> DeployRequest:
+        """The request for one stage of a pipeline, whose NODES are the trainer's."""
+        return replace(self, stage=stage, nodes=None if stage == "tokenizer" else self.nodes)
 
 
 def read_deploy_request(environment: Mapping[str, str], stage: Stage) -> DeployRequest:

@@ -11,8 +11,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from deploy.client.outline import Outline
+from deploy.stage_contract import DEGREE
 from services.common.errors import RecipeError
 from services.common.recipe.file import RecipeSource, parse_recipe_source, read_override, read_recipe_source
+from services.common.recipe.schema import Stage
+
+TOKENIZER_NODES = "--cluster.tokenizer_nodes"
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class RequestedRecipe:
     def with_arguments(self, *arguments: str) -> RequestedRecipe:
         """The recipe with further options, which win over earlier ones."""
         return replace(self, arguments=(*self.arguments, *arguments))
+
+    def on_nodes(self, stage: Stage, nodes: int | None) -> RequestedRecipe:
+        """The recipe with the option that NODES sets; itself where that is None or the recipe's own number.
+
+        The tokenizer's NODES are its own. The compiler's are the trainer's, whose graphs it compiles. Raises
+        `RecipeError` where the trainer's workers would not form whole models.
+        """
+        if nodes is None or nodes == self.outline.nodes_of("tokenizer" if stage == "tokenizer" else "trainer"):
+            return self
+        if stage == "tokenizer":
+            return self.with_arguments(f"{TOKENIZER_NODES}={nodes}")
+        return self.with_arguments(f"{DEGREE}={self.outline.data_parallel_size_on(nodes)}")
 
     def with_overrides_only(self) -> RequestedRecipe:
         """The recipe with only those options that override it: subcommands take no others."""

@@ -42,15 +42,13 @@ class Variable:
     targets: tuple[str, ...] = CLUSTERS
     advice: str = ""
     """Help for a person who gives the variable to a command or a target that does not take it."""
-    everywhere: tuple[str, ...] = ()
-    """Commands that take it on every cluster."""
     on_local: tuple[str, ...] = ()
     """Commands that take it on this machine."""
 
     def is_taken(self, command: str, target: str) -> bool:
         if target == LOCAL:
             return command in self.on_local
-        return command in self.everywhere or (command in self.commands and target in self.targets)
+        return command in self.commands and target in self.targets
 
 
 VARIABLES = {
@@ -76,8 +74,9 @@ VARIABLES = {
         advice="it names the image of one stage: make deploy-stage STAGE=... TAG=...",
     ),
     "NODES": Variable(
-        ("deploy-stage", "rollback-stage"),
-        advice="it sets the nodes of one stage: make deploy-stage STAGE=... NODES=..., or set them in the recipe",
+        DEPLOYING,
+        advice="this machine is one node, and so is a subcommand's; ARGS=--parallel.data_parallel_size=... sets a "
+        "local trainer's workers",
     ),
     "ARGS": Variable(DEPLOYING, advice="the options of a subcommand are part of COMMAND=", on_local=ON_LOCAL),
     "RETRIES": Variable(DEPLOYING, advice="repeat the command for a subcommand that ended with 75"),
@@ -106,10 +105,7 @@ VARIABLES = {
         "on Batch a job's nodes stop some minutes after the job, and a pipeline ends each stage before the next",
     ),
     "HOURS": Variable(
-        DEPLOYING,
-        ("batch",),
-        "it applies to TARGET=batch only; on KubeRay the recipe's train.time_limit_seconds limits the trainer",
-        everywhere=(ONE_OFF,),
+        (*DEPLOYING, ONE_OFF), advice="on this machine the recipe's train.time_limit_seconds limits the trainer"
     ),
     "AGAIN": Variable(
         DEPLOYING,

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from deploy.client.one_off_request import read_one_off_request
 from deploy.client.request import read_deploy_request, require_stage_name
-from deploy.client.target import Target
 from deploy.client.variables import (
     DEMO,
     LOCAL,
@@ -32,6 +31,10 @@ from deploy.local.local_pipeline import DEMO_RECIPE, DEMO_ROOT, LocalPipeline, r
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import STAGES, Stage
+
+if TYPE_CHECKING:
+    from deploy.batch.batch_target import BatchTarget
+    from k8s.client.kuberay_target import KubeRayTarget
 
 
 def main(argv: list[str]) -> int:
@@ -98,7 +101,7 @@ def run_one_off() -> int:
         return _connect().run_one_off(request, output)
 
 
-def _connect() -> Target:
+def _connect() -> KubeRayTarget | BatchTarget:
     if read_target(os.environ) == "kuberay":
         # Each target needs libraries that the other can do without.
         from k8s.client.kuberay_target import KubeRayTarget  # noqa: PLC0415

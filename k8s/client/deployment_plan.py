@@ -24,7 +24,7 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
     told = {
         "cost": describe_cost(group, deployment, outline),
         "nodes": describe_source(group, deployment),
-        "capacity": describe_reservation(group, outline),
+        "capacity": describe_reservation(group, deployment, outline),
     }
     lines = [
         *(f"{what:<12s}{text}" for what, text in told.items() if text),
@@ -44,6 +44,11 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         fewer = ", ".join(map(str, deployment.fewer_nodes))
         lines.append(f"fewer       after a loss without a spare node it continues on {fewer} nodes (cluster.min_nodes)")
     measured = f"; its slowest checkpoint took {group.checkpoint_seconds} s" if group.checkpoint_seconds else ""
+    if deployment.limit_seconds:
+        hours = deployment.limit_seconds / 3600
+        lines.append(
+            f"limit       {hours:g} h from now on, with all waits and attempts: then a checkpoint and exit code 75"
+        )
     lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
     if deployment.keep:
         lines.append("afterwards  KEEP=1: the pods stay up and hold their nodes until make stop-stage")

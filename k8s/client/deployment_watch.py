@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
-from deploy.progress import ProgressPrinter
+from deploy.progress import ProgressPrinter, print_line
 from k8s.client.pull_watch import explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
@@ -23,21 +23,13 @@ POLL_SECONDS = 1.0
 LAST_LINES_SECONDS = 15.0
 
 
-def print_line(text: str) -> None:
-    print(text, flush=True)
-
-
-def ignore(record: Record) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Watch:
     """Receives what a deployment that is followed prints, and its state."""
 
     take: Callable[[str], None] = print_line
     """Takes every line of the deploy Job's output."""
-    look: Callable[[Record], None] = ignore
+    look: Callable[[Record], object] = lambda record: None
     """Takes the deployment's record at every poll until the Job has ended."""
 
 

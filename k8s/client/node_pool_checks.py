@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy.client.outline import Outline
 from deploy.reservation import RESERVATION_MARGIN, explain_end, read_end
+from deploy.stage_contract import size_variable
 from k8s.objects.api import Api
 from k8s.objects.capacity import check_fit
 from k8s.objects.deployment import Deployment
@@ -46,10 +47,13 @@ def describe_cost(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         return ""
     hourly = deployment.nodes * price
     what = f"{deployment.nodes} x {group.instance_type or 'a node'} x ${price:,.2f} = ${hourly:,.2f} an hour"
-    limit = hours_limit(group, outline)
-    if limit is None:
-        return f"{what}, for as long as the stage runs"
-    return f"{what}; {limit:g} h by the recipe's time limit: ${hourly * limit:,.2f} an attempt at most"
+    limits = []
+    of_attempt, of_all = _attempt_hours(group, outline), deployment.limit_seconds / 3600
+    if of_attempt and not 0 < of_all <= of_attempt:
+        limits.append(f"{of_attempt:g} h by the recipe's time limit: ${hourly * of_attempt:,.2f} an attempt at most")
+    if of_all:
+        limits.append(f"{of_all:g} h by HOURS: ${hourly * of_all:,.2f} at most")
+    return "; ".join([what, *limits]) if limits else f"{what}, for as long as the stage runs"
 
 
 def describe_source(group: WorkerGroup, deployment: Deployment) -> str:
@@ -60,21 +64,21 @@ def describe_source(group: WorkerGroup, deployment: Deployment) -> str:
     return f"node group {group.node_pool}: {deployment.nodes} nodes are added for the stage and {after}"
 
 
-def describe_reservation(group: WorkerGroup, outline: Outline) -> str:
-    """The end of the capacity reservation, and whether the recipe's time limit exceeds it; empty without an end."""
+def describe_reservation(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
+    """The end of the capacity reservation, and whether the stage's time limit exceeds it; empty without an end."""
     if not group.capacity_ends_at:
         return ""
     nodes_go_at = read_end(group.capacity_ends_at) - RESERVATION_MARGIN
     left = nodes_go_at - datetime.now(UTC)
     text = f"ends at {group.capacity_ends_at}; EKS removes the nodes from {nodes_go_at:%Y-%m-%dT%H:%MZ} on"
     text += f", {left / timedelta(hours=1):.1f} h from now" if left > timedelta(0) else ", which is past"
-    limit = hours_limit(group, outline)
-    if limit is not None and timedelta(hours=limit) > left:
-        text += f". The recipe's time limit of {limit:g} h exceeds it: a later deployment continues from a checkpoint"
+    limit = min(filter(None, (_attempt_hours(group, outline), deployment.limit_seconds / 3600)), default=0.0)
+    if timedelta(hours=limit) > max(left, timedelta(0)):
+        text += f". The time limit of {limit:g} h exceeds it: a later deployment continues from a checkpoint"
     return text
 
 
-def hours_limit(group: WorkerGroup, outline: Outline) -> float | None:
+def _attempt_hours(group: WorkerGroup, outline: Outline) -> float | None:
     """The recipe's limit of an attempt, in hours; None where there is none. Only the trainer has one."""
     seconds = outline.train.time_limit_seconds if group.name == "trainer" else None
     return seconds / 3600 if seconds else None
@@ -113,8 +117,8 @@ def _check_size(group: WorkerGroup, nodes: int, pool: EksNodeGroup) -> str:
     if nodes <= pool.max_size:
         return ""
     return (
-        f"NODES={nodes} exceeds the limit of node group {pool.name}, {pool.max_size}: use fewer NODES, or raise "
-        f"{_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
+        f"{size_variable(group.name)}={nodes} exceeds the limit of node group {pool.name}, {pool.max_size}: use "
+        f"fewer, or raise {_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
     )
 
 

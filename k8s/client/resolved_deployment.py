@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import math
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from k8s.client.compile_tasks import TASKS, choose_trace_option, pods_of, tasks_
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
 from k8s.objects.deploy_job import find_recipe_text
-from k8s.objects.deployment import DEGREE, Deployment
+from k8s.objects.deployment import Deployment
 from k8s.objects.names import recipe_name
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
@@ -52,19 +53,17 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedDep
     stage = request.stage
     if request.mode == "isolated" and request.is_kept:
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of the stage's own always ends with the stage")
-    typed = request.find_recipe(default_recipe_of(group))
+    recipe = request.find_recipe(default_recipe_of(group))
     if not request.tag:
-        typed.require_known()
-    nodes = request.nodes or _nodes_of(stage, group, typed.outline)
-    recipe = _fit_to_nodes(typed, stage, group, nodes)
-    if recipe is not typed and not request.tag:
         recipe.require_known()
+    if stage == "compiler":
+        recipe = _fit_to_pods(recipe, group)
     outline = recipe.outline
     deployment = Deployment(
         stage=stage,
         id=secrets.token_hex(3),
         image=choose_image(api, stage, group.variant, group.container, request.tag),
-        nodes=nodes,
+        nodes=_nodes_of(stage, group, outline),
         mode=request.mode or "shared",
         recipe_digest=recipe.digest,
         arguments=recipe.arguments,
@@ -73,6 +72,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedDep
         user=getpass.getuser(),
         start_timeout_seconds=_given(request.start_timeout_seconds, START_TIMEOUT_SECONDS),
         loss_timeout_seconds=_given(request.loss_timeout_seconds, LOSS_TIMEOUT_SECONDS),
+        limit_seconds=math.ceil((request.hours or 0) * 3600),
         drain_seconds=_given(request.drain_seconds, _needed_drain_seconds(group)),
         recipe=outline.name,
         fewer_nodes=_fewer_nodes(outline) if stage == "trainer" and request.mode != "isolated" else (),
@@ -102,13 +102,8 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
             )
         return request
     before = record.deployment
-    return replace(
-        request,
-        mode=request.mode or before.mode,
-        nodes=request.nodes or before.nodes,
-        arguments=before.arguments if request.arguments is None else request.arguments,
-        recipe=request.recipe or _read_recipe(api, group, before),
-    )
+    recipe = request.recipe or _read_recipe(api, group, before)
+    return replace(request.repeat(recipe.with_arguments(*before.arguments)), mode=request.mode or before.mode)
 
 
 def _read_recipe(api: Api, group: WorkerGroup, before: Deployment) -> RequestedRecipe:
@@ -119,16 +114,17 @@ def _read_recipe(api: Api, group: WorkerGroup, before: Deployment) -> RequestedR
     return parse_requested_recipe(text, f"ConfigMap {name}")
 
 
-def _fit_to_nodes(recipe: RequestedRecipe, stage: Stage, group: WorkerGroup, nodes: int) -> RequestedRecipe:
-    """The recipe with those options that follow from the number of nodes and from the group's pods."""
-    if stage == "trainer" and nodes != recipe.outline.nodes_of(stage):
-        return recipe.with_arguments(f"{DEGREE}={recipe.outline.data_parallel_size_on(nodes)}")
-    if stage != "compiler":
-        return recipe
+def _fit_to_pods(recipe: RequestedRecipe, group: WorkerGroup) -> RequestedRecipe:
+    """The compiler's recipe with those options that follow from its pods: where it traces, and how many tasks it has.
+
+    Tasks fill the pods of `cluster.compiler_nodes`; without that key, `compile.num_workers` decides the pods.
+    """
     if option := choose_trace_option(group, recipe.outline):
         recipe = recipe.with_arguments(option)
-    if recipe.outline.has_compile_tasks and pods_of(group, recipe.outline) != nodes:
-        recipe = recipe.with_arguments(f"{TASKS}={nodes * tasks_of_a_pod(group, recipe.outline)}")
+    outline = recipe.outline
+    nodes = _nodes_of("compiler", group, outline)
+    if outline.has_compile_tasks and pods_of(group, outline) != nodes:
+        recipe = recipe.with_arguments(f"{TASKS}={nodes * tasks_of_a_pod(group, outline)}")
     return recipe
 
 

@@ -53,12 +53,15 @@ def decide(observation: Observation) -> Action:
         TAKING_DOWN         RayJobs, pods, PodGroup and nodes go
 
     A request to stop leads from PENDING and RUNNING to STOPPING and DRIVER_ENDED, from SUBMITTING to
-    STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Every wait has a limit: the attempt, or
-    from CLEARING and PLACING the deployment, then ends with exit code 75.
+    STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. In each state the deployment asks itself to
+    stop once its limit has passed. Every wait has a limit: the attempt, or from CLEARING and PLACING the deployment,
+    then ends with exit code 75.
 
     Raises `ValueError` for the state PLACING without an observed gang.
     """
     record, driver = observation.record, observation.driver
+    if observation.is_past_limit:
+        return RequestStop(reason=f"its limit of {observation.deployment.limit_seconds / 3600:g} h (HOURS=)")
     match observation.state:
         case State.CLEARING:
             return _clear(observation)
@@ -240,6 +243,13 @@ class Wait(Action):
 @dataclass(frozen=True, kw_only=True)
 class DeleteOlderRayJobs(Action):
     """Delete the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestStop(Action):
+    """Ask the deployment to stop, as `make stop-stage` does; the next pass stops its driver."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

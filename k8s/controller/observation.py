@@ -12,11 +12,12 @@ from typing import Any
 from ray.job_submission import JobStatus
 
 from deploy.exit_codes import EXIT_AGAIN, find_error_line, is_tried_again, resolve_exit_code
+from deploy.stage_contract import ClusterMode
 from k8s.controller.node_pool import PoolState
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.api import Object
 from k8s.objects.attempt import has_ended, has_run
-from k8s.objects.deployment import ClusterMode, Deployment
+from k8s.objects.deployment import Deployment
 from k8s.objects.record import Outcome, Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
@@ -67,6 +68,8 @@ class Observation:
     """A sentence about the attempt's pods that are not ready; empty when all are."""
     waited_seconds: float = 0.0
     """Seconds since the deployment entered this state or, while a gang is placed, since the gang has this size."""
+    age_seconds: float = 0.0
+    """Seconds since the deploy Job was created, however often its pod was replaced."""
 
     @property
     def deployment(self) -> Deployment:
@@ -76,6 +79,12 @@ class Observation:
     def attempt(self) -> int:
         """The number of the attempt that is under way or comes next, from 1."""
         return len(self.record.attempts) + 1
+
+    @property
+    def is_past_limit(self) -> bool:
+        """Whether the deployment's limit has passed, and nothing has ended it or asked it to stop yet."""
+        record, limit = self.record, self.deployment.limit_seconds
+        return 0 < limit < self.age_seconds and not (record.stop or record.outcome)
 
     @property
     def state(self) -> State:

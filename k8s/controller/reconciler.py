@@ -2,7 +2,7 @@
 
 It is level-triggered: each pass observes the cluster, lets `decide` choose one action, and does it. The reconciler
 remembers nothing that it could not observe again, so it may be killed between any two lines and restarted; only the
-time limits begin again.
+limits of its waits begin again. That of the deployment itself counts from the deploy Job's creation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from k8s.controller.decision import (
     EndDeployment,
     HoldNodes,
     PlaceGang,
+    RequestStop,
     ShrinkGang,
     StartAttempt,
     StopDriver,
@@ -51,7 +52,7 @@ from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, NodeGroupError
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
-from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
+from k8s.objects.record import Outcome, Record, ask_to_stop, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
@@ -141,11 +142,12 @@ class Reconciler:
         return record.outcome if is_done and not lost else None
 
     def _with_wait(self, seen: Observation) -> Observation:
-        """The observation with the seconds that the deployment has waited in its state."""
+        """The observation with the deployment's age, and the seconds that it has waited in its state."""
         entered = (seen.state, seen.gang.nodes if seen.gang else 0)
         if entered != self._entered[0]:
             self._entered = (entered, time.monotonic())
-        return replace(seen, waited_seconds=time.monotonic() - self._entered[1])
+        waited_seconds = time.monotonic() - self._entered[1]
+        return replace(seen, waited_seconds=waited_seconds, age_seconds=seen.record.age_seconds)
 
     def _observe(self, record: Record, rayjob: Object | None) -> Observation:
         seen = Observation(record=record, rayjob=rayjob)
@@ -206,6 +208,8 @@ class Reconciler:
         """Do the action. Returns True when the stage is down."""
         group = observation.gang.group if observation.gang else None
         match action:
+            case RequestStop(reason=reason):
+                ask_to_stop(self._api, observation.record, reason)
             case DeleteOlderRayJobs():
                 delete_rayjobs(self._api, self._stage)
             case HoldNodes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 
+from deploy.stage_contract import size_variable
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import WorkerGroup, quantity
 
@@ -16,8 +17,9 @@ def check_size(group: WorkerGroup, nodes: int) -> str:
     if nodes <= most:
         return ""
     return (
-        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}: raise the MAX_NODES of its pool in the "
-        f"overlay's settings.env, which also sets the queue's capability, then: make cluster-up"
+        f"{size_variable(group.name)}={nodes}, but worker group {group.name} has maxReplicas {most}: raise the "
+        f"MAX_NODES of its pool in the overlay's settings.env, which also sets the queue's capability, then: make "
+        f"cluster-up"
     )
 
 
@@ -38,7 +40,7 @@ def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
         return ""
     return (
         f"queue {group.queue} is too small for {nodes} {group.name} pods ({'; '.join(short)}): "
-        f"raise the MAX_NODES of a pool in the overlay's settings.env, or deploy with fewer NODES"
+        f"raise the MAX_NODES of a pool in the overlay's settings.env, or deploy with fewer nodes"
     )
 
 
@@ -63,7 +65,7 @@ def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
     return (
         f"{len(open_to_us)} nodes could take {group.name} pods, with room for {room} of {nodes}"
         + (f": none has enough {', '.join(lacking)}" if lacking else "")
-        + ". Add nodes, or deploy with fewer NODES"
+        + ". Add nodes, or deploy with fewer"
     )
 
 

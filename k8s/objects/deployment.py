@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, Self
+from typing import Self
 
+from deploy.stage_contract import DEGREE, ClusterMode
 from services.common.errors import DeviceError
 
-DEGREE = "--parallel.data_parallel_size"
-
-RECORD_VERSION = 5
+RECORD_VERSION = 6
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
 _MAX_LABEL_CHARACTERS = 63
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
-
-ClusterMode = Literal["shared", "isolated"]
-"""The Ray cluster of a deployment: the shared RayCluster, or one that each RayJob creates for itself."""
 
 
 class UnknownRecord(DeviceError):
@@ -50,6 +46,9 @@ class Deployment:
     """Seconds in which pods must be placed and join Ray before the first attempt."""
     loss_timeout_seconds: int
     """Seconds in which pods must be placed and join Ray before a later attempt; pods that are left hold their nodes."""
+    limit_seconds: int
+    """Seconds after the deploy Job's creation, with all attempts and waits, in which the deployment is told to stop;
+    0 where there is no limit."""
     drain_seconds: int
     """Seconds between a pod's preemption notice and its kill; a checkpoint must fit into them."""
     fewer_nodes: tuple[int, ...]

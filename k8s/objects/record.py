@@ -7,7 +7,9 @@ everything else.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 
 from deploy.exit_codes import shorten_line
 from k8s.objects.api import Api, Conflict, Object
@@ -49,11 +51,16 @@ class Record:
     """The newest committed step of each run of the recipe when the last attempt ended."""
     outcome: Outcome | None
     stop: str
-    """The person who asked the deployment to stop; empty when nobody did."""
+    """The person who asked the deployment to stop, or its limit that did; empty when nobody did."""
     is_over: bool
     """Whether the Job itself has ended, which it does only after the stage's pods are gone."""
     is_deleted: bool
     created_at: str
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the Job was created; 0 for a Job that is gone."""
+        return time.time() - datetime.fromisoformat(self.created_at).timestamp() if self.created_at else 0.0
 
 
 def read_record(api: Api, stage: str) -> Record | None:
@@ -99,9 +106,9 @@ def _deployment_of(job: Object) -> Deployment:
         ) from error
 
 
-def ask_to_stop(api: Api, record: Record, user: str) -> None:
+def ask_to_stop(api: Api, record: Record, who: str) -> None:
     """Write a stop request to the deploy Job, whose controller reads it. Raises `Conflict` for another Job."""
-    metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: user}}
+    metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: who}}
     api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
 
 

@@ -46,13 +46,19 @@ def nothing_deployed(harness: Harness) -> Iterator[None]:
 
 def deploy(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
     """Deploy without waiting, and return the output. The compiler reads no artifact, so it is there from the start."""
-    return harness.succeed("deploy-stage", STAGE=stage, NODES=str(nodes), TAG=name_of("head"), FOLLOW="0", **variables)
+    variables = of_size(stage, nodes) | variables
+    return harness.succeed("deploy-stage", STAGE=stage, TAG=name_of("head"), FOLLOW="0", **variables)
+
+
+def of_size(stage: str, nodes: int) -> dict[str, str]:
+    """The variables with which the stage has so many nodes; the compiler's NODES are the trainer's."""
+    return {"ARGS": f"--cluster.compiler_nodes={nodes}"} if stage == "compiler" else {"NODES": str(nodes)}
 
 
 def refused(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
     """The output of a `deploy-stage` that refuses, and so has changed nothing."""
-    variables = {"TAG": name_of("head"), **variables}
-    done = harness.run("deploy-stage", STAGE=stage, NODES=str(nodes), DRY_RUN="1", **variables)
+    variables = {"TAG": name_of("head"), **of_size(stage, nodes), **variables}
+    done = harness.run("deploy-stage", STAGE=stage, DRY_RUN="1", **variables)
     assert done.code != 0, done.said
     assert "Traceback" not in done.said
     return done.said
@@ -140,7 +146,7 @@ def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(harness: Harness) ->
 def test_whoever_is_killed_the_deployment_goes_on(harness: Harness, moment: str) -> None:
     """The client for good, the deploy Job's pod with and without notice."""
     occupy("neighbour", NODES - 1)
-    client = harness.start("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"))
+    client = harness.start("deploy-stage", STAGE="compiler", TAG=name_of("head"), **of_size("compiler", 2))
     if moment == "sent":
         wait_until(lambda: is_deployed(harness), MINUTE)  # the Job of the deployment before may still be there
     else:
@@ -178,7 +184,7 @@ def deploy_pod(harness: Harness) -> str:
 
 def test_a_deployment_that_finds_no_room_in_time_goes_down_by_itself(harness: Harness) -> None:
     occupy("neighbour", NODES)
-    done = harness.run("deploy-stage", STAGE="compiler", NODES="1", TAG=name_of("head"), WAIT="15", RETRIES="0")
+    done = harness.run("deploy-stage", STAGE="compiler", TAG=name_of("head"), WAIT="15", RETRIES="0")
     assert done.code == EXIT_AGAIN
     assert "not up after 15 s" in done.said
     assert "Insufficient aws.amazon.com/neuron" in done.said

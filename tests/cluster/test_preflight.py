@@ -32,7 +32,7 @@ def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harn
 
 def refused(harness: Harness, stage: str = "compiler", **variables: str) -> tuple[int, str]:
     """Exit code and words of a deployment that is not to be."""
-    variables = {"TAG": name_of("head"), "NODES": "2", **variables}
+    variables = {"TAG": name_of("head"), "ARGS": "--cluster.compiler_nodes=2", **variables}
     done = harness.run("deploy-stage", STAGE=stage, FOLLOW="0", **variables)
     if done.code == 0:
         harness.stop(stage)

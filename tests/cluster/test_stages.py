@@ -236,7 +236,21 @@ def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: Ha
     at = len(steps(untrained))
     wait_until(lambda: len(steps(untrained)) > at)
     untrained.stop("trainer")
-    taken = steps(untrained)
-    committed = sorted((untrained.root / "checkpoint").glob("*/step-*/manifest.json"))
+    require_stopped_with_checkpoint(untrained)
+
+
+def test_a_limit_ends_a_deployment_with_a_checkpoint(untrained: Harness) -> None:
+    """Three minutes, in which some steps are taken; the run would take hours."""
+    arguments = f"{ARGUMENTS} --train.max_steps=1000000"
+    done = untrained.run("deploy-stage", STAGE="trainer", ARGS=arguments, HOURS="0.05")
+    assert done.code == EXIT_AGAIN, done.said
+    assert "HOURS" in untrained.record("trainer").stop
+    require_stopped_with_checkpoint(untrained)
+
+
+def require_stopped_with_checkpoint(harness: Harness) -> None:
+    taken = steps(harness)
+    committed = sorted((harness.root / "checkpoint").glob("*/step-*/manifest.json"))
     assert f"step-{taken[-1]:08d}" == committed[-1].parent.name, "steps after the newest checkpoint are lost"
-    assert untrained.record("trainer").outcome.exit_code == EXIT_AGAIN  # type: ignore[union-attr]
+    assert harness.record("trainer").outcome.exit_code == EXIT_AGAIN  # type: ignore[union-attr]
+    assert harness.is_down("trainer")

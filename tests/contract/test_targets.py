@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,21 +18,28 @@ from kubernetes.utils.quantity import parse_quantity
 
 from deploy.batch.config import Config
 from deploy.batch.job_definition import Request, queue_of, read_container, render_job_definition
+from deploy.batch.resolved_job import resolve_job
+from deploy.client.request import DeployRequest
+from deploy.client.requested_recipe import read_requested_recipe, recipe_overrides
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
 from images.registry import repository_of
+from k8s.client.resolved_deployment import resolve
 from k8s.client.settings_env import fill_in
 from k8s.objects.attempt import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
+from services.common.artifacts.store import artifact_id
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
-from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Stage
+from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Recipe, Stage
 from tests.deploy.batch.builders import config_of, job_deployment_of
-from tests.k8s.builders import deployment_of
+from tests.k8s.builders import DIGEST, deployment_of
 
 Thing = dict[str, Any]
 SHAPES = ("trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge", "trn2u.48xlarge")
 GIB, MIB = 2**30, 2**20
+RECIPE = read_requested_recipe(REPOSITORY / "recipes/llama2-7b-trn1.toml")
+IMAGE = f"a/b@sha256:{DIGEST}"
 REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 
 
@@ -131,6 +139,25 @@ def _action(rules: list[Request], exit_code: int) -> str:
 def test_a_stage_gets_the_same_on_both_targets(manifests: list[Thing], stage: Stage, shape: str) -> None:
     group = group_of(manifests, stage, shape)
     assert on_kuberay(group) == on_batch(definition_of(stage, config_of(TRAINIUM_SHAPE=shape)))
+
+
+@pytest.mark.parametrize("target", ["kuberay", "batch"])
+def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(manifests: list[Thing], target: str) -> None:
+    """NODES=2 of both stages; the compiler's own nodes stay those of the recipe."""
+    images: Any = SimpleNamespace(resolve_image=lambda stage, tag: tag)
+
+    def resolved(stage: Stage, nodes: int | None) -> tuple[Recipe, int]:
+        request = DeployRequest(stage, RECIPE, IMAGE, nodes)
+        found: Any = resolve_job(config_of(), images, request)
+        if target == "kuberay":
+            found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request)
+        return RECIPE.source.validate(recipe_overrides(found.deployment.arguments)), found.deployment.nodes
+
+    (compiler, its_nodes), (trainer, nodes) = resolved("compiler", 2), resolved("trainer", 2)
+    assert (nodes, trainer.parallel.num_workers) == (2, 2 * trainer.cluster.trainer_workers_per_node)
+    assert compiler.parallel == trainer.parallel
+    assert artifact_id(compiler, "compile_cache", 1, []) == artifact_id(trainer, "compile_cache", 1, [])
+    assert its_nodes == resolved("compiler", None)[1]
 
 
 def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: list[Thing]) -> None:

@@ -38,6 +38,7 @@ def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
         "user": "someone",
         "start_timeout_seconds": 60,
         "loss_timeout_seconds": 21_600,
+        "limit_seconds": 0,
         "drain_seconds": 60,
         "fewer_nodes": (),
         "workers_per_node": 1,

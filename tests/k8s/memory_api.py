@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from datetime import UTC, datetime
 from typing import Any
 
 from k8s.objects.api import Conflict
@@ -41,7 +42,9 @@ class MemoryApi:
             raise Conflict(f"{key} exists")
         version = str(next(self._versions))
         made = copy.deepcopy(body)
-        made["metadata"] = {"uid": f"uid-{version}", "creationTimestamp": "now"} | made["metadata"]
+        made["metadata"] = {"uid": f"uid-{version}", "creationTimestamp": datetime.now(UTC).isoformat()} | made[
+            "metadata"
+        ]
         self._objects[key] = made
         return self._changed(key, made)
 

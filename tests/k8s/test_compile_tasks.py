@@ -34,9 +34,9 @@ def compiler_on_trainium(overlays: dict[str, list[Thing]]) -> WorkerGroup:
     return worker_group_of(copy.deepcopy(cluster_of(overlays["eks"])), "compiler")
 
 
-def resolved(group: WorkerGroup, *arguments: str, nodes: int | None = None) -> ResolvedDeployment:
+def resolved(group: WorkerGroup, *arguments: str) -> ResolvedDeployment:
     image = f"a/b@sha256:{DIGEST}"
-    request = DeployRequest("compiler", read_requested_recipe(RECIPE), image, nodes, arguments=arguments)
+    request = DeployRequest("compiler", read_requested_recipe(RECIPE), image, arguments=arguments)
     api: Any = None  # an image that has a digest is looked up nowhere
     return resolve(api, group, request)
 
@@ -49,20 +49,14 @@ def test_there_are_as_many_pods_as_the_recipe_s_tasks_fill(compiler: WorkerGroup
     assert (deployment.nodes, deployment.arguments) == (nodes, (*arguments, ON_CPU))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "arguments"),
-    [(2, ("--compile.num_workers=8",)), (4, ()), (None, ("--cluster.compiler_nodes=2",))],
-)
-def test_nodes_decide_how_many_tasks_there_are(
-    compiler: WorkerGroup, nodes: int | None, arguments: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("tasks", [(), ("--compile.num_workers=8",)])
+def test_the_recipe_s_nodes_decide_how_many_tasks_there_are(compiler: WorkerGroup, tasks: tuple[str, ...]) -> None:
     """No node is paid for that has no task, and no task is said to run that waits for a node."""
-    found = resolved(compiler, *arguments, nodes=nodes)
+    arguments = (*tasks, "--cluster.compiler_nodes=2")
+    found = resolved(compiler, *arguments).deployment
 
-    assert found.deployment.nodes == (nodes or 2)
-    assert found.deployment.arguments == (*arguments, ON_CPU, f"--compile.num_workers={3 * found.deployment.nodes}")
-    again = resolved(compiler, *found.deployment.arguments, nodes=found.deployment.nodes)
-    assert again.deployment.arguments == found.deployment.arguments
+    assert (found.nodes, found.arguments) == (2, (*arguments, ON_CPU, "--compile.num_workers=6"))
+    assert resolved(compiler, *found.arguments).deployment.arguments == found.arguments
 
 
 def test_a_task_that_fits_on_no_pod_is_refused_at_once(compiler: WorkerGroup) -> None:

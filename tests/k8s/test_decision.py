@@ -21,6 +21,7 @@ from k8s.controller.decision import (
     EndDeployment,
     HoldNodes,
     PlaceGang,
+    RequestStop,
     ShrinkGang,
     StartAttempt,
     StopDriver,
@@ -50,7 +51,7 @@ def seen(
     """An observation of a deployment of 8 nodes that may continue on 4."""
     wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
     wanted |= {"loss_timeout_seconds": int(LOSS_PATIENCE)}
-    wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
+    wanted |= {name: observed.pop(name) for name in ("mode", "keep", "limit_seconds") if name in observed}
     record = Record(deployment_of(**wanted), "u", "1", attempts, {}, outcome, stop, False, False, "now")
     return Observation(record, **observed)
 
@@ -90,6 +91,7 @@ OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
 NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False, "joined": 0}
 PLACE, EMPTY, HOLD = PlaceGang(nodes=8), EmptyGroup(), HoldNodes()
 DELETE_OLDER = DeleteOlderRayJobs()
+PAST_LIMIT: dict[str, Any] = {"limit_seconds": 3_600, "age_seconds": 3_601.0}
 WITHOUT_RAYJOB: list[Row] = [
     ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EMPTY),
     ("terminating pods", seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)), EMPTY),
@@ -222,6 +224,13 @@ WITH_RAYJOB: list[Row] = [
         ended(75),
     ),
 ]
+LIMITED: list[Row] = [
+    ("a driver within its limit", seen(**PAST_LIMIT | {"age_seconds": 3_599.0}, **driver(JobStatus.RUNNING)), Wait()),
+    ("a driver past its limit", seen(**PAST_LIMIT, **driver(JobStatus.RUNNING)), RequestStop(reason="")),
+    ("a gang past its limit", seen((LOST,), **PAST_LIMIT, gang=gang(missing="7 of 8")), RequestStop(reason="")),
+    ("a limit that has asked to stop", seen(stop="it", **PAST_LIMIT, **driver(JobStatus.RUNNING)), StopDriver()),
+    ("a limit that passes after the end", seen((DONE,), DONE, **PAST_LIMIT), taken_down(RAYJOBS)),
+]
 ENDING: list[Row] = [
     ("success", seen((DONE,)), over(0)),
     ("no retry left", seen((LOST, LOST)), over(75)),
@@ -237,12 +246,14 @@ ENDING: list[Row] = [
     ("KEEP=1", seen((DONE,), DONE, keep=True), taken_down(RAYJOBS, are_pods_kept=True)),
     ("KEEP=1 without an attempt", seen((), LOST, keep=True), taken_down(frozenset())),
 ]
-ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *ENDING]
+ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *LIMITED, *ENDING]
 
 
 def without_prose(action: Action) -> Action:
-    """The action with an empty report and message."""
+    """The action with an empty report, reason and message."""
     action = replace(action, report="")
+    if isinstance(action, RequestStop):
+        return replace(action, reason="")
     if isinstance(action, EndAttempt):
         return replace(action, message="")
     return replace(action, outcome=replace(action.outcome, message="")) if isinstance(action, EndDeployment) else action

@@ -15,9 +15,9 @@ from ray.job_submission import JobStatus
 from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest, read_deploy_request
 from deploy.client.requested_recipe import read_requested_recipe
-from k8s.client import commands
 from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import Watch
+from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
 from k8s.controller.observation import exit_code_of_driver, exit_code_of_rayjob
 from k8s.controller.ray_jobs import DriverState, Readable
@@ -127,6 +127,16 @@ def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
     assert resolve(NO_API, trainer, request).deployment.drain_seconds == 602
     with pytest.raises(RecipeError, match="cannot be shared"):
         resolve(NO_API, trainer, replace(request, tag="", nodes=3))
+
+
+def test_a_rollback_keeps_recipe_options_and_nodes_that_it_does_not_name() -> None:
+    before = TINY.with_arguments("--train.max_steps=9", "--parallel.data_parallel_size=1")
+    again = DeployRequest("compiler").repeat(before)
+    assert again.find_recipe(DEFAULT_RECIPE) == before
+    changed = DeployRequest("compiler", arguments=("--train.seed=1",)).repeat(before)
+    assert changed.find_recipe(DEFAULT_RECIPE) == TINY.with_arguments(
+        "--parallel.data_parallel_size=1", "--train.seed=1"
+    )
 
 
 def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
@@ -265,12 +275,15 @@ def test_a_deploy_job_s_pod_leaves_a_lost_node_soon_and_another_does_not_wait(cl
 def test_a_pipeline_ends_at_the_first_failure_and_counts_the_cost_of_an_attempt_s_nodes(
     clusters: dict[str, Thing], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tokenizer runs for ten hours, and the compiler fails."""
+    """The tokenizer runs for ten hours, and the compiler fails. NODES are those of the trainer."""
     cluster = copy.deepcopy(clusters["eks"])
     cluster["metadata"].setdefault("annotations", {})[node_price_annotation("tokenizer")] = "2.50"
     api: Any = MemoryApi(cluster)
 
-    def deploy(api: Any, request: DeployRequest, *, watch: Watch) -> int:
+    nodes: dict[str, int | None] = {}
+
+    def deploy(target: KubeRayTarget, request: DeployRequest, *, watch: Watch) -> int:
+        nodes[request.stage] = request.nodes
         if request.stage == "compiler":
             return 4
         deployment, group = deployment_of(request.stage), worker_group_of(cluster, request.stage)
@@ -281,8 +294,10 @@ def test_a_pipeline_ends_at_the_first_failure_and_counts_the_cost_of_an_attempt_
         watch.look(replace(record, attempts=(Outcome(0, "done"),)))
         return 0
 
-    monkeypatch.setattr(commands, "deploy_stage", deploy)
-    assert commands.run_pipeline(api, DeployRequest("tokenizer", TINY, repetition="make pipeline A=b")) == 4
+    monkeypatch.setattr(KubeRayTarget, "deploy", deploy)
+    request = DeployRequest("tokenizer", TINY, nodes=2, repetition="make pipeline A=b")
+    assert KubeRayTarget(api).run_pipeline(request) == 4
+    assert nodes == {"tokenizer": None, "compiler": 2}
     said = capsys.readouterr()
     assert f"${deployment_of('tokenizer').nodes * 25:,.2f}" in said.out
     assert "make pipeline A=b" in said.err

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from k8s.client.commands import stop_stage
+from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
 from k8s.controller import node_pool, reconciler
 from k8s.controller.one_off_nodes import APPEAR_SECONDS, LEAVE_SECONDS, OneOffNodes
@@ -201,7 +201,7 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
         require_nodes_given_back(world.api)  # type: ignore[arg-type]
     print_left_nodes(world.api)  # type: ignore[arg-type]
     assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
-    stop_stage(world.api, "trainer")  # type: ignore[arg-type]
+    KubeRayTarget(world.api).stop("trainer")  # type: ignore[arg-type]
     assert (cloud.size, world.bound()) == (2, [])
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.is_down

@@ -169,8 +169,11 @@ def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
     assert ("$86.00" in cost, "$172.00" in cost) == (True, True)
     assert "millrace/trainium: 4 nodes" in nodes
     assert "1.3 h from now" in capacity
+    for hours, outline, has_attempt in ((1, limited, False), (3, limited, True), (3, unlimited, False)):
+        cost = describe_plan(group, deployment_of(limit_seconds=hours * 3_600), outline).split("\n")[0]
+        assert ("$86.00" in cost, f"${43 * hours:,}.00 at most" in cost) == (has_attempt, True)
     cost = describe_plan(group, deployment_of(), unlimited).split("\n")[0]
-    assert "$43.00" in cost
+    assert ("$43.00" in cost, "at most" in cost) == (True, False)
 
 
 def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]]) -> None:

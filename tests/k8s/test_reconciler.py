@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
+from k8s.controller.reconciler import Reconciler
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock
 from tests.k8s.rendered import Thing
@@ -102,6 +104,29 @@ def test_no_attempt_begins_on_a_node_whose_hardware_has_failed(
     assert reconcile().exit_code == 0
     assert len(world.record.attempts) == 2
     assert began[1] - began[0] > 1_000
+
+
+@pytest.mark.parametrize(("age_hours", "exit_code"), [(2.0, 75), (0.5, 0)])
+def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_starts(
+    world: World, reconcile: Reconcile, clock: Clock, age_hours: float, exit_code: int
+) -> None:
+    """The limit is an hour, and the driver would run for another minute after the controller's restart."""
+    orphan(world, limit_seconds=3_600)
+    created_at = datetime.now(UTC) - timedelta(hours=age_hours)
+    world.api.merge("Job", "deploy-trainer", {"metadata": {"creationTimestamp": created_at.isoformat()}})
+    until = clock.now + 60
+
+    def finish() -> None:
+        if clock.now > until:
+            world.drivers["trainer-abc123-1"] = ended(0)
+
+    world.watch = finish
+    outcome = Reconciler(world.api, world.record.deployment, "pod").run()  # type: ignore[arg-type]
+    assert outcome
+    assert outcome.exit_code == exit_code
+    assert [attempt.exit_code for attempt in world.record.attempts] == [exit_code]
+    assert bool(world.record.stop) == bool(exit_code)
+    assert world.is_down
 
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:

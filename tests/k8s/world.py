@@ -207,7 +207,7 @@ class Gone(Exception):
     """Ends a deploy Job's process, which then does nothing more."""
 
 
-def orphan(world: World) -> None:
+def orphan(world: World, **changes: Any) -> None:
     """Let the process of a deploy Job end while its stage runs, and nobody start it again."""
     watch = world.watch
 
@@ -219,7 +219,7 @@ def orphan(world: World) -> None:
     world.watch = leave
     world.attempt = lambda number: RUNNING
     with pytest.raises(Gone):
-        Reconciler(world.api, world.deploy(), "pod").run()  # type: ignore[arg-type]
+        Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
     world.watch = watch
 
 

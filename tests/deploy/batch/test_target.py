@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from deploy.batch.batch_target import BatchTarget
-from deploy.batch.resolved_job import find_image
+from deploy.batch.job_plan import describe_plan
+from deploy.batch.resolved_job import find_image, resolve_job
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.schema import STAGES
@@ -176,6 +177,28 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(
         cloud.target.deploy(ask(**changes), None)
     assert cloud.submitted == []
     assert cloud.jobs.definitions("trainer") == []
+
+
+@pytest.mark.parametrize(
+    ("hours", "of_recipe", "of_attempt", "of_trainer"),
+    [
+        (None, None, 86_400, 82_800),
+        (2.0, None, 7_200, 5_400),
+        (None, 36_000, 39_600, 36_000),
+        (8.0, 7_200, 28_800, 7_200),
+        (2.0, 36_000, 7_200, 5_400),
+    ],
+)
+def test_a_trainer_commits_a_checkpoint_before_batch_ends_its_attempt_for_good(
+    cloud: Cloud, ask: Ask, hours: float | None, of_recipe: int | None, of_attempt: int, of_trainer: int
+) -> None:
+    """The plan warns where HOURS is too short for the recipe's limit."""
+    arguments = (f"--train.time_limit_seconds={of_recipe}",) if of_recipe else ()
+    found = resolve_job(cloud.config, cloud.jobs, ask(arguments=arguments, hours=hours))
+    assert (found.deployment.attempt_seconds, found.outline.train.time_limit_seconds) == (of_attempt, of_trainer)
+    assert ("WARNING" in describe_plan(found, None)) == ((of_recipe or 0) > of_trainer)
+    tokenizer = resolve_job(cloud.config, cloud.jobs, ask("tokenizer", hours=hours)).deployment
+    assert tokenizer.arguments == ()
 
 
 @pytest.mark.parametrize(("shape", "variant"), [("trn1.32xlarge", "neuron"), ("trn2.48xlarge", "trn2")])
