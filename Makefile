@@ -9,17 +9,40 @@ named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $
 deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
 infra = .venv-infra/bin/python -m infra
-# A command of the trainer that looks at runs: here, or in a short job on TARGET, which prints the path of its page.
-looking = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN RUNS,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
+# A subcommand of the trainer that reads runs: here, or in a short job on TARGET, which prints the path of its page.
+inspect = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN COMPARE,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
 images = ./bootstrap python -m images
+# A virtual environment with exactly the packages of a lockfile: $(call environment,.venv-docs,docs).
+environment = ./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" $(1) && ./bootstrap uv pip sync --quiet --compile-bytecode --python $(1)/bin/python --require-hashes lockfiles/$(2).txt
+parallel = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo runs compare report cluster-local cluster-local-down load-images clean cluster-up cluster-manifests cluster-down \
-	deploy-stage pipeline stage-status stage-logs stop-stage rollback-stage stage-run infra-environment \
-	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
-	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
-	test-torch29 test-nxd-parity test-lm-eval test-images test-cluster test-cluster-smoke test-cuda \
-	test-trn1 test-trn2 test-batch soak check-infra check-security test-infra benchmark-tokenizer benchmark-trainer docs \
-	docs-environment picture
+.PHONY: help setup demo runs report cluster-local clean cluster-up cluster-down deploy-stage pipeline stage-status \
+	stage-logs stop-stage rollback-stage stage-run infra-environment infra-cost infra-preflight infra-up infra-down \
+	infra-leftovers addons addons-diff images lock release sbom check check-security test test-slow torch29 \
+	test-torch29 test-cluster test-cuda test-neuron test-batch soak check-infra test-infra docs docs-environment benchmark
+
+# Multi-line recipes that a variable of their target chooses.
+define cluster_local
+@echo "cluster-local, 1 of 4: the base image (all four steps take 15 to 30 minutes at first, later 5)"
+@$(images) base
+@echo "cluster-local, 2 of 4: Kubernetes, Volcano and KubeRay"
+@$(python) -m tests.cluster.kit up
+@echo "cluster-local, 3 of 4: the images of this checkout, built and copied to the node (minutes; 7 GB)"
+@$(MAKE) --no-print-directory images LOAD=1
+@echo "cluster-local, 4 of 4: the RayCluster"
+@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(cluster) cluster-up
+endef
+
+define peer_lm-eval
+./bootstrap uv pip install --quiet --target .lm-eval --python .venv/bin/python --no-deps --require-hashes -r lockfiles/lm-eval.txt
+LM_EVAL=.lm-eval .venv/bin/python -m pytest -rs tests/integration/test_lm_eval.py
+endef
+
+define peer_nxd
+@test -d "$(NXD_SOURCE)/src/neuronx_distributed" || { echo "make test-slow PEER=nxd NXD_SOURCE=FOLDER: expected a checkout of github.com/aws-neuron/neuronx-distributed, got '$(NXD_SOURCE)', which has no src/neuronx_distributed" >&2; exit 2; }
+@$(call environment,.venv-nxd-parity,nxd-parity)
+NXD_SOURCE="$(abspath $(NXD_SOURCE))" PJRT_DEVICE=CPU .venv-nxd-parity/bin/python -m pytest -rs services/common/program/tests/test_nxd_parity.py
+endef
 
 ##@ On this machine
 
@@ -39,39 +62,21 @@ demo: setup ## Tokenize, compile and train a recipe on this machine, and show th
 #? ARGS
 	@$(deploy) demo
 
-runs: setup ## List runs and their branches: state, steps, loss, tokens/s, cost, age.
+runs: setup ## List runs and branches: state, steps, loss, cost; or compare some.
+#? COMPARE=RUN,RUN  Compare these runs, with a table of the recipe values that differ. Names or unique prefixes.
 #? TARGET=local|kuberay|batch  Where the runs are. Default: local.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
-	@$(call looking,runs)
-
-compare: setup ## Compare runs, with a table of the recipe values that differ.
-#? RUNS=NAME,NAME  The runs, by their names or unique prefixes of them. Required.
-#? runs
-	@$(call looking,compare --runs "$(RUNS)")
+	@$(call inspect,$(if $(COMPARE),compare --runs "$(COMPARE)",runs))
 
 report: setup ## Write the report of a run, also while it goes on.
-#? RUN=NAME  The run, by its name or a unique begin of it. Required.
-#? runs
-	@$(call looking,report --run "$(RUN)")
+#? RUN=NAME  The run, by its name or a unique prefix of it. Required.
+#? TARGET=local|kuberay|batch  Where the run is. Default: local.
+#? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
+	@$(call inspect,report --run "$(RUN)")
 
 cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
-	@echo "cluster-local, 1 of 5: the base image (all five steps take 15 to 30 minutes at first, later 5)"
-	@$(images) base
-	@echo "cluster-local, 2 of 5: Kubernetes, Volcano and KubeRay"
-	@$(python) -m tests.cluster.kit up
-	@echo "cluster-local, 3 of 5: the images of this checkout"
-	@$(images) build
-	@echo "cluster-local, 4 of 5: copying the images to the node (minutes; 7 GB)"
-	@$(MAKE) --no-print-directory load-images
-	@echo "cluster-local, 5 of 5: the RayCluster"
-	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(cluster) cluster-up
-
-cluster-local-down: setup ## Stop the local cluster; keep its artifacts in /var/lib/millrace/fsx.
-	@$(python) -m tests.cluster.kit down
-
-load-images: setup ## Copy this checkout's images to the node of the local cluster.
-#? STAGE=head|tokenizer|compiler|trainer  The image. Default: all four.
-	@$(python) -m tests.cluster.kit load $$($(images) names)
+#? DOWN=1  Stop them instead; the artifacts stay in /var/lib/millrace/fsx.
+	$(if $(filter-out 0,$(DOWN)),@$(python) -m tests.cluster.kit down,$(cluster_local))
 
 clean: ## Remove virtual environments and caches; keep artifacts and images.
 	rm -rf .venv .venv.before .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-security-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
@@ -80,14 +85,9 @@ clean: ## Remove virtual environments and caches; keep artifacts and images.
 ##@ Deploy on KubeRay or AWS Batch
 
 cluster-up: setup ## Create or update the RayCluster in an existing Kubernetes.
-#? OVERLAY
-#? HEAD_TAG
-	@$(cluster) cluster-up
-
-cluster-manifests: setup ## Print the manifests that cluster-up applies; `make -s` prints YAML only.
-#? OVERLAY
-#? HEAD_TAG=TAG|DIGEST|IMAGE  The head's image. Default: the manifests leave it unset.
-	@$(cluster) cluster-manifests
+#? OVERLAY HEAD_TAG
+#? DRY_RUN=1  Print the manifests as YAML instead; the head's image is unset without HEAD_TAG.
+	@$(cluster) $(if $(filter-out 0,$(DRY_RUN)),cluster-manifests,cluster-up)
 
 cluster-down: setup ## Delete the RayCluster and its namespace; keep the artifacts.
 #? OVERLAY
@@ -133,8 +133,7 @@ stage-run: setup ## Run a subcommand of a stage in a short job on a CPU node.
 ##@ Infrastructure on AWS
 
 infra-environment: # A small environment for the infrastructure's commands, which need no torch.
-	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra
-	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra/bin/python --require-hashes lockfiles/infra.txt
+	@$(call environment,.venv-infra,infra)
 
 infra-cost: infra-environment ## Show what the infrastructure costs, by list prices.
 #? STACK VARS
@@ -150,15 +149,12 @@ infra-preflight: infra-environment ## Check AWS zone, quota, addresses, reservat
 #? TAG=TAG  Tag of the images to look for. Default: the tag that make images gives them.
 	@$(infra) preflight
 
-infra-plan: infra-environment ## Show Terraform's plan and the cost.
-#? infra-cost
-	@$(infra) plan
-
 infra-up: infra-environment ## Create or update the infrastructure, after showing the cost and asking.
 #? infra-cost YES
+#? DRY_RUN=1  Show the cost and Terraform's whole plan, and change nothing.
 #? OVERLAY=eks|FOLDER  With STACK=eks: the overlay whose settings.env is written. Default: eks.
 #? CONFIG=FILE  With STACK=batch: the file that is written. Default: deploy/batch/config.txt.
-	@$(infra) up
+	@$(infra) $(if $(filter-out 0,$(DRY_RUN)),plan,up)
 
 infra-down: infra-environment ## Destroy the infrastructure in order, after asking; may be repeated.
 #? STACK VARS YES
@@ -183,38 +179,23 @@ addons-diff: infra-environment ## Show what make addons would change on the clus
 
 ##@ Images and releases
 
-base-image: ## Make a Python base image with debootstrap, without a registry.
-#? VARIANT
-#? AGAIN=1  Replace a base image that exists.
-	@$(images) base
-
-images: ## Build the images of this checkout.
+images: $(if $(filter-out 0,$(LOAD)),setup) ## Build the images of this checkout.
 #? STAGE=head|tokenizer|compiler|trainer  The image. Default: all four.
 #? VARIANT
 #? TORCH=cpu  Install torch without CUDA.
 #? PUSH=REGISTRY  Push the images to this registry.
+#? LOAD=1  Copy the images to the node of the local cluster.
+#? DEBOOTSTRAP=1  First make their Python base image with debootstrap, without a registry.
+#? AGAIN=1  With DEBOOTSTRAP=1: replace a base image that exists.
+	@$(if $(filter-out 0,$(DEBOOTSTRAP)),$(images) base)
 	@$(images) build
+	@$(if $(filter-out 0,$(LOAD)),$(python) -m tests.cluster.kit load $$($(images) names))
 
-demo-images: ## Run the demo with each stage in its container.
-#? STAGE=tokenizer|compiler|trainer  The stage. Default: all three.
-#? VARIANT
-#? demo
-#? OPTIONS="--section.key=value ..."  Options of the stages.
-#? TOKENIZER_TAG=TAG  The tokenizer's image. Default: the one that make images builds.
-#? COMPILER_TAG=TAG  The compiler's image. Default: the one that make images builds.
-#? TRAINER_TAG=TAG  The trainer's image. Default: the one that make images builds.
-	@$(images) demo
-
-platforms: ## Print the pinned versions of each variant, and what a node needs.
-	@$(images) platforms
-
-pin: setup ## Write digests of base images, and commits of data sets, into their files.
-	@$(images) pin
-	@$(python) -m services.tokenizer pin recipes/*.toml
-
-lock: ## Resolve the requirements into lockfiles/, and keep pins that still fit.
+lock: $(if $(filter-out 0,$(PIN)),setup) ## Resolve the requirements into lockfiles/, and keep pins that still fit.
 #? UPGRADE=1  Take the newest versions.
-	$(images) lock
+#? PIN=1  Instead, write digests of base images, and commits of data sets, into their files.
+	@$(images) $(if $(filter-out 0,$(PIN)),pin,lock)
+	@$(if $(filter-out 0,$(PIN)),$(python) -m services.tokenizer pin recipes/*.toml)
 
 release: setup ## Release a stage with a new version.
 #? STAGE=head|tokenizer|compiler|trainer  The stage. Required.
@@ -229,6 +210,9 @@ sbom: ## Write a CycloneDX bill of materials for each image into dist/sbom.
 ##@ Checks, tests and benchmarks
 
 check: setup ## Check lint rules, format, types and the layers of imports.
+#? FIX=1  First fix the format, and the lint errors that ruff can fix.
+	$(if $(filter-out 0,$(FIX)),$(python) -m ruff check --fix-only .)
+	$(if $(filter-out 0,$(FIX)),$(python) -m ruff format .)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
@@ -236,61 +220,37 @@ check: setup ## Check lint rules, format, types and the layers of imports.
 	$(python) -m images check
 
 check-security: setup ## Check the code with bandit, and the lockfiles' pins with pip-audit.
-	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-security-checks
-	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-security-checks/bin/python --require-hashes lockfiles/security-checks.txt
+	@$(call environment,.venv-security-checks,security-checks)
 	.venv-security-checks/bin/bandit --quiet --configfile pyproject.toml --recursive services deploy k8s infra images benchmarks docs
 	@$(python) -m images audit
 
-format: setup ## Fix the format and the lint errors that ruff can fix.
-	$(python) -m ruff check --fix-only .
-	$(python) -m ruff format .
-
 test: SHELL := bash
 test: setup ## Run the quick tests, two files at a time; prints CPU seconds.
-	@TIMEFORMAT="%U s user, %S s system, %R s in all"; time $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@TIMEFORMAT="%U s user, %S s system, %R s in all"; time $(python) -m pytest $(parallel)
 
-test-slow: setup ## Run the slow tests.
-	$(python) -m pytest -m slow
+test-slow: setup ## Run the slow tests, or compare with another program.
+#? PEER=lm-eval|nxd  Instead, an exported model in lm-evaluation-harness, or our layers beside neuronx-distributed.
+#? NXD_SOURCE=FOLDER  With PEER=nxd: a checkout of github.com/aws-neuron/neuronx-distributed.
+	$(if $(PEER),$(or $(peer_$(PEER)),$(error PEER=$(PEER): expected lm-eval or nxd)),$(python) -m pytest -m slow)
 
-torch29: ## Make .venv-torch29 with torch_xla, which the compiler's plan needs; 8 GB.
-	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
-	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
+torch29: # An environment with torch_xla, which the compiler's plan for Neuron needs too; 8 GB.
+	@$(call environment,.venv-torch29,dev-neuron)
 
-test-torch29: torch29 ## Run the program's tests in .venv-torch29.
-	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
-
-test-nxd-parity: ## Compare our layers with those of neuronx-distributed.
-#? NXD_SOURCE=FOLDER  A checkout of github.com/aws-neuron/neuronx-distributed. Required.
-	@test -d "$(NXD_SOURCE)/src/neuronx_distributed" || { echo "make test-nxd-parity NXD_SOURCE=FOLDER: expected a checkout of github.com/aws-neuron/neuronx-distributed, got '$(NXD_SOURCE)', which has no src/neuronx_distributed" >&2; exit 2; }
-	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-nxd-parity
-	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-nxd-parity/bin/python --require-hashes lockfiles/nxd-parity.txt
-	NXD_SOURCE="$(abspath $(NXD_SOURCE))" PJRT_DEVICE=CPU .venv-nxd-parity/bin/python -m pytest -rs services/common/program/tests/test_nxd_parity.py
-
-test-lm-eval: setup ## Score an exported model with lm-evaluation-harness.
-	./bootstrap uv pip install --quiet --target .lm-eval --python .venv/bin/python --no-deps --require-hashes -r lockfiles/lm-eval.txt
-	LM_EVAL=.lm-eval .venv/bin/python -m pytest -rs tests/integration/test_lm_eval.py
-
-test-images: setup ## Run the tests of the images; needs Docker, root and debootstrap.
-	$(python) -m pytest -m images tests/images
+test-torch29: torch29 ## Run the program's tests with the Neuron variant's torch.
+	.venv-torch29/bin/python -m pytest $(parallel) services/common services/compiler services/trainer
 
 test-cluster: setup ## Run the tests on a Kubernetes that is started here; needs root and Go.
+#? SMOKE=1  Only the part that CI runs: one real stage.
 	@$(images) base
-	$(python) -m pytest -m cluster tests/cluster
-
-test-cluster-smoke: setup ## Run the part of test-cluster that CI runs: one real stage.
-	@$(images) base
-	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
+	$(python) -m pytest -m cluster tests/cluster$(if $(filter-out 0,$(SMOKE)),/test_kit.py tests/cluster/test_smoke.py)
 
 test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
 	$(python) -m pytest -m cuda -rs tests/hardware
 
-test-trn1: ## Run the tests on trn1's NeuronCores, with the shell's Python.
+test-neuron: $(if $(wildcard /dev/neuron0),,setup) ## Run the tests on this machine's NeuronCores, with the shell's Python.
+#? DEVICE=trn1|trn2  trn2 runs on trn3 too, and where no device is on a stand-in in .venv. Default: trn2.
 #? MATCHING=WORDS  Words of the tests' names. Default: all tests.
-	python -m pytest -m neuron -rs -s tests/hardware/test_trn1.py -k "$(MATCHING)"
-
-test-trn2: $(if $(wildcard /dev/neuron0),,setup) ## Run the tests on trn2's or trn3's NeuronCores, or on a stand-in.
-#? test-trn1
-	$(if $(wildcard /dev/neuron0),python,$(python)) -m pytest -m "neuron or slow" -rs -s tests/hardware/test_trn2.py -k "$(MATCHING)"
+	$(if $(wildcard /dev/neuron0),python,$(python)) -m pytest -m "neuron or slow" -rs -s tests/hardware/test_$(or $(DEVICE),trn2).py -k "$(MATCHING)"
 
 test-batch: setup ## Run the tests on simulated AWS Batch nodes; needs root, iproute2, tini.
 	$(python) -m pytest -m batch infra/tests/batchsim
@@ -304,8 +264,7 @@ soak: setup ## Run pipelines under injected faults, and audit them; needs root.
 
 check-infra: ## Run Terraform's own tests, checkov, shellcheck and yamllint, offline.
 #? TF_PLUGIN_MIRROR
-	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
-	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
+	@$(call environment,.venv-infra-checks,infra-checks)
 	@infra/check.sh
 
 test-infra: setup ## Apply and destroy the infrastructure in a simulated AWS; takes minutes.
@@ -316,20 +275,12 @@ docs: setup docs-environment ## Build the documents and the generated reference 
 	@.venv-docs/bin/mkdocs build # with --quiet it would pass over broken links
 
 docs-environment: # mkdocs alone: the pages that need the services' packages are made in .venv.
-	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-docs
-	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-docs/bin/python --require-hashes lockfiles/docs.txt
+	@$(call environment,.venv-docs,docs)
 
-picture: setup ## Take docs/report.png, the picture of the newest report; needs Chromium.
-#? ROOT=FOLDER  The folder of all artifacts. Default: ./fsx.
-	@$(python) -m docs.site.picture "$(or $(ROOT),./fsx)/run" docs/report.png
-
-benchmark-tokenizer: setup ## Measure the tokenizer and its alternatives.
-#? ARGS="--megabytes 300 ..."  Options of the benchmark.
-	@$(python) -m benchmarks.tokenizer $(ARGS)
-
-benchmark-trainer: setup ## Measure the trainer and its alternatives.
+benchmark: setup ## Measure a stage and its alternatives.
+#? STAGE=tokenizer|trainer  The stage. Required.
 #? ARGS="--rounds 5 ..."  Options of the benchmark.
-	@$(python) -m benchmarks.trainer $(ARGS)
+	@$(python) -m benchmarks.$(or $(STAGE),$(error make benchmark STAGE=tokenizer|trainer: STAGE is missing)) $(ARGS)
 
 # Variables that several targets have.
 #? STAGE=tokenizer|compiler|trainer  The stage. Required.

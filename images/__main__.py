@@ -1,6 +1,7 @@
 """Builds, runs and releases the container images: `python -m images COMMAND`.
 
-The commands read variables such as STAGE and VARIANT from the environment. `make help` lists the variables of each.
+The commands read variables such as STAGE and VARIANT from the environment. `make help` lists those of its targets, and
+docs/images.md those of `demo`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def main(argv: list[str]) -> int:
 
 def build() -> None:
     """Build the images of STAGE (default: all) and VARIANT (default: cpu), and push them to PUSH if it is set."""
-    services, variant, registry = _services(SERVICES), _variant(), os.environ.get("PUSH")
+    services, variant = _services(SERVICES), _variant()
     require_engine()
-    if registry:
+    if registry := os.environ.get("PUSH"):
         publish_images(services, variant, registry)
     else:
         build_images(services, variant)
@@ -88,7 +89,7 @@ def print_platforms() -> None:
     for variant, platform in read_platforms().items():
         print(f"{variant}: Python {platform.python}, Ray {platform.ray}, torch {platform.torch}")
         for base in dict.fromkeys([platform.slim, platform.platform]):
-            print(f"  base    {base}@{read_digests().get(base, 'unpinned: make pin')}")
+            print(f"  base    {base}@{read_digests().get(base, 'unpinned: make lock PIN=1')}")
         node = platform.node
         if isinstance(node, CudaNode):
             print(f"  CUDA    {platform.cuda}, with torch")

@@ -70,12 +70,12 @@ def _run_pants(goal: str, services: Sequence[str], variant: str, **variables: st
 def choose_platform(variant: str) -> Platform:
     """The pins of a variant, with the base images that this machine builds on.
 
-    The image of `make base-image` replaces the pinned ones where it exists. The variables BASE and SLIM_BASE replace
+    The image that DEBOOTSTRAP=1 made replaces the pinned ones where it exists. The variables BASE and SLIM_BASE replace
     both, and PINNED_PYTHON the version of Python that they must have.
     """
     platform = read_platforms()[variant]
     if platform.debian and not os.environ.get("BASE") and has_image(platform.debian.slim):
-        print(f"base image: {platform.debian.slim}, which `make base-image` made on this machine", file=sys.stderr)
+        print(f"base image: {platform.debian.slim}, made on this machine by DEBOOTSTRAP=1", file=sys.stderr)
         platform = platform.on_debian()
     base, has_one_base = os.environ.get("BASE"), platform.platform == platform.slim
     return replace(
@@ -117,7 +117,7 @@ def build_arguments(build: Build, platform: Platform) -> dict[str, str]:
 
 
 def base_of(service: str, platform: Platform) -> str:
-    """Name of the base image, with the digest if `make pin` resolved one."""
+    """Name of the base image, with the digest if `make lock PIN=1` resolved one."""
     base = platform.base_of(service)
     digest = read_digests().get(base)
     return f"{base}@{digest}" if digest else base
@@ -175,5 +175,5 @@ def _advice(services: Sequence[str], variant: str) -> str:
     if not absent:
         return ""
     if platform.debian:
-        return f"If this machine cannot pull {', '.join(absent)}, `make base-image` makes a base without a registry."
+        return f"If this machine cannot pull {', '.join(absent)}: make images DEBOOTSTRAP=1 makes a base without one."
     return f"If this machine cannot pull {', '.join(absent)}, name another: make images VARIANT={variant} BASE=..."

@@ -64,7 +64,7 @@ def lock(upgrade: bool) -> None:
 
 
 def lock_nxd_parity(options: list[str]) -> None:
-    """Write the lock of `make test-nxd-parity`, which needs an older transformers than the union's."""
+    """Write the lock of `make test-slow PEER=nxd`, which needs an older transformers than the union's."""
     services = REPOSITORY / "services"
     needed = [services / "common/requirements.txt", services / "common/program/requirements.txt", NXD_PARITY]
     pins = ["--constraints", _relative(REPOSITORY / "dist/pins-neuron.txt"), "--constraints", _relative(NEURON_BASE)]
@@ -72,7 +72,7 @@ def lock_nxd_parity(options: list[str]) -> None:
 
 
 def lock_lm_eval(options: list[str]) -> None:
-    """Write the lock of `make test-lm-eval`: the packages that the environment of the union lacks."""
+    """Write the lock of `make test-slow PEER=lm-eval`: the packages that the environment of the union lacks."""
     union = UNION["cpu"]
     only_on_windows = re.findall(r"^([A-Za-z0-9._-]+)==.*win32", union.read_text(encoding="utf-8"), flags=re.MULTILINE)
     there = sorted(pins_of(union).keys() - set(only_on_windows))

@@ -17,7 +17,7 @@ VARIANTS = ("cpu", "cuda", "neuron", "trn2")
 
 @dataclass(frozen=True)
 class DebianBase:
-    """A slim Python base image that `make base-image` makes on a machine that reaches no image registry."""
+    """A slim Python base image, which `make images DEBOOTSTRAP=1` makes without an image registry."""
 
     suite: str
     python: str
@@ -91,7 +91,7 @@ class Platform:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
 
     def on_debian(self) -> Platform:
-        """The same variant on the base image of `make base-image`, with Debian's Python."""
+        """The same variant on the base image that debootstrap made, with Debian's Python."""
         assert self.debian
         return replace(self, python=self.debian.python, slim=self.debian.slim, platform=self.debian.slim)
 
@@ -140,7 +140,7 @@ def read_neuron_nodes(path: Path = PLATFORMS) -> dict[str, NeuronNode]:
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
-    """The digests that `make pin` resolved, by the name of the base image."""
+    """The digests that `make lock PIN=1` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
 
 

@@ -102,8 +102,8 @@ def _require_pinned_base(repository: Path, service: str) -> None:
         if platform.sdk and base not in read_digests(platforms):
             raise DeviceError(
                 f"the {platform.variant} variant's base image {base} has no digest in images/platforms.toml, and its "
-                f"tag can be moved to another image. Run `make pin` on a machine that reaches its registry, and commit "
-                f"the file."
+                f"tag can be moved to another image. Run `make lock PIN=1` on a machine that reaches its registry, and "
+                f"commit the file."
             )
 
 

@@ -97,7 +97,7 @@ def plan() -> None:
 def up() -> None:
     """Reads VARS, NODES and HOURS for the cost, and YES=1."""
     stack, found, inputs = _make_plan(is_quiet=True)
-    print(f"\n{describe_plan(found)}; make infra-plan shows the whole plan")
+    print(f"\n{describe_plan(found)}; make infra-up DRY_RUN=1 shows the whole plan")
     if lost := [change.address for change in found.changes if change.is_loss_of_data]:
         raise DeviceError(
             f"terraform would destroy {', '.join(lost)} with its data. Nothing was changed. Undo the change of name, "

@@ -1,6 +1,6 @@
 """Takes a picture of a web page with Chromium: `python -m docs.site.picture PAGE.html PICTURE.png`.
 
-`make picture` takes the picture of the README, the report of the newest run.
+With the folder of all runs, as in `fsx/run docs/report.png`, it takes the README's picture, the newest run's report.
 """
 
 from __future__ import annotations

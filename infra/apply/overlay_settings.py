@@ -33,8 +33,8 @@ def write_settings(outputs: Mapping[str, Any], path: Path = SETTINGS) -> None:
     lacking = [key.lower() for key, value in values.items() if value is None and key not in MAY_BE_EMPTY]
     if lacking:
         raise DeviceError(
-            f"terraform has no output {', '.join(lacking)}, so {path} was not changed. make infra-plan shows what of "
-            f"the stack is not applied yet"
+            f"terraform has no output {', '.join(lacking)}, so {path} was not changed. make infra-up DRY_RUN=1 shows "
+            f"what of the stack is not applied yet"
         )
     # An output is empty if the user brings that resource, such as a file system, and has written its values there.
     made = {key: value for key, value in values.items() if value not in (None, "") or key in MAY_BE_EMPTY}

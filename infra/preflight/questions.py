@@ -230,7 +230,7 @@ def _look_at_addresses(
                 where=f"{_trainium_pool(inputs)}, {', '.join(subnet['SubnetId'] for subnet in subnets)}",
                 got=", ".join(zones),
                 expected=f"one subnet in {inputs.zone_id}",
-                command="make infra-plan",
+                command="make infra-up DRY_RUN=1",
             )
         )
     name, free = subnets[0]["SubnetId"], subnets[0]["AvailableIpAddressCount"]
@@ -287,7 +287,7 @@ def _look_at_queues(account: Account, inputs: Inputs) -> list[Look]:
                 where=f"AWS Batch, {account.region}",
                 got=problem,
                 expected="ENABLED and VALID",
-                command="remove the cause that Batch names, then make infra-plan and infra-up with STACK=batch",
+                command="remove the cause that Batch names, then make infra-up STACK=batch",
             )
             for problem in problems
         ]

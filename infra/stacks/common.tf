@@ -230,7 +230,7 @@ variable "budget" {
 
   validation {
     condition     = var.budget.monthly_dollars == null ? true : var.budget.monthly_dollars > 0
-    error_message = "budget.monthly_dollars = ${coalesce(var.budget.monthly_dollars, 0)}: expected more than 0, and more than the stack costs with nothing running (make infra-plan shows that). Leave it out to have no budget."
+    error_message = "budget.monthly_dollars = ${coalesce(var.budget.monthly_dollars, 0)}: expected more than 0, and more than the stack costs with nothing running (make infra-up DRY_RUN=1 shows that). Leave it out to have no budget."
   }
 
   validation {

@@ -50,7 +50,7 @@ def _on_nodes(api: Api, service: str, variant: str, image: str) -> str:
     raise DeviceError(
         f"no node has the image {image}, which is never pulled (imagePullPolicy: Never). The nodes have "
         f"{', '.join(tags) or f'none of {repository}'}. Build it (make images STAGE={service} VARIANT={variant}) and "
-        f"load it (make load-images STAGE={service}, or kind load docker-image), or name another with TAG=."
+        f"load it (LOAD=1, or kind load docker-image), or name another with TAG=."
     )
 
 

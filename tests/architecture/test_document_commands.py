@@ -64,8 +64,8 @@ def programs_in(words: list[str]) -> Iterator[list[str]]:
     if stage and "COMMAND" in variables:
         yield [f"services.{stage}", *shlex.split(variables["COMMAND"])]
     elif "ARGS" in variables:
-        module = re.search(r"-m (benchmarks\.\w+)", RULES[words[1]][1])
-        yield [module[1] if module else f"services.{stage or 'trainer'}", *shlex.split(variables["ARGS"])]
+        package = "benchmarks" if words[1] == "benchmark" else "services"
+        yield [f"{package}.{stage or 'trainer'}", *shlex.split(variables["ARGS"])]
 
 
 def problems_of_make(words: list[str]) -> list[str]:

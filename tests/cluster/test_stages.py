@@ -1,7 +1,7 @@
 """The three stages for real: real images, real gangs, and what a run survives.
 
-One reference is made with plain containers (`make demo-images`); whatever happens on the cluster has to end with the
-same bytes.
+One reference is made with plain containers (`python -m images demo`); whatever happens on the cluster has to end with
+the same bytes.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_runs_of_a_pipeline_are_listed_compared_and_reported(untrained: Harness,
     listed = make(untrained, "runs")
     for run in runs:
         assert re.search(rf"^{run} +done +(15 of 15|20 of 20) ", listed, re.MULTILINE), listed
-    compared = make(untrained, "compare", RUNS=f"{first},{second}")
+    compared = make(untrained, "runs", COMPARE=f"{first},{second}")
     assert re.search(r"^train\.seed +(0 +1|1 +0)$", compared, re.MULTILINE), compared
     assert f"/fsx/run/{first}/report.html" in make(untrained, "report", RUN=first)
     report = untrained.root / "run" / first / "report.html"

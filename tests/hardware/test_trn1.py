@@ -1,4 +1,4 @@
-"""Tests of the program by torch_xla that need NeuronCores of trn1: `make test-trn1`.
+"""Tests of the program by torch_xla that need NeuronCores of trn1: `make test-neuron DEVICE=trn1`.
 
 The order is that of docs/operations/first-trainium-run.md: a test relies on those before it.
 """

@@ -1,4 +1,4 @@
-"""Tests of the program by TorchNeuron on trn2 and trn3: `make test-trn2`.
+"""Tests of the program by TorchNeuron on trn2 and trn3: `make test-neuron`.
 
 Their order is that of docs/operations/first-trainium-run.md, whose points they settle: a test relies on those before
 it. On a machine without NeuronCores they run on the stand-in for TorchNeuron, with 4 workers and smaller models: that

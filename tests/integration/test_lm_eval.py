@@ -1,6 +1,6 @@
 """lm-evaluation-harness gives an exported model the bits per byte that its run reported.
 
-`make test-lm-eval` installs the harness into a folder of its own, which LM_EVAL names.
+`make test-slow PEER=lm-eval` installs the harness into a folder of its own, which LM_EVAL names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TASK = {
 def lm_eval() -> Any:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
-        pytest.skip("lm_eval is not installed: run make test-lm-eval")
+        pytest.skip("lm_eval is not installed: run make test-slow PEER=lm-eval")
     sys.path.append(str(Path(folder).absolute()))
     import lm_eval  # type: ignore[import-not-found] # noqa: PLC0415
 

@@ -96,7 +96,7 @@ def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> I
 
 def _warn_of_branch(uri: str, revision: str) -> None:
     if not is_commit(revision):
-        logger.warning("%s: the revision %r may change. `make pin` writes its commit into the recipe", uri, revision)
+        logger.warning("%s: revision %r may change. python -m services.tokenizer pin writes its commit", uri, revision)
 
 
 def _load_builder(source: Source) -> Any:

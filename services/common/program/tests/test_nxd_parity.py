@@ -1,6 +1,6 @@
 """Our layers against those of neuronx-distributed, with sequence parallelism, wherever that can be imported.
 
-`make test-nxd-parity NXD_SOURCE=CHECKOUT` makes an environment in which its source can, without a Neuron package.
+`make test-slow PEER=nxd NXD_SOURCE=CHECKOUT` makes an environment in which its source can, without a Neuron package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def needs_nxd() -> None:
         reason = (
             f"neuronx_distributed cannot be imported ({error}). It needs torch 2.9, torch_xla 2.9, transformers 4 "
             f"(5 has no transformers.utils.fx) and the Neuron packages, or stand-ins for them: with a checkout of "
-            f"github.com/aws-neuron/neuronx-distributed run make test-nxd-parity NXD_SOURCE=CHECKOUT"
+            f"github.com/aws-neuron/neuronx-distributed run make test-slow PEER=nxd NXD_SOURCE=CHECKOUT"
         )
         if neuron_stand_ins.SOURCE_VARIABLE in os.environ:
             pytest.fail(reason)
