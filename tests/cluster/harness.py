@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deploy.client.variables import DEPLOYING
 from images.build import build_images
@@ -28,6 +27,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.testing.waiting import wait_until
 from tests.cluster.kit import cluster, node_images
+from tests.k8s.rendered import write_overlay
 from tests.small import write_notes, write_small_recipe
 
 COMMAND_SECONDS = 900
@@ -93,6 +93,12 @@ class Harness:
     def ready(self, stage: str) -> list[Object]:
         return [pod for pod in self.pods(stage) if is_ready(pod)]
 
+    def steps(self) -> list[int]:
+        """Every step that the trainer recorded, in the order in which it was taken."""
+        files = list((self.root / "run").glob("*/metrics.jsonl"))
+        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
+        return [int(json.loads(line)["step"]) for line in lines if line.endswith("}")]
+
     def head(self) -> Object:
         heads = heads_of(self.api)
         return next(head for head in heads if "deletionTimestamp" not in head["metadata"])
@@ -153,44 +159,32 @@ def held_images(*, with_digest: bool = False) -> set[str]:
     return {name for names in images if not with_digest or any("@sha256:" in each for each in names) for name in names}
 
 
-def write_overlay(base: Path, folder: Path, root: Path) -> Path:
+def write_overlay_of(base: Path, folder: Path, root: Path) -> Path:
     """An overlay on `base` whose volume is `root`."""
-    folder.mkdir(parents=True)
-    patch: list[dict[str, Any]] = [{"op": "replace", "path": "/spec/hostPath/path", "value": str(root)}]
-    (folder / "kustomization.yaml").write_text(
-        json.dumps(
-            {
-                "apiVersion": "kustomize.config.k8s.io/v1beta1",
-                "kind": "Kustomization",
-                "resources": [os.path.relpath(base, folder)],
-                "patches": [{"target": {"kind": "PersistentVolume"}, "patch": json.dumps(patch)}],
-            }
-        ),
-        encoding="utf-8",
-    )
-    return folder
+    patch = [{"op": "replace", "path": "/spec/hostPath/path", "value": str(root)}]
+    return write_overlay(folder, base, patches=[{"target": {"kind": "PersistentVolume"}, "patch": json.dumps(patch)}])
 
 
-def make_site(api: Api, folder: Path, base: Path) -> Harness:
+def make_harness(api: Api, folder: Path, base: Path) -> Harness:
     """An overlay over an empty root with a little text, of which nothing is on the cluster yet."""
     root = folder / "fsx"
     write_notes(root / "notes")
     give_to_stages(root)
     return Harness(
         api,
-        write_overlay(base, folder / "overlay", root),
+        write_overlay_of(base, folder / "overlay", root),
         root,
         write_small_recipe(folder / "small.toml", "/fsx/notes"),
     )
 
 
 @contextmanager
-def make_house(api: Api, folder: Path, base: Path) -> Iterator[Harness]:
+def running_harness(api: Api, folder: Path, base: Path) -> Iterator[Harness]:
     """The RayCluster of an overlay, up, over an empty root with a little text; at the end it is deleted.
 
     The head's image must be on the node.
     """
-    harness = make_site(api, folder, base)
+    harness = make_harness(api, folder, base)
     harness.succeed("cluster-up")
     yield harness
     harness.succeed("cluster-down", FORCE="1")

@@ -27,7 +27,7 @@ from k8s.objects.placement import heads_of
 from k8s.objects.worker_group import WorkerGroup, read_worker_group
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import write_overlay as write_overlay_of
+from tests.cluster.harness import write_overlay_of
 from tests.cluster.kit import cluster
 from tests.k8s.builders import deployment_of
 
@@ -340,16 +340,37 @@ def test_a_person_looks_into_ray_s_pods_and_no_job_s(guarded: Api) -> None:
         guarded.delete("Job", jobs[kind]["metadata"]["name"])
 
 
-def test_the_accounts_of_the_programs_may_do_their_work_and_no_more(guarded: Api) -> None:
-    may = {
-        "deployer": ["patch rayclusters.ray.io/millrace", "get rayclusters.ray.io/another", "delete pods", "get nodes"],
-        "reaper": ["patch rayclusters.ray.io/millrace"],
-    }
-    may_not = {
-        "deployer": ["patch rayclusters.ray.io/another", "get secrets", "get configmaps", "create pods", "create jobs"],
-        "reaper": ["get secrets", "create pods", "delete jobs", "create rayjobs.ray.io"],
-    }
-    for account, rights in may.items():
-        by = (f"--as=system:serviceaccount:millrace:{account}",)
-        asked = [*rights, *may_not[account], "delete nodes"]
-        assert [each for each in asked if ask("auth", "can-i", *each.split(), by=by).is_taken] == rights
+OTHERS = ("--as=somebody", "--as-group=others")
+REAPER = ("--as=system:serviceaccount:millrace:reaper",)
+RIGHTS_OF_PEOPLE = [
+    *("create jobs.batch", "patch jobs.batch", "delete jobs.batch", "create configmaps", "get pods --subresource=log"),
+    *("create pods --subresource=exec", "list events", "get secrets/millrace", "delete pods", "delete rayjobs.ray.io"),
+    *("patch rayclusters.ray.io/millrace", "delete podgroups.scheduling.volcano.sh", "list nodes"),
+    *("delete leases.coordination.k8s.io/stage-trainer", "list queues.scheduling.volcano.sh"),
+]
+BEYOND_PEOPLE = ["get secrets/hugging-face", "create pods", "patch rayclusters.ray.io/other", "create rayjobs.ray.io"]
+
+
+@pytest.mark.parametrize(
+    ("by", "may", "may_not"),
+    [
+        (PERSON, RIGHTS_OF_PEOPLE, [*BEYOND_PEOPLE, "delete leases.coordination.k8s.io/node-group-trainium"]),
+        (OTHERS, [], RIGHTS_OF_PEOPLE),
+        (
+            DEPLOYER,
+            ["patch rayclusters.ray.io/millrace", "get rayclusters.ray.io/another", "delete pods", "get nodes"],
+            ["patch rayclusters.ray.io/another", "get secrets", "get configmaps", "create pods", "create jobs"],
+        ),
+        (
+            REAPER,
+            ["patch rayclusters.ray.io/millrace"],
+            ["get secrets", "create pods", "delete jobs", "create rayjobs.ray.io"],
+        ),
+    ],
+    ids=["people", "others", "deployer", "reaper"],
+)
+def test_people_and_programs_may_do_their_work_and_no_more(
+    guarded: Api, by: tuple[str, ...], may: list[str], may_not: list[str]
+) -> None:
+    asked = [*may, *may_not, "delete nodes"]
+    assert [each for each in asked if ask("auth", "can-i", *each.split(), by=by).is_taken] == may

@@ -13,7 +13,7 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from k8s.objects.placement import POD_GROUP
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import Harness, load_images, make_site
+from tests.cluster.harness import Harness, load_images, make_harness
 from tests.cluster.kit import cluster, fake_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -28,7 +28,7 @@ def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harn
     load_images("head", "tokenizer")
     fake_nodes.fake(2)
     cluster.kubectl("label", "node", "node-a", "millrace.dev/pool=cpu")
-    yield make_site(kit, tmp_path_factory.mktemp("existing"), REPOSITORY / "tests/cluster/overlays/existing")
+    yield make_harness(kit, tmp_path_factory.mktemp("existing"), REPOSITORY / "tests/cluster/overlays/existing")
     cluster.kubectl("label", "node", "node-a", "millrace.dev/pool-")
     fake_nodes.remove_fake(2)
 

@@ -18,7 +18,7 @@ from infra.shapes import find_shape
 from k8s.objects.api import Api
 from k8s.objects.record import read_record
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import Harness, kill_group, load_images, make_house, name_of, publish_corpus
+from tests.cluster.harness import Done, Harness, kill_group, load_images, name_of, publish_corpus, running_harness
 from tests.cluster.kit import cluster, fake_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -32,7 +32,7 @@ MINUTE = 60.0
 def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head")
     fake_nodes.fake(NODES)
-    with make_house(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake") as made:
+    with running_harness(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake") as made:
         yield replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")  # over text that this machine has, too
     fake_nodes.remove_fake(NODES)
 
@@ -55,13 +55,44 @@ def of_size(stage: str, nodes: int) -> dict[str, str]:
     return {"ARGS": f"--cluster.compiler_nodes={nodes}"} if stage == "compiler" else {"NODES": str(nodes)}
 
 
-def refused(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
-    """The output of a `deploy-stage` that refuses, and so has changed nothing."""
+def refused(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> Done:
+    """The end of a `deploy-stage` that refuses, and so has changed nothing."""
     variables = {"TAG": name_of("head"), **of_size(stage, nodes), **variables}
-    done = harness.run("deploy-stage", STAGE=stage, DRY_RUN="1", **variables)
+    done = harness.run("deploy-stage", STAGE=stage, FOLLOW="0", **variables)
     assert done.code != 0, done.said
     assert "Traceback" not in done.said
-    return done.said
+    assert harness.is_down(stage)
+    return done
+
+
+def test_an_image_that_no_node_has_is_refused(harness: Harness) -> None:
+    done = refused(harness, TAG="9.9.9-cpu")
+    assert done.code == 4
+    assert "no node has the image millrace/head:9.9.9-cpu" in done.said
+    assert name_of("head") in done.said
+
+
+def test_a_root_that_the_stages_cannot_write_is_refused(harness: Harness) -> None:
+    harness.root.chmod(0o555)
+    cluster.run("chown", "0:0", harness.root)
+    try:
+        done = refused(harness)
+    finally:
+        cluster.run("chown", "10001:10001", harness.root)
+        harness.root.chmod(0o755)
+    assert done.code == 5
+    assert "/fsx" in done.said
+
+
+def test_a_person_without_rights_is_told_what_is_missing(harness: Harness) -> None:
+    config = harness.root.parent / "nobody.kubeconfig"
+    text = json.loads(cluster.KUBECONFIG.read_text())
+    text["users"][0]["user"] = {"token": cluster.kubectl("-n", "default", "create", "token", "default").strip()}
+    config.write_text(json.dumps(text))
+    done = harness.run("stage-status", KUBECONFIG=str(config))
+    assert done.code == 4
+    assert "system:serviceaccount:default:default" in done.said
+    assert "Traceback" not in done.said
 
 
 def occupy(name: str, count: int = 1) -> None:
@@ -119,7 +150,7 @@ def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(harness: Harness
     wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
     nodes = harness.bound("compiler")
     head = harness.head()["metadata"]["uid"]
-    assert "stage compiler is deployed by" in refused(harness, "trainer", ARGS="--compile.enabled=false")
+    assert "stage compiler is deployed by" in refused(harness, "trainer", ARGS="--compile.enabled=false").said
     harness.stop("compiler")
     publish_corpus(harness)
     deploy(harness, "trainer", ARGS="--compile.enabled=false")
@@ -132,7 +163,7 @@ def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(harness: Harness) ->
     publish_corpus(harness)
     said = refused(
         harness, "trainer", 17, ARGS="--compile.enabled=false --batch.global_batch_size=136 --train.reduction=fast"
-    )
+    ).said
     assert "maxReplicas 16" in said
     assert "room for 16 of 17" in said
     arguments = "--compile.enabled=false --batch.global_batch_size=64"
@@ -234,21 +265,6 @@ def abandon(harness: Harness) -> None:
     selector = "millrace.dev/component=deploy,millrace.dev/stage=compiler"
     wait_until(lambda: not harness.api.find_all("Pod", selector), 2 * MINUTE)
     cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--cascade=orphan")
-    assert len(harness.ready("compiler")) == 2
-
-
-def test_a_stage_that_nobody_holds_is_taken_down(harness: Harness) -> None:
-    deploy(harness)
-    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
-    abandon(harness)
-    reap()
-    assert harness.is_down("compiler")
-
-
-def test_the_reaper_leaves_a_live_deployment_alone(harness: Harness) -> None:
-    deploy(harness)
-    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
-    assert reap() == ""
     assert len(harness.ready("compiler")) == 2
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,17 +28,6 @@ def kit() -> Iterator[None]:
     cluster.up()
     yield
     cluster.down()
-
-
-def get(*arguments: str) -> dict[str, Any]:
-    return dict(json.loads(cluster.kubectl("get", *arguments, "-o", "json")))
-
-
-def test_the_node_has_neuron_devices_and_the_operators_their_types() -> None:
-    capacity = get("node", "node-a")["status"]["capacity"]
-    assert (capacity["aws.amazon.com/neuron"], capacity["vpc.amazonaws.com/efa"]) == ("64", "32")
-    types = {each["metadata"]["name"] for each in get("crd")["items"]}
-    assert {"rayclusters.ray.io", "rayjobs.ray.io", "podgroups.scheduling.volcano.sh"} <= types
 
 
 def test_down_leaves_no_process_no_mount_and_no_bridge() -> None:

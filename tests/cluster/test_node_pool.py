@@ -17,16 +17,14 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api
 from k8s.objects.node_group import NODE_GROUP_LABEL, find_holder, read_leases
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import Harness, load_images, make_house
+from tests.cluster.harness import Harness, load_images, running_harness
 from tests.cluster.kit import cluster, fake_nodes
 from tests.cluster.test_gangs import MINUTE, abandon, cluster_log, deploy, deploy_pod, reap, status
+from tests.k8s.cloud import POOL, SIZES, make_node_group
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 PORT = 5566  # tests/cluster/overlays/pool names it
-POOL = "millrace/trainium"
-MOST = 4
-ROLE = "arn:aws:iam::123456789012:role/nodes"
 
 
 class NodeGroup:
@@ -34,17 +32,7 @@ class NodeGroup:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._client.create_cluster(name="millrace", roleArn=ROLE, resourcesVpcConfig={"subnetIds": ["subnet-1"]})
-        self._client.create_nodegroup(
-            clusterName="millrace",
-            nodegroupName="trainium",
-            nodeRole=ROLE,
-            scalingConfig={"minSize": 0, "maxSize": MOST, "desiredSize": 0},
-            instanceTypes=["trn1.32xlarge"],
-            subnets=["subnet-1"],
-            labels={"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xlarge"},
-            taints=[{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NO_SCHEDULE"}],
-        )
+        make_node_group(client)
         self.has_capacity = threading.Event()
         self.has_capacity.set()
         self._is_over = threading.Event()
@@ -60,7 +48,7 @@ class NodeGroup:
     def end(self) -> None:
         self._is_over.set()
         self._thread.join()
-        fake_nodes.remove_fake(MOST)
+        fake_nodes.remove_fake(SIZES["maxSize"])
 
     def _serve(self) -> None:
         while not self._is_over.wait(0.5):
@@ -96,7 +84,7 @@ def node_group(kit: Api) -> Iterator[NodeGroup]:
 @pytest.fixture(scope="module")
 def harness(kit: Api, node_group: NodeGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head")
-    with make_house(kit, tmp_path_factory.mktemp("pool"), REPOSITORY / "tests/cluster/overlays/pool") as made:
+    with running_harness(kit, tmp_path_factory.mktemp("pool"), REPOSITORY / "tests/cluster/overlays/pool") as made:
         yield replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")
 
 

@@ -5,11 +5,10 @@ The images of the other tests are brought to the node, and never pulled.
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +20,10 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from services.common.errors import DeviceError
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import Harness, make_house, name_of
+from tests.cluster.harness import Harness, name_of, running_harness
 from tests.cluster.kit.processes import BIN, KUBECONFIG
+from tests.cluster.test_admission import changed
+from tests.k8s.rendered import OVERLAYS, write_overlay
 from tests.registry import running_registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
@@ -65,9 +66,7 @@ class Place:
 
     def steps(self) -> int:
         """The newest that the trainer recorded."""
-        files = list((self.harness.root / "run").glob("*/metrics.jsonl"))
-        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
-        return max((int(json.loads(line)["step"]) for line in lines if line.endswith("}")), default=0)
+        return max(self.harness.steps(), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def registry(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 @pytest.fixture(scope="module")
 def place(kit: Api, registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("swap")
-    with make_house(kit, folder, write_pulling_overlay(folder / "pulling", registry)) as harness:
+    with running_harness(kit, folder, write_pulling_overlay(folder / "pulling", registry)) as harness:
         yield Place(harness, registry)
 
 
@@ -118,24 +117,18 @@ def nobody_else_notices(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def write_pulling_overlay(folder: Path, registry: str) -> Path:
     """The overlay local, but for images that are pulled where they are not there."""
-    folder.mkdir()
     paths = ["/spec/headGroupSpec", *(f"/spec/workerGroupSpecs/{index}" for index in range(3))]
     policies = [
         {"op": "replace", "path": f"{path}/template/spec/containers/0/imagePullPolicy", "value": "IfNotPresent"}
         for path in paths
     ]
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [os.path.relpath(REPOSITORY / "k8s/overlays/local", folder)],
-        "images": [
-            {"name": f"millrace/{service}", "newName": f"{registry}/millrace/{service}"}
-            for service in ("head", "tokenizer", "compiler", "trainer")
-        ],
-        "patches": [{"target": {"kind": "RayCluster"}, "patch": json.dumps(policies)}],
-    }
-    (folder / "kustomization.yaml").write_text(json.dumps(kustomization), encoding="utf-8")
-    return folder
+    names = [f"millrace/{service}" for service in ("head", "tokenizer", "compiler", "trainer")]
+    return write_overlay(
+        folder,
+        OVERLAYS["local"],
+        images=[{"name": name, "newName": f"{registry}/{name}"} for name in names],
+        patches=[{"target": {"kind": "RayCluster"}, "patch": json.dumps(policies)}],
+    )
 
 
 def with_new_key(place: Place, folder: Path) -> tuple[str, Path]:
@@ -220,37 +213,24 @@ def test_the_manifests_alone_do_not_reach_what_runs(training: Place, options: tu
     assert live_cluster(training.harness.api) == before
 
 
-def without_image(group: Object) -> None:
-    group["template"]["spec"]["containers"][0]["image"] = "millrace/trainer:unset"
-
-
-def with_another_priority(group: Object) -> None:
-    group["template"]["spec"]["priorityClassName"] = "millrace-head"
-
-
-def without_replicas(group: Object) -> None:
-    group["replicas"] = 0
+GROUP_POD = "/template/spec"
+UNSET_IMAGE: dict[str, object] = {f"{GROUP_POD}/containers/0/image": "millrace/trainer:unset"}
+OTHER_PRIORITY: dict[str, object] = {f"{GROUP_POD}/priorityClassName": "millrace-head"}
 
 
 @pytest.mark.parametrize(
-    ("stage", "change", "said"),
+    ("stage", "fields", "said"),
     [
-        ("tokenizer", without_image, "takes away the image that a deployment gave"),
-        ("trainer", with_another_priority, "a worker group runs, and this changes its pods"),
-        ("tokenizer", with_another_priority, ""),
-        ("trainer", without_replicas, ""),
+        ("tokenizer", UNSET_IMAGE, "takes away the image that a deployment gave"),
+        ("trainer", OTHER_PRIORITY, "a worker group runs, and this changes its pods"),
+        ("tokenizer", OTHER_PRIORITY, ""),
+        ("trainer", {"/replicas": 0}, ""),
     ],
 )
-def test_only_what_a_deployment_set_is_kept(
-    training: Place, stage: str, change: Callable[[Object], None], said: str
-) -> None:
+def test_only_what_a_deployment_set_is_kept(training: Place, stage: str, fields: dict[str, object], said: str) -> None:
     """A trial, which changes nothing: of a group that is down all else may change, and anybody may scale one down."""
-    cluster = training.harness.worker_group(stage).cluster
-    body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "millrace"}, "spec": cluster["spec"]}
-    body = copy.deepcopy(body)
-    change(next(group for group in body["spec"]["workerGroupSpecs"] if group["groupName"] == stage))
-    if not said:
-        training.harness.api.apply(body, is_trial=True)
-        return
-    with pytest.raises(DeviceError, match=said):
+    group = training.harness.worker_group(stage)
+    spec = changed(group.cluster["spec"], {f"/workerGroupSpecs/{group.index}{at}": to for at, to in fields.items()})
+    body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "millrace"}, "spec": spec}
+    with pytest.raises(DeviceError, match=said) if said else nullcontext():
         training.harness.api.apply(body, is_trial=True)

@@ -23,8 +23,8 @@ from tests.cluster.harness import (
     corpus_digest,
     give_to_stages,
     load_images,
-    make_house,
     one,
+    running_harness,
 )
 from tests.cluster.kit import cluster
 from tests.small import write_notes, write_small_recipe
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head", "tokenizer")
-    with make_house(kit, tmp_path_factory.mktemp("smoke"), REPOSITORY / "k8s/overlays/local") as made:
+    with running_harness(kit, tmp_path_factory.mktemp("smoke"), REPOSITORY / "k8s/overlays/local") as made:
         yield made
     assert kit.find("Namespace", "millrace") is None
     assert kit.find("Queue", "millrace") is None

@@ -29,8 +29,8 @@ from tests.cluster.harness import (
     give_to_stages,
     kill_group,
     load_images,
-    make_house,
     one,
+    running_harness,
 )
 from tests.cluster.kit import cluster
 from tests.small import write_notes, write_small_recipe
@@ -46,7 +46,7 @@ ARGUMENTS = f"--train.max_steps={STEPS} --train.evaluation_interval_steps=500 --
 @pytest.fixture(scope="module")
 def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head", *STAGES)
-    with make_house(kit, tmp_path_factory.mktemp("stages"), REPOSITORY / "k8s/overlays/local") as made:
+    with running_harness(kit, tmp_path_factory.mktemp("stages"), REPOSITORY / "k8s/overlays/local") as made:
         yield made
 
 
@@ -86,7 +86,7 @@ def deploy(harness: Harness, stage: str = "trainer", **variables: str) -> str:
 def train(harness: Harness, **variables: str) -> subprocess.Popen[str]:
     """Begin to train, and return when steps are taken."""
     client = harness.start("deploy-stage", STAGE="trainer", **{"ARGS": ARGUMENTS, **variables})
-    wait_until(lambda: len(steps(harness)) > 20 or client.poll() is not None, 4 * MINUTE)
+    wait_until(lambda: len(harness.steps()) > 20 or client.poll() is not None, 4 * MINUTE)
     assert client.poll() is None, client.communicate()[0]
     return client
 
@@ -99,13 +99,6 @@ def ended(client: subprocess.Popen[str]) -> str:
 
 def weights_digest(root: Path) -> str:
     return state_hash(one(root, f"checkpoint/*/step-{STEPS:08d}/manifest.json"))
-
-
-def steps(harness: Harness) -> list[int]:
-    """Every step that was recorded, in the order in which it was taken."""
-    files = list((harness.root / "run").glob("*/metrics.jsonl"))
-    lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
 
 def driver_pod(harness: Harness) -> str:
@@ -187,22 +180,21 @@ def test_the_driver_s_pod_is_killed_and_the_weights_are_the_same(untrained: Harn
 @pytest.mark.parametrize("which", [driver_pod, other_pod])
 def test_an_evicted_pod_loses_no_step(untrained: Harness, reference: dict[str, str], which: object) -> None:
     client = train(untrained)
-    evict(untrained, which(untrained))  # type: ignore[operator]
+    evict(which(untrained))  # type: ignore[operator]
     said = ended(client)
     assert "Stopped by preemption" in said
-    assert steps(untrained) == list(range(1, STEPS + 1)), "a step was taken twice, or not at all"
+    assert untrained.steps() == list(range(1, STEPS + 1)), "a step was taken twice, or not at all"
     assert weights_digest(untrained.root) == reference["weights"]
 
 
-def evict(harness: Harness, pod: str) -> None:
+def evict(pod: str) -> None:
     eviction = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
         "metadata": {"name": pod, "namespace": "millrace"},
     }
-    file = harness.root.parent / "eviction.json"
-    file.write_text(json.dumps(eviction), encoding="utf-8")
-    cluster.kubectl("create", "--raw", f"/api/v1/namespaces/millrace/pods/{pod}/eviction", "-f", file)
+    path = f"/api/v1/namespaces/millrace/pods/{pod}/eviction"
+    cluster.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(eviction))
 
 
 def test_the_head_is_deleted_and_the_run_ends_well(untrained: Harness, reference: dict[str, str]) -> None:
@@ -223,7 +215,7 @@ def test_client_and_deploy_job_are_killed_while_it_trains(untrained: Harness, re
     assert "already runs this deployment" in said
     record = untrained.record("trainer")
     assert [attempt.exit_code for attempt in record.attempts] == [0], "it was submitted twice"
-    assert steps(untrained) == list(range(1, STEPS + 1))
+    assert untrained.steps() == list(range(1, STEPS + 1))
     assert weights_digest(untrained.root) == reference["weights"]
 
 
@@ -233,8 +225,8 @@ def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: Ha
     said, _ = client.communicate(timeout=60)
     assert client.returncode == 130
     assert "make stage-logs STAGE=" in said
-    at = len(steps(untrained))
-    wait_until(lambda: len(steps(untrained)) > at)
+    at = len(untrained.steps())
+    wait_until(lambda: len(untrained.steps()) > at)
     untrained.stop("trainer")
     require_stopped_with_checkpoint(untrained)
 
@@ -249,7 +241,7 @@ def test_a_limit_ends_a_deployment_with_a_checkpoint(untrained: Harness) -> None
 
 
 def require_stopped_with_checkpoint(harness: Harness) -> None:
-    taken = steps(harness)
+    taken = harness.steps()
     committed = sorted((harness.root / "checkpoint").glob("*/step-*/manifest.json"))
     assert f"step-{taken[-1]:08d}" == committed[-1].parent.name, "steps after the newest checkpoint are lost"
     assert harness.record("trainer").outcome.exit_code == EXIT_AGAIN  # type: ignore[union-attr]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import hcl2
 import yaml
@@ -25,12 +24,7 @@ from services.common.recipe.section import Kind
 Thing = dict[str, Any]
 
 STACK = REPOSITORY / "infra/stacks/eks"
-# Values of terraform's interpolations in the outputs of an example account.
-EXAMPLES = {
-    "${local.account.id}": "123456789012",
-    "${var.region}": "us-west-2",
-    "${data.aws_partition.current.dns_suffix}": "amazonaws.com",
-}
+REGISTRY = "123456789012.dkr.ecr.us-west-2.amazonaws.com"
 # Settings that people choose; no output of the stack has them.
 CHOSEN = ("COMPILER_POOL", "RECIPE")
 # Extended resource that a device plugin's chart adds to its nodes.
@@ -38,20 +32,12 @@ RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-
 MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """A fact that infra/ and k8s/ both state, with both values."""
 
     what: str
     infra: Any
     k8s: Any
-
-    @property
-    def holds(self) -> bool:
-        return bool(self.infra == self.k8s)
-
-    def __str__(self) -> str:
-        return f"{self.what}: infra has {self.infra!r}, k8s has {self.k8s!r}"
 
 
 def read_text(path: str) -> str:
@@ -82,20 +68,13 @@ def read_outputs() -> dict[str, str]:
     return {name: str(output["value"]) for block in blocks for name, output in block.items()}
 
 
-def read_registry() -> str:
-    text = read_outputs()["registry"]
-    for expression, value in EXAMPLES.items():
-        text = text.replace(expression, value)
-    return text
-
-
 def example_outputs() -> Thing:
     """Return the outputs that terraform has for the defaults, with ids like those of AWS, for `write_settings`."""
     own, defaults = read_locals(), read_defaults()
     return {
         "region": "us-west-2",
         "cluster_name": defaults["name"][""],
-        "registry": read_registry(),
+        "registry": REGISTRY,
         "fsx_id": "fs-0123456789abcdef0",
         "fsx_dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
         "fsx_mount_name": "abcdefgh",
@@ -166,7 +145,7 @@ def _names(own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     images = {container["image"] for pod in _pods(objects) for container in pod["containers"]}
     yield Agreement(
         "images",
-        {f"{read_registry()}/{name}" for name in repositories},
+        {f"{REGISTRY}/{name}" for name in repositories},
         {each.rpartition(":")[0] for each in images},
     )
 
@@ -236,7 +215,11 @@ def _addons(defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreem
     modules = dict(re.findall(r"^\s+(\S+) v(\S+)$", read_text("tests/cluster/kit/go.mod"), re.MULTILINE))
     for chart, module in MODULE_OF_CHART.items():
         yield Agreement(f"version of {chart}, here and in the test cluster", charts[chart]["version"], modules[module])
-    yield from _versions(str(defaults["kubernetes_version"][""]), modules)
+    version = str(defaults["kubernetes_version"][""])
+    tested = modules["k8s.io/kubernetes"].rpartition(".")[0]
+    yield Agreement("minor version of Kubernetes, here and in the test cluster", version, tested)
+    known = json.loads(read_text("infra/aws_releases.json"))["eks"]["versions"]
+    yield Agreement("Kubernetes with a Neuron AMI whose driver the images take", version in known, True)
     yield from _addon_pods(releases)
     [metrics] = [each for each in _all(objects, "NetworkPolicy") if each["metadata"]["name"] == "metrics"]
     [source] = metrics["spec"]["ingress"][0]["from"]
@@ -267,14 +250,6 @@ def _addons(defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreem
     yield Agreement(
         "Pod Identity's agent and the way to it", "eks-pod-identity-agent" in catalogue, agent == {"pod-identity"}
     )
-
-
-def _versions(made: str, modules: dict[str, str]) -> Iterator[Agreement]:
-    """Compare a new cluster's version of Kubernetes with those of the tests."""
-    tested = modules["k8s.io/kubernetes"]
-    yield Agreement("minor version of Kubernetes, here and in the test cluster", made, tested.rpartition(".")[0])
-    known = json.loads(read_text("infra/aws_releases.json"))["eks"]["versions"]
-    yield Agreement("Kubernetes with a Neuron AMI whose driver the images take", made in known, True)
 
 
 def _addon_pods(releases: list[Thing]) -> Iterator[Agreement]:

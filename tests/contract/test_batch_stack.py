@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.config import CONFIG, KEYS, PLACES, SECRETS, read_config
+from deploy.batch.config import CONFIG, KEYS, PLACES, SECRETS, Config, read_config
 from deploy.batch.job_definition import HOST_FOLDERS, queue_of, read_container, render_job_definition
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
@@ -48,10 +48,14 @@ def rendered() -> str:
     return "".join(f"{line}\n" for line in re.findall(r'^ +"([A-Z_]+=.*)",$', expected, re.MULTILINE))
 
 
-def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendered: str, tmp_path: Path) -> None:
+@pytest.fixture
+def config(rendered: str, tmp_path: Path) -> Config:
     path = tmp_path / "config.txt"
     path.write_text(rendered, encoding="utf-8")
-    config = read_config(path)
+    return read_config(path)
+
+
+def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendered: str, config: Config) -> None:
     assert (config.trainium.name, config.cpu.name) == ("millrace-trainium", "millrace-cpu")
     assert config.log_groups == {stage: f"/millrace/{stage}" for stage in STAGES}
     lines = re.findall(r'^ +\["([A-Z_]+)", ', (STACK / "outputs.tf").read_text(encoding="utf-8"), re.MULTILINE)
@@ -94,26 +98,14 @@ def test_a_checkpoint_of_every_recipe_for_trn1_fits_into_the_stop_timeout() -> N
 
 
 def test_a_node_prepares_the_folders_that_a_job_mounts(
-    stack: dict[str, Any], module: dict[str, Any], rendered: str, tmp_path: Path
+    stack: dict[str, Any], module: dict[str, Any], config: Config
 ) -> None:
     assert (module["marker"], module["user"]) == (ROOT_MARKER, IMAGE_USER)
     assert module["folders"] == {"file_system": ROOT.path, "scratch": SCRATCH.path}
     assert set(module["folders"].values()) == set(HOST_FOLDERS.values())
-    path = tmp_path / "config.txt"
-    path.write_text(rendered, encoding="utf-8")
-    config = read_config(path)
     for stage in STAGES:
         container = read_container(
             render_job_definition(config, queue_of(config, stage, False), job_deployment_of(stage))
         )
         sources = {each["host"]["sourcePath"] for each in container["volumes"]}
         assert sources == set(module["folders"].values())
-
-
-def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:
-    """The roles of both targets differ only in the expression of the stage's name."""
-    parts = [
-        re.findall(r'\$\{(?:account|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
-        for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")
-    ]
-    assert parts == [["/*", "/*"], ["/*", "/*"]]

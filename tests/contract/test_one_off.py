@@ -18,7 +18,7 @@ from services.common.process.command_line import StageGroup
 from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
 from services.common.recipe.schema import STAGES, Stage
 from tests.deploy.batch.builders import config_of
-from tests.images.dockerfiles import read_dockerfile, settings_of_image
+from tests.images.dockerfiles import labels_of_image, read_dockerfile
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import Thing
 
@@ -35,7 +35,7 @@ def test_the_table_has_the_subcommands_of_each_program(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_image_s_label_has_them(stage: Stage) -> None:
-    labels = settings_of_image(read_dockerfile(stage), "LABEL")
+    labels = labels_of_image(read_dockerfile(stage))
     assert labels[LABEL].split() == names_of(stage)
 
 

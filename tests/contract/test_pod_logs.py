@@ -61,24 +61,26 @@ def test_every_pod_of_a_stage_logs_to_the_group_of_its_stage(eks: Thing) -> None
 
 
 @pytest.mark.parametrize(
-    ("pod", "container"),
+    ("pod", "namespace", "container", "groups"),
     [
-        ("millrace-head-x7k2p", "ray-head"),
-        ("reaper-29400000-x7k2p", "reaper"),
-        ("preflight-trainer-0a1b2c-x7k2p", "look"),
-        (f"{one_off_nodes_name('one-off-trainer-0a1b2c3d')}-x7k2p", "one-off-nodes"),
+        ("millrace-head-x7k2p", NAMESPACE, "ray-head", ["head"]),
+        ("reaper-29400000-x7k2p", NAMESPACE, "reaper", ["head"]),
+        ("preflight-trainer-0a1b2c-x7k2p", NAMESPACE, "look", ["head"]),
+        (f"{one_off_nodes_name('one-off-trainer-0a1b2c3d')}-x7k2p", NAMESPACE, "one-off-nodes", ["head"]),
+        ("fsx-csi-controller-5f6d", "kube-system", "fsx-plugin", ["operators"]),
+        ("fsx-csi-node-x7k2p", "kube-system", "fsx-plugin", ["operators"]),
+        ("coredns-5f6d", "kube-system", "coredns", []),
+        ("trainer-5f6d", "other", "trainer", []),
     ],
 )
-def test_every_other_pod_of_the_namespace_logs_to_the_heads_group(pod: str, container: str) -> None:
-    assert log_groups_of(pod, NAMESPACE, container) == ["head"]
+def test_every_other_pod_logs_to_the_group_of_the_head_or_the_operators_or_to_none(
+    pod: str, namespace: str, container: str, groups: list[str]
+) -> None:
+    assert log_groups_of(pod, namespace, container) == groups
 
 
-def test_the_operators_and_the_csi_driver_log_to_one_group_and_other_namespaces_to_none() -> None:
+def test_the_operators_log_from_the_namespaces_that_they_are_installed_to() -> None:
     releases = yaml.safe_load((REPOSITORY / "infra/addons/addons.yaml").read_text(encoding="utf-8"))["releases"]
     namespaces = {each["name"]: each["namespace"] for each in releases}
     for name, pod in OPERATORS.items():
         assert log_groups_of(pod, namespaces[name], name) == ["operators"]
-    for pod, container in (("fsx-csi-controller-5f6d", "fsx-plugin"), ("fsx-csi-node-x7k2p", "fsx-plugin")):
-        assert log_groups_of(pod, "kube-system", container) == ["operators"]
-    assert log_groups_of("coredns-5f6d", "kube-system", "coredns") == []
-    assert log_groups_of("trainer-5f6d", "other", "trainer") == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shlex
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,7 +27,6 @@ from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing
-from tests.makefile import read_variables
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,15 +52,8 @@ def test_the_page_prints_the_road(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", ROADS)
-def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target: Target) -> None:
-    """The three stages run in order, the model is exported, and the target is taken down."""
+def test_the_stages_run_in_order_and_what_was_made_is_exported_and_taken_down(target: Target) -> None:
     typed = [each for each in read_road(target) if each.target]
-    for each in typed:
-        assert {*each.variables} <= {*read_variables(each.target)}, each.line
-        done = subprocess.run(
-            ["make", "-n", *shlex.split(each.line)[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
     assert [each.variables["STAGE"] for each in deployments(target)] == list(STAGES)
     assert [each.target for each in typed[-2:]] == ["stage-run", "infra-down"]
 

@@ -122,16 +122,6 @@ def test_where_an_artifact_is_follows_from_the_log_alone(
     assert f"pipeline: compiler: {said}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("changed", "is_live"), [({}, True), ({"CI": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_a_terminal_is_redrawn_but_no_log_of_ci(
-    changed: dict[str, str], is_live: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CI", raising=False)
-    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", **changed}.items():
-        monkeypatch.setenv(name, value)
-    assert PipelineView(STAGES).is_live == is_live
-
-
 def test_the_cost_counts_the_time_in_which_a_stage_holds_its_nodes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

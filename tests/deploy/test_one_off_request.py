@@ -74,12 +74,6 @@ def test_a_newer_image_may_have_one_that_this_checkout_does_not_know() -> None:
     assert needs_recipe(asked(STAGE="trainer", COMMAND="report --sample"))
 
 
-def test_only_what_changes_the_recipe_is_taken_of_a_deployment_s_options() -> None:
-    arguments = ("--train.max_steps=5", "--corpus=/fsx/a.b", "--allow-changed-program", "--model.preset=tiny")
-    recipe = parse_requested_recipe(recipe_text(), "a file").with_arguments(*arguments)
-    assert recipe.with_overrides_only().arguments == ("--train.max_steps=5", "--model.preset=tiny")
-
-
 def test_the_same_of_the_same_person_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = parse_requested_recipe(recipe_text(), "a file")
 

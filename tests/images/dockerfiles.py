@@ -22,25 +22,17 @@ def instructions_of(text: str) -> list[Instruction]:
     return [(name.upper(), rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.splitlines())]
 
 
-def stages_of_image(text: str) -> dict[str, list[Instruction]]:
-    """Return the instructions of the stages that make up the final image, by stage, the last stage first."""
+def labels_of_image(text: str) -> dict[str, str]:
+    """The labels of the final image: of the last stage, which has no name, and of the stages that it stands on."""
     bases: dict[str, str] = {}
-    stages: dict[str, list[Instruction]] = {"": []}
-    stage = ""
+    labels: dict[str, str] = {}
     for name, rest in instructions_of(text):
         if name == "FROM":
             base, _, stage = rest.partition(" AS ")
-            bases[stage], stages[stage] = base, []
-        else:
-            stages[stage].append((name, rest))
-    chain = [""]  # the last stage has no name
-    while bases[chain[-1]] in stages:
-        chain.append(bases[chain[-1]])
-    return {name: stages[name] for name in chain}
-
-
-def settings_of_image(text: str, instruction: str) -> dict[str, str]:
-    """Names and values that the instructions ENV or LABEL give to the final image."""
-    lines = [rest for stage in reversed(stages_of_image(text).values()) for name, rest in stage if name == instruction]
-    pairs = re.findall(r'([\w.-]+)=("[^"]*"|\S+)', " ".join(lines))
-    return {name: value.strip('"') for name, value in pairs}
+            bases[stage], labels[stage] = base, ""
+        elif name == "LABEL":
+            labels[stage] += f" {rest}"
+    lines, stage = "", ""
+    while stage in bases:
+        lines, stage = labels[stage] + lines, bases[stage]
+    return {name: value.strip('"') for name, value in re.findall(r'([\w.-]+)=("[^"]*"|\S+)', lines)}

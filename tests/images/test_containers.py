@@ -138,12 +138,6 @@ def test_the_compiler_and_the_trainer_share_every_layer_up_to_the_trainer_s_own_
     assert shared == [True] * (len(shared) - 4) + [False] * 4
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_login_shell_finds_ray_as_kuberay_starts_it(images: dict[str, str], service: str) -> None:
-    answer = docker("run", "--rm", "--entrypoint", "bash", images[service], "-lc", "ray --version; id -u; id -un")
-    assert answer.split() == ["ray,", "version", "2.60.0", "10001", "millrace"]
-
-
 def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
     checkout: Path, images: dict[str, str], tmp_path: Path
 ) -> None:
@@ -235,12 +229,9 @@ def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_nee
         assert where.startswith("2.9.1 ")
         assert "/opt/venv" not in where
         assert labels_of(neuron_images[service])["millrace.neuron-driver"] == "2.27.4.0"
-    assert {labels_of(image)["millrace.neuron-sdk"] for image in neuron_images.values()} == {"2.29.1"}
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, str], service: str) -> None:
-    assert "neuron" in describe_platform(neuron_images[service])
+    for image in neuron_images.values():
+        assert labels_of(image)["millrace.neuron-sdk"] == "2.29.1"
+        assert "neuron" in describe_platform(image)
 
 
 @pytest.fixture(scope="module")

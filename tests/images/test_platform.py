@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
-from services.common.hardware.image_platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
+from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM
+from services.common.hardware.image_platform import NEURON_LIBRARIES
 from tests.command import call
 from tests.small import write_notes, write_small_recipe
-
-
-def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -76,40 +64,26 @@ def test_an_image_refuses_a_recipe_for_another_device_at_once(
     assert (asked.returncode, f"{variant} image" in json.loads(asked.stdout)["problem"]) == (4, True)
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_what_a_service_requires_is_what_its_image_is_checked_for(service: str) -> None:
-    shared = ["common/program"] if service in STAGES_WITH_PROGRAM else []
-    assert {*EVERY_SERVICE, *LIBRARIES[service]} == required_by("common", service, *shared)
-    assert (service in WITH_PROGRAM) == (service in STAGES_WITH_PROGRAM)
-
-
-def required_by(*folders: str) -> set[str]:
-    """Modules of the packages in the requirements of these folders."""
-    texts = [(REPOSITORY / "services" / folder / "requirements.txt").read_text(encoding="utf-8") for folder in folders]
-    lines = [line for text in texts for line in text.splitlines() if line[:1] not in ("", "#")]
-    with_ray_train = {"ray.train"} if "ray[default,train]" in lines else set()
-    return {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines} | with_ray_train
+def check_image(folder: Path, variant: str, modules: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Check what a compiler's image stands on, with these modules in place of the image's."""
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    environment = os.environ | {"MILLRACE_SERVICE": "compiler", "MILLRACE_VARIANT": variant, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "services.common.hardware.image_platform", *options]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("variant", NEURON_LIBRARIES)
 def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path, variant: str) -> None:
     """A library that looks for its device when it is imported would end every build."""
-    for library in NEURON_LIBRARIES[variant]:
-        (tmp_path / f"{library}.py").write_text('raise RuntimeError("no device")', encoding="utf-8")
-    neuron = {
-        "MILLRACE_SERVICE": "compiler",
-        "MILLRACE_VARIANT": variant,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
-    }
-
-    built = run("services.common.hardware.image_platform", "--without-device", **neuron)
-    started = run("services.common.hardware.image_platform", **neuron)
-
+    modules = dict.fromkeys(NEURON_LIBRARIES[variant], 'raise RuntimeError("no device")')
+    built = check_image(tmp_path, variant, modules, "--without-device")
+    started = check_image(tmp_path, variant, modules)
     assert built.returncode == 0, built.stderr
     assert started.returncode == 4
-    assert NEURON_LIBRARIES[variant][0] in started.stderr
-    assert "no device" in started.stderr
-    assert f"make images VARIANT={variant}" in started.stderr
+    for named in (NEURON_LIBRARIES[variant][0], "no device", f"make images VARIANT={variant}"):
+        assert named in started.stderr
 
 
 TORCH_FOR_GPUS = "__version__ = '2.13.0+cu130'\nclass version:\n    cuda = '13.0'\n"
@@ -130,11 +104,6 @@ NO_TRITON = "raise ModuleNotFoundError('No module named triton', name='triton')"
 def test_a_cuda_image_is_built_where_there_is_no_gpu_but_not_without_cuda(
     tmp_path: Path, torch: str, triton: str, exit_code: int, told: str
 ) -> None:
-    """With these modules in place of the image's."""
-    for name, source in {"torch": torch, "triton": triton}.items():
-        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    environment = {"MILLRACE_SERVICE": "compiler", "MILLRACE_VARIANT": "cuda", "PYTHONPATH": path}
-    done = run("services.common.hardware.image_platform", "--without-device", **environment)
+    done = check_image(tmp_path, "cuda", {"torch": torch, "triton": triton}, "--without-device")
     assert done.returncode == exit_code, done.stderr
     assert told in done.stderr

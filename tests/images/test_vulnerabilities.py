@@ -32,26 +32,27 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_answer
 
 
-def test_a_vulnerable_pin_of_any_lock_is_named_with_the_version_that_mends_it(answer: Any) -> None:
-    answer(1, SAFE, VULNERABLE)
-    with pytest.raises(DeviceError, match=r"lockfiles/dev\.txt: uv 0\.1 .*PYSEC-2024-1.* 0\.2"):
+@pytest.mark.parametrize(
+    ("exit_code", "pins", "error", "said"),
+    [
+        (1, [SAFE, VULNERABLE], DeviceError, r"lockfiles/dev\.txt: uv 0\.1 .*PYSEC-2024-1.* 0\.2"),
+        (0, [{"name": "uv", "skip_reason": "not found"}], TryAgain, None),
+        (2, [SAFE], TryAgain, None),
+        (0, [], TryAgain, None),
+        (1, [], TryAgain, None),
+    ],
+)
+def test_a_vulnerable_pin_is_named_and_one_that_was_not_looked_up_is_not_taken_for_safe(
+    answer: Any, exit_code: int, pins: list[dict[str, Any]], error: type[Exception], said: str | None
+) -> None:
+    answer(exit_code, *pins)
+    with pytest.raises(error, match=said):
         audit_locks()
 
 
 def test_locks_without_a_vulnerable_pin_pass(answer: Any) -> None:
     answer(0, SAFE)
     audit_locks()
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "pins"), [(0, [{"name": "uv", "skip_reason": "not found"}]), (2, [SAFE]), (0, []), (1, [])]
-)
-def test_a_pin_that_was_not_looked_up_is_not_taken_for_safe(
-    answer: Any, exit_code: int, pins: list[dict[str, Any]]
-) -> None:
-    answer(exit_code, *pins)
-    with pytest.raises(TryAgain):
-        audit_locks()
 
 
 def test_without_a_network_it_says_that_nothing_was_looked_up(

@@ -16,38 +16,39 @@ POOL = "millrace/trainium"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/nodes"
 
 
-class Cloud:
-    """A managed node group, which a test may resize, delete or leave without capacity."""
+SIZES = {"minSize": 0, "maxSize": 4, "desiredSize": 0}
 
-    def __init__(self, size: int = 0, most: int = 4) -> None:
+
+def make_node_group(client: Any) -> None:
+    """Make the EKS cluster `millrace` with its node group `trainium`, which has no nodes yet."""
+    client.create_cluster(name="millrace", roleArn=ROLE, resourcesVpcConfig={"subnetIds": ["subnet-1"]})
+    client.create_nodegroup(
+        clusterName="millrace",
+        nodegroupName="trainium",
+        nodeRole=ROLE,
+        scalingConfig=SIZES,
+        instanceTypes=["trn1.32xlarge"],
+        subnets=["subnet-1"],
+        labels={"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xlarge"},
+        taints=[{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NO_SCHEDULE"}],
+    )
+
+
+class Cloud:
+    """A managed node group, which a test may leave without capacity."""
+
+    def __init__(self) -> None:
         if not eks_backends[ACCOUNT][REGION].clusters:  # making one takes a fifth of a second
-            _connect().create_cluster(name="millrace", roleArn=ROLE, resourcesVpcConfig={"subnetIds": ["subnet-1"]})
-        if not self._groups:
-            _connect().create_nodegroup(
-                clusterName="millrace",
-                nodegroupName="trainium",
-                nodeRole=ROLE,
-                instanceTypes=["trn1.32xlarge"],
-                subnets=["subnet-1"],
-                labels={"millrace.dev/pool": "trainium"},
-                taints=[{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NO_SCHEDULE"}],
-            )
-        self._group.scaling_config = {"minSize": 0, "maxSize": most, "desiredSize": size}
+            make_node_group(_connect())
+        self._group.scaling_config = dict(SIZES)
         self._group.status, self._group.health = "ACTIVE", {"issues": []}
         self.has_capacity = True
-        self.sizes: list[int] = [size]
+        self.sizes: list[int] = [0]
         """The desired sizes of the group, in their order."""
 
     @property
     def size(self) -> int:
         return int(self._group.scaling_config["desiredSize"]) if self._groups else 0
-
-    def resize(self, size: int) -> None:
-        """Set the desired size, as a person does in the console."""
-        self._group.scaling_config["desiredSize"] = size
-
-    def delete(self) -> None:
-        _connect().delete_nodegroup(clusterName="millrace", nodegroupName="trainium")
 
     def set_health(self, code: str, message: str) -> None:
         self._group.status = "DEGRADED"

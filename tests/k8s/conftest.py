@@ -1,4 +1,4 @@
-"""Fixtures that tests share: the rendered overlays, the schemas of the API, an AWS account, and a clock to move."""
+"""Fixtures that tests share: the rendered overlays, an AWS account, and a clock to move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, Clock
 from tests.k8s.cloud import Cloud
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, write_overlay_on_eks
-from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas
 from tests.k8s.world import NoLog, Reconcile, World, cluster_group
 
 
@@ -36,14 +35,6 @@ def overlays() -> dict[str, list[Thing]]:
 def compiler_on_cpus(overlays: dict[str, list[Thing]], tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
     """The overlay eks of a cluster whose compiler traces without a device."""
     return render(write_overlay_on_eks(tmp_path_factory.mktemp("on-cpus"), COMPILER_POOL="cpu"))
-
-
-@pytest.fixture(scope="session")
-def schemas() -> dict[Kind, Schema]:
-    try:
-        return read_schemas()
-    except NoSchemas as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,18 @@ OVERLAYS = {"local": REPOSITORY / "k8s/overlays/local", "eks": REPOSITORY / "k8s
 Thing = dict[str, Any]  # a Kubernetes object, or a part of one
 
 
+def write_overlay(folder: Path, base: Path, **parts: Any) -> Path:
+    """Write an overlay on another, with parts such as patches."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(base.resolve(), folder.resolve())],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(header | parts), encoding="utf-8")
+    return folder
+
+
 def write_overlay_on_eks(folder: Path, **settings: str) -> Path:
     """An overlay on top of eks with other settings, which win as those in its own file would."""
     generator = {
@@ -23,14 +35,7 @@ def write_overlay_on_eks(folder: Path, **settings: str) -> Path:
         "literals": [f"{key}={value}" for key, value in settings.items()],
         "options": {"disableNameSuffixHash": True},
     }
-    text = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [os.path.relpath(OVERLAYS["eks"].resolve(), folder.resolve())],
-        "configMapGenerator": [generator],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
-    return folder
+    return write_overlay(folder, OVERLAYS["eks"], configMapGenerator=[generator])
 
 
 def name_of(thing: Thing) -> str:
@@ -59,16 +64,6 @@ def pods_of(things: list[Thing]) -> dict[str, Thing]:
 
 def containers_of(pod: Thing) -> list[Thing]:
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
-
-
-def environment_of(container: Thing) -> dict[str, str]:
-    """The variables of a container; for a secret, its name and key."""
-    return {each["name"]: each.get("value") or _secret_of(each) for each in container.get("env", [])}
-
-
-def _secret_of(variable: Thing) -> str:
-    reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
-    return f"secret {reference['name']}/{reference['key']}" if reference else ""
 
 
 def labels_of(things: list[Thing]) -> dict[str, dict[str, str]]:

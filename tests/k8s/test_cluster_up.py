@@ -1,22 +1,26 @@
-"""`cluster-up` changes nothing under a stage: not its pods, and not the head that they have joined."""
+"""`cluster-up` changes nothing under a stage, finds network policies that nothing enforces, and gives the root away."""
 
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from k8s.client import overlay
+from images.demo import IMAGE_USER
+from k8s.client import network_probe, overlay
+from k8s.client.network_probe import CLOSED, OPEN, SCRIPT, require_network_policies
 from k8s.client.overlay import cluster_up
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import deployment_of
 from tests.k8s.memory_api import MemoryApi
-from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.rendered import Thing, cluster_of, containers_of, of_kind
 
 HEAD = "millrace/head@sha256:" + "1" * 64
 NEXT_HEAD = "millrace/head@sha256:" + "2" * 64
@@ -54,22 +58,9 @@ def running(live: Thing) -> Thing:
     return render_deploy_job(worker_group_of(live, "trainer"), deployment_of())
 
 
-def change_ray(cluster: Thing) -> None:
-    cluster["spec"]["rayVersion"] = "2.61.0"
-
-
-def change_memory(cluster: Thing) -> None:
-    cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] = "3Gi"
-
-
-def change_nothing(cluster: Thing) -> None:
-    pass
-
-
-CHANGES: list[tuple[Callable[[Thing], None], str, str]] = [
-    (change_nothing, NEXT_HEAD, f"{HEAD} -> {NEXT_HEAD}"),
-    (change_ray, HEAD, "rayVersion"),
-    (change_memory, HEAD, "headGroupSpec"),
+CHANGES: list[tuple[Thing, str, str]] = [
+    ({}, NEXT_HEAD, f"{HEAD} -> {NEXT_HEAD}"),
+    ({"rayVersion": "2.61.0"}, HEAD, "rayVersion"),
 ]
 
 
@@ -79,23 +70,18 @@ def up(monkeypatch: pytest.MonkeyPatch, server: Server, things: list[Thing], tag
     return cluster_up(server, Path("any"), tag)  # type: ignore[arg-type]
 
 
-def with_change(things: list[Thing], change: Callable[[Thing], None]) -> list[Thing]:
-    changed = copy.deepcopy(things)
-    change(cluster_of(changed))
-    return changed
-
-
 @pytest.mark.parametrize(("change", "tag", "told"), CHANGES)
 def test_a_head_is_changed_between_stages_and_not_under_one(
     overlays: dict[str, list[Thing]],
     live: Thing,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Thing], None],
+    change: Thing,
     tag: str,
     told: str,
 ) -> None:
     """Whether its deployment goes on, or its pods were left up."""
-    things = with_change(overlays["local"], change)
+    things = copy.deepcopy(overlays["local"])
+    cluster_of(things)["spec"] |= change
     labels = {"millrace.dev/component": "trainer", "ray.io/node-type": "worker"}
     left_up: Thing = {"kind": "Pod", "metadata": {"name": "trainer", "labels": labels}}
     for server in (Server(live, left_up), Server(live, running(live))):
@@ -108,10 +94,66 @@ def test_a_head_is_changed_between_stages_and_not_under_one(
     assert server.applied.count("RayCluster") == 1
 
 
-def test_the_same_manifests_are_applied_while_a_stage_runs(
-    overlays: dict[str, list[Thing]], live: Thing, monkeypatch: pytest.MonkeyPatch
+HEAD_POD = {"metadata": {"name": "head"}, "spec": {"containers": [{"name": "ray-head"}]}}
+
+
+class Probed:
+    """The output of the Job's pod and of the head's pod."""
+
+    def __init__(self, job: str, head: str) -> None:
+        self.job, self.head = job, head
+
+    def execute(self, pod: str, container: str, command: list[str]) -> str:
+        assert (pod, container, command[2]) == ("head", "ray-head", SCRIPT)
+        return f"{self.head}\n"
+
+
+def found(things: list[Thing], job: str, head: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(network_probe, "run_setup_job", lambda api, made: api.job)
+    api: Any = Probed(job, head)
+    return require_network_policies(api, of_kind(things, "Namespace")["millrace"], cluster_of(things), HEAD_POD)
+
+
+@pytest.mark.parametrize(("job", "head"), [(OPEN, CLOSED), (CLOSED, OPEN), (OPEN, OPEN)])
+def test_a_pod_that_gets_through_is_an_error_unless_the_overlay_says_so(
+    overlays: dict[str, list[Thing]], job: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live["spec"]["workerGroupSpecs"][2] |= {"replicas": 2}
-    server = Server(live, running(live))
-    assert up(monkeypatch, server, overlays["local"], HEAD) == 0
-    assert server.applied[-1] == "RayCluster"
+    with pytest.raises(DeviceError) as refused:
+        found(overlays["eks"], job, head, monkeypatch)
+    assert ("a Job" in str(refused.value), "the RayCluster" in str(refused.value)) == (job == OPEN, head == OPEN)
+    assert "not-enforced" not in found(overlays["eks"], CLOSED, CLOSED, monkeypatch)
+    assert found(overlays["local"], job, head, monkeypatch)
+    with pytest.raises(DeviceError):
+        found(overlays["local"], "", "sh: no python", monkeypatch)
+
+
+@pytest.fixture
+def job(overlays: dict[str, list[Thing]]) -> Thing:
+    return of_kind(overlays["eks"], "Job")["file-system-owner"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, as root does")
+def test_folders_in_which_stages_make_others_are_theirs_and_a_second_run_changes_nothing(
+    job: Thing, tmp_path: Path
+) -> None:
+    root = tmp_path / "fsx"
+    (root / "checkpoint/run/id/shards").mkdir(parents=True)
+    (root / ".lustre/fid").mkdir(parents=True)  # Lustre's own, which looks like a folder and takes no owner
+    imported = root / "checkpoint/run/id/manifest.json"
+    imported.write_text("{}")
+
+    assert run_command(job, root) == f"{root}: 4 folders given to user {IMAGE_USER}"
+    assert [folder.stat().st_uid for folder in (root, *(root / "checkpoint/run/id").parents[:2])] == [IMAGE_USER] * 3
+    assert (root / ".lustre/fid").stat().st_uid == 0
+    assert imported.stat().st_uid == 0  # it is read alone
+
+    assert run_command(job, root) == f"{root}: 0 folders given to user {IMAGE_USER}"
+
+
+def run_command(job: Thing, root: Path) -> str:
+    [container] = containers_of(job["spec"]["template"])
+    *shell, script = container["command"]
+    done = subprocess.run(
+        [*shell, script.replace("/fsx", str(root))], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,6 @@ def test_a_thousand_attempts_fit_into_an_annotation() -> None:
     assert len(attempts) == 1_000
     assert sum(len(each.message) for each in attempts) < 128 * 2**10
     assert {len(each.message) for each in attempts[-FULL_MESSAGES:]} == {500}
-
-
-def test_fewer_nodes_are_another_data_parallel_degree() -> None:
-    deployment = deployment_of(
-        nodes=8, fewer_nodes=(4,), workers_per_node=4, arguments=("--parallel.data_parallel_size=32", "--train.seed=1")
-    )
-    assert deployment.arguments_for(8) == deployment.arguments
-    assert deployment.arguments_for(4) == ("--train.seed=1", "--parallel.data_parallel_size=16")
-    assert replace(deployment, tensor_parallel_size=8).arguments_for(4)[-1] == "--parallel.data_parallel_size=2"
 
 
 FAULT = {"type": "AcceleratedHardwareReady", "status": "False", "reason": "NeuronHBMUncorrectableError"}

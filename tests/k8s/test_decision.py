@@ -141,18 +141,7 @@ WITHOUT_RAYJOB: list[Row] = [
         Wait(),
     ),
     ("nodes that start", seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))), PLACE),
-    (
-        "nodes that do not come",
-        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), waited_seconds=PATIENCE + 1),
-        over(75),
-    ),
     ("a pool that EKS does not raise", seen(gang=gang(pool=UNRAISED), waited_seconds=PATIENCE + 1), over(75)),
-    ("a pool that may not be raised", seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))), over(4)),
-    (
-        "another stage's nodes that start beside a whole gang",
-        seen(gang=gang(pool=PoolState(report="9 of 10 nodes are ready"))),
-        StartAttempt(nodes=8),
-    ),
     ("a RayJob of an earlier deployment", seen(older_rayjobs=1), DELETE_OLDER),
     ("an older RayJob that stays", seen(older_rayjobs=1, waited_seconds=PATIENCE + 1), over(75)),
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 import yaml
-from ray.job_submission import JobStatus
 
 from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest, read_deploy_request
@@ -19,11 +19,13 @@ from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import Watch
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
-from k8s.controller.observation import exit_code_of_driver, exit_code_of_rayjob
-from k8s.controller.ray_jobs import DriverState, Readable
-from k8s.objects.attempt import render_isolated_rayjob, render_pod_group, render_rayjob
+from k8s.controller.head_facts import describe_head
+from k8s.controller.observation import exit_code_of_rayjob
+from k8s.controller.ray_jobs import Readable
+from k8s.objects.attempt import render_isolated_rayjob, render_rayjob
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.deployment import RECORD_VERSION, UnknownRecord
 from k8s.objects.names import node_price_annotation
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
@@ -32,7 +34,6 @@ from tests.architecture.imports import closure_of
 from tests.k8s.builders import DIGEST, deployment_of
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
-from tests.k8s.schemas import Kind, Schema, problems_of
 
 IMAGE = f"a/b@sha256:{DIGEST}"
 """An image that has a digest is looked up nowhere."""
@@ -46,13 +47,6 @@ def clusters(overlays: dict[str, list[Thing]]) -> dict[str, Thing]:
     return {name: cluster_of(things) for name, things in overlays.items()}
 
 
-def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
-    spec = render_pod_group(worker_group_of(clusters["eks"], "trainer"), deployment_of(), 1, 16)["spec"]
-    assert spec["minMember"] == 16
-    assert spec["minResources"]["aws.amazon.com/neuron"] == "256"
-    assert spec["minResources"]["cpu"] == "1920"
-
-
 def test_a_drain_reaches_pod_and_ray(clusters: dict[str, Thing]) -> None:
     job = render_isolated_rayjob(
         worker_group_of(clusters["eks"], "trainer"), deployment_of(drain_seconds=500, mode="isolated"), 1
@@ -64,30 +58,14 @@ def test_a_drain_reaches_pod_and_ray(clusters: dict[str, Thing]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        (DriverState(JobStatus.SUCCEEDED, 0, "", 1), (0, "done")),
-        (DriverState(JobStatus.FAILED, 3, "log\nmillrace: no corpus\n", 1), (3, "no corpus")),
-        (DriverState(JobStatus.FAILED, 75, "millrace: Stopped by preemption", 1), (75, "Stopped by preemption")),
-        (DriverState(JobStatus.FAILED, None, "actor died", 1), (75, "the driver was lost: actor died")),
-        (DriverState(JobStatus.FAILED, -9, "killed", 1), (75, "the driver was lost: killed")),
-        (DriverState(JobStatus.STOPPED, None, "", 1), (75, "stopped by ann; the same command continues")),
-    ],
-)
-def test_how_a_driver_ended(state: DriverState, expected: tuple[int, str]) -> None:
-    assert exit_code_of_driver(state, "ann") == expected
-
-
-@pytest.mark.parametrize(
     ("status", "code"),
     [
-        ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, 0),
-        ({"jobDeploymentStatus": "ValidationFailed", "message": "backoffLimit"}, 4),
         ({"jobDeploymentStatus": "Failed", "message": "entrypoint command failed with exit code 5, logs"}, 5),
         ({"jobDeploymentStatus": "Failed", "message": "the cluster was lost"}, 75),
     ],
 )
 def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -> None:
+    """tests/k8s/test_decision.py has the other ends."""
     assert exit_code_of_rayjob({"status": status})[0] == code
 
 
@@ -161,14 +139,30 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
         resolve(NO_API, trainer, replace(request, nodes=3))
 
 
-def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: WorkerGroup) -> None:
-    """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
-    request = DeployRequest("trainer", TINY, nodes=2, arguments=("--train.new_key=5", "--cluster.new=1"))
-    with pytest.raises(RecipeError, match=r"unknown key 'train\.new_key'"):
-        resolve(NO_API, trainer, request)
-    other = resolve(NO_API, trainer, replace(request, tag=IMAGE))
-    assert other.deployment.nodes == 2
-    assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
+def record_with(remove: str = "", **changes: Any) -> str:
+    """A record as another version of the tool would write it."""
+    fields = json.loads(deployment_of().to_json()) | changes
+    fields.pop(remove, None)
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        record_with(version=RECORD_VERSION + 1),
+        record_with(version=RECORD_VERSION - 1),
+        record_with(hosts=2),
+        record_with(remove="image"),
+        "{",
+    ],
+)
+def test_a_client_says_that_another_version_deployed(trainer: WorkerGroup, text: str) -> None:
+    made = render_deploy_job(trainer, deployment_of())
+    made["spec"]["template"]["spec"]["containers"][0]["args"] = [text]
+    with pytest.raises(UnknownRecord, match=r"Job deploy-trainer: .*git pull") as raised:
+        record_of(made)
+    assert raised.value.exit_code == 4
+    assert describe_head()["records"] == [RECORD_VERSION]
 
 
 def test_a_deploy_job_reads_no_recipe() -> None:
@@ -225,6 +219,8 @@ def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
     api: Any = MemoryApi(queue | {"status": {"state": "Open"}})
     assert "memory: 880 GiB asked, 800 GiB in the queue" in check_queue(api, trainer, 2)
     assert check_queue(api, trainer, 1) == ""
+    api.merge("Queue", "millrace", {"status": {"state": "Closed"}})
+    assert "millrace is Closed" in check_queue(api, trainer, 1)
     assert "does not exist" in check_queue(NO_API, trainer, 1)
 
 
@@ -241,9 +237,9 @@ def test_a_followed_log_leaves_out_ray_s_state_dumps() -> None:
 @pytest.mark.parametrize("stage", ["tokenizer", "compiler", "trainer"])
 @pytest.mark.parametrize("mode", ["shared", "isolated"])
 def test_a_dry_run_writes_every_manifest_that_a_deployment_sends(
-    clusters: dict[str, Thing], schemas: dict[Kind, Schema], overlay: str, stage: str, mode: str
+    clusters: dict[str, Thing], overlay: str, stage: str, mode: str
 ) -> None:
-    """They fit the API. Of the RayCluster the stage's group alone is changed."""
+    """Of the RayCluster the stage's group alone is changed."""
     worker, file = worker_group_of(clusters[overlay], stage), io.StringIO()
     text = "name = 'x' # it's \u00e4\n"
     deployment = deployment_of(stage, mode=mode)
@@ -253,8 +249,6 @@ def test_a_dry_run_writes_every_manifest_that_a_deployment_sends(
     assert [each["kind"] for each in things] == ["ConfigMap", "Job", "PodGroup", *patch, "RayJob"]
     assert {each["metadata"]["namespace"] for each in things} == {"millrace"}
     assert things[0]["data"]["recipe.toml"] == text
-    whole = [each for each in things if each["kind"] != "RayCluster"]
-    assert [problem for each in whole for problem in problems_of(each, schemas)] == []
     if patch:
         groups = {each["groupName"]: each for each in things[3]["spec"]["workerGroupSpecs"]}
         assert groups[stage]["replicas"] == 2

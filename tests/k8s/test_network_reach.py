@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from images.platforms import REPOSITORY
 from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
 from tests.k8s.rendered import Thing, labels_of, of_kind
-from tests.k8s.rules import DEPLOY_JOB, POOL_PROBE, selects
 
 PAGE = REPOSITORY / "docs/security.md"
 ALL_OF_RAY = ("ray.io/is-ray-node", "yes")
@@ -18,33 +18,43 @@ def list_pods(things: list[Thing]) -> dict[str, dict[str, str]]:
     component, stage = COMPONENT_LABEL, STAGE_LABEL
     return {
         **labels_of(things),
-        "deploy Job": DEPLOY_JOB,
+        "deploy Job": {component: "deploy"},
         "reaper": {component: "reaper"},
         "preflight": {component: "preflight", stage: "trainer"},
-        "preflight-pool": POOL_PROBE,
+        "preflight-pool": {component: "preflight-pool"},
         "one-off, tokenizer": {component: "one-off", stage: "tokenizer"},
         "one-off, others": {component: "one-off", stage: "trainer"},
         "one-off-nodes": {component: "one-off-nodes", stage: "trainer"},
     }
 
 
-def describe_peer(peer: Thing) -> str:
+def selects(selector: Thing, labels: dict[str, str]) -> bool:
+    among = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}  # all say In
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(key) in values for key, values in among.items()
+    )
+
+
+def describe_peer(peer: Thing, pods: Iterable[dict[str, str]]) -> str:
+    """Its address or label. A selector that matches no pod, or one too many, is accepted without a word."""
     if block := peer.get("ipBlock"):
         return {"169.254.170.23/32": "pod-identity", "fd00:ec2::23/128": "pod-identity"}[block["cidr"]]
     selector = peer.get("podSelector") or peer["namespaceSelector"]
+    assert "namespaceSelector" in peer or any(selects(selector, pod) for pod in pods), selector
     [label] = selector["matchLabels"].items()
     return "ray" if label == ALL_OF_RAY else str(label[1])
 
 
-def list_reach(things: list[Thing], labels: dict[str, str], direction: str) -> set[str]:
+def list_reach(things: list[Thing], pod: str, direction: str) -> set[str]:
     """PEER:PORT of each rule for `direction`, egress or ingress; `any` is every address, and `*` every port."""
-    found = set()
+    pods, found = list_pods(things), set()
     for policy in of_kind(things, "NetworkPolicy").values():
-        if not selects(policy["spec"]["podSelector"], labels):
+        if not selects(policy["spec"]["podSelector"], pods[pod]):
             continue
         assert direction.capitalize() in policy["spec"]["policyTypes"] or direction not in policy["spec"]
         for rule in policy["spec"].get(direction, []):
-            peers = [describe_peer(peer) for peer in rule.get("to" if direction == "egress" else "from", [])] or ["any"]
+            listed = rule.get("to" if direction == "egress" else "from", [])
+            peers = [describe_peer(peer, pods.values()) for peer in listed] or ["any"]
             ports = [str(each["port"]) for each in rule.get("ports", [])] or ["*"]
             found |= {f"{peer}:{port}" for peer in peers for port in ports}
     return found
@@ -65,6 +75,5 @@ def tokens(cell: str) -> set[str]:
 def test_every_pod_reaches_what_the_page_says_and_nothing_more(overlays: dict[str, list[Thing]]) -> None:
     things = overlays["eks"]
     assert {
-        pod: (list_reach(things, labels, "egress"), list_reach(things, labels, "ingress"))
-        for pod, labels in list_pods(things).items()
+        pod: (list_reach(things, pod, "egress"), list_reach(things, pod, "ingress")) for pod in list_pods(things)
     } == read_table()

@@ -26,7 +26,7 @@ from services.common.errors import DeviceError
 from tests.k8s.builders import Clock, one_off_of
 from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.rendered import Thing
-from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, orphan, reap
+from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, reap
 
 ONE_OFF = "one-off-trainer-abc123"
 
@@ -75,26 +75,14 @@ class Mortal:
     [([ended(0)], 0), ([ended(3, "millrace: no corpus")], 3), ([LOST, ended(0)], 0), ([LOST, LOST, LOST, LOST], 75)],
 )
 def test_nodes_come_for_a_deployment_and_go_after_it(
-    world: World, cloud: Cloud, reconcile: Reconcile, states: list[DriverState], exit_code: int
+    world: World,
+    cloud: Cloud,
+    reconcile: Reconcile,
+    monkeypatch: pytest.MonkeyPatch,
+    states: list[DriverState],
+    exit_code: int,
 ) -> None:
     bound: list[list[str]] = []
-
-    def attempt(number: int) -> DriverState:
-        bound.append(world.bound())
-        assert (cloud.size, world.holder) == (2, "trainer")
-        return states[number - 1]
-
-    world.attempt = attempt
-    assert reconcile(retries=3).exit_code == exit_code
-    assert bound == [["ip-0", "ip-1"]] * len(states)
-    assert cloud.sizes == [0, 2, 0], "once up and once down, whatever happened between"
-    assert world.is_down
-    assert world.api.names("Node") == []
-
-
-def test_the_group_is_not_lowered_before_the_pods_are_gone(
-    world: World, cloud: Cloud, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
-) -> None:
     pods: list[int] = []
     resize = node_group.resize_node_group
 
@@ -102,9 +90,19 @@ def test_the_group_is_not_lowered_before_the_pods_are_gone(
         pods.append(len(world.api.names("Pod")))
         resize(name, desired)
 
+    def attempt(number: int) -> DriverState:
+        bound.append(world.bound())
+        assert (cloud.size, world.holder) == (2, "trainer")
+        return states[number - 1]
+
     monkeypatch.setattr(node_pool, "resize_node_group", watched)
-    assert reconcile().exit_code == 0
-    assert pods == [0, 0]
+    world.attempt = attempt
+    assert reconcile(retries=3).exit_code == exit_code
+    assert bound == [["ip-0", "ip-1"]] * len(states)
+    assert cloud.sizes == [0, 2, 0], "once up and once down, whatever happened between"
+    assert pods == [0, 0], "a node goes after its pod"
+    assert world.is_down
+    assert world.api.names("Node") == []
 
 
 def test_a_group_has_one_holder_and_the_next_one_waits(
@@ -170,18 +168,6 @@ def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
         assert outcome, f"killed after write {writes}"
         assert (cloud.sizes, world.holder, world.bound()) == ([0, 2, 0], "", []), f"killed after write {writes}"
     assert writes > 15
-
-
-@pytest.mark.usefixtures("reconcile")
-def test_the_nodes_of_a_stage_that_nobody_holds_are_given_back(world: World, cloud: Cloud) -> None:
-    orphan(world)
-    world.api.delete("Job", "deploy-trainer")
-    reap(world, ORPHAN_SECONDS - 10)
-    assert (cloud.size, len(world.bound())) == (2, 2), "somebody may be about to deploy it"
-    reap(world, 3 * ORPHAN_SECONDS)
-    world.pass_time()
-    assert cloud.sizes == [0, 2, 0]
-    assert world.is_down
 
 
 def test_kept_pods_keep_their_nodes_until_they_are_stopped(

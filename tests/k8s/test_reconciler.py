@@ -10,7 +10,6 @@ import pytest
 
 from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
-from k8s.controller.decision import HEAD_LOST_SECONDS
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
@@ -18,8 +17,6 @@ from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock
 from tests.k8s.rendered import Thing
 from tests.k8s.world import DARK, LOST, Reconcile, World, complete_job, ended, orphan, reap
-
-GRACE_SECONDS = 90.0  # a drain of 60 s and KubeRay's own way down
 
 
 @pytest.fixture
@@ -45,29 +42,6 @@ def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
     assert len(world.record.attempts) == 9
     assert [each.progressed for each in world.record.attempts] == [True] * 9
     assert world.is_down
-
-
-def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before(
-    world: World, reconcile: Reconcile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gang is whole. Ray has reported the end, which the operator does not see."""
-    passes: list[int] = []
-    world.watch = lambda: passes.append(len(passes))
-    merge = world.api.merge
-    monkeypatch.setattr(
-        world.api,
-        "merge",
-        lambda kind, name, patch: {} if kind == "RayJob" and "status" in patch else merge(kind, name, patch),
-    )
-    began: dict[int, int] = {}
-
-    def attempt(number: int) -> DriverState:
-        began[number] = len(passes)
-        return LOST if number < 3 else ended(0)
-
-    world.attempt = attempt
-    assert reconcile().exit_code == 0
-    assert (began[2] - began[1], began[3] - began[2]) == (1, 1)
 
 
 def test_pods_that_have_joined_ray_are_enough_and_others_that_ray_remembers_do_not_count(
@@ -139,24 +113,6 @@ def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Rec
     assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
 
 
-def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reconcile: Reconcile) -> None:
-    """KubeRay counts the old one for as long as it is Terminating, which on a dead node is for ever."""
-
-    def attempt(number: int) -> DriverState:
-        if number == 1:
-            world.set_node("n1", *DARK)
-            world.set_node("n2", [], [READY])
-            return LOST
-        return ended(0)
-
-    world.attempt = attempt
-    began = world.clock.now
-    assert reconcile(drain_seconds=60).exit_code == 0
-    assert len(world.record.attempts) == 2
-    assert GRACE_SECONDS < world.clock.now - began < GRACE_SECONDS + 120
-    assert world.is_down
-
-
 def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
     world: World, reconcile: Reconcile, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,21 +157,6 @@ def test_without_the_recipe_s_word_it_waits_for_all_nodes_and_holds_the_others(
     assert outcome.exit_code == 75
     assert "not up after 1500 s: 1 of 2 trainer pods are ready" in outcome.message
     assert held[-1] - lost_at[0] > 1_500
-    assert world.is_down
-
-
-def test_what_never_begins_has_a_deadline(world: World, reconcile: Reconcile) -> None:
-    """KubeRay and Ray leave such a job as it is for ever. tests/k8s/test_decision.py has the other deadlines."""
-
-    def lose_the_head(number: int) -> None:
-        world.is_head_there = False
-
-    world.attempt = lose_the_head
-    began = world.clock.now
-    outcome = reconcile(retries=0)
-    assert outcome.exit_code == 75
-    assert HEAD_LOST_SECONDS < world.clock.now - began < HEAD_LOST_SECONDS + 120
-    assert world.api.names("RayJob") == [], "it could still begin"
     assert world.is_down
 
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from images.platforms import REPOSITORY
 from infra.shapes import find_shape
-from k8s.client.overlay import render
+from k8s.client.overlay import render, require_filled_in
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
-from tests.k8s import rules
+from services.common.recipe.schema import STAGES
 from tests.k8s.builders import deployment_of
 from tests.k8s.rendered import (
+    OVERLAYS,
     Thing,
     cluster_of,
     containers_of,
-    environment_of,
     groups_of,
     of_kind,
     pods_of,
     write_overlay_on_eks,
 )
+from tests.k8s.test_manifests import ALL_RULES
 
 FILLED_IN = {
     "REGION": "us-east-2",
@@ -34,6 +37,7 @@ FILLED_IN = {
     "FSX_DNS_NAME": "fs-0123456789abcdef0.fsx.us-east-2.amazonaws.com",
     "FSX_MOUNT_NAME": "abcdefgh",
 }
+EXISTING = REPOSITORY / "k8s/overlays/existing"
 Render = Callable[..., list[Thing]]
 
 
@@ -64,7 +68,7 @@ def test_trn2_instead_of_trn1_is_a_shape_and_a_recipe(rendered: Render) -> None:
     assert trainer["resources"]["neuron_cores"] == str(shape.neuron_cores)  # whether a worker takes one or two
     assert trainer["maxReplicas"] == 4
     assert "trn1" not in yaml.safe_dump(things)
-    assert [problem for rule in (*rules.EVERYWHERE, *rules.IN_PRODUCTION) for problem in rule(things)] == []
+    assert [problem for rule in ALL_RULES for problem in rule(things)] == []
 
 
 def test_another_region_and_registry_are_one_line_each(rendered: Render) -> None:
@@ -75,18 +79,23 @@ def test_another_region_and_registry_are_one_line_each(rendered: Render) -> None
         for container in containers_of(pod)
     )
     job = render_deploy_job(worker_group_of(cluster_of(things), "trainer"), deployment_of())
-    assert environment_of(job["spec"]["template"]["spec"]["containers"][0])["AWS_REGION"] == "ap-south-2"
-    reaper = of_kind(things, "CronJob")["reaper"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]
-    assert environment_of(reaper)["AWS_REGION"] == "ap-south-2"
+    reaper = of_kind(things, "CronJob")["reaper"]["spec"]["jobTemplate"]
+    for made in (job, reaper):
+        [container] = containers_of(made["spec"]["template"])
+        assert {"name": "AWS_REGION", "value": "ap-south-2"} in container["env"]
     assert "us-east-2" not in yaml.safe_dump(of_kind(things, "RayCluster"))
 
 
 def test_the_queue_holds_what_all_nodes_hold(rendered: Render) -> None:
-    capability = of_kind(rendered(TRAINIUM_MAX_NODES="3", CPU_MAX_NODES="5"), "Queue")["millrace"]["spec"]["capability"]
+    things = rendered(TRAINIUM_MAX_NODES="3", CPU_MAX_NODES="5")
+    capability = of_kind(things, "Queue")["millrace"]["spec"]["capability"]
     trainium, cpu = find_shape("trn1.32xlarge").pod_resources, find_shape("m7i.8xlarge").pod_resources
     assert capability["cpu"] == str(3 * trainium.cpus + 5 * cpu.cpus)
     assert capability["memory"] == f"{3 * trainium.memory_gib + 5 * cpu.memory_gib}Gi"
     assert capability["vpc.amazonaws.com/efa"] == str(3 * trainium.efa_cards)
+    for name in groups_of(things):
+        [container] = containers_of(pods_of(things)[name])
+        assert container["resources"]["requests"].keys() <= capability.keys(), "a resource without a cap"
 
 
 def test_a_namespace_takes_images_of_its_registry_alone(rendered: Render, overlays: dict[str, list[Thing]]) -> None:
@@ -166,15 +175,26 @@ def test_a_setting_that_cannot_be_is_refused(rendered: Render, settings: dict[st
         rendered(**settings)
 
 
-def test_the_hugging_face_token_reaches_the_tokenizer_alone(overlays: dict[str, list[Thing]]) -> None:
-    """Manifests name the secret and never contain it, and the pods start without it as well."""
-    for things in overlays.values():
-        users = [name for name, pod in pods_of(things).items() if "hugging-face" in yaml.safe_dump(pod)]
-        assert users == ["tokenizer"]
-        [variable] = [
-            each for each in pods_of(things)["tokenizer"]["spec"]["containers"][0]["env"] if each["name"] == "HF_TOKEN"
-        ]
-        assert variable["valueFrom"] == {"secretKeyRef": {"name": "hugging-face", "key": "token", "optional": True}}
-        job = render_deploy_job(worker_group_of(cluster_of(things), "tokenizer"), deployment_of("tokenizer"))
-        assert "HF_TOKEN" not in yaml.safe_dump(job)
-        assert [role for role in of_kind(things, "Role").values() if "hugging-face" in yaml.safe_dump(role)] == []
+@pytest.fixture
+def existing(overlays: dict[str, list[Thing]], tmp_path: Path) -> list[Thing]:
+    """The overlay for a cluster that is there already, filled in as its page says."""
+    text = (EXISTING / "kustomization.yaml").read_text(encoding="utf-8")
+    eks = os.path.relpath(OVERLAYS["eks"].resolve(), tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(text.replace("../eks", eks), encoding="utf-8")
+    settings = (EXISTING / "settings.env").read_text(encoding="utf-8")
+    for key, value in FILLED_IN.items():
+        settings = settings.replace(f"{key}=CHANGE-ME", f"{key}={value}")
+    (tmp_path / "settings.env").write_text(settings, encoding="utf-8")
+    return render(tmp_path)
+
+
+def test_the_overlay_of_an_existing_cluster_is_refused_until_it_is_filled_in(overlays: dict[str, list[Thing]]) -> None:
+    with pytest.raises(RecipeError, match="CHANGE-ME is still in"):
+        require_filled_in(EXISTING, render(EXISTING))
+
+
+def test_nodes_of_an_existing_cluster_are_simply_there_and_its_overlay_keeps_the_rules(existing: list[Thing]) -> None:
+    require_filled_in(EXISTING, existing)
+    assert [worker_group_of(cluster_of(existing), stage).node_pool for stage in STAGES] == ["", "", ""]
+    assert [problem for rule in ALL_RULES for problem in rule(existing)] == []
+    assert "PodMonitor" not in {each["kind"] for each in existing}

@@ -17,7 +17,6 @@ import secrets
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,10 +117,8 @@ def build() -> None:
         flush=True,
     )
     for number, (name, (command, options)) in enumerate(commands.items(), start=1):
-        began = time.monotonic()
         print(f"{number:2d} of {len(commands)}  {name} ...", flush=True)
         run(*command, **options)
-        print(f"{number:2d} of {len(commands)}  {name:26s}{time.monotonic() - began:7.1f} s", flush=True)
 
 
 def make_certificates() -> str:

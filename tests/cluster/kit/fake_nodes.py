@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infra.shapes import Shape, find_shape
+from infra.shapes import find_shape
 from tests.cluster.kit.processes import BIN, HOME, KUBECONFIG, PID, kubectl, run, start
 
 
@@ -42,7 +42,16 @@ def fake_names(count: int, first: int) -> list[str]:
 def fake_node(name: str) -> dict[str, Any]:
     labels = {"type": "kwok", "kubernetes.io/hostname": name, "topology.kubernetes.io/zone": "local-a"}
     labels |= {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"}
-    resources = resources_of(find_shape("trn1.32xlarge"))
+    shape = find_shape("trn1.32xlarge")
+    resources = {
+        "cpu": f"{shape.vcpus}",
+        "memory": f"{shape.memory_gib}Gi",
+        "ephemeral-storage": "1000Gi",
+        "pods": "110",
+        "hugepages-2Mi": f"{shape.huge_pages_gib}Gi",
+        "aws.amazon.com/neuron": f"{shape.neuron_devices}",
+        "vpc.amazonaws.com/efa": f"{shape.efa_cards}",
+    }
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -50,20 +59,6 @@ def fake_node(name: str) -> dict[str, Any]:
         "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
         "status": {"capacity": resources, "allocatable": resources},
     }
-
-
-def resources_of(shape: Shape) -> dict[str, str]:
-    """A node's, with a disk of its own."""
-    resources = {
-        "cpu": f"{shape.vcpus}",
-        "memory": f"{shape.memory_gib}Gi",
-        "ephemeral-storage": "1000Gi",
-        "pods": "110",
-    }
-    if shape.neuron_devices:
-        resources |= {"hugepages-2Mi": f"{shape.huge_pages_gib}Gi"}
-        resources |= {"aws.amazon.com/neuron": f"{shape.neuron_devices}", "vpc.amazonaws.com/efa": f"{shape.efa_cards}"}
-    return resources
 
 
 def module_stages() -> Path:

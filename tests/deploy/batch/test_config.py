@@ -11,18 +11,6 @@ from services.common.errors import RecipeError
 from tests.deploy.batch.builders import write_config
 
 
-def test_a_file_says_queues_roles_and_images(tmp_path: Path) -> None:
-    config = read_config(write_config(tmp_path / "config.txt", ECR_REPO="here/team/"))
-    assert config.image_of("trainer") == "here/team/trainer"
-    assert (config.trainium.shape.name, config.trainium.max_nodes) == ("trn1.32xlarge", 4)
-    assert config.job_roles["compiler"].endswith("role/compiler")
-
-
-def test_a_file_that_says_nothing_of_checkpoints_sets_no_bound(tmp_path: Path) -> None:
-    config = read_config(write_config(tmp_path / "config.txt", CHECKPOINT_GB="", NOTICE_SECONDS=""))
-    assert (config.checkpoint_gb, config.notice_seconds) == (None, 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -123,14 +123,6 @@ def test_what_runs_the_same_is_known_again() -> None:
     assert len(set(tags)) == 5
 
 
-def test_a_compiler_goes_to_trainium_where_its_recipe_needs_a_device() -> None:
-    names = [
-        definition_of("compiler", is_on_trainium)["nodeProperties"]["nodeRangeProperties"][0]["instanceTypes"]
-        for is_on_trainium in (False, True)
-    ]
-    assert names == [["m7i.8xlarge"], ["trn1.32xlarge"]]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_definition_with_the_longest_recipe_is_no_longer_than_batch_takes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
