@@ -22,13 +22,14 @@ from images.platforms import (
     read_digests,
     read_platforms,
 )
-from images.registry import is_held
+from images.registry import is_held, read_labels
 from images.versions import Build, describe_build, is_released
 from services.common.errors import DeviceError, RecipeError
 
 CA_BUNDLE = REPOSITORY / "images/inputs/ca-bundle.crt"
 # Variables that name a user's CA bundle, for this or other programs; the build uses the first that is set.
 CA_VARIABLES = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+BASE_LABEL = "org.opencontainers.image.base.name"
 # The build argument that says which driver a node must have.
 DRIVER_ARGUMENTS = {CudaNode: "NVIDIA_DRIVER", NeuronNode: "NEURON_DRIVER"}
 
@@ -44,16 +45,29 @@ def publish_images(services: Sequence[str], variant: str, registry: str) -> None
     Every image gets its commit's tag, and a release on the pinned base image its version's, too. A tag that the
     registry has already names an image of the same sources, and is left out.
 
-    Raises `RecipeError` when sources are not committed, and `DeviceError` when the registry refuses a push.
+    Raises `RecipeError` when sources are not committed, and `DeviceError` when the registry has an image of another
+    base under a tag, or refuses a push.
     """
     require_committed(services, variant)
     names = {service: names_of(describe_build(service, variant), registry) for service in services}
     held = [name for each in names.values() for name in each if is_held(name)]
     for name in held:
+        _require_same_base(name, variant)
         print(f"already there: {name}", flush=True)
     missing = [service for service in services if not set(names[service]) <= set(held)]
     if missing:
         _run_pants("publish", missing, variant, REGISTRY=registry, HELD_IMAGES=" ".join(held))
+
+
+def _require_same_base(name: str, variant: str) -> None:
+    """Raises `DeviceError` when the image in the registry stands on another base than this machine's would."""
+    labels = read_labels(name)
+    held, ours = labels.get(BASE_LABEL), base_of(labels["millrace.service"], choose_platform(variant))
+    if held != ours:
+        raise DeviceError(
+            f"{name} is in the registry on the base {held}, and here it would stand on {ours}. A tag is never "
+            f"replaced, so nothing was pushed: deploy it with TAG={name}, or commit a change, or push elsewhere."
+        )
 
 
 def _run_pants(goal: str, services: Sequence[str], variant: str, **variables: str) -> None:

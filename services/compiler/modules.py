@@ -13,6 +13,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.errors import ArtifactError
+
 GRAPH = "model.hlo_module.pb"
 FLAGS = "compile_flags.json"
 NEFF = "model.neff"
@@ -47,15 +49,17 @@ class Module:
 
 
 def find_modules(cache: Path) -> list[Module]:
-    """Find the graphs of a cache, largest first."""
-    modules = [
-        Module(
-            cache,
-            compiler=folder.parent.name.removeprefix(COMPILER_PREFIX),
-            name=folder.name,
-            flags=tuple(json.loads((folder / FLAGS).read_bytes())),
-            graph_bytes=(folder / GRAPH).stat().st_size,
-        )
-        for folder in cache.glob(f"{COMPILER_PREFIX}*/MODULE_*")
-    ]
-    return sorted(modules, key=lambda module: (-module.graph_bytes, module.name))
+    """Find the graphs of a cache, largest first. Raises `ArtifactError` for a folder without a graph or its flags."""
+    folders = cache.glob(f"{COMPILER_PREFIX}*/MODULE_*")
+    return sorted((_read(cache, folder) for folder in folders), key=lambda module: (-module.graph_bytes, module.name))
+
+
+def _read(cache: Path, folder: Path) -> Module:
+    compiler = folder.parent.name.removeprefix(COMPILER_PREFIX)
+    try:
+        flags, graph_bytes = json.loads((folder / FLAGS).read_bytes()), (folder / GRAPH).stat().st_size
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{folder}: expected {GRAPH} and {FLAGS}, as a trace leaves them ({error}). Trace again."
+        ) from error
+    return Module(cache, compiler, folder.name, tuple(flags), graph_bytes)

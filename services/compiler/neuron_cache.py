@@ -49,7 +49,7 @@ def build_neuron_cache(
     with phase_timer.phase("compile"):
         compiled = workspace.scratch / COMPILED
         for path in [*compiled.rglob(".*.tmp")]:  # of tasks that were killed
-            path.unlink()
+            path.unlink(missing_ok=True)
         tasks = make_tasks(modules, compiled, recipe.compile)
         records = compile_modules(tasks, launcher, recipe.compile)
     with phase_timer.phase("publish"):

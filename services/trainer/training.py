@@ -17,7 +17,7 @@ from services.common.errors import ArtifactError, MillraceError, adding_path
 from services.common.process.progress import report_published
 from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import check_epochs, check_schedule
-from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
 from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.job import Job, completed_step, continue_run
@@ -46,9 +46,13 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
     with hold_lock(job.lock), writing_costs(job), recording_command(job), using_node(job):
         discard_left_over(job.checkpoint_collection)
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
+        is_reported = checkpoint and read_state(job.run_folder) == describe_state(checkpoint)
+        if checkpoint and _is_complete(job, checkpoint) and not is_reported:
+            # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
+            checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(job.recipe, job.corpus))
         if checkpoint and _is_complete(job, checkpoint):
             write_run(job)
-            if read_state(job.run_folder) != describe_state(checkpoint):
+            if not is_reported:
                 report_training(job, recipe_path)
             report_published(job.checkpoint_collection, is_new=False)
             steps = f"step {completed_step(checkpoint)} of {job.recipe.train.max_steps}"

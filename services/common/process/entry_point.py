@@ -41,11 +41,12 @@ from services.common.process.shutdown import (
     stop_behind,
 )
 
-_STORAGE_ERRNOS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PLACE_ERRNOS = {
+    *(errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP),
 }
-"""Errors of a place that is full, not writable for this user, or taken by a file of another type."""
+"""Errors of a place that this user cannot write, or that is taken by a file of another type."""
 _LIMIT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 _PATH_ERRNOS = {errno.ENOENT, errno.ENAMETOOLONG, errno.ENXIO}
 _PARSE_ERRORS = {"ArrowInvalid", "JSONDecodeError", "TOMLDecodeError", "SafetensorError"}
@@ -160,11 +161,15 @@ def _of_os_error(error: OSError) -> MillraceError | None:
     """Return the error that a user can act on, by errno; None for others, such as those of a network."""
     name = error.filename2 or error.filename  # the target of a rename is the place that is taken
     place = f"{name or 'the file system'}: {error.strerror}"
-    if error.errno in _STORAGE_ERRNOS:
+    if error.errno in _FULL_ERRNOS:
         return StorageError(
-            f"{place}{_free_space(name)}. Make room there, or pass another --root that this user can write; the same "
-            f"command then continues. `python -m services.common.artifacts gc DIR` removes what interrupted commands "
-            f"left below the root DIR."
+            f"{place}{_free_space(name)}. Make room there; the same command then continues. "
+            f"`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR."
+        )
+    if error.errno in _PLACE_ERRNOS:
+        return StorageError(
+            f"{place}. Move what is in that place, let this user write there, or pass another --root; the same "
+            f"command then continues."
         )
     if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
         return TryAgain(f"{place}. Repair the mount or the disk; the same command continues what was committed.")

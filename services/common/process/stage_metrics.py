@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
@@ -55,9 +55,13 @@ class StageMetrics(Collector):
     def _measure_space(self) -> tuple[float, float]:
         """Return the size of the root's file system and the space that is left, in bytes; NaN where it is unknown."""
         for folder in (self._root, *self._root.parents):
-            with suppress(OSError):
+            try:
                 usage = shutil.disk_usage(folder)
-                return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
+            except FileNotFoundError:  # nothing has been published below the root yet
+                continue
+            except OSError:  # a lost mount, whose parent is another file system
+                break
+            return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
         return math.nan, math.nan
 
 

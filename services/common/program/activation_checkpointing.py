@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from services.common.recipe.schema import ActivationCheckpointing
+from services.common.recipe.training import ActivationCheckpointing
 
 KEPT = {
     torch.ops.aten.mm.default,

@@ -29,7 +29,8 @@ from services.common.program.layers import (
     reduce_scatter_sequence,
 )
 from services.common.program.sharding import Sharding
-from services.common.recipe.schema import ActivationCheckpointing, Model, RopeScaling
+from services.common.recipe.schema import Model, RopeScaling
+from services.common.recipe.training import ActivationCheckpointing
 
 
 class Llama(nn.Module):

@@ -35,8 +35,6 @@ from services.common.recipe.training import Checkpoint, Train
 
 Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
-ActivationCheckpointing = Literal["none", "selective", "full"]
-"""Values of `train.activation_checkpointing`."""
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 NoticeCondition = Literal["done", "failed", "diverged", "workers_lost"]
 WEBHOOK_VARIABLE = "MILLRACE_WEBHOOK"

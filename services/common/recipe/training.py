@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from services.common.recipe.section import COMPILED, MAX_NAME_LENGTH, TRACED, TRAINED, Positive, Section
 
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
 
 class Branch(Section):
     """A checkpoint of another run below the same root, with which a run begins: weights, moments, the number of steps,
@@ -44,7 +46,7 @@ class Train(Section):
     z_loss: Annotated[float, Field(ge=0), TRACED] = 0.0
     """Coefficient of the mean of log(Z)^2 over tokens, which the gradient includes (PaLM, arXiv 2204.02311, has 1e-4).
     The reported losses of training and evaluation are cross-entropy alone. 0 switches it off."""
-    activation_checkpointing: Annotated[Literal["none", "selective", "full"], COMPILED] = "none"
+    activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
     """Part of a layer's forward pass that the backward pass computes again instead of keeping it: nothing (`none`), all
     but matrix products and attention (`selective`), or all (`full`). The bits are the same, except on `xla`."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"

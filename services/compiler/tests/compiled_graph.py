@@ -21,7 +21,7 @@ from torch import Tensor
 from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
-from services.common.recipe.schema import ActivationCheckpointing
+from services.common.recipe.training import ActivationCheckpointing
 from services.common.testing.recipes import make_recipe
 from services.compiler.neuron_trace import TracedXla
 

@@ -30,7 +30,7 @@ ORIGIN = "millrace_origin"
 """The only key of a header's metadata, with the `ShardOrigin` as JSON: safetensors writes several keys in random order,
 but equal states must have equal bytes.
 """
-NEXT = "Restore the checkpoint from a copy, or move its folder away: the run continues from the one before."
+RESTORE_ADVICE = "Restore the checkpoint from a copy, or move its folder away: the run continues from the one before."
 """What a person may do about a damaged shard."""
 Shapes = Mapping[str, Collection[int]]
 """Shapes of the model's full parameters, by name."""
@@ -56,7 +56,8 @@ def open_tensors(folder: Path, file: str, origin: ShardOrigin) -> Iterator[Any]:
             found = ShardOrigin.model_validate_json((tensors.metadata() or {})[ORIGIN])
             if found != origin:
                 raise ArtifactError(
-                    f"{path}: is a shard of another state than the manifest's: {compare_origins(found, origin)}. {NEXT}"
+                    f"{path}: is a shard of another state than the manifest's: {compare_origins(found, origin)}. "
+                    f"{RESTORE_ADVICE}"
                 )
             yield tensors
     except OSError as error:
@@ -134,7 +135,7 @@ class SliceReader:
         is_negative = place.piece.kind == "exp_avg_sq" and lowest < 0
         if is_negative or not (is_finite or allows_non_finite):
             problem = f"its values are {lowest:g} to {highest:g}, expected finite ones, and no mean of squares below 0"
-            raise ArtifactError(f"{self._folder / place.file}: {place.piece.key}: {problem}. {NEXT}")
+            raise ArtifactError(f"{self._folder / place.file}: {place.piece.key}: {problem}. {RESTORE_ADVICE}")
         return found
 
     def _overlapping(self, target: StateSlice) -> list[Place]:

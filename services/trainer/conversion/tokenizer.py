@@ -20,9 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from services.common.artifacts.corpus import CorpusManifest, Split, Vocabulary
-from services.common.artifacts.corpus_rows import CorpusRows
+from services.common.artifacts.corpus_rows import map_files
 from services.common.artifacts.store import Artifact
-from services.common.artifacts.token_stream import TokenStream
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.common.vocabularies.sentencepiece_model import PieceKind, SentencePieceSettings, load_model, read_settings
@@ -234,11 +233,19 @@ def sample_documents(
     corpus: Artifact[CorpusManifest], split: Split, max_tokens: int
 ) -> Iterator[npt.NDArray[np.integer[Any]]]:
     """Yield the ids of every n-th document of a split, BOS and EOS included; they have about `max_tokens` or fewer."""
-    payload, rows = corpus.manifest.corpus, CorpusRows(corpus.path, corpus.manifest.corpus)
-    num_tokens, length = payload.splits[split].tokens, payload.sequence_length
-    begins = TokenStream(corpus.path, payload, split, rows).document_begins()
-    stride = max(1, -(-num_tokens // max_tokens))
-    for begin, end in zip(begins[::stride], np.append(begins[1:], num_tokens)[::stride], strict=True):
-        first = begin // length
-        own = [rows.read(split, row).ids for row in range(first, (end - 1) // length + 1)]
-        yield np.concatenate(own)[begin - first * length : end - first * length]
+    payload = corpus.manifest.corpus
+    stride, number = max(1, -(-payload.splits[split].tokens // max_tokens)), -1
+    parts: list[npt.NDArray[np.integer[Any]]] = []
+    for file in map_files(corpus.path, payload, split):
+        rows = np.arange(len(file.start_offsets) - 1)
+        starts = np.repeat(rows * payload.sequence_length, np.diff(file.start_offsets)) + file.starts
+        before, *documents = np.split(file.tokens, starts)
+        if parts:
+            parts.append(before)
+        for document in documents:
+            if parts:
+                yield np.concatenate(parts)
+            number += 1
+            parts = [document] if number % stride == 0 else []
+    if parts:
+        yield np.concatenate(parts)

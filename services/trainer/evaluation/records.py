@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,18 +64,6 @@ def drop_evaluations_after(run_folder: Path, step: int) -> None:
     kept = [record for record in found if record["step"] <= step]
     if len(kept) < len(found):
         write_durably(run_folder / EVALUATIONS_FILE, "".join(json.dumps(each) + "\n" for each in kept).encode())
-
-
-def describe_mean(record: Mapping[str, Any]) -> str:
-    """Describe the loss of an evaluation, or of one of its sources, for a person."""
-    error, bits_per_byte = record["standard_error"], record["bits_per_byte"]
-    parts = [
-        f"{record['loss']:.4f}" + (f" +- {error:.4f}" if error is not None else ""),
-        *([f"{bits_per_byte:.4f} bits per byte"] if bits_per_byte is not None else []),
-        f"perplexity {record['perplexity']:,.2f}",
-        f"{record['tokens']:,} tokens",
-    ]
-    return ", ".join(parts)
 
 
 def has_evaluation(run_folder: Path, step: int) -> bool:

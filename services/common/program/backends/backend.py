@@ -18,7 +18,8 @@ from services.common.program.mesh import Axis, Mesh
 from services.common.program.process_group import GLOO
 from services.common.program.reduction import Sum
 from services.common.program.snapshot import Snapshots
-from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
+from services.common.recipe.schema import Device, Recipe
+from services.common.recipe.training import ActivationCheckpointing
 
 R = TypeVar("R")
 

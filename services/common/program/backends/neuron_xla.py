@@ -41,7 +41,8 @@ from services.common.program.buckets import SeparateBucket
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.reduction import HeldSum
-from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
+from services.common.recipe.schema import Device, Recipe
+from services.common.recipe.training import ActivationCheckpointing
 
 logger = logging.getLogger(__name__)
 

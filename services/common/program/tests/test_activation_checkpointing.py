@@ -10,7 +10,8 @@ from torch import Tensor
 
 from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
-from services.common.recipe.schema import ActivationCheckpointing, Recipe
+from services.common.recipe.schema import Recipe
+from services.common.recipe.training import ActivationCheckpointing
 from services.common.testing.models import initialize
 from services.common.testing.recipes import recipe_text
 

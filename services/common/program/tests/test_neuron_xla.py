@@ -26,7 +26,8 @@ from services.common.program.backends.xla_environment import require_pinned, req
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.common.program.tests.work import micro_batches_of
-from services.common.recipe.schema import ActivationCheckpointing, Recipe
+from services.common.recipe.schema import Recipe
+from services.common.recipe.training import ActivationCheckpointing
 from services.common.testing.recipes import make_recipe
 
 needs_torch_xla = pytest.mark.skipif(
