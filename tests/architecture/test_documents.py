@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import struct
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs.site.picture import MAX_BYTES, take_picture
 from images.platforms import REPOSITORY
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
+from services.common.testing.browser import find_browser
 from tests.architecture.documents import Document, list_files, read_documents
 
 DOCUMENTS, MODULES = read_documents(), list_files("*.py")
@@ -84,3 +88,16 @@ def exists_or_is_made(path: str) -> bool:
         return any(REPOSITORY.glob(path.rstrip("/")))
     is_made = path in MADE_BY_READERS or any(fnmatch.fnmatch(path, f"*{made}") for made in MADE_BY_COMMANDS)
     return is_made or (REPOSITORY / path).exists()
+
+
+def test_the_picture_of_the_readme_is_small() -> None:
+    assert 10_000 < (REPOSITORY / "docs/report.png").stat().st_size < MAX_BYTES
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium on PATH")
+def test_a_picture_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<h1>a page</h1>")
+    picture = take_picture(page, width=640, height=480)
+    assert picture.startswith(b"\x89PNG")
+    assert struct.unpack(">II", picture[16:24]) == (640, 480)

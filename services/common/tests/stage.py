@@ -1,4 +1,4 @@
-"""Runs a small stage for tests: `python -m services.common.tests.stage BEHAVIOUR [ROOT RECIPE]`."""
+"""Runs a small stage for tests: `python -m services.common.tests.stage BEHAVIOUR`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.process.shutdown import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.process.stage_program import run_stage
-from services.common.recipe.file import load_recipe
-from services.common.testing.artifacts import publish
 from services.common.tests import work
 
 
 def main(argv: list[str]) -> int:
     behaviour, *arguments = argv
     behaviours = {
-        "publish": publish_below,
         "wait": wait_for_signal,
         "load": load,
         "defer": defer,
@@ -32,13 +29,6 @@ def main(argv: list[str]) -> int:
         "workers": workers,
     }
     return behaviours[behaviour](arguments)
-
-
-def publish_below(arguments: list[str]) -> int:
-    """Publish a compile cache under the root."""
-    root, recipe = map(Path, arguments)
-    publish(root, load_recipe(recipe))
-    return 0
 
 
 def wait_for_signal(arguments: list[str]) -> int:

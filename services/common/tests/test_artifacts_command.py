@@ -257,21 +257,6 @@ def test_gc_leaves_what_another_root_owns_and_says_so(
     assert [path for path in left if path.exists()] == []
 
 
-def test_a_stage_that_replaces_a_linked_artifact_leaves_what_the_link_leads_to(
-    root: Path, recipe: Recipe, tmp_path: Path
-) -> None:
-    """A link in the place of an artifact that is made anew is moved aside, and `gc` removes the link."""
-    artifact, _ = publish(root, recipe)
-    (artifact.path / MANIFEST).unlink()
-    moved = move_to_another_disk(artifact.path, tmp_path / "disk")
-
-    publish(root, recipe)
-    assert run("gc", root) == 0
-
-    assert [path for path in artifact.path.parent.iterdir() if path.is_symlink()] == []
-    assert (moved / "three.json").exists()
-
-
 @pytest.mark.parametrize("place", ["compile_cache", "compile_cache/small", "compile_cache/small/" + "a" * 16])
 def test_what_is_on_a_disk_that_is_not_mounted_is_not_taken_for_absent(
     root: Path, recipe: Recipe, superseded: Path, tmp_path: Path, place: str

@@ -14,9 +14,11 @@ import pytest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import copy_files, listed_file, verify_files
 from services.common.artifacts.manifest import MANIFEST
-from services.common.artifacts.store import open_artifact
+from services.common.artifacts.store import Artifact, open_artifact
+from services.common.artifacts.verification import FILES_PER_TASK, verify_on_nodes
 from services.common.errors import ArtifactError, TryAgain, UnreadableError
-from services.common.testing.artifacts import FILES, publish
+from services.common.launch.launcher import choose_launcher
+from services.common.testing.artifacts import FILES, fill, publish
 from services.common.testing.file_opens import noticing_opens
 from services.common.testing.manifests import forge, reseal
 from services.common.testing.recipes import make_recipe
@@ -190,3 +192,39 @@ def test_a_file_that_cannot_be_read_is_named_and_is_damage_for_some_reasons_alon
     with pytest.raises(error, match=TWO) as caught:
         use(artifact)
     assert type(caught.value) is error
+
+
+MANY_FILES = {f"graphs/{number:03d}.bin": b"graph" * (number + 1) for number in range(2 * FILES_PER_TASK + 6)}
+INLINE = choose_launcher("inline")
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Artifact[CompileCacheManifest]:
+    build = lambda workspace: fill(workspace, MANY_FILES)  # noqa: E731
+    return publish(tmp_path / "fsx", make_recipe(tmp_path), build=build)[0]
+
+
+def test_each_file_is_read_once_and_each_task_advances_by_its_bytes(
+    large: Artifact[CompileCacheManifest],
+) -> None:
+    advances: list[int] = []
+
+    with noticing_opens(large.path) as opens:
+        verify_on_nodes(INLINE, large.path, large.manifest, "full", advances.append)
+
+    assert sorted(opens.paths) == sorted(large.path / path for path in MANY_FILES)
+    assert len(advances) == 3
+    assert sum(advances) == sum(map(len, MANY_FILES.values()))
+
+
+def test_damages_of_several_tasks_are_named_in_one_error(large: Artifact[CompileCacheManifest]) -> None:
+    first, *_, last = MANY_FILES
+    (large.path / first).write_bytes(b"grape")
+    (large.path / last).unlink()
+
+    with pytest.raises(
+        ArtifactError, match=rf"2 of 70 files are damaged:\n  {first}: xxh3-128 is .*\n  {last}: missing"
+    ):
+        verify_on_nodes(INLINE, large.path, large.manifest)
+    with pytest.raises(ArtifactError, match="1 of 70 files are damaged"):
+        verify_on_nodes(INLINE, large.path, large.manifest, "size")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import signal
@@ -25,11 +24,10 @@ from services.common.errors import (
     WorkersLost,
 )
 from services.common.process.entry_point import exit_code_for, exit_code_of
-from services.common.process.shutdown import Stopped, on_stop_signal, raise_stopped
+from services.common.process.shutdown import NOTICE_VARIABLE, Stopped, check_notice, on_stop_signal, raise_stopped
 from services.common.testing.artifacts import publish
-from services.common.testing.recipes import make_recipe, write_recipe
-from services.common.tests.builders import REPOSITORY
-from services.common.tests.stage import main as run_stage_in_small
+from services.common.testing.commands import REPOSITORY, start_python
+from services.common.testing.recipes import make_recipe
 
 STAGE = [sys.executable, "-m", "services.common.tests.stage"]
 
@@ -80,55 +78,26 @@ def test_an_error_of_python_or_a_library_has_an_exit_code(error: BaseException, 
     assert exit_code_for(error) == exit_code
 
 
-class _SignalledFile(io.RawIOBase):
-    """A file of a library that gets Ctrl-C while it is asked whether it is closed."""
-
-    asked = False
-
-    @property
-    def closed(self) -> bool:
-        if self.asked:
-            signal.raise_signal(signal.SIGINT)
-        return False
-
-    def readable(self) -> bool:
-        return True
-
-
 def test_a_stop_that_a_library_turns_into_its_own_error_is_still_a_stop() -> None:
-    file = _SignalledFile()
-    reader = io.BufferedReader(file)
-    file.asked = True
+    def read() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except Stopped:
+            raise ValueError("of the library, as if its file were closed") from None
+        return 0
 
     with on_stop_signal(lambda signum: raise_stopped(signum, "stopped")):
-        assert exit_code_of(lambda: len(reader.read(1))) == EXIT_INTERRUPTED
-
-
-@pytest.mark.parametrize("place", ["file", "dangling"])
-def test_a_root_that_can_be_no_folder_ends_with_5(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to("nowhere")
-    words = ["publish", str(tmp_path / place), str(write_recipe(tmp_path))]
-
-    assert exit_code_of(lambda: run_stage_in_small(words)) == 5
-    assert "--root" in capsys.readouterr().err
+        assert exit_code_of(read) == EXIT_INTERRUPTED
 
 
 def test_any_name_can_be_printed_on_a_terminal_of_any_encoding(tmp_path: Path) -> None:
     publish(tmp_path / "é", make_recipe(tmp_path))
 
-    done = subprocess.run(
-        [sys.executable, "-m", "services.common.artifacts", "verify", str(tmp_path / "é")],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "services.common.artifacts", "verify", str(tmp_path / "é")]
+    process = start_python(command, PYTHONIOENCODING="ascii")
+    printed, _ = process.communicate()
 
-    assert (done.returncode, "\\xe9" in done.stdout) == (0, True), done.stderr
+    assert (process.returncode, "\\xe9" in printed) == (0, True), printed
 
 
 @pytest.mark.parametrize(
@@ -213,3 +182,21 @@ def test_a_reader_that_has_gone_is_no_error(behaviour: str) -> None:
     _, printed = stage.communicate()
 
     assert (stage.returncode, printed) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("notice", "seconds", "told"),
+    [("300", 100.0, ()), ("300", 121.0, ("121.0 s", "300 s", "363 s")), (None, 1e6, ())],
+)
+def test_a_checkpoint_that_is_too_slow_for_the_notice_of_a_stop_is_said(
+    monkeypatch: pytest.MonkeyPatch, notice: str | None, seconds: float, told: tuple[str, ...]
+) -> None:
+    """A laptop gives no notice, and all the time there is."""
+    monkeypatch.delenv(NOTICE_VARIABLE, raising=False)
+    if notice:
+        monkeypatch.setenv(NOTICE_VARIABLE, notice)
+
+    warning = check_notice(seconds)
+
+    assert bool(warning) == bool(told)
+    assert all(number in warning for number in told)

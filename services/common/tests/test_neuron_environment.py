@@ -30,8 +30,8 @@ from services.common.launch.neuron_environment import (
     neuron_environment,
     set_neuron_environment,
 )
+from services.common.testing.commands import REPOSITORY
 from services.common.tests import work
-from services.common.tests.builders import REPOSITORY, make_site_that_imports_torch_xla
 
 SPEC = WorkerGroupSpec(64, 1, workers_per_node=32, shared_folder=Path(), device="xla")
 LAST_OF_64 = WorkerEnvironment(63, 64, local_rank=31, local_world_size=32, node_rank=1)
@@ -147,7 +147,9 @@ def test_inline_workers_share_one_node(tmp_path: Path, spec: WorkerGroupSpec) ->
 def test_a_worker_that_has_imported_torch_xla_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: WorkerGroupSpec
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(make_site_that_imports_torch_xla(tmp_path)), prepend=os.pathsep)
+    (tmp_path / "sitecustomize.py").write_text("import torch_xla\n", encoding="utf-8")
+    (tmp_path / "torch_xla.py").touch()  # of all Python processes from here on
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
         run_workers(inline, work.fail_with_a_bug, None, spec)

@@ -1,14 +1,20 @@
-"""An artifact is published once, and completely or not at all, whichever writer is killed at whatever moment."""
+"""An artifact is published once, and completely or not at all, whichever writer is killed; a lock has one holder."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import verify_files
+from services.common.artifacts.lock import LockTaken, find_holder, hold_lock
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import (
     CURRENT,
@@ -19,14 +25,17 @@ from services.common.artifacts.store import (
     open_artifact,
     published_ids,
 )
-from services.common.errors import ArtifactError, TryAgain
+from services.common.errors import ArtifactError, StorageError, TryAgain
 from services.common.recipe.schema import Recipe
+from services.common.testing import fork_server
 from services.common.testing.artifacts import FILES, ID, address_in, fill, publish
 from services.common.testing.file_opens import noticing_opens
 from services.common.testing.fork_server import start_process
 from services.common.testing.recipes import make_recipe
 from services.common.testing.waiting import wait_until
-from services.common.tests.builders import publish_and_die, publish_slowly
+from services.common.tests import work
+
+fork_server.preload(__name__, work.__name__)
 
 NEVER = 10**6
 
@@ -76,7 +85,7 @@ def test_a_published_artifact_whose_manifest_is_torn_is_reported_and_not_built_a
 
 
 def test_killed_at_any_operation_it_leaves_nothing_or_the_complete_artifact(tmp_path: Path, recipe: Recipe) -> None:
-    counted = start_process(publish_and_die, tmp_path / "whole", recipe, NEVER)
+    counted = start_process(work.publish_and_die, tmp_path / "whole", recipe, NEVER)
     counted.join()
     num_operations = counted.exitcode or 0
     assert num_operations > 25
@@ -85,7 +94,7 @@ def test_killed_at_any_operation_it_leaves_nothing_or_the_complete_artifact(tmp_
 
     for operation in range(num_operations):
         root = tmp_path / f"killed-before-{operation}"
-        victim = start_process(publish_and_die, root, recipe, operation)
+        victim = start_process(work.publish_and_die, root, recipe, operation)
         victim.join()
         assert victim.exitcode == -signal.SIGKILL
         if published_ids(address_in(root).collection):
@@ -97,22 +106,6 @@ def test_killed_at_any_operation_it_leaves_nothing_or_the_complete_artifact(tmp_
         assert find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make") == artifact
 
     assert 0 < len(visible_after) < num_operations
-
-
-def test_two_writers_publish_once(tmp_path: Path, root: Path, recipe: Recipe) -> None:
-    first = start_process(publish_slowly, root, recipe, "first")
-    wait_until((tmp_path / "first.building").exists)
-    second = start_process(publish_slowly, root, recipe, "second")
-    log = tmp_path / "second.log"
-    wait_until(lambda: log.exists() and "waiting for it" in log.read_text())
-    (tmp_path / "go").touch()
-    first.join()
-    second.join()
-
-    digest = open_artifact(address_in(root).path, CompileCacheManifest).manifest.content_digest
-    assert (tmp_path / "first.done").read_text() == f"{digest} True"
-    assert (tmp_path / "second.done").read_text() == f"{digest} False"
-    assert not (tmp_path / "second.building").exists()
 
 
 def test_a_late_writer_publishes_nothing_over_another(root: Path, recipe: Recipe) -> None:
@@ -129,35 +122,6 @@ def test_a_late_writer_publishes_nothing_over_another(root: Path, recipe: Recipe
         publish(root, recipe, build=build)
 
     assert publish(root, recipe) == (first[0], False)
-
-
-def test_what_dead_writers_left_is_gone_when_the_next_one_has_published(root: Path, recipe: Recipe) -> None:
-    collection = address_in(root).collection
-    for name in (f"{ID}.partial", f"{ID}.01234567.partial", f"{ID}.scratch/writer-01234567"):
-        (collection / name).mkdir(parents=True)
-
-    publish(root, recipe)
-
-    assert sorted(path.name for path in collection.iterdir()) == [ID, CURRENT]
-
-
-def test_scratch_work_of_an_interrupted_build_is_there_for_the_next(root: Path, recipe: Recipe) -> None:
-    def stop_halfway(workspace: Workspace) -> Draft:
-        (workspace.scratch / "expensive").write_text("result")
-        raise TryAgain("preempted")
-
-    with pytest.raises(TryAgain):
-        publish(root, recipe, build=stop_halfway)
-    assert published_ids(address_in(root).collection) == []
-    found = []
-
-    def build(workspace: Workspace) -> Draft:
-        found.append((workspace.scratch / "expensive").read_text())
-        return fill(workspace)
-
-    publish(root, recipe, build=build)
-
-    assert found == ["result"]
 
 
 def test_a_folder_that_lost_its_manifest_is_displaced_and_not_lost(root: Path, recipe: Recipe) -> None:
@@ -203,3 +167,82 @@ def test_current_json_is_not_rebuilt_past_a_damaged_manifest(root: Path, recipe:
 
     with pytest.raises(ArtifactError, match=f"{newest.path.name}/{MANIFEST}: damaged"):
         find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make")
+
+
+ROUNDS, WRITERS = 12, 4
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "0123456789abcdef.lock"
+
+
+def hold(lock: Path) -> None:
+    """Hold the lock until the process is killed, as does a child that it has forked."""
+    with hold_lock(lock):
+        if os.fork() == 0:
+            lock.with_name("forked").touch()  # here: from now on the child has no lock
+        threading.Event().wait(60)
+
+
+def count(lock: Path) -> None:
+    """Add ROUNDS to a number in a file, which loses some where two processes have the lock at a time."""
+    number = lock.with_name("number")
+    for _ in range(ROUNDS):
+        with hold_lock(lock):
+            value = int(number.read_text())
+            time.sleep(0.0005)
+            number.write_text(str(value + 1))
+
+
+def test_of_many_writers_one_at_a_time_holds_a_lock_that_each_removes(lock: Path) -> None:
+    lock.parent.mkdir()
+    lock.with_name("number").write_text("0")
+    writers = [start_process(count, lock) for _ in range(WRITERS)]
+    for writer in writers:
+        writer.join()
+
+    assert int(lock.with_name("number").read_text()) == ROUNDS * WRITERS
+    assert not lock.exists()
+
+
+def test_a_killed_holder_frees_the_lock_although_its_child_lives(lock: Path) -> None:
+    holder = start_process(hold, lock)
+    wait_until(lock.with_name("forked").exists)
+    assert find_holder(lock) == f"process {holder.pid} on {os.uname().nodename}"
+    with pytest.raises(LockTaken) as taken, hold_lock(lock, waits=False):
+        pass
+    assert taken.value.exit_code == 75
+    holder.kill()
+    holder.join()
+
+    assert find_holder(lock) is None
+    with hold_lock(lock, waits=False):
+        assert find_holder(lock)
+
+
+def test_a_holders_child_neither_frees_nor_keeps_the_lock(lock: Path) -> None:
+    with hold_lock(lock):
+        holding = os.getpid()
+        child = os.fork()
+        if child:
+            wait_until(lock.with_name("left").exists)
+            assert find_holder(lock)
+    if os.getpid() != holding:
+        lock.with_name("left").touch()
+        time.sleep(60)
+    try:
+        with hold_lock(lock, waits=False):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_mount_without_flock_is_a_storage_error(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError), hold_lock(lock):
+        pass

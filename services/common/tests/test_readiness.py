@@ -25,9 +25,9 @@ from services.common.artifacts.store import Address, Artifact, Draft, Workspace,
 from services.common.process.entry_point import exit_code_of
 from services.common.process.readiness import main
 from services.common.testing.artifacts import fill, publish
+from services.common.testing.commands import REPOSITORY
 from services.common.testing.corpora import corpus_payload
 from services.common.testing.recipes import make_recipe, write_recipe
-from services.common.tests.builders import REPOSITORY
 
 
 def publish_corpus(
@@ -44,13 +44,8 @@ def publish_corpus(
         )
         train, validation = (
             SplitCounts(
-                documents=number,
-                text_bytes=number,
+                **dict.fromkeys(("documents", "text_bytes", "bos", "eos", "rows", "tail_tokens"), number),
                 document_tokens=number * (sequence_length - 1),
-                bos=number,
-                eos=number,
-                rows=number,
-                tail_tokens=number,
                 check_digests=("0" * 32,) * (number + 1),
             )
             for number in (1, 0)

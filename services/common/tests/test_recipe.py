@@ -1,4 +1,4 @@
-"""A recipe is read from its file and the command line, and checked before anything runs."""
+"""A recipe is read from its file and the command line, and checked before anything runs; nodes and batches follow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import RecipeError
+from services.common.recipe.cluster import Cluster
+from services.common.recipe.derived import derive
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import Model
+from services.common.recipe.schema import Model, stage_nodes
 from services.common.recipe.section import MAX_NAME_LENGTH
 from services.common.testing.recipes import load_small, make_recipe, write_recipe
 
@@ -158,21 +160,12 @@ def test_sections_that_disagree_are_refused_with_both_values(
         load_small(tmp_path, overrides)
 
 
-def test_tensor_parallel_workers_take_equal_parts_of_everything(tmp_path: Path) -> None:
+def test_sections_that_agree_are_accepted(tmp_path: Path) -> None:
+    """Tensor parallel workers take equal parts; the fast reduction takes any number of micro-batches."""
+    fast = {"batch.global_batch_size": "12", "parallel.data_parallel_size": "3", "train.reduction": "fast"}
+
     assert load_small(tmp_path, EIGHT).parallel.num_workers == 8
-
-
-def test_a_wrong_seed_is_one_problem_though_the_seed_of_the_data_follows_from_it(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train\.seed: got -1") as refused:
-        load_small(tmp_path, {"train.seed": "-1"})
-
-    assert "data_seed" not in str(refused.value)
-
-
-def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) -> None:
-    overrides = {"batch.global_batch_size": "12", "parallel.data_parallel_size": "3", "train.reduction": "fast"}
-
-    assert load_small(tmp_path, overrides).batch.num_micro_batches == 6
+    assert load_small(tmp_path, fast).batch.num_micro_batches == 6
 
 
 @pytest.mark.parametrize("content", [b"name = ", b"name = '\xff'", b"", None])
@@ -205,3 +198,90 @@ def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     marked = tmp_path / "marked.toml"
     marked.write_text(plain.read_text(encoding="utf-8"), encoding="utf-8-sig")
     assert load_recipe(marked) == load_recipe(plain)
+
+
+def test_derived_numbers_follow_from_the_recipe(tmp_path: Path) -> None:
+    rows = derive(make_recipe(tmp_path, parallel__data_parallel_size="2"), None)
+
+    assert rows["tokens per step"] == "128"
+    assert rows["tokens in max_steps"] == "2,560"
+    assert rows["micro-batches per step"] == "4 (2 per worker)"
+
+
+@pytest.mark.parametrize(
+    ("evaluation_tokens", "expected"),
+    [
+        ("0", "none"),
+        ("590", "592 tokens every 10 steps, 13.4% of all operations"),  # rows of 16; 1,280 trained tokens in 10 steps
+    ],
+)
+def test_a_dry_run_shows_the_share_of_evaluations(tmp_path: Path, evaluation_tokens: str, expected: str) -> None:
+    changed = {"train__evaluation_tokens": evaluation_tokens, "train__evaluation_interval_steps": "10"}
+
+    assert derive(make_recipe(tmp_path, **changed), None)["evaluation"] == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        ({}, ()),
+        ({"train.max_steps": "30"}, ("30", "20", "last 10 steps", "0.001")),
+        ({"train.max_steps": "30", "optimizer.min_learning_rate": "0"}, ("last 10 steps", "changes no weight")),
+        ({"train.max_steps": "15"}, ("15", "20", "5 steps before", "0.001")),
+    ],
+)
+def test_a_run_that_does_not_end_with_its_schedule_is_warned_of(
+    tmp_path: Path, overrides: dict[str, str], numbers: tuple[str, ...]
+) -> None:
+    warning = derive(load_small(tmp_path, overrides), None).get("warning, schedule", "")
+
+    assert bool(warning) == bool(numbers)
+    assert all(number in warning for number in numbers)
+
+
+@pytest.mark.parametrize(("workers_per_node", "nodes"), [("1", 4), ("2", 2), ("4", 1)])
+def test_the_trainers_nodes_follow_from_its_workers(tmp_path: Path, workers_per_node: str, nodes: int) -> None:
+    workers = {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": workers_per_node}
+    recipe = load_small(tmp_path, workers)
+
+    assert stage_nodes(recipe, "trainer") == nodes
+    assert derive(recipe, None)["nodes on a cluster"] == f"tokenizer 1, compiler 1, trainer {nodes}"
+
+
+def test_the_compilers_nodes_are_said_or_follow_from_its_tasks(tmp_path: Path) -> None:
+    tasks = {"compile.num_workers": "8", "parallel.device": "xla", "train.reduction": "fast"}
+    said = load_small(tmp_path, tasks | {"cluster.compiler_nodes": "1"})
+
+    assert "as many as 8 tasks" in derive(load_small(tmp_path, tasks), None)["nodes on a cluster"]
+    assert "compiler 1," in derive(said, None)["nodes on a cluster"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, ()),
+        ({"cluster.min_nodes": "1"}, (4, 2, 1)),
+        ({"cluster.min_nodes": "3"}, (4,)),
+        ({"cluster.min_nodes": "8"}, ()),
+        ({"cluster.min_nodes": "1", "cluster.trainer_workers_per_node": "4"}, (1,)),
+        ({"cluster.min_nodes": "1", "batch.global_batch_size": "24", "train.reduction": "fast"}, (6, 4, 3, 2, 1)),
+    ],
+)
+def test_a_gang_that_lost_a_node_goes_on_with_as_many_as_share_the_batch(
+    tmp_path: Path, overrides: dict[str, str], expected: tuple[int, ...]
+) -> None:
+    eight = {"batch.micro_batch_size": "2", "batch.global_batch_size": "16", "parallel.data_parallel_size": "8"}
+    if overrides.get("train.reduction") == "fast":
+        eight |= {"parallel.data_parallel_size": "12"}
+
+    recipe = load_small(tmp_path, eight | overrides)
+    workers, micro_batches = recipe.parallel.data_parallel_size, recipe.batch.num_micro_batches
+
+    assert recipe.cluster.fewer_nodes(workers, 1, micro_batches) == expected
+
+
+def test_a_gang_of_split_models_goes_on_with_whole_ones(tmp_path: Path) -> None:
+    cluster = Cluster(trainer_workers_per_node=2, min_nodes=1)
+
+    assert cluster.fewer_nodes(num_workers=16, tensor_parallel_size=4, num_micro_batches=8) == (4, 2)
+    assert cluster.fewer_nodes(num_workers=16, tensor_parallel_size=1, num_micro_batches=8) == (4, 2, 1)

@@ -12,6 +12,9 @@ from typing import Any
 
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.recipe.schema import Recipe
+from services.common.testing.artifacts import publish
+from services.common.testing.operations import count_operations
 
 
 def square(number: int) -> int:
@@ -75,7 +78,7 @@ def write_environment(folder: Path, environment: WorkerEnvironment) -> None:
 
 
 def read_environments(folder: Path) -> list[Any]:
-    """Return what `write_environment` or `write_place` wrote, in the order of ranks."""
+    """Return what `write_environment` wrote, in the order of ranks."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
@@ -115,3 +118,13 @@ def die_on_last_rank(argument: None, environment: WorkerEnvironment) -> None:
 def block(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"pid-{os.getpid()}").touch()
     threading.Event().wait()
+
+
+def publish_and_die(root: Path, recipe: Recipe, fatal_operation: int) -> None:
+    """Publish in a process that kills itself before its n-th operation on the file system below `root`.
+
+    If it does not die, it exits with the number of operations.
+    """
+    operations = count_operations(root, fatal_operation)
+    publish(root, recipe)
+    os._exit(len(operations))

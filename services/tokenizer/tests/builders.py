@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
+import http.server
+import io
 import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+import tarfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,26 +20,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pytest
 import sentencepiece
 
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact, open_artifact
+from services.common.errors import TryAgain
 from services.common.launch import inline
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import Recipe, Source, Tokenizer
 from services.common.testing import recipes
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.__main__ import main
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.encoding.encoder_choice import ReferenceEncoder
 from services.tokenizer.partition_plan import PlanFolder, plan_partitions
 from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.sources.input_files import InputPartition
 from services.tokenizer.vocabulary.provision import describe_vocabulary
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
+GivenSource = str | Path | dict[str, Any]
+Mix = Callable[..., Artifact[CorpusManifest]]
+"""The fixture `mix`."""
 VOCAB_SIZE = 400
 PIECES = 300
 """Pieces of the vocabulary that `write_model` writes."""
@@ -58,19 +66,18 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_recipe(folder: Path, *uris: str | Path, sources: str = "", model: Path | None = None, **changes: Any) -> Path:
-    """Write a recipe with sources `uris` or literal `[[corpus.sources]]` tables. `corpus__split_bytes=1` sets a key.
+def write_recipe(folder: Path, *sources: GivenSource, model: Path | None = None, **changes: Any) -> Path:
+    """Write a recipe with these sources: addresses, or keys such as `{"uri": "a", "weight": 2}`.
 
-    `model` is a vocabulary that `write_model` has written.
+    `model` is a vocabulary that `write_model` has written. `corpus__split_bytes=1` sets a key.
     """
+    tables = [source if isinstance(source, dict) else {"uri": str(source)} for source in sources]
     if model:
         changes = {"tokenizer__model": str(model), "model__vocab_size": PIECES} | changes
-    settings = SMALL | changes | {"corpus__sources": None if sources else [{"uri": str(uri)} for uri in uris]}
+    settings = SMALL | {"corpus__sources": tables} | changes
     if "tokenizer__model" in changes:
         settings["tokenizer__train"] = None
-    path = recipes.write_recipe(folder, **settings)
-    path.write_text(path.read_text(encoding="utf-8") + sources, encoding="utf-8")
-    return path
+    return recipes.write_recipe(folder, **settings)
 
 
 def write_model(folder: Path) -> Path:
@@ -83,6 +90,12 @@ def write_model(folder: Path) -> Path:
 def load_reference(vocabulary: bytes) -> ReferenceEncoder:
     """Load the library that defines the ids of a vocabulary's file."""
     return ReferenceEncoder(vocabulary, describe_vocabulary(vocabulary, Tokenizer(model="given")))
+
+
+def pieces_of(model: bytes) -> list[str]:
+    """List the pieces of a SentencePiece model by their ids."""
+    processor = load_model(model)
+    return [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
 
 
 def write_documents(folder: Path, documents: Sequence[bytes]) -> Path:
@@ -145,10 +158,9 @@ def write_plan(folder: Path, recipe: Recipe) -> PlanFolder:
     return plan_partitions(folder, recipe, list_corpus_inputs(recipe).listings, inline)
 
 
-def plan_in(folder: Path, recipe: Recipe) -> list[InputPartition]:
-    """Write a plan below `folder`, and return its partitions."""
-    plan = write_plan(folder / "plan", recipe)
-    return [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
+def stop(*arguments: object) -> None:
+    """Stands for `pack_splits` in a command that is stopped when all partitions are encoded."""
+    raise TryAgain("stopped after all partitions were encoded")
 
 
 def published(root: Path) -> Artifact[CorpusManifest]:
@@ -202,6 +214,10 @@ DOCUMENTS = ["first\r\nline", "", " ", "nul\0", "emoji 👍🏽", "e\u0301", '" 
 DOCUMENTS += [document.decode() for document in make_documents(140, mean_bytes=60)]
 
 
+TEXTS = [document.decode() for document in make_documents(60)]
+ARTICLE = '<doc id="12" title="%s" nonfiltered="1" processed="1" dbindex="0">\n%s\n\nENDOFARTICLE.\n</doc>\n'
+
+
 def read_all(
     source: Source,
     split_bytes: int = 10**9,
@@ -219,14 +235,71 @@ def read_all(
     ]
 
 
-def write_jsonl(path: Path) -> None:
-    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in DOCUMENTS), encoding="utf-8")
+def jsonl(texts: Sequence[object]) -> bytes:
+    return b"".join(
+        json.dumps({"text": text.decode() if isinstance(text, bytes) else text}).encode() + b"\n" for text in texts
+    )
 
 
-def write_gzip(path: Path) -> None:
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text or None}) + "\n" for text in DOCUMENTS)
+def write_jsonl(path: Path, texts: Sequence[str | bytes]) -> Path:
+    path.write_bytes(jsonl(texts))
+    return path
 
 
-def write_parquet(path: Path) -> None:
-    pq.write_table(pa.table({"id": range(len(DOCUMENTS)), "text": DOCUMENTS}), path, row_group_size=7)
+def write_table(path: Path, table: pa.Table, writer: Callable[..., Any], rows: int = 20) -> None:
+    """Write record batches or row groups of so many rows with `pa.ipc.new_file`, `new_stream` or `pq.ParquetWriter`."""
+    with writer(str(path), table.schema) as file:
+        file.write_table(table, rows)
+
+
+def compress_with_arrow(content: bytes, codec: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def make_wikicorpus(*members: str, mode: str = "w:gz") -> bytes:
+    """Make an archive of files in latin-1 as Wikicorpus has them, of texts of ARTICLEs."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode=mode) as made:  # type: ignore[call-overload]
+        for number, text in enumerate(members):
+            entry = tarfile.TarInfo(f"raw.en/englishText_{number}")
+            entry.size = len(text.encode("latin-1"))
+            made.addfile(entry, io.BytesIO(text.encode("latin-1")))
+    return sink.getvalue()
+
+
+class Stage:
+    """Runs the stage with a given vocabulary, so that errors come from the sources."""
+
+    def __init__(self, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.root = folder, folder / "fsx"
+        self._model, self._capsys = model, capsys
+
+    def run(self, *sources: GivenSource, **settings: Any) -> int:
+        recipe = write_recipe(self.folder, *sources, model=self._model, **settings)
+        self._capsys.readouterr()
+        return run(recipe, self.root)
+
+    def refuse(self, exit_code: int, *sources: GivenSource, **settings: Any) -> str:
+        """Run the stage, check that it publishes nothing and ends with `exit_code`, and return its error message."""
+        assert self.run(*sources, **settings) == exit_code
+        assert not is_anything_published(self.root)
+        errors = self._capsys.readouterr().err
+        assert errors.count("millrace: ") == 1
+        assert "Traceback" not in errors
+        return errors[errors.index("millrace: ") :]
+
+
+@contextmanager
+def serve(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a web server on loopback during the block, and yield its address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import Artifact
 from services.common.testing import fork_server
-from services.tokenizer.tests.bad_input.stage import Stage
-from services.tokenizer.tests.builders import write_model
+from services.tokenizer.tests.builders import Mix, Stage, publish, write_jsonl, write_model, write_recipe
 
 fork_server.preload("services.tokenizer.encode_task", "services.tokenizer.ngram_overlap")
 
@@ -31,3 +34,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Stage:
     """Runs the stage with a given vocabulary."""
     return Stage(tmp_path, model, capsys)
+
+
+@pytest.fixture
+def mix(tmp_path: Path, model: Path) -> Mix:
+    """Makes a corpus of sources of documents with weights, with a given vocabulary, each time below another root."""
+    roots = (tmp_path / f"fsx-{number}" for number in count())
+
+    def mix(*sources: tuple[Sequence[bytes], float], **settings: Any) -> Artifact[CorpusManifest]:
+        tables = [
+            {"uri": str(write_jsonl(tmp_path / f"{number}.jsonl", documents)), "weight": weight}
+            for number, (documents, weight) in enumerate(sources)
+        ]
+        return publish(write_recipe(tmp_path, *tables, model=model, **settings), next(roots))
+
+    return mix

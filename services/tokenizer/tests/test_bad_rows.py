@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -15,16 +14,19 @@ import pytest
 
 from services.common.artifacts.corpus import BadRowReason
 from services.common.artifacts.lock import hold_lock
-from services.common.errors import ArtifactError, TryAgain
+from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
-from services.tokenizer.tests.bad_input.stage import Stage
 from services.tokenizer.tests.builders import (
+    Stage,
     decode_documents,
+    jsonl,
     make_documents,
     publish,
     published,
     read_all,
+    stop,
+    write_jsonl,
     write_recipe,
 )
 
@@ -33,7 +35,7 @@ GOOD = [document.decode() for document in make_documents(20)]
 
 
 def lines(*texts: str) -> list[bytes]:
-    return [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    return jsonl(texts).splitlines(keepends=True)
 
 
 BAD_LINES: dict[bytes, BadRowReason] = {
@@ -108,9 +110,9 @@ def test_bad_lines_end_the_stage_or_are_counted_in_the_manifest(stage: Stage, tm
 def test_rows_of_a_data_set_above_the_limit_are_skipped(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").write_text("\n".join([*GOOD[:4], "x" * (LIMIT + 1), *GOOD[4:]]))
-    source = f'[[corpus.sources]]\nuri = "datasets://{tmp_path / "set"}"\nsplit = "train"\n'
-    stage.refuse(3, sources=source, **LIMITED)
-    assert stage.run(sources=source, **SKIP) == 0
+    source = {"uri": f"datasets://{tmp_path / 'set'}", "split": "train"}
+    stage.refuse(3, source, **LIMITED)
+    assert stage.run(source, **SKIP) == 0
     corpus = published(tmp_path / "fsx").manifest.corpus
     assert (corpus.bad_rows, corpus.documents_read) == ({"too long": 1}, sum(len(text.split("\n")) for text in GOOD))
 
@@ -139,20 +141,29 @@ def test_above_the_limit_the_worst_files_are_named(stage: Stage, tmp_path: Path)
 def test_all_readers_skip_the_same_rows_for_any_workers_and_partitions(tmp_path: Path) -> None:
     """The vocabulary is trained on the text, duplicates are dropped, and a source is read three times."""
     write_four(tmp_path / "text", bad=10)
-    source = f'\n[[corpus.sources]]\nuri = "{tmp_path / "text"}"\nweight = 2.5\n'
+    source = {"uri": str(tmp_path / "text"), "weight": 2.5}
+    half = {"uri": str(write_jsonl(tmp_path / "half.jsonl", make_documents(60, seed=1))), "weight": 0.5}
     made = []
-    for workers, split_bytes in ((1, 10**9), (2, 8_000)):
+    for workers, split_bytes in ((1, 10**9), (1, 700), (2, 8_000)):
         recipe = write_recipe(
-            tmp_path, sources=source, corpus__split_bytes=split_bytes, corpus__validation_fraction=0.2,
-            corpus__duplicates="drop", tokenizer__num_workers=workers, **SKIP,
-        )  # fmt: skip
+            tmp_path,
+            source,
+            half,
+            corpus__split_bytes=split_bytes,
+            corpus__validation_fraction=0.2,
+            corpus__min_document_bytes=100,
+            corpus__duplicates="drop",
+            tokenizer__num_workers=workers,
+            **SKIP,
+        )
         made.append(publish(recipe, tmp_path / f"fsx-{split_bytes}").manifest)
 
-    assert len({manifest.content_digest for manifest in made}) == 1
-    assert made[0].corpus.bad_rows == made[1].corpus.bad_rows
-    assert made[0].corpus.bad_files == made[1].corpus.bad_files
+    assert len({(manifest.id, manifest.content_digest) for manifest in made}) == 1
+    for counts in ("bad_rows", "bad_files", "sources"):
+        first, *others = [getattr(manifest.corpus, counts) for manifest in made]
+        assert others == [first] * 2
     assert made[0].corpus.num_bad_rows == 15
-    assert made[0].corpus.documents_read == 3 * 4 * len(GOOD)
+    assert made[0].corpus.documents_read == 3 * 4 * len(GOOD) + 60
 
 
 @pytest.fixture
@@ -217,10 +228,6 @@ def test_kept_partitions_are_used_by_the_next_corpus_and_removed_with_it(
         assert stage.run(tmp_path / "text", **added) == 0
         assert encoded == [[f"e{number}.jsonl"]]
         assert len(scratches(tmp_path / "fsx")) == kept
-
-
-def stop(*_: object) -> None:
-    raise TryAgain("stopped after all partitions were encoded")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same command after any crash gives the corpus of an undisturbed run."""
+"""After a kill, a lost node or a full disk, the same command gives the corpus of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import find_artifact
-from services.common.errors import TryAgain
 from services.common.recipe.file import load_recipe
+from services.common.testing.disks import mounted, remount
+from services.common.testing.ray_clusters import joining, running_cluster
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer.tests.builders import (
@@ -29,6 +32,7 @@ from services.tokenizer.tests.builders import (
     published,
     run,
     start,
+    stop,
     write_documents,
     write_recipe,
 )
@@ -121,10 +125,6 @@ def test_twenty_kills_at_random_moments_give_the_same_corpus(
     assert published(root).manifest.content_digest == undisturbed
 
 
-def stop(*arguments: object) -> None:
-    raise TryAgain("stopped after all partitions were encoded")
-
-
 def test_what_is_finished_is_not_made_again_and_what_is_damaged_is(
     tmp_path: Path, recipe: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,3 +209,98 @@ def test_a_second_run_finds_the_corpus_and_a_changed_input_makes_another(
     assert published(root).manifest.inputs != first.manifest.inputs
     found = find_artifact(root, "corpus", "test", load_recipe(recipe), CorpusManifest, made_by="")
     assert found.path == published(root).path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
+
+
+@pytest.mark.parametrize(("size", "phase"), [("200k", "encode"), ("3m", "pack")])
+def test_a_full_disk_stops_the_stage_and_space_lets_it_finish(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], size: str, phase: str
+) -> None:
+    """The corpus has 2.2 MB of tokens, in token files and then in shards."""
+    text = write_documents(tmp_path / "text", [make_text(300_000, seed=seed) for seed in range(7)])
+    recipe = write_recipe(
+        tmp_path, text, corpus__split_bytes=300_000, corpus__rows_per_shard=10_000, tokenizer__num_workers=1
+    )
+    remount(small_disk, f"size={size}")
+
+    assert run(recipe, small_disk / "fsx") == 5
+
+    assert str(small_disk) in capsys.readouterr().err
+    assert not is_anything_published(small_disk / "fsx")
+    assert not list(small_disk.rglob("*.tmp"))
+    assert any(small_disk.rglob("*.partial/train")) == (phase == "pack")
+
+    remount(small_disk, "size=64m")
+    assert run(recipe, small_disk / "fsx") == 0
+    assert run(recipe, tmp_path / "undisturbed") == 0
+    expected = published(tmp_path / "undisturbed").manifest.content_digest
+    assert published(small_disk / "fsx").manifest.content_digest == expected
+
+
+def test_a_read_only_root_is_named(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", [make_text(10_000)]))
+    remount(small_disk, "ro")
+
+    assert run(recipe, small_disk / "fsx") == 5
+
+    assert str(small_disk) in capsys.readouterr().err
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Two nodes of the tokenizer. Ray takes this process to be on the first one."""
+    pytest.importorskip("ray")
+    node = {"num_cpus": 2, "resources": {"stage_tokenizer": 1}}
+    with running_cluster([node, node]) as started, joining(started):
+        yield started
+
+
+class Watch(threading.Thread):
+    """Removes a node when some partitions are encoded, and notes whether a finished one is ever encoded again."""
+
+    def __init__(self, root: Path, cluster: Any) -> None:
+        super().__init__()
+        self._root, self._cluster = root, cluster
+        self.is_over = threading.Event()
+        self.finished_before = 0
+        self.encoded_again: set[str] = set()
+
+    def run(self) -> None:
+        inodes: dict[str, int] = {}
+        while not self.is_over.wait(0.02):
+            for path in self._root.glob("corpus/*/*.scratch/*/0*/*[0-9].json"):
+                try:
+                    inode = path.stat().st_ino
+                except FileNotFoundError:  # the corpus was published, and scratch is removed
+                    continue
+                if inodes.setdefault(path.name, inode) != inode:
+                    self.encoded_again.add(path.name)
+            if len(inodes) >= 6 and not self.finished_before:
+                self.finished_before = len(inodes)
+                self._cluster.remove_node(self._cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_costs_its_unfinished_partitions_alone(tmp_path: Path, cluster: Any) -> None:
+    text = write_documents(tmp_path / "text", [make_text(300_000, seed=seed) for seed in range(40)])
+    recipe = write_recipe(
+        tmp_path, text, corpus__split_bytes=300_000, corpus__rows_per_shard=5_000, tokenizer__num_workers=4
+    )
+    watch = Watch(tmp_path / "fsx", cluster)
+    watch.start()
+    try:
+        assert run(recipe, tmp_path / "fsx", "--launch=ray") == 0
+    finally:
+        watch.is_over.set()
+        watch.join()
+
+    assert 6 <= watch.finished_before < 40
+    assert not watch.encoded_again
+    assert run(recipe, tmp_path / "alone", "--tokenizer.num_workers=1") == 0
+    made = [published(tmp_path / name).manifest for name in ("fsx", "alone")]
+    assert made[0].content_digest == made[1].content_digest

@@ -16,8 +16,8 @@ import pytest
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
-from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES
+from services.tokenizer.sources.documents import list_inputs
+from services.tokenizer.tests.builders import read_all
 
 TEN_LINES = "".join(f"line {number} of ten\n" for number in range(10))
 
@@ -87,17 +87,15 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return folder
 
 
-def read(folder: Path, **keys: str) -> list[str]:
-    listing = list_inputs(Source(uri=f"datasets://{folder}", **keys))  # type: ignore[arg-type]
-    ranges = [each for file in listing for each in cut_file(file, 2**20)]
-    batches = read_documents(ranges, "reject", MAX_DOCUMENT_BYTES)
-    return [document.decode() for batch in batches for document in batch.documents()]
+def read(folder: Path) -> list[str]:
+    return read_all(Source(uri=f"datasets://{folder}"), 2**20)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -121,10 +119,12 @@ def test_rows_are_those_of_load_dataset(tmp_path: Path, name: str) -> None:
         ({"a.txt": b"caf\xe9\n"}, ArtifactError),
         ({"a.csv": 'text\n"x\n'}, ArtifactError),
         ({"a.jsonl": '{"text": "x"\n'}, ArtifactError),
+        ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": objects("x")}, ArtifactError),
+        ({}, ArtifactError),
     ],
     ids=str,
 )
-def test_what_has_no_column_of_text_is_refused(
+def test_a_folder_that_gives_no_text_is_refused(
     tmp_path: Path, files: Mapping[str, str | bytes], error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="folder"):

@@ -17,9 +17,8 @@ from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.bad_input.stage import TEXTS as GOOD
-from services.tokenizer.tests.bad_input.stage import Stage, jsonl, write_table
-from services.tokenizer.tests.builders import DOCUMENTS, MAX_DOCUMENT_BYTES, decode_documents, published, read_all
+from services.tokenizer.tests.builders import DOCUMENTS, MAX_DOCUMENT_BYTES, jsonl, read_all, write_table
+from services.tokenizer.tests.builders import TEXTS as GOOD
 
 MARKED = {
     "utf-8": codecs.BOM_UTF8,
@@ -106,27 +105,14 @@ def test_the_share_of_repaired_text_is_that_of_the_file_however_it_is_cut(
         assert (len(documents), repaired) == (good_lines + 5, 5)
 
 
-SURROGATES = [r"\ud800", r"\udfff and \udc80"]
-"""Escapes in JSON."""
+@pytest.mark.parametrize(("escapes", "replaced"), [(r"\ud800", "\ufffd"), (r"\udfff and \udc80", "\ufffd and \ufffd")])
+def test_a_lone_surrogate_is_rejected_with_its_line_or_replaced(tmp_path: Path, escapes: str, replaced: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(GOOD) + b'\n{"text": "lone %s"}\n' % escapes.encode())
 
-
-def test_lone_surrogates_are_replaced_and_counted(stage: Stage, tmp_path: Path) -> None:
-    lines = b"".join(b'{"text": "%s %d"}\n' % (text.encode(), index) for index, text in enumerate(SURROGATES))
-    (tmp_path / "a.jsonl").write_bytes(lines + jsonl(GOOD))
-
-    assert stage.run(tmp_path / "a.jsonl") == 0
-
-    corpus = published(stage.root)
-    expected = ["\ufffd 0", "\ufffd and \ufffd 1"]
-    assert [document.decode() for document in decode_documents(corpus.path, "train")] == expected + GOOD
-    assert corpus.manifest.corpus.documents_with_invalid_utf8 == 2
-
-
-@pytest.mark.parametrize("text", SURROGATES)
-def test_a_lone_surrogate_is_rejected_with_its_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(jsonl(GOOD) + b'\n{"text": "lone %s"}\n' % text.encode())
     with pytest.raises(ArtifactError, match=r"a\.jsonl:62: .*0x.. at 5 "):
-        read_all(Source(uri=str(tmp_path)), 3_000)
+        read_all(Source(uri=str(path)), 3_000)
+    assert read_replaced(path) == ([*GOOD, f"lone {replaced}"], 1)
 
 
 @pytest.mark.parametrize("writer", [pq.ParquetWriter, pa.ipc.new_file, pa.ipc.new_stream])

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import Stage
-from services.tokenizer.tests.builders import make_documents, make_text, run, write_documents, write_recipe
-
-GOOD_LINE = b'{"text": "good"}\n'
+from services.tokenizer.tests.builders import Stage, make_documents, make_text, run, write_documents, write_recipe
 
 
 def empty_folder(folder: Path) -> Path:
@@ -40,8 +37,6 @@ def file(name: str, content: bytes) -> Callable[[Path], Path]:
         (empty_files, 3, "0 documents"),
         (file("tiny.txt", b"tiny"), 3, "corpus.sequence_length"),
         (file("a.bin", b"x"), 2, "a.bin"),
-        (file("a.jsonl", GOOD_LINE * 3 + b'{"text": \n'), 3, "a.jsonl:4"),
-        (file("a.jsonl", b'{"id": 1, "body": "x"}\n'), 2, "'text'"),
         (lambda _: "floppy://a/text", 4, "floppy://a/text"),
         (lambda _: "ftp://127.0.0.1:1/a/text", 3, "ftp://127.0.0.1:1/a/text"),
         (lambda folder: f"zip://*.txt::{folder}/a.zip", 2, "a.zip"),
@@ -57,7 +52,6 @@ def test_wrong_inputs(stage: Stage, write: Callable[[Path], Any], exit_code: int
     [
         ({"tokenizer__train__vocab_size": 9_000, "model__vocab_size": 9_000}, 2, "model.vocab_size"),
         ({"tokenizer__model": "missing.model"}, 3, "missing.model"),
-        ({"tokenizer__model": __file__}, 3, "test_errors.py"),
         ({"tokenizer__model": "MODEL", "model__vocab_size": 500}, 2, "500"),
     ],
 )
@@ -75,14 +69,10 @@ def test_wrong_vocabularies(
     assert expected in capsys.readouterr().err
 
 
-def test_an_error_in_a_worker_process_is_the_stages_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_documents(tmp_path / "text", [make_text(9_000, seed=seed) for seed in range(6)] + [b"caf\xe9"])
-    recipe = write_recipe(
-        tmp_path, tmp_path / "text", corpus__invalid_utf8="reject", corpus__split_bytes=1, tokenizer__num_workers=2,
-        tokenizer__train__max_bytes=9_000,
-    )  # fmt: skip
-    assert run(recipe, tmp_path / "fsx") == 3
-    assert "00006.txt: document 1: " in capsys.readouterr().err
+def test_an_error_in_a_worker_process_is_the_stages_error(stage: Stage, tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text", [make_text(9_000, seed=seed) for seed in range(6)] + [b"caf\xe9"])
+    settings = {"corpus__invalid_utf8": "reject", "corpus__split_bytes": 1, "tokenizer__num_workers": 2}
+    assert "00006.txt: document 1: " in stage.refuse(3, text, **settings)
 
 
 def test_dry_run_computes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

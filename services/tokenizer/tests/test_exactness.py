@@ -6,6 +6,8 @@ import base64
 import functools
 import io
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +21,12 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import models, pre_tokenizers
 
 from services.common.errors import DeviceError
+from services.common.recipe.schema import Source
 from services.common.testing.seeds import draw_seed
 from services.common.vocabularies.fuzz import fuzz_documents
-from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding import chunk_encoder
 from services.tokenizer.encoding.byte_level import FastokensEncoder
-from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
+from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels
 from services.tokenizer.encoding.chunk_kernel import SHORT_BYTES
 from services.tokenizer.encoding.chunk_tables import (
     BLOCK_BYTES,
@@ -33,15 +35,21 @@ from services.tokenizer.encoding.chunk_tables import (
     obstacle_to_chunks,
 )
 from services.tokenizer.encoding.encoder import SAMPLED_BYTES, CheckedEncoder, find_difference
-from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.encoding.kernel_compiler import KernelCache
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (
-    MAX_DOCUMENT_BYTES,
+    REPOSITORY,
     load_reference,
     make_documents,
     make_text,
+    pieces_of,
+    publish,
     publish_documents,
+    published,
+    read_all,
     read_stream,
+    write_documents,
+    write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.training import train_vocabulary
@@ -59,17 +67,7 @@ def model(request: pytest.FixtureRequest) -> bytes:
 
 @functools.cache
 def python_documentation() -> Sequence[bytes]:
-    from services.common.recipe.schema import Source  # noqa: PLC0415
-
-    pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20)]
-    return tuple(
-        document for batch in read_documents(pieces, "replace", MAX_DOCUMENT_BYTES) for document in batch.documents()
-    )
-
-
-def pieces_of(model: bytes) -> list[str]:
-    processor = load_model(model)
-    return [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
+    return tuple(document.encode() for document in read_all(Source(uri=URI), 2**20, invalid_utf8="replace"))
 
 
 def difference(model: bytes, documents: Sequence[bytes]) -> bytes | None:
@@ -274,3 +272,48 @@ def test_a_tokenizer_json_that_fastokens_cannot_read_goes_to_tokenizers(tmp_path
 
     assert corpus.manifest.corpus.encoder.startswith("tokenizers ")
     assert read_stream(corpus.path, "train").documents[0] == [1, 70_000, 70_001, 70_000, 0, 2]
+
+
+COUNT_COMPILATIONS = """
+from services.tokenizer.encoding.chunk_encoder import load_kernels
+from services.tokenizer.encoding.chunk_kernel import encode_documents, rehash
+load_kernels("uint16")
+print([sum(kernel.stats.cache_misses.values()) for kernel in (encode_documents, rehash)])
+"""
+IMPORTED_LIBRARIES = """
+import sys
+from services.tokenizer.command import main
+code = main(sys.argv[1:])
+print(sorted({"numba", "pandas"} & sys.modules.keys()), code)
+"""
+
+
+def run_python(program: str, *argv: str) -> str:
+    command = [sys.executable, "-c", program, *argv]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_later_process_compiles_nothing() -> None:
+    load_kernels("uint16")
+    assert run_python(COUNT_COMPILATIONS) == "[0, 0]\n"
+
+
+def make_cache(folder: Path) -> KernelCache:
+    (folder / "kernel.py").touch()
+    return KernelCache.from_function(load_kernels, str(folder / "kernel.py"))
+
+
+def test_a_change_of_any_module_of_the_folder_makes_code_outdated(tmp_path: Path) -> None:
+    stamp = make_cache(tmp_path).get_source_stamp()
+    assert make_cache(tmp_path).get_source_stamp() == stamp
+    (tmp_path / "called.py").write_text("LIMIT = 1", encoding="utf-8")
+    assert make_cache(tmp_path).get_source_stamp() != stamp
+
+
+def test_a_stage_with_the_reference_encoder_imports_neither_numba_nor_pandas(tmp_path: Path) -> None:
+    """Pandas, which pyarrow imports where it can, takes a second of every process."""
+    recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", make_documents(60)))
+    argv = ["--recipe", str(recipe), "--root", str(tmp_path / "fsx"), "--launch", "inline"]
+    assert run_python(IMPORTED_LIBRARIES, *argv, '--tokenizer.encoder="reference"').endswith("[] 0\n")
+    by_kernel = publish(recipe, tmp_path / "kernel").manifest.content_digest
+    assert published(tmp_path / "fsx").manifest.content_digest == by_kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,9 +14,21 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from services.common.errors import ArtifactError, MillraceError
+from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.tests.builders import read_all
+from services.tokenizer.tests.builders import (
+    DOCUMENTS,
+    Stage,
+    decode_documents,
+    make_documents,
+    published,
+    read_all,
+    write_documents,
+    write_jsonl,
+    write_plan,
+    write_recipe,
+)
 
 
 def write_tree(folder: Path, *names: str | bytes) -> Path:
@@ -180,3 +193,42 @@ def test_what_is_refused_can_be_written_in_another_way(
     assert caught.value.exit_code == exit_code
     if written:
         assert names_of(f"{tmp_path}/{written}")
+
+
+def test_files_folders_and_globs_are_read_in_the_order_of_the_recipe(stage: Stage, tmp_path: Path) -> None:
+    write_documents(tmp_path / "folder" / "deep", [b"in a folder"])
+    (tmp_path / "one.md").write_bytes(b"a file")
+    write_documents(tmp_path / "many", [b"glob one", b"glob two", b"glob three"])
+    (tmp_path / "many" / "notes.rst").write_bytes(b"not matched")
+    sources = tmp_path / "one.md", tmp_path / "many" / "0000[02].txt", tmp_path / "folder"
+
+    assert stage.run(*sources) == 0
+
+    found = decode_documents(published(stage.root).path, "train")
+    assert found == [b"a file", b"glob one", b"glob three", b"in a folder"]
+
+
+def test_files_of_unknown_formats_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.txt", "b.png", "c.pyc", "d.pyc", "README", ".hidden.txt", ".git/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with caplog.at_level(logging.WARNING):
+        files = list_inputs(Source(uri=str(tmp_path)))
+
+    assert [file.name for file in files] == ["a.txt"]
+    assert ".pyc" in caplog.text
+    assert len(list_inputs(Source(uri=str(tmp_path), format="text"))) == 5
+
+
+def test_a_large_jsonl_is_cut_and_small_files_share_a_partition(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "large.jsonl", DOCUMENTS)
+    write_documents(tmp_path / "small", make_documents(600, mean_bytes=20))
+    path = write_recipe(tmp_path, tmp_path / "large.jsonl", tmp_path / "small", corpus__split_bytes=2_000)
+
+    plan = write_plan(tmp_path / "plan", load_recipe(path))
+    partitions = [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
+
+    files_per_partition = [len({each.file.name for each in partition.file_ranges}) for partition in partitions]
+    assert max(files_per_partition) > 5
+    assert sum(partition.file_ranges[0].file.name == "large.jsonl" for partition in partitions) > 5
+    assert all(sum(each.bytes for each in partition.file_ranges) <= 2_000 for partition in partitions)

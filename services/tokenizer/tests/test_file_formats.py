@@ -1,4 +1,4 @@
-"""The rows of JSON, Parquet and Arrow are those of `datasets`: with nulls, without rows, nested, compressed, padded."""
+"""The rows of JSON, Parquet and Arrow files are documents: with nulls, without rows, nested, compressed, padded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,18 @@ import pytest
 
 from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
-from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_table
-from services.tokenizer.tests.builders import DOCUMENTS, published, read_all
+from services.tokenizer.tests.builders import (
+    ARTICLE,
+    DOCUMENTS,
+    TEXTS,
+    Stage,
+    compress_with_arrow,
+    jsonl,
+    make_wikicorpus,
+    published,
+    read_all,
+    write_table,
+)
 
 ROWS: list[dict[str, Any]] = [
     {"id": number, "text": text, "meta": {"a.b": "no", "en": text[:3]}} for number, text in enumerate(DOCUMENTS[:20])
@@ -30,24 +40,12 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
     return "\n".join(json.dumps(row) for row in rows).encode()
 
 
-def without_nulls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows as Spark writes them."""
-    return [{key: value for key, value in row.items() if value is not None} for row in rows]
-
-
 def parquet(table: pa.Table) -> Callable[[Path], object]:
     return lambda path: pq.write_table(table, path)
 
 
 def arrow(table: pa.Table, writer: Callable[..., Any] = pa.ipc.new_stream) -> Callable[[Path], object]:
     return lambda path: write_table(path, table, writer, rows=4)
-
-
-def compressed(written: bytes, codec: str) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, codec) as stream:
-        stream.write(written)
-    return sink.getvalue().to_pybytes()
 
 
 def with_text(kind: pa.DataType) -> pa.Table:
@@ -61,7 +59,7 @@ def content(written: bytes) -> Callable[[Path], object]:
 FILES: dict[str, Callable[[Path], object]] = {
     "a.jsonl": content(lines(ROWS)),
     "b.ndjson": content(lines(ROWS)),
-    "c.jsonlines": content(lines(without_nulls(ROWS))),
+    "c.jsonlines": content(lines(ROWS)),
     "d.json": content(lines(ROWS)),
     "array.json": content(json.dumps(ROWS).encode()),
     "indented.json": content(json.dumps(ROWS, indent=2).encode()),
@@ -73,8 +71,8 @@ FILES: dict[str, Callable[[Path], object]] = {
     "null-lines.jsonl": content(b"\n".join(lines([row]) if row["text"] is not None else b"null" for row in ROWS)),
     "e.ndjson.gz": content(gzip.compress(lines(ROWS))),
     "f.JSON.XZ": content(lzma.compress(lines(ROWS))),
-    "g.jsonl.zst": content(compressed(lines(ROWS), "zstd")),
-    "h.jsonl.lz4": content(compressed(lines(ROWS), "lz4")),
+    "g.jsonl.zst": content(compress_with_arrow(lines(ROWS), "zstd")),
+    "h.jsonl.lz4": content(compress_with_arrow(lines(ROWS), "lz4")),
     "raw.jsonl": content("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()),
     "a.parquet": parquet(TABLE),
     "a.arrow": arrow(TABLE, pa.ipc.new_file),
@@ -85,7 +83,6 @@ FILES: dict[str, Callable[[Path], object]] = {
     "words.arrow": arrow(with_text(pa.dictionary(pa.int32(), pa.string()))),
 }
 EXPECTED = [row["text"] or "" for row in ROWS]
-KNOWN_TO_DATASETS = [name for name in FILES if name[:2] in ("a.", "b.", "d.") or name == "array.json"]
 
 
 @pytest.mark.parametrize("split_bytes", [40, 10**9])
@@ -93,17 +90,6 @@ KNOWN_TO_DATASETS = [name for name in FILES if name[:2] in ("a.", "b.", "d.") or
 def test_rows_are_documents_and_nulls_are_empty(tmp_path: Path, name: str, split_bytes: int) -> None:
     FILES[name](tmp_path / name)
     assert read_all(Source(uri=str(tmp_path)), split_bytes) == EXPECTED
-
-
-def test_the_rows_are_those_of_datasets(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    for name in KNOWN_TO_DATASETS:
-        path = tmp_path / name
-        FILES[name](path)
-        kind = {"parquet": "parquet", "arrow": "arrow"}.get(name.rpartition(".")[2], "json")
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-        assert [text or "" for text in rows["text"]] == read_all(Source(uri=str(path)), 40), name
 
 
 NULLS = pa.table({"id": [1, 2, 3], "text": pa.nulls(3)})
@@ -151,13 +137,19 @@ def test_a_nested_column_is_named_with_a_dot(tmp_path: Path, name: str) -> None:
     assert read_all(source.model_copy(update={"column": "meta.a.b"})) == ["no"] * 20 + [""] * 2
 
 
+def test_a_column_whose_name_has_a_dot_or_begins_like_another(tmp_path: Path) -> None:
+    columns = {"meta": ["m"], "meta.text": ["mt"], "meta.text.en": ["mte"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for column, values in columns.items():
+        assert read_all(Source(uri=str(tmp_path / "a.parquet"), column=column)) == values
+
+
 @pytest.mark.parametrize(("column", "exit_code"), [("body", 2), ("meta.de", 2), ("meta", 3)])
 def test_a_key_that_is_missing_or_holds_no_text_is_refused(
     stage: Stage, tmp_path: Path, column: str, exit_code: int
 ) -> None:
     FILES["a.jsonl"](tmp_path / "a.jsonl")
-    sources = f'[[corpus.sources]]\nuri = "{tmp_path / "a.jsonl"}"\ncolumn = "{column}"\n'
-    message = stage.refuse(exit_code, sources=sources)
+    message = stage.refuse(exit_code, {"uri": str(tmp_path / "a.jsonl"), "column": column})
     assert "a.jsonl" in message
     assert repr(column) in message
 
@@ -182,3 +174,29 @@ def test_streams_that_follow_one_another(
     else:
         with pytest.raises(ArtifactError, match=path.name):
             read_all(Source(uri=str(path)))
+
+
+def test_what_datasets_saves_to_disk_is_read(tmp_path: Path) -> None:
+    """The folder has Arrow streams, and JSON files that hold no documents."""
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_dict({"id": range(len(DOCUMENTS)), "text": DOCUMENTS})
+    saved.save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    assert len(list((tmp_path / "saved").glob("*.json"))) == 2
+
+    assert read_all(Source(uri=str(tmp_path / "saved"))) == DOCUMENTS
+    assert read_all(Source(uri=f"datasets://{tmp_path / 'saved'}")) == DOCUMENTS
+
+
+@pytest.mark.parametrize(("name", "mode"), [("raw.en.tgz", "w:gz"), ("raw.en.tar", "w")])
+def test_a_wikicorpus_archive_gives_its_articles(tmp_path: Path, name: str, mode: str) -> None:
+    """The archive's files are in latin-1."""
+    articles = [
+        "caf\xe9, na\xefve \xa9",
+        "first line\n\nsecond  line ",
+        " indented",
+        "",
+        "a ENDOFARTICLE. within a line",
+    ]
+    members = ["".join(ARTICLE % ("x", text) for text in part) for part in (articles[:3], articles[3:])]
+    (tmp_path / name).write_bytes(make_wikicorpus(*members, mode=mode))
+    assert read_all(Source(uri=str(tmp_path / name), format="wikicorpus")) == articles

@@ -10,13 +10,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from services.common.launch import inline
 from services.common.recipe.file import load_recipe
-from services.tokenizer.corpus_inputs import list_corpus_inputs
-from services.tokenizer.partition_plan import plan_partitions
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.input_files import BLOCK_FILES
-from services.tokenizer.tests.builders import write_recipe
+from services.tokenizer.tests.builders import write_plan, write_recipe
 
 LINE = b'{"text": "a document of a million"}\n'
 REQUESTS_PER_FILE = 2
@@ -62,7 +59,7 @@ def test_a_file_costs_two_requests(tmp_path: Path, store: CountingFileSystem) ->
     recipe = load_recipe(write_recipe(tmp_path, "counting://texts", corpus__split_bytes=64 * len(LINE)))
     store.requests.clear()
 
-    plan = plan_partitions(tmp_path / "plan", recipe, list_corpus_inputs(recipe).listings, inline)
+    plan = write_plan(tmp_path / "plan", recipe)
     for index in range(len(plan.read_partitions())):
         ranges = plan.read_partition(index).file_ranges
         assert sum(map(len, read_documents(ranges, "reject", 1_000))) == len(ranges)
@@ -77,14 +74,13 @@ def test_a_damaged_plan_is_made_anew(tmp_path: Path, damaged: str) -> None:
     for number in range(5):
         (tmp_path / "texts" / f"{number}.jsonl").write_bytes(LINE * number)
     recipe = load_recipe(write_recipe(tmp_path, tmp_path / "texts", corpus__split_bytes=len(LINE)))
-    listings = list_corpus_inputs(recipe).listings
-    plan = plan_partitions(tmp_path / "plan", recipe, listings, inline)
+    plan = write_plan(tmp_path / "plan", recipe)
     expected = [plan.read_partition(index) for index in range(len(plan.read_partitions()))]
     content = bytearray((plan.path / damaged).read_bytes())
     content[len(content) // 2] ^= 1
     (plan.path / damaged).write_bytes(content)
 
-    again = plan_partitions(tmp_path / "plan", recipe, listings, inline)
+    again = write_plan(tmp_path / "plan", recipe)
 
     assert [again.read_partition(index) for index in range(len(again.read_partitions()))] == expected
     assert again.is_finished()

@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
 
-from services.common.artifacts.corpus import SPLITS, CorpusManifest
-from services.common.artifacts.store import Artifact
-from services.tokenizer.tests.builders import (
-    decode_documents,
-    make_documents,
-    make_text,
-    publish,
-    read_stream,
-    write_recipe,
-)
-
-Mix = Callable[..., Artifact[CorpusManifest]]
+from services.common.artifacts.corpus import SPLITS
+from services.tokenizer.tests.builders import Mix, decode_documents, make_documents, make_text, read_stream
 
 
 def make_short(number: int, *, seed: int) -> list[bytes]:
     return [b"%d of %d: " % (index, seed) + make_text(30, seed=seed * 10_000 + index) for index in range(number)]
 
 
-def write_lines(path: Path, documents: Sequence[bytes]) -> Path:
-    path.write_text("".join(json.dumps({"text": document.decode()}) + "\n" for document in documents))
-    return path
-
-
-def source(uri: Path, weight: float | None = None) -> str:
-    return f'[[corpus.sources]]\nuri = "{uri}"\n' + (f"weight = {weight}\n" if weight is not None else "")
-
-
-@pytest.fixture
-def mix(tmp_path: Path, model: Path) -> Mix:
-    """Runs the stage over several sources, with a given vocabulary, each time below another root."""
-    roots = (tmp_path / f"fsx-{number}" for number in count())
-
-    def mix(*sources: str, **settings: Any) -> Artifact[CorpusManifest]:
-        return publish(write_recipe(tmp_path, sources="".join(sources), model=model, **settings), next(roots))
-
-    return mix
-
-
-def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: Path, mix: Mix) -> None:
+def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(mix: Mix) -> None:
     documents = make_short(2_000, seed=1)
-    texts = source(write_lines(tmp_path / "a.jsonl", documents), 0.25)
 
-    made = [mix(texts), mix(texts, corpus__split_bytes=5_000)]
+    made = [mix((documents, 0.25)), mix((documents, 0.25), corpus__split_bytes=5_000)]
 
     assert len({corpus.manifest.content_digest for corpus in made}) == 1
     kept = decode_documents(made[0].path, "train")
@@ -65,14 +31,11 @@ def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: P
     assert (counts.documents_read, counts.documents_not_sampled) == (2_000, 2_000 - len(kept))
 
 
-def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(tmp_path: Path, mix: Mix) -> None:
+def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(mix: Mix) -> None:
     """Copies of a document are far apart, so no training sequence holds two of them."""
     repeated, once = make_short(400, seed=1), make_short(50, seed=2)
-    corpus = mix(
-        source(write_lines(tmp_path / "a.jsonl", repeated), 2.5),
-        source(write_lines(tmp_path / "b.jsonl", once)),
-        corpus__split_bytes=2_000,
-    )
+
+    corpus = mix((repeated, 2.5), (once, 1), corpus__split_bytes=2_000)
 
     train = decode_documents(corpus.path, "train")
     first, second, third = train[:450], train[450:850], train[850:]
@@ -85,12 +48,11 @@ def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(tm
     assert [each.splits["train"].documents for each in counts.sources] == [800 + len(third), 50]
 
 
-def test_mixtures_of_other_weights_have_the_same_validation_split(tmp_path: Path, mix: Mix) -> None:
+def test_mixtures_of_other_weights_have_the_same_validation_split(mix: Mix) -> None:
     """Losses of mixtures can be compared only on the same documents, token for token with a given vocabulary."""
     texts = [make_short(300, seed=1), make_documents(40, seed=2), make_documents(30, seed=3)]
-    paths = [write_lines(tmp_path / f"{number}.jsonl", documents) for number, documents in enumerate(texts)]
     made = [
-        mix(*map(source, paths, weights), corpus__validation_fraction=0.2, corpus__split_bytes=5_000)
+        mix(*zip(texts, weights, strict=True), corpus__validation_fraction=0.2, corpus__split_bytes=5_000)
         for weights in ([1, 1, 1], [0.1, 1, 2.5], [2.5, 0.1, 1])
     ]
 
@@ -109,14 +71,7 @@ def test_mixtures_of_other_weights_have_the_same_validation_split(tmp_path: Path
 def test_shares_add_up_and_are_those_of_the_shards(tmp_path: Path, mix: Mix, model: Path) -> None:
     texts = [make_short(200, seed=1), make_documents(30, seed=2), make_documents(20, seed=3)]
     weights = [0.5, 1, 2.25]
-    corpus = mix(
-        *(
-            source(write_lines(tmp_path / f"{number}.jsonl", documents), weight)
-            for number, (documents, weight) in enumerate(zip(texts, weights, strict=True))
-        ),
-        corpus__validation_fraction=0.1,
-        corpus__split_bytes=3_000,
-    )
+    corpus = mix(*zip(texts, weights, strict=True), corpus__validation_fraction=0.1, corpus__split_bytes=3_000)
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     source_of = {document: number for number, documents in enumerate(texts) for document in documents}
@@ -146,47 +101,11 @@ def test_shares_add_up_and_are_those_of_the_shards(tmp_path: Path, mix: Mix, mod
     assert sum(each.share for each in counted) == pytest.approx(1, abs=1e-12)
 
 
-def test_short_documents_are_dropped_and_counted(tmp_path: Path, mix: Mix) -> None:
-    """The limit counts bytes, not characters."""
-    long = make_documents(20, mean_bytes=300, seed=1)
-    documents = [b"", b"a" * 9, b"a" * 10, "é".encode() * 5, *long]
-    corpus = mix(source(write_lines(tmp_path / "a.jsonl", documents), 2), corpus__min_document_bytes=10)
-
-    kept = [document for document in documents if len(document) >= 10]
-    assert len(kept) < len(documents)
-    assert decode_documents(corpus.path, "train") == kept * 2
-    counts = corpus.manifest.corpus
-    assert (counts.documents_read, counts.documents_empty) == (2 * len(documents), 0)
-    assert counts.documents_too_short == 2 * (len(documents) - len(kept))
-
-
-def test_any_number_of_workers_mixes_the_same_corpus(tmp_path: Path, mix: Mix) -> None:
-    sources = [
-        source(write_lines(tmp_path / "a.jsonl", make_documents(60, seed=1)), 0.5),
-        source(write_lines(tmp_path / "b.jsonl", make_documents(20, seed=2)), 2.5),
-        source(write_lines(tmp_path / "c.jsonl", make_documents(20, seed=3))),
-    ]
-    made = [
-        mix(
-            *sources,
-            corpus__validation_fraction=0.1,
-            corpus__min_document_bytes=100,
-            tokenizer__num_workers=workers,
-            corpus__split_bytes=split_bytes,
-        ).manifest
-        for workers, split_bytes in ((1, 10**9), (1, 700), (2, 3_000))
-    ]
-    assert len({manifest.content_digest for manifest in made}) == 1
-    assert len({manifest.id for manifest in made}) == 1
-    assert made[0].corpus.sources == made[1].corpus.sources == made[2].corpus.sources
-
-
-def test_a_document_of_two_sources_is_chosen_alike_in_both(tmp_path: Path, mix: Mix) -> None:
+def test_a_document_of_two_sources_is_chosen_alike_in_both(mix: Mix) -> None:
     """The document is not removed, and is never in both splits."""
     shared, left, right = make_short(200, seed=1), make_short(100, seed=2), make_short(100, seed=3)
-    paths = [write_lines(tmp_path / "a.jsonl", left + shared), write_lines(tmp_path / "b.jsonl", shared + right)]
 
-    corpus = mix(*(source(path, 0.5) for path in paths), corpus__validation_fraction=0.3)
+    corpus = mix((left + shared, 0.5), (shared + right, 0.5), corpus__validation_fraction=0.3)
 
     train, validation = (Counter(decode_documents(corpus.path, split)) for split in SPLITS)
     assert not set(train) & set(validation)

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import chain
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
-from services.common.artifacts.corpus import Split
-from services.common.launch import inline
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import Artifact
 from services.tokenizer import ngram_overlap
-from services.tokenizer.encode_task import EncodedPartitions, starts_path, tokens_path
-from services.tokenizer.encoding.encoder import token_dtype
-from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
-from services.tokenizer.partition_plan import PARTITION
-from services.tokenizer.tests.builders import make_text, published, read_stream, run, write_documents, write_recipe
+from services.tokenizer.ngram_overlap import count_overlap
+from services.tokenizer.tests.builders import publish, read_stream, write_jsonl, write_recipe
 
-BOS, EOS, N = 1, 2, 13
+N, WORDS = 13, 300
+
+
+def write_word_vocabulary(folder: Path, first_id: int) -> dict[str, Any]:
+    """Write a vocabulary of WORDS words with ids from `first_id` on, and return the keys of a recipe for it."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": first_id + number for number in range(WORDS)}
+    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return {"tokenizer__model": str(folder / "tokenizer.json"), "model__vocab_size": first_id + WORDS}
 
 
 def ngrams_of(documents: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -27,94 +37,55 @@ def ngrams_of(documents: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return [tuple(ids[at : at + N]) for ids in documents for at in range(1, len(ids) - N)]
 
 
-def count_naively(train: Sequence[Sequence[int]], validation: Sequence[Sequence[int]]) -> NgramOverlap:
-    in_train, ngrams = set(ngrams_of(train)), ngrams_of(validation)
-    return NgramOverlap(len(ngrams), sum(ngram in in_train for ngram in ngrams))
+def count_naively(corpus: Artifact[CorpusManifest]) -> list[tuple[int, int]]:
+    """Count the n-grams of each source's validation documents, and those of them that are in train."""
+    in_train, validation = (
+        set(ngrams_of(read_stream(corpus.path, "train").documents)),
+        read_stream(corpus.path, "validation"),
+    )
+    counts = []
+    for tokens in corpus.manifest.corpus.validation_ranges:
+        bounds = [at for at in [*validation.starts, len(validation.tokens)] if tokens.start <= at <= tokens.stop]
+        ngrams = ngrams_of([validation.tokens[begin:end].tolist() for begin, end in pairwise(bounds)])
+        counts.append((len(ngrams), sum(ngram in in_train for ngram in ngrams)))
+    return counts
 
 
-Documents = dict[Split, list[list[int]]]
+def counts_of(corpus: Artifact[CorpusManifest]) -> list[tuple[int, int]]:
+    return [(each.validation_ngrams, each.validation_ngrams_in_train) for each in corpus.manifest.corpus.sources]
 
 
-def write_encoded(folder: Path, vocab_size: int, *partitions: Documents) -> EncodedPartitions:
-    """Write the files of partitions as encode tasks do, each partition of another source."""
-    planned = np.zeros(len(partitions), PARTITION)
-    planned["source"] = range(len(partitions))
-    encoded = EncodedPartitions(planned)
-    (folder / "000").mkdir(parents=True)
-    for index, splits in enumerate(partitions):
-        for split, documents in splits.items():
-            sizes = [len(ids) for ids in documents]
-            tokens = np.array(list(chain(*documents)), token_dtype(vocab_size))
-            tokens_path(folder, index, split).write_bytes(tokens.tobytes())
-            starts_path(folder, index, split).write_bytes((np.cumsum(sizes) - sizes).astype(np.int64).tobytes())
-            encoded.documents[split][index] = len(documents)
-            encoded.document_tokens[split][index] = sum(sizes) - 2 * len(documents)
-    return encoded
-
-
-def make_ids(chosen: random.Random, vocab_size: int, longest: int) -> list[int]:
-    """A document of few distinct tokens, so that n-grams occur again by chance; BOS and EOS may be in its text."""
-    ids = chosen.choices([vocab_size - 1, vocab_size - 2, BOS, EOS], [85, 10, 3, 2], k=chosen.randint(1, longest))
-    return [BOS, *ids, EOS]
-
-
-@pytest.mark.parametrize(("vocab_size", "longest"), [(300, 40), (300, 400), (70_000, 40)])
+@pytest.mark.parametrize(("first_id", "longest"), [(300, 40), (300, 300), (70_000, 40)])
 def test_counts_are_those_of_sets_of_n_grams(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, longest: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_id: int, longest: int
 ) -> None:
-    """Borders of blocks are inside of documents, at their begins and at their ends."""
+    """Documents have few distinct words. Borders of blocks are inside of documents, at their begins and their ends."""
     chosen = random.Random(longest)
-    partitions: list[Documents] = [
-        {
-            "train": [make_ids(chosen, vocab_size, longest) for _ in range(30)],
-            "validation": [make_ids(chosen, vocab_size, longest) for _ in range(5)],
-        }
-        for _ in range(2)
-    ]
-    partitions.append({"train": [], "validation": []})
-    train = [ids for partition in partitions for ids in partition["train"]]
-    expected = [count_naively(train, partition["validation"]) for partition in partitions]
-    assert 0 < expected[0].ngrams_in_train < expected[0].ngrams
-
-    for block_tokens in (2**16, 1, 13):
+    texts = [" ".join(chosen.choices(["w0", "w1"], [9, 1], k=chosen.randint(1, longest))) for _ in range(120)]
+    sources = [write_jsonl(tmp_path / f"{number}.jsonl", texts[number::2]) for number in range(2)]
+    settings = write_word_vocabulary(tmp_path, first_id) | {"corpus__validation_fraction": 0.2}
+    made: list[Artifact[CorpusManifest]] = []
+    for block_tokens, workers, split_bytes in ((2**15, 1, 10**9), (1, 1, 4_000), (N, 1, 4_000), (2**15, 2, 4_000)):
         monkeypatch.setattr(ngram_overlap, "_BLOCK_TOKENS", block_tokens)
-        folder = tmp_path / f"{block_tokens}"
-        encoded = write_encoded(folder, vocab_size, *partitions)
-        assert count_overlap(folder, vocab_size, encoded, inline, 1) == expected
+        sizes: dict[str, Any] = {"tokenizer__num_workers": workers, "corpus__split_bytes": split_bytes}
+        made.append(publish(write_recipe(tmp_path, *sources, **settings, **sizes), tmp_path / f"fsx-{len(made)}"))
+
+    expected = count_naively(made[0])
+    assert all(0 < in_train < ngrams for ngrams, in_train in expected)
+    assert [counts_of(corpus) for corpus in made] == [expected] * len(made)
 
 
-def test_a_large_validation_split_is_sampled(tmp_path: Path) -> None:
+def test_a_large_validation_split_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of the n-grams that are in train stays, within the error of 1,000 n-grams."""
     chosen = random.Random(1)
+    halves = [" ".join(f"w{chosen.randrange(WORDS)}" for _ in range(50)) for _ in range(300)]
+    texts = [f"{halves[number % 100]} {half}" for number, half in enumerate(halves)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    recipe = write_recipe(tmp_path, source, **write_word_vocabulary(tmp_path, 300), corpus__validation_fraction=0.3)
+    monkeypatch.setattr("services.tokenizer.build.count_overlap", partial(count_overlap, max_ngrams=1_000))
 
-    def make(count: int) -> list[list[int]]:
-        return [[BOS, *(chosen.randrange(3, 300) for _ in range(100)), EOS] for _ in range(count)]
+    corpus = publish(recipe, tmp_path / "fsx")
 
-    shared = make(40)
-    held_out = [[*ids[:51], *others[51:]] for ids, others in zip(shared, make(40), strict=True)] + make(60)
-    encoded = write_encoded(tmp_path, 300, {"train": shared, "validation": held_out})
-
-    [exact] = count_overlap(tmp_path, 300, encoded, inline, 1)
-    [sampled] = count_overlap(tmp_path, 300, encoded, inline, 1, max_ngrams=1_000)
-    assert exact == count_naively(shared, held_out)
-    assert 800 < sampled.ngrams < 1_000
-    assert sampled.ngrams_in_train / sampled.ngrams == pytest.approx(exact.ngrams_in_train / exact.ngrams, abs=0.05)
-    assert exact.ngrams_in_train / exact.ngrams == pytest.approx(40 * 38 / 8_800)
-
-
-def test_the_manifest_has_the_counts_of_the_stored_corpus(tmp_path: Path) -> None:
-    """One worker and two workers count the same."""
-    made = []
-    documents = [make_text(300, seed=n) + make_text(150, seed=-1) for n in range(120)]  # they share a paragraph
-    recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", documents), corpus__validation_fraction=0.2)
-    for workers, split_bytes in ((1, 10**9), (2, 40_000)):
-        options = f"--tokenizer.num_workers={workers}", f"--corpus.split_bytes={split_bytes}"
-        assert run(recipe, tmp_path / f"fsx-{workers}", *options) == 0
-        made.append(published(tmp_path / f"fsx-{workers}"))
-
-    counts = made[0].manifest.corpus
-    naive = count_naively(*(read_stream(made[0].path, split).documents for split in ("train", "validation")))
-    assert (counts.validation_ngrams, counts.validation_ngrams_in_train) == (naive.ngrams, naive.ngrams_in_train)
-    assert naive.ngrams_in_train > 500
-    assert made[1].manifest.corpus.sources == counts.sources
-    assert made[1].manifest.content_digest == made[0].manifest.content_digest
+    [(ngrams, in_train)], [(all_ngrams, all_in_train)] = counts_of(corpus), count_naively(corpus)
+    assert 800 < ngrams < 1_000 < all_ngrams / 4
+    assert in_train / ngrams == pytest.approx(all_in_train / all_ngrams, abs=0.05)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from services.common.recipe.file import load_recipe
-from services.tokenizer.tests.builders import REPOSITORY, write_recipe
+from services.common.testing.commands import start_python
+from services.tokenizer.tests.builders import serve, write_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ANSWERS = {
@@ -54,44 +51,42 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    """Run a local server with the answers of the hub's HTTP interface; yield its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """The address of a local server with the answers of the hub's HTTP interface."""
+    with serve(_Hub) as address:
+        yield address
 
 
-def run_pin(recipe: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "services.tokenizer", "pin", str(recipe)],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def write_sources(folder: Path, tables: str) -> Path:
+    recipe = write_recipe(folder, corpus__sources=None)
+    recipe.write_text(recipe.read_text(encoding="utf-8") + tables, encoding="utf-8")
+    return recipe
+
+
+def run_pin(recipe: Path, endpoint: str) -> tuple[int, str]:
+    """Run the subcommand on the hub at `endpoint`, and return its exit code and what it printed."""
+    process = start_python(["-m", "services.tokenizer", "pin", str(recipe)], HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+    printed, _ = process.communicate(timeout=60)
+    return process.returncode, printed
 
 
 def test_branches_become_commits_and_all_else_stays(tmp_path: Path, hub: str) -> None:
-    recipe = write_recipe(tmp_path, sources=SOURCES)
+    recipe = write_sources(tmp_path, SOURCES)
     before = recipe.read_text(encoding="utf-8")
 
-    done = run_pin(recipe, hub)
+    exit_code, printed = run_pin(recipe, hub)
 
-    assert done.returncode == 0, done.stderr
+    assert exit_code == 0, printed
     expected = before.replace('"refs/convert/parquet"', f'"{COMMIT}"').replace('"main"', f'"{COMMIT[::-1]}"')
     assert recipe.read_text(encoding="utf-8") == expected
     assert [source.revision for source in load_recipe(recipe).corpus.sources] == [COMMIT, None, COMMIT[::-1], "f" * 40]
 
 
 def test_a_revision_that_is_not_there_pins_nothing(tmp_path: Path, hub: str) -> None:
-    recipe = write_recipe(tmp_path, sources=SOURCES.replace('"main"', '"mian"'))
+    recipe = write_sources(tmp_path, SOURCES.replace('"main"', '"mian"'))
     before = recipe.read_bytes()
 
-    done = run_pin(recipe, hub)
+    exit_code, printed = run_pin(recipe, hub)
 
-    assert done.returncode == 2
-    assert "'mian'" in done.stderr
+    assert exit_code == 2
+    assert "'mian'" in printed
     assert recipe.read_bytes() == before

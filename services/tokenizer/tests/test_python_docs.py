@@ -12,7 +12,7 @@ from services.common.errors import ArtifactError, DeviceError
 from services.common.recipe.schema import Source
 from services.tokenizer.sources import python_docs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES
+from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, read_all
 
 
 def read_library(library: Path) -> dict[str, str]:
@@ -35,13 +35,7 @@ def write_library(folder: Path, **modules: str) -> Path:
 def test_this_python_has_more_than_a_megabyte_of_documentation() -> None:
     before = set(sys.modules)
     files = list_inputs(Source(uri="pydoc://"))
-    documents = [
-        document.decode()
-        for file in files
-        for piece in cut_file(file, 2**20)
-        for batch in read_documents([piece], "reject", MAX_DOCUMENT_BYTES)
-        for document in batch.documents()
-    ]
+    documents = read_all(Source(uri="pydoc://"), 2**20)
 
     assert sum(map(len, documents)) > 1_000_000
     reference = next(text for text in documents if text.startswith('The "if" statement'))
@@ -90,15 +84,6 @@ else:
         "        Documented inside.\n\n"
     )
     assert "undocumented.py" not in read_library(library)
-
-
-def test_packages_and_tests_are_not_the_library(tmp_path: Path) -> None:
-    library = write_library(tmp_path / "lib")
-    for folder in ("site-packages/numpy", "test", "json/tests", "json"):
-        (library / folder).mkdir(parents=True, exist_ok=True)
-        (library / folder / "__init__.py").write_text('"""Text."""')
-    assert list(read_library(library)) == ["pydoc_data/topics.py", "json/__init__.py"]
-    assert read_library(library)["json/__init__.py"].startswith("json\n")
 
 
 def test_a_module_that_does_not_parse_is_an_error(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import http.server
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
 from services.tokenizer.tests.builders import (
     DOCUMENTS,
+    jsonl,
     make_documents,
     publish,
     read_all,
     run,
-    write_gzip,
+    serve,
     write_jsonl,
-    write_parquet,
     write_recipe,
 )
 
@@ -49,27 +48,19 @@ class HandlerWithoutSizes(QuietHandler):
             super().send_header(keyword, value)
 
 
-@contextmanager
-def serve(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def serve_folder(folder: Path, handler: type[QuietHandler] = QuietHandler) -> AbstractContextManager[str]:
+    return serve(partial(handler, directory=str(folder)))
 
 
 def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path, model: Path) -> None:
     """A source is the address of a file, a glob or a folder."""
     site = tmp_path / "site"
     (site / "texts").mkdir(parents=True)
-    write_parquet(site / "texts" / "a.parquet")
-    write_jsonl(site / "texts" / "b.jsonl")
-    write_gzip(site / "texts" / "c.jsonl.gz")
+    pq.write_table(pa.table({"text": DOCUMENTS}), site / "texts" / "a.parquet", row_group_size=7)
+    write_jsonl(site / "texts" / "b.jsonl", DOCUMENTS)
+    (site / "texts" / "c.jsonl.gz").write_bytes(gzip.compress(jsonl([text or None for text in DOCUMENTS])))
     names, digests = ["a.parquet", "b.jsonl", "c.jsonl.gz"], set()
-    with serve(site) as address:
+    with serve_folder(site) as address:
         sources = {
             "files": [f"{address}/texts/{name}" for name in names],
             "glob": [f"{address}/texts/*"],
@@ -86,8 +77,8 @@ def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path, model:
 def test_a_web_server_that_does_not_tell_sizes_loses_no_document(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_jsonl(tmp_path / "a.jsonl")
-    with serve(tmp_path, HandlerWithoutSizes) as address:
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    with serve_folder(tmp_path, HandlerWithoutSizes) as address:
         source = Source(uri=f"{address}/a.jsonl")
         [file] = list_inputs(source)
         assert file.bytes == 0
@@ -96,8 +87,8 @@ def test_a_web_server_that_does_not_tell_sizes_loses_no_document(
 
 
 def test_a_file_on_a_web_server_is_known_by_its_time(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl")
-    with serve(tmp_path) as address:
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    with serve_folder(tmp_path) as address:
         [before] = list_inputs(Source(uri=f"{address}/a.jsonl"))
         os.utime(tmp_path / "a.jsonl", (0, 0))
         [after] = list_inputs(Source(uri=f"{address}/*.jsonl"))
@@ -106,7 +97,7 @@ def test_a_file_on_a_web_server_is_known_by_its_time(tmp_path: Path) -> None:
 
 
 def test_a_web_server_that_is_down_or_lacks_the_file(tmp_path: Path) -> None:
-    with serve(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: "):
+    with serve_folder(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: "):
         list_inputs(Source(uri=f"{address}/a.jsonl"))
     with pytest.raises(ArtifactError, match=r"a\.jsonl: .*onnect"):
         list_inputs(Source(uri=f"{address}/a.jsonl"))
@@ -128,11 +119,11 @@ class HandlerWithPassword(QuietHandler):
 
 def test_a_password_comes_from_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site").mkdir()
-    write_jsonl(tmp_path / "site" / "a.jsonl")
+    write_jsonl(tmp_path / "site" / "a.jsonl", DOCUMENTS)
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login reader password secret\n")
     (tmp_path / "netrc").chmod(0o600)
     settings: dict[str, Any] = {"tokenizer__train__vocab_size": 310, "model__vocab_size": 310}
-    with serve(tmp_path / "site", HandlerWithPassword) as address:
+    with serve_folder(tmp_path / "site", HandlerWithPassword) as address:
         recipe = write_recipe(tmp_path, f"{address}/a.jsonl", **settings)
         monkeypatch.setenv("NETRC", str(tmp_path / "none"))
         assert run(recipe, tmp_path / "without") == 3
@@ -178,8 +169,7 @@ def test_a_branch_is_warned_about_and_a_commit_is_not(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("uri", ["some/folder", "pydoc://", "s3://bucket/a.jsonl"])
 def test_a_revision_of_what_has_none_is_refused(tmp_path: Path, uri: str) -> None:
-    source = f'[[corpus.sources]]\nuri = "{uri}"\nrevision = "main"\n'
-    assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == 2
+    assert run(write_recipe(tmp_path, {"uri": uri, "revision": "main"}), tmp_path / "fsx") == 2
 
 
 CARD = """---
@@ -214,8 +204,8 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_subset_and_split_are_the_files_that_the_card_names(tmp_path: Path, model: Path, data_set: Path) -> None:
-    keys = f'[[corpus.sources]]\nuri = "datasets://{data_set}"\nsubset = "english"\nsplit = "train"\n'
-    named = publish(write_recipe(tmp_path, sources=keys, model=model), tmp_path / "named").manifest
+    train = {"uri": f"datasets://{data_set}", "subset": "english", "split": "train"}
+    named = publish(write_recipe(tmp_path, train, model=model), tmp_path / "named").manifest
     files = (data_set / "en" / "train-*.parquet", data_set / "more")
     direct = publish(write_recipe(tmp_path, *files, model=model), tmp_path / "files").manifest
     assert named.content_digest == direct.content_digest
@@ -228,24 +218,10 @@ def test_a_subset_and_split_are_the_files_that_the_card_names(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("keys", "exit_code"),
     [
-        ('subset = "english"\nsplit = "validation"', 3),
-        ('subset = "french"', 3),
-        ('subset = "english"\nrevision = "main"', 2),
+        ({"subset": "english", "split": "validation"}, 3),
+        ({"subset": "french"}, 3),
+        ({"subset": "english", "revision": "main"}, 2),
     ],
 )
-def test_what_a_data_set_does_not_have(tmp_path: Path, data_set: Path, keys: str, exit_code: int) -> None:
-    source = f'[[corpus.sources]]\nuri = "datasets://{data_set}"\n{keys}\n'
-    assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == exit_code
-
-
-@pytest.mark.parametrize(
-    ("files", "exit_code"),
-    [({"a.tar": "x"}, 2), ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": '{"text": "x"}\n'}, 3), ({}, 3)],
-    ids=["another format", "a card that is no YAML", "no files"],
-)
-def test_a_folder_that_is_no_data_set(tmp_path: Path, files: dict[str, str], exit_code: int) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "folder").mkdir()
-    for name, content in files.items():
-        (tmp_path / "folder" / name).write_text(content, encoding="utf-8")
-    assert run(write_recipe(tmp_path, f"datasets://{tmp_path / 'folder'}"), tmp_path / "fsx") == exit_code
+def test_what_a_data_set_does_not_have(tmp_path: Path, data_set: Path, keys: dict[str, str], exit_code: int) -> None:
+    assert run(write_recipe(tmp_path, {"uri": f"datasets://{data_set}", **keys}), tmp_path / "fsx") == exit_code

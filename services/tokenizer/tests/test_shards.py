@@ -24,7 +24,6 @@ from services.tokenizer.tests.builders import (
     published,
     read_stream,
     run,
-    start,
     write_documents,
     write_recipe,
 )
@@ -80,9 +79,7 @@ def test_shards_open_with_datasets_without_our_code(
     assert loaded["input_ids"][:] == stream.tokens[: rows * 16].reshape(rows, 16).tolist()
 
 
-def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(
-    tmp_path: Path,
-) -> None:
+def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(tmp_path: Path) -> None:
     recipe = make_corpus(tmp_path)
     runs = {
         "one": ["--tokenizer.num_workers=1"],
@@ -137,17 +134,6 @@ def test_a_partition_that_is_damaged_before_it_is_packed_is_named_and_encoded_ag
     assert run(recipe, tmp_path / "undisturbed") == 0
     made = [published(tmp_path / name).manifest.content_digest for name in ("fsx", "undisturbed")]
     assert made[0] == made[1]
-
-
-@pytest.mark.slow
-def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
-    recipe = make_corpus(tmp_path, tokenizer__num_workers=2)
-    process = start(recipe, tmp_path / "ray", launch="ray")
-    assert run(recipe, tmp_path / "inline", "--tokenizer.num_workers=1") == 0
-    _, errors = process.communicate(timeout=120)
-
-    assert process.returncode == 0, errors
-    assert published(tmp_path / "ray").manifest.content_digest == published(tmp_path / "inline").manifest.content_digest
 
 
 @pytest.mark.parametrize("tokens_beyond", [1, 2, 15, 16, 17, 16 * 8, 16 * 8 + 1, 400])

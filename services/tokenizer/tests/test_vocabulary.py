@@ -1,10 +1,11 @@
-"""A vocabulary is given, or is trained on a sample of the training split with reproducible bytes."""
+"""A vocabulary is given, or trained on a sample of the training split: by the stage, or by `train-vocab` alone."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import ArtifactError
+from services.common.process.entry_point import exit_code_of
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.sentencepiece_model import load_model
+from services.tokenizer.__main__ import main
 from services.tokenizer.corpus_inputs import CorpusInputs, list_corpus_inputs
 from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.sources.documents import read_documents
@@ -22,20 +25,19 @@ from services.tokenizer.sources.input_files import FileRange
 from services.tokenizer.tests.builders import (
     VOCAB_SIZE,
     make_documents,
+    make_text,
+    pieces_of,
+    publish,
     published,
     run,
     write_documents,
+    write_jsonl,
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.provision import describe_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
-
-
-def pieces_of(model: bytes) -> list[str]:
-    processor = load_model(model)
-    return [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
 
 
 def test_a_trained_vocabulary_has_llama2s_settings() -> None:
@@ -58,20 +60,11 @@ def test_no_line_is_left_out(line: bytes) -> None:
     assert "xylophone" in "".join(pieces_of(train_vocabulary(documents, VOCAB_SIZE))).replace("▁", "")
 
 
-def write_lines(path: Path, documents: Sequence[str]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
-    return path
-
-
-def sources(*weighted: tuple[Path, float]) -> str:
-    return "".join(f'[[corpus.sources]]\nuri = "{path}"\nweight = {weight}\n' for path, weight in weighted)
-
-
 def plan_sample(
     folder: Path, max_bytes: int, *weighted: tuple[Path, float], **settings: Any
 ) -> tuple[list[bytes], CorpusInputs]:
-    recipe = load_recipe(write_recipe(folder, sources=sources(*weighted), **settings))
+    sources = [{"uri": str(path), "weight": weight} for path, weight in weighted]
+    recipe = load_recipe(write_recipe(folder, *sources, **settings))
     inputs = list_corpus_inputs(recipe)
     return sample_text(recipe.corpus, inputs.listings, max_bytes), inputs
 
@@ -79,7 +72,7 @@ def plan_sample(
 def test_validation_text_is_not_in_the_sample(tmp_path: Path) -> None:
     documents = make_documents(200)
     held_out = are_for_validation(TextBatch.of(documents), 0.2)
-    path = write_lines(tmp_path / "a.jsonl", [document.decode() for document in documents])
+    path = write_jsonl(tmp_path / "a.jsonl", documents)
     sample, _ = plan_sample(tmp_path, 10**6, (path, 1.0), corpus__validation_fraction=0.2)
     assert sorted(sample) == sorted(
         document for document, is_held in zip(documents, held_out, strict=True) if not is_held
@@ -95,7 +88,7 @@ def count_bytes(documents: Sequence[bytes], kind: bytes) -> int:
 def test_each_source_has_its_share_of_the_text(tmp_path: Path, max_bytes: int) -> None:
     """The first sample reads a part of the sources, and the second one all of them."""
     paths = [
-        write_lines(tmp_path / f"{kind}.jsonl", [f"{kind}{number:05d} {'x' * 41}" for number in range(count)])
+        write_jsonl(tmp_path / f"{kind}.jsonl", [f"{kind}{number:05d} {'x' * 41}" for number in range(count)])
         for kind, count in (("a", 30_000), ("b", 10_000), ("c", 20_000))
     ]
     weighted = list(zip(paths, (0.5, 3, 1), strict=True))
@@ -122,9 +115,10 @@ def test_bytes_that_are_read_are_bounded_by_those_of_the_sample(
 
     monkeypatch.setattr("services.tokenizer.vocabulary.text_sample.read_documents", read_and_record)
     large = tmp_path / "large"
+    large.mkdir()
     for number in range(20):
-        write_lines(large / f"{number}.jsonl", [f"large {number} {line:05d} {'x' * 30}" for line in range(5_000)])
-    small = write_lines(tmp_path / "small.jsonl", [f"small {line:05d} {'x' * 30}" for line in range(5_000)])
+        write_jsonl(large / f"{number}.jsonl", [f"large {number} {line:05d} {'x' * 30}" for line in range(5_000)])
+    small = write_jsonl(tmp_path / "small.jsonl", [f"small {line:05d} {'x' * 30}" for line in range(5_000)])
     for max_bytes in (20_000, 80_000):
         read.clear()
         sample, inputs = plan_sample(tmp_path, max_bytes, (large, 1.0), (small, 0.01))
@@ -193,3 +187,56 @@ def test_a_file_that_is_no_vocabulary_is_refused(model: Path, change: Callable[[
     settings = Tokenizer(model="given", bos_token="[CLS]", eos_token="[END]") if "CLS" in named else Tokenizer(model="")
     with pytest.raises(ArtifactError, match=named):
         describe_vocabulary(change(model.read_bytes()), settings)
+
+
+def train_vocab(*arguments: object) -> int:
+    """Call the tool in this process, and return its exit code."""
+    return exit_code_of(lambda: main(["train-vocab", *map(str, arguments)]))
+
+
+def test_a_vocabulary_made_alone_is_the_stages_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [*make_documents(50), "größe </s> <s> 漢字 and 🎉".encode()]
+    text = write_documents(tmp_path / "text", documents)
+    made = publish(write_recipe(tmp_path, text), tmp_path / "fsx")
+    path = tmp_path / "alone.model"
+    command = ("--output", path, "--vocab-size", VOCAB_SIZE, text)
+    capsys.readouterr()
+
+    assert train_vocab(*command) == 0
+
+    output = capsys.readouterr().out
+    assert path.read_bytes() == (made.path / "tokenizer" / "tokenizer.model").read_bytes()
+    assert made.manifest.corpus.vocabulary.sha256 in output
+    recipe = tomllib.loads(output[output.index("[tokenizer]\n") :])
+    assert recipe == {"tokenizer": {"model": str(path)}, "model": {"vocab_size": VOCAB_SIZE}}
+    again = publish(write_recipe(tmp_path, text, tokenizer__model=str(path)), tmp_path / "again")
+    assert again.manifest.content_digest == made.manifest.content_digest
+
+    path.write_bytes(b"mine")  # is never overwritten
+    assert train_vocab(*command) == 2
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "expected"),
+    [
+        (["--vocab-size", "90000", "TEXT"], 2, "vocab_size"),
+        (["--vocab-size", "299", "TEXT"], 2, "vocab-size"),
+        (["--vocab-size", "400", "--max-bytes", "0", "TEXT"], 2, "max-bytes"),
+        (["--vocab-size", "400"], 2, "SOURCE"),
+        (["--vocab-size", "400", "missing.txt"], 3, "missing.txt"),
+        (["--vocab-size", "400", "EMPTY"], 3, "empty.txt"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code: int, expected: str
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (tmp_path / "text.txt").write_bytes(make_text(20_000))
+    (tmp_path / "empty.txt").touch()
+    files = {"TEXT": tmp_path / "text.txt", "EMPTY": tmp_path / "empty.txt"}
+    options = (str(files.get(each, each)) for each in arguments)
+    assert train_vocab("--output", folder / "a.model", *options) == exit_code
+    assert expected in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
