@@ -43,6 +43,9 @@ from services.trainer.job import Job, describe_corpus
 from services.trainer.loop import train
 from services.trainer.runs.description import write_run
 
+ALONE = WorkerEnvironment(rank=0, world_size=1)
+NewJob = Callable[..., Job]
+"""Builds a job on a corpus, with overrides as `train__max_steps="7"`: see the fixture `new_job`."""
 SMALL: dict[str, Any] = {
     "corpus__rows_per_shard": 32,
     "corpus__validation_fraction": 0.1,
@@ -89,7 +92,7 @@ def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Jo
 
 
 @contextmanager
-def building_jobs(folder: Path) -> Iterator[Callable[..., Job]]:
+def building_jobs(folder: Path) -> Iterator[NewJob]:
     def build(root: str = "a", kind: VocabularyKind = "sentencepiece", **overrides: str) -> Job:
         recipe = make_recipe(folder, **overrides)
         return make_job(folder / root, recipe, make_corpus(folder / root, recipe, kind=kind))
@@ -101,10 +104,15 @@ def building_jobs(folder: Path) -> Iterator[Callable[..., Job]]:
         yield build
 
 
-def train_new(build: Callable[..., Job], *root: str, **overrides: str) -> Job:
-    """Build a job by `new_job` or `new_shared_job`, and train it with one worker in this process."""
+def train_here(job: Job) -> None:
+    """Train with one worker, in this process."""
+    train(job, ALONE)
+
+
+def train_new(build: NewJob, *root: str, **overrides: str) -> Job:
+    """Build a job by `new_job` or `new_shared_job`, and train it in this process."""
     job = build(*root, **overrides)
-    train(job, WorkerEnvironment(rank=0, world_size=1))
+    train_here(job)
     return job
 
 
@@ -144,9 +152,8 @@ def _write_split(folder: Path, split: Split, recipe: Recipe, rows: int, tail_tok
         end = min(rows, first + rows_per_shard)
         part = tokens[first * length : end * length].reshape(-1, length)
         digests.append(write_rows(folder / shard_path(split, len(digests)), split, first, part, starts[first:end]))
-    tail = tokens[rows * length :]
-    tail_list = pa.array([tail], pa.list_(pa.from_numpy_dtype(tail.dtype)))
-    digests.append(_write(folder / tail_path(split), tail_list, split, rows, tail[np.newaxis], starts[rows:]))
+    tail = tokens[np.newaxis, rows * length :]
+    digests.append(write_rows(folder / tail_path(split), split, rows, tail, starts[rows:]))
     documents = -(-len(tokens) // DOCUMENT_TOKENS)
     return SplitCounts(
         documents=documents,
@@ -163,17 +170,13 @@ def _write_split(folder: Path, split: Split, recipe: Recipe, rows: int, tail_tok
 def write_rows(
     path: Path, split: Split, first_row: int, ids_RL: np.ndarray, doc_starts: Sequence[Sequence[int]]
 ) -> str:
-    """Write a shard of a corpus, in which documents begin at these positions of the rows, with checks that fit; return
-    the digest of its checks.
+    """Write a shard or tail of a corpus, in which documents begin at these positions of the rows, with checks that fit;
+    return the digest of its checks.
     """
-    schema = arrow_schema(str(ids_RL.dtype), ids_RL.shape[1])
-    ids = pa.FixedSizeListArray.from_arrays(pa.array(ids_RL.reshape(-1)), type=schema.field("input_ids").type)
-    return _write(path, ids, split, first_row, ids_RL, doc_starts)
-
-
-def _write(
-    path: Path, ids: pa.Array, split: Split, first_row: int, ids_RL: np.ndarray, doc_starts: Sequence[Sequence[int]]
-) -> str:
+    ids_type = arrow_schema(str(ids_RL.dtype), ids_RL.shape[1]).field("input_ids").type
+    if path.name == "tail.arrow":
+        ids_type = pa.list_(ids_type.value_type)
+    ids = pa.array(list(ids_RL), ids_type)
     starts = pa.array(doc_starts, pa.list_(pa.int32()))
     checks = check_rows(split, first_row, ids_RL, starts.offsets.to_numpy(), starts.values.to_numpy())
     batch = pa.record_batch([ids, starts, pa.array(checks)], names=["input_ids", "doc_starts", "check"])

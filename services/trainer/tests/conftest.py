@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.common.launch.launcher import WorkerEnvironment
 from services.common.testing import fork_server
 from services.trainer.job import Job
-from services.trainer.loop import train
-from services.trainer.tests.builders import building_jobs
+from services.trainer.tests.builders import NewJob, building_jobs, train_new
 from services.trainer.tests.evaluated import target_losses
 
 fork_server.preload("services.trainer.supervision.supervise", "services.trainer.tests.work")
@@ -29,14 +27,14 @@ def forked_workers() -> Iterator[None]:
 
 
 @pytest.fixture
-def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def new_job(tmp_path: Path) -> Iterator[NewJob]:
     """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
     with building_jobs(tmp_path) as build:
         yield build
 
 
 @pytest.fixture(scope="module")
-def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
+def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewJob]:
     """Build a job for a run that the tests of a module share; see `new_job`."""
     folder = tmp_path_factory.mktemp("shared")
     with building_jobs(folder) as build:
@@ -44,11 +42,9 @@ def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
 
 @pytest.fixture(scope="module")
-def evaluated_run(new_shared_job: Callable[..., Job]) -> Job:
+def evaluated_run(new_shared_job: NewJob) -> Job:
     """A run of three steps by one worker, which evaluates the whole split at the begin and at the end."""
-    job = new_shared_job(train__max_steps="3", train__evaluation_tokens="1000000")
-    train(job, WorkerEnvironment(rank=0, world_size=1))
-    return job
+    return train_new(new_shared_job, train__max_steps="3", train__evaluation_tokens="1000000")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +61,6 @@ def tensor_reference() -> Iterator[type]:
     reference = type("TensorReference", (), {"__module__": name})
     module.__dict__["TensorReference"] = reference
     with pytest.MonkeyPatch.context() as patch:
-        for each in ("torch_xla", "torch_xla.utils"):
-            if each not in sys.modules:
-                patch.setitem(sys.modules, each, ModuleType(each))
+        patch.setitem(sys.modules, "torch_xla", sys.modules.get("torch_xla", ModuleType("torch_xla")))
         patch.setitem(sys.modules, name, module)
         yield reference

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +63,3 @@ def evaluate_here(job: Job, corpus: RunCorpus | None = None, tokens: int | None 
     evaluation = Validation(recipe, corpus or job.corpus, tokens).evaluate(program)
     assert evaluation
     return evaluation
-
-
-def documents_of(begins: list[int], count: int) -> Iterator[range]:
-    """Yield the positions of each document."""
-    yield from map(range, begins, [*begins[1:], count])

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
-from services.trainer.tests.builders import building_jobs
+from services.trainer.tests.builders import NewJob, building_jobs, train_new
 
 GOLDEN = Path(__file__).with_name("golden_numbers.json")
 NAMES = ("loss", "gradient_norm", "validation_loss")
@@ -28,9 +25,8 @@ OF_GOLDEN_RUN = {"train__max_steps": "50", "optimizer__decay_steps": "50"}
 """Overrides of the small recipe."""
 
 
-def train_golden(new_job: Callable[..., Job]) -> Numbers:
-    job = new_job(**OF_GOLDEN_RUN)
-    train(job, WorkerEnvironment(rank=0, world_size=1))
+def train_golden(new_job: NewJob) -> Numbers:
+    job = train_new(new_job, **OF_GOLDEN_RUN)
     return read_numbers(job)
 
 

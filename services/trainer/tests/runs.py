@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -49,11 +50,9 @@ def start_trainer(
     return start_python([*command, *options], TMPDIR=str(temporary or root.parent))
 
 
-def run_trainer(
-    recipe: Path, root: Path, *options: str, launch: str = "inline", temporary: Path | None = None
-) -> tuple[int, str]:
-    """Return the exit code and everything that was printed."""
-    process = start_trainer(recipe, root, *options, launch=launch, temporary=temporary)
+def run_trainer(recipe: Path, root: Path, *options: str, **settings: Any) -> tuple[int, str]:
+    """Return the exit code and everything that was printed; settings as of `start_trainer`."""
+    process = start_trainer(recipe, root, *options, **settings)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
@@ -117,6 +116,12 @@ def vouch_for_files(folder: Path, change: Callable[[Fields], object] = lambda fi
     forge(folder, change)
 
 
+def file_states(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return the size and the time of the last change of each file below a folder, and zeros for each folder."""
+    states = {path: path.lstat() for path in folder.rglob("*")}
+    return {path: (each.st_size, each.st_mtime_ns) if path.is_file() else (0, 0) for path, each in states.items()}
+
+
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
@@ -171,3 +176,19 @@ def read_run(root: Path) -> RunView:
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     starts = [line for line in lines if "starting a new run" in line or "resuming after" in line]
     return RunView(read_metrics(folders[0]).lines, read_evaluations(folders[0]).lines, starts)
+
+
+def read_charts(page: str) -> dict[str, Any]:
+    """Return the `runs`, `marks` and `charts` of a page's element `millrace-charts`."""
+    found = re.search(r'<script type="application/json" id="millrace-charts">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return dict(json.loads(found[1]))
+
+
+def read_curves(page: str) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """Return the points of each curve by its chart and its name."""
+    return {
+        (name, curve["name"]): list(zip(curve["steps"], curve["values"], strict=True))
+        for name, each in read_charts(page)["charts"].items()
+        for curve in each["curves"]
+    }

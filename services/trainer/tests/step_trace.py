@@ -6,10 +6,10 @@ It is the judge of `memory_estimate`, and of the sizes of collectives.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.program.backends.torch_native import GROUP_NAMES, OPS, TorchNative
-from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
+from services.common.program.mesh import Axis, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.process_group import ProcessGroup
@@ -42,36 +42,21 @@ _AXES_BY_GROUP = {name: axis for axis, name in GROUP_NAMES.items()}
 MAX_MICRO_BATCHES = 2  # the first leaves a sum, and all later ones do the same as the second
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives along one axis of the mesh."""
+@dataclass
+class Trace:
+    """Memory and collectives of a step, or of a part of one, on each worker of the topology."""
 
-    sent_bytes: int = 0
-    """Bytes that a worker sends to the others, around a ring."""
-    largest_bytes: int = 0
-    """Bytes of the largest tensor that one call sums, gathers or exchanges."""
-
-    def __add__(self, other: Traffic) -> Traffic:
-        largest = max(self.largest_bytes, other.largest_bytes)
-        return Traffic(self.sent_bytes + other.sent_bytes, largest)
-
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.sent_bytes * times, self.largest_bytes)
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """Parameters, memory and traffic of a step on each worker of the topology."""
-
-    parameters: int
-    """Number of parameters that a worker holds."""
     peak_bytes: int
     """Largest number of bytes of live tensors, if each operation runs by itself."""
-    traffic: dict[Axis, Traffic]
-    """The step's collectives, by the axis of the mesh."""
+    sent_bytes: Counter[Axis] = field(default_factory=Counter)
+    """Bytes that a worker sends to the others along an axis of the mesh, around a ring."""
+    largest_bytes: Counter[Axis] = field(default_factory=Counter)
+    """Bytes of the largest tensor that one call sums, gathers or exchanges along an axis."""
+    parameters: int = 0
+    """Number of parameters that a worker holds."""
 
 
-def trace_step(recipe: Recipe) -> StepTrace:
+def trace_step(recipe: Recipe) -> Trace:
     """Make the programs of the first and of the last rank, and trace one step of the first.
 
     Raises `AssertionError` unless both hold parts of equal shapes, and all parts together are the recipe's model.
@@ -104,18 +89,16 @@ class _InPieces(TorchNative):
     """Cuts collectives as the backend for `xla` does, which can be imported only where torch_xla is installed."""
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-        gather = partial(self._gather_whole, axis)
-        return all_gather_in_pieces(gather, x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES)
+        gather = super().all_gather
+        return all_gather_in_pieces(
+            lambda piece, along: gather(piece, axis, along), x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES
+        )
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-        scatter = partial(self._scatter_whole, axis)
-        return reduce_scatter_in_pieces(scatter, x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES)
-
-    def _gather_whole(self, axis: Axis, x: Tensor, dim: int) -> Tensor:
-        return super().all_gather(x, axis, dim)
-
-    def _scatter_whole(self, axis: Axis, x: Tensor, dim: int) -> Tensor:
-        return super().reduce_scatter(x, axis, dim)
+        scatter = super().reduce_scatter
+        return reduce_scatter_in_pieces(
+            lambda piece, along: scatter(piece, axis, along), x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES
+        )
 
 
 def _require_whole_model(program: Program) -> dict[str, torch.Size]:
@@ -130,10 +113,10 @@ def _require_whole_model(program: Program) -> dict[str, torch.Size]:
     return shapes
 
 
-def _trace(program: Program, watch: _Watch) -> StepTrace:
+def _trace(program: Program, watch: _Watch) -> Trace:
     recipe, num_micro_batches = program.recipe, micro_batches_per_model(program.recipe)
     num_traced = min(MAX_MICRO_BATCHES, num_micro_batches)
-    phases: list[_Phase] = []
+    phases: list[Trace] = []
 
     def micro_batches() -> Iterator[MicroBatch]:
         for _ in range(num_traced):
@@ -146,21 +129,13 @@ def _trace(program: Program, watch: _Watch) -> StepTrace:
     parameters = sum(parameter.numel() for parameter in program.model.parameters())
     more_sums = num_sums_beside_a_gradient(recipe, num_micro_batches) - num_sums_beside_a_gradient(recipe, num_traced)
     micro_batch, update = phases[-1], watch.phase
-    return StepTrace(
-        parameters,
+    in_micro_batches = Counter({axis: sent * num_micro_batches for axis, sent in micro_batch.sent_bytes.items()})
+    return Trace(
         max(micro_batch.peak_bytes + FLOAT32_BYTES * parameters * more_sums, update.peak_bytes),
-        {
-            axis: micro_batch.traffic.get(axis, Traffic()) * num_micro_batches + update.traffic.get(axis, Traffic())
-            for axis in AXES
-            if program.backend.mesh.size(axis) > 1
-        },
+        in_micro_batches + update.sent_bytes,
+        micro_batch.largest_bytes | update.largest_bytes,
+        parameters,
     )
-
-
-@dataclass
-class _Phase:
-    peak_bytes: int
-    traffic: dict[Axis, Traffic] = field(default_factory=dict)
 
 
 @dataclass
@@ -177,18 +152,18 @@ class _Watch(TorchDispatchMode):
         self._mesh = mesh
         self._allocations: dict[int, _Allocation] = {}  # by their storages
         self._live_bytes = 0
-        self.phase = _Phase(0)
+        self.phase = Trace(0)
 
     def begin_phase(self) -> None:
-        """Begin a phase with a peak and traffic of its own."""
-        self.phase = _Phase(self._live_bytes)
+        """Begin a phase with a peak and collectives of its own."""
+        self.phase = Trace(self._live_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # fake tensors call this ten times as often as all else
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         if func in RING_PASSES:
-            self._count_traffic(func, args)
+            self._count_bytes(func, args)
         # Waiting returns the same tensor, but a fake tensor then has another storage.
         same = self._allocations[_key(args[0])] if func is OPS.wait_tensor.default else None
         for tensor in tree_leaves(out):
@@ -196,12 +171,12 @@ class _Watch(TorchDispatchMode):
                 self._follow(tensor, same)
         return out
 
-    def _count_traffic(self, func: Any, args: Any) -> None:
+    def _count_bytes(self, func: Any, args: Any) -> None:
         axis, passes = _AXES_BY_GROUP[args[-1]], RING_PASSES[func]
         size = self._mesh.size(axis)
         whole_bytes = args[0].nbytes * (size if func is OPS.all_gather_into_tensor.default else 1)
-        sent = Traffic(passes * whole_bytes * (size - 1) // size, whole_bytes)
-        self.phase.traffic[axis] = self.phase.traffic.get(axis, Traffic()) + sent
+        self.phase.sent_bytes[axis] += passes * whole_bytes * (size - 1) // size
+        self.phase.largest_bytes |= Counter({axis: whole_bytes})
 
     def _follow(self, tensor: Tensor, same: _Allocation | None) -> None:
         storage = tensor.untyped_storage()

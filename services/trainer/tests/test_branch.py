@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 
 from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.errors import ArtifactError, RecipeError, WorkersLost
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.trainer.checkpoints.loader import find_checkpoint
@@ -23,27 +20,24 @@ from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.data import sample_indices
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.runs.branch import require_same_vocabulary
 from services.trainer.tests import work
+from services.trainer.tests.builders import ALONE, NewJob, train_here, train_new
 from services.trainer.tests.runs import flip_a_bit, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 KEEPING = {"checkpoint__keep_latest": "10"}
 
 
 @pytest.fixture(scope="module")
-def parent(new_shared_job: Callable[..., Job]) -> Job:
+def parent(new_shared_job: NewJob) -> Job:
     """A run of 20 steps with checkpoints after 5, 10, 15 and 20; an epoch has 10 steps."""
-    job = new_shared_job(**KEEPING)
-    train(job, ALONE)
-    return job
+    return train_new(new_shared_job, **KEEPING)
 
 
 @pytest.fixture
-def branch_off(new_shared_job: Callable[..., Job]) -> Callable[..., Job]:
+def branch_off(new_shared_job: NewJob) -> NewJob:
     """Describe a branch of a run; overrides as `train__max_steps="30"`."""
 
     def branch(parent: Job, step: int, data: str = "continue", **overrides: str) -> Job:
@@ -69,16 +63,16 @@ def expected(job: Job, first: int, count: int) -> Counter[int]:
 
 
 def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_parents_bits(
-    parent: Job, branch_off: Callable[..., Job]
+    parent: Job, branch_off: NewJob
 ) -> None:
     other = {"parallel__zero_stage": "1", "checkpoint__interval_steps": "4", "train__evaluation_interval_steps": "7"}
     branch = branch_off(parent, 5, **other)
     for number, own in enumerate([[], [8]]):  # the restart begins with the parent's checkpoint again
         killed = replace(branch, start_number=number)
         with pytest.raises(WorkersLost):
-            run_workers(inline, work.train_and_die, killed, WorkerGroupSpec(2, 1, 2, branch.run_folder))
+            work.run_group(work.train_and_die, killed, 2, branch.run_folder)
         assert checkpoint_steps(branch.checkpoint_collection) == own
-    train(branch, ALONE)
+    train_here(branch)
 
     assert branch.run != parent.run
     for name in ("step", "loss", "gradient_norm", "learning_rate", "tokens", "skipped_steps"):
@@ -93,7 +87,7 @@ def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_paren
     assert (left.run, left.step, left.content_digest) == (parent.run, 5, digest)
 
 
-def test_another_batch_size_goes_on_with_the_next_sample(parent: Job, branch_off: Callable[..., Job]) -> None:
+def test_another_batch_size_goes_on_with_the_next_sample(parent: Job, branch_off: NewJob) -> None:
     branch = branch_off(parent, 5, batch__global_batch_size="16", train__max_steps="9")
     work.train_audited(branch, ALONE)
 
@@ -104,9 +98,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(parent: Job, branch_off
     assert numbers(branch, "tokens") == [(40 + 16 * number) * 16 for number in range(1, 5)]
 
 
-def test_a_branch_of_a_branch_on_another_corpus_sees_no_sample_twice(
-    parent: Job, branch_off: Callable[..., Job]
-) -> None:
+def test_a_branch_of_a_branch_on_another_corpus_sees_no_sample_twice(parent: Job, branch_off: NewJob) -> None:
     other = branch_off(parent, 5, corpus__rows_per_shard="16", train__max_steps="10")
     work.train_audited(other, ALONE)
     back = branch_off(other, 10, train__max_steps="12")
@@ -120,7 +112,7 @@ def test_a_branch_of_a_branch_on_another_corpus_sees_no_sample_twice(
     assert state.tokens == 12 * 8 * 16
 
 
-def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_off: Callable[..., Job]) -> None:
+def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_off: NewJob) -> None:
     with pytest.raises(RecipeError, match=r"data_seed is 7.*80 samples.*seed 0"):
         branch_off(parent, 10, train__data_seed="7")
     again = branch_off(parent, 10, data="restart", train__data_seed="7", train__max_steps="11")
@@ -130,7 +122,7 @@ def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_o
 
 
 def test_batches_that_the_parent_left_out_stay_out_and_a_changed_branch_compares_no_loss(
-    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
+    new_shared_job: NewJob, branch_off: NewJob
 ) -> None:
     spikes = {**work.SPIKY, "optimizer__weight_decay": "0.2"}  # a run of its own
     parent = new_shared_job(**KEEPING, **spikes)
@@ -143,7 +135,7 @@ def test_batches_that_the_parent_left_out_stay_out_and_a_changed_branch_compares
         + [(same, "other")]
     )
     inherited = [find_checkpoint(job, Mesh(0, 1), None)[0].loss_spikes for job in (same, faster, larger, other)]
-    train(same, ALONE)
+    train_here(same)
 
     assert numbers(same, "loss") == numbers(parent, "loss", after=10)
     left = larger.lineage.parent
@@ -155,10 +147,9 @@ def test_batches_that_the_parent_left_out_stay_out_and_a_changed_branch_compares
 
 
 def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(
-    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_shared_job: NewJob, branch_off: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent = new_shared_job(**KEEPING, **work.SPIKY, optimizer__weight_decay="0.3", train__max_steps="10")
-    train(parent, ALONE)
+    parent = train_new(new_shared_job, **KEEPING, **work.SPIKY, optimizer__weight_decay="0.3", train__max_steps="10")
     branch = branch_off(parent, 10, **work.SPIKY, optimizer__weight_decay="0.3", train__max_steps="24")
     train_step = Program.train_step
 
@@ -175,9 +166,7 @@ def test_an_early_spike_needs_no_checkpoint_that_the_parent_has_removed(
     assert checkpoint_steps(branch.checkpoint_collection)[-1] == 24
 
 
-def test_another_model_or_vocabulary_is_refused(
-    parent: Job, branch_off: Callable[..., Job], new_shared_job: Callable[..., Job]
-) -> None:
+def test_another_model_or_vocabulary_is_refused(parent: Job, branch_off: NewJob, new_shared_job: NewJob) -> None:
     with pytest.raises(RecipeError, match=r"(?s)intermediate_size.*32.*64"):
         branch_off(parent, 10, model__intermediate_size="64")
     same = branch_off(parent, 10, corpus__rows_per_shard="16")
@@ -189,21 +178,20 @@ def test_another_model_or_vocabulary_is_refused(
         require_same_vocabulary(other.root, found, other.recipe, other.corpus)
 
 
-def test_a_branch_needs_its_parents_checkpoint_until_it_has_its_own(new_job: Callable[..., Job]) -> None:
-    parent = new_job(train__max_steps="10")
-    train(parent, ALONE)
+def test_a_branch_needs_its_parents_checkpoint_until_it_has_its_own(new_job: NewJob) -> None:
+    parent = train_new(new_job, train__max_steps="10")
     branch_at = {"train__branch": f'{{ run = "{parent.run}", step = 5 }}', "train__max_steps": "10"}
     branch, damaged = new_job(**branch_at), parent.checkpoint_address(5).path / shard_name(0)
     flip_a_bit(damaged)
     with pytest.raises(ArtifactError, match=rf"(?s){checkpoint_id(5)}.*{shard_name(0)}"):
-        train(replace(branch, start_number=1), ALONE)
+        train_here(replace(branch, start_number=1))
     assert checkpoint_steps(branch.checkpoint_collection) == []
 
     flip_a_bit(damaged)
-    train(branch, ALONE)
+    train_here(branch)
     shutil.rmtree(damaged.parent)
     assert new_job(**branch_at).run == branch.run
-    train(new_job(**{**branch_at, "train__max_steps": "12"}), ALONE)
+    train_here(new_job(**{**branch_at, "train__max_steps": "12"}))
     assert checkpoint_steps(branch.checkpoint_collection) == [10, 12]
 
     shutil.rmtree(branch.checkpoint_collection)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,8 @@ import pytest
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact, Draft, publish_once
+from services.common.hardware import image_platform
+from services.common.hardware.gpus import VISIBLE_VARIABLE
 from services.common.process.entry_point import exit_code_of
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import fingerprint
@@ -23,8 +23,11 @@ from services.common.testing.gpus import H200, install_gpus
 from services.trainer.__main__ import main
 from services.trainer.inspection.doctor import compare_nodes
 from services.trainer.inspection.findings import Finding, Result, merge_nodes, ok, warning
+from services.trainer.inspection.node import check_gpu_memory, check_gpus, check_neuron_cores
+from services.trainer.metrics.recorder import published_peak
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import REPOSITORY, call_trainer, checkpoints, flip_a_bit
+from services.trainer.tests.runs import call_trainer, checkpoints, file_states, flip_a_bit
+from services.trainer.workers.start import describe_workers
 
 EAGER = ("--compile.enabled=false", "--parallel.data_parallel_size=1")
 COMPILED = ("--compile.enabled=true", "--parallel.data_parallel_size=1")
@@ -58,37 +61,15 @@ def doctor(place: Path, capfd: pytest.CaptureFixture[str]) -> Doctor:
     return call
 
 
-def shards(root: Path) -> list[Path]:
-    return sorted(root.glob("corpus/*/*/train/shard-*.arrow"))
-
-
-def everything_below(folder: Path) -> dict[Path, tuple[int, int]]:
-    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_run_that_can_go_on_has_no_problem_and_nothing_is_left_behind(place: Path, doctor: Doctor) -> None:
-    before = everything_below(place / "fsx")
+    before = file_states(place / "fsx")
 
     exit_code, output = doctor()
 
     assert exit_code == 0, output
     assert "step 10 of 20" in output
     assert "  problem  " not in output
-    assert everything_below(place / "fsx") == before
-
-
-def test_a_flipped_bit_in_a_shard_is_named_with_the_command_that_makes_the_corpus(place: Path, doctor: Doctor) -> None:
-    root = place / "fsx"
-    flip_a_bit(next(root.glob("corpus/*/*/train/shard-000001.arrow")))
-
-    exit_code, output = doctor()
-
-    assert exit_code == 3
-    assert "shard-000001.arrow" in output
-    (corpus,) = (root / "corpus").glob("*/*[0-9a-f]")
-    away = f"mv {corpus} {root / f'damaged-{corpus.name}'}"
-    assert f"next: {away} && python -m services.tokenizer --recipe {place / 'small.toml'} --root {root}" in output
-    assert doctor("--quick", *EAGER)[0] == 0  # sizes alone do not show it
+    assert file_states(place / "fsx") == before
 
 
 def test_without_anything_each_missing_artifact_has_its_command(tmp_path: Path, doctor: Doctor) -> None:
@@ -112,17 +93,34 @@ def publish_cache(place: Path, **facts: str) -> Artifact[CompileCacheManifest]:
     return publish_once(address, CompileCacheManifest, "compiler", recipe, build)[0]
 
 
-def test_a_compile_cache_is_held_against_its_checksums_and_this_program(place: Path, doctor: Doctor) -> None:
-    cache = publish_cache(place)
-    flip_a_bit(cache.path / "graphs/two.bin")
-    exit_code, output = doctor(*COMPILED)
-    assert exit_code == 3
-    assert "graphs/two.bin" in output
-    assert f"next: mv {cache.path} {place / 'fsx'}/damaged-{cache.path.name} && python -m services.compiler" in output
+@pytest.mark.parametrize(
+    ("file", "stage", "options"),
+    [
+        ("corpus/*/*/train/shard-000001.arrow", "tokenizer", EAGER),
+        ("compile_cache/*/*/graphs/two.bin", "compiler", COMPILED),
+    ],
+)
+def test_a_flipped_bit_is_named_with_the_command_that_makes_the_artifact(
+    place: Path, doctor: Doctor, file: str, stage: str, options: tuple[str, ...]
+) -> None:
+    root, cache = place / "fsx", publish_cache(place)
+    (path,) = root.glob(file)
+    flip_a_bit(path)
 
-    shutil.rmtree(cache.path)
+    exit_code, output = doctor(*options)
+
+    assert (exit_code, path.name in output) == (3, True), output
+    damaged = cache.path if stage == "compiler" else path.parents[1]
+    away = f"mv {damaged} {root / f'damaged-{damaged.name}'}"
+    assert f"next: {away} && python -m services.{stage} --recipe {place / 'small.toml'} --root {root}" in output
+    assert doctor("--quick", *EAGER)[0] == 0  # sizes alone do not show it
+
+
+def test_a_compile_cache_of_another_program_is_named(place: Path, doctor: Doctor) -> None:
     publish_cache(place, torch="0.1")
+
     exit_code, output = doctor(*COMPILED, "--quick")
+
     assert exit_code == 3
     assert "'0.1'" in output
     assert "next: python -m services.compiler" in output
@@ -179,16 +177,6 @@ def test_a_recipe_that_the_run_or_its_node_does_not_fit(
     assert shown in output
 
 
-@pytest.mark.slow
-def test_under_ray_a_task_of_each_node_looks_at_it(place: Path) -> None:
-    options = ["--recipe", str(place / "small.toml"), "--root", str(place / "fsx"), *EAGER, "--launch=ray"]
-    command = [sys.executable, "-m", "services.trainer", "doctor", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=240)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "GFLOP/s in float32" in done.stdout
-
-
 def test_nodes_that_agree_are_one_line_and_others_are_named() -> None:
     def node(program: str, flops: float, speed: Finding) -> list[Finding]:
         device, products = replace(ok(""), compared=program), replace(ok(""), compared=flops)
@@ -208,3 +196,82 @@ def test_nodes_that_agree_are_one_line_and_others_are_named() -> None:
     compared = list(compare_nodes(found))
     assert [(each.check, each.exit_code) for each in compared] == [("programs", 4), ("stragglers", 0)]
     assert all("d" in finding.seen for finding in compared)
+
+
+OK, WARNING, PROBLEM = Result.OK, Result.WARNING, Result.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "workers", "number", "memory"),
+    [
+        ([H200, H200], None, 2, OK, OK),
+        ([H200, H200], "1", 2, PROBLEM, OK),
+        ([], None, 1, PROBLEM, OK),
+        ([H200, H200 | {"memory.total": "0"}], None, 2, OK, PROBLEM),
+        ([H200 | {"memory.used": "120000"}], None, 1, OK, WARNING),
+        ([H200, H200 | {"memory.used": "120000"}], None, 1, OK, OK),  # the only worker takes the other one
+        ([H200 | {"memory.total": "[N/A]"}], None, 1, OK, OK),
+    ],
+    ids=["enough", "hidden", "none", "too little memory", "taken", "one is taken", "unknown memory"],
+)
+def test_the_gpus_of_a_node_are_compared_with_its_workers(
+    gpus: list[dict[str, str]],
+    visible: str | None,
+    workers: int,
+    number: Result,
+    memory: Result,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    install_gpus(monkeypatch, tmp_path / "bin", gpus)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE_VARIABLE, visible)
+
+    assert check_gpus(workers).result == number
+    assert check_gpu_memory(make_recipe(tmp_path, parallel__device="cuda"), workers).result == memory
+
+
+@pytest.mark.parametrize(
+    ("chips", "workers", "result", "seen"),
+    [
+        (16, 64, OK, "has 4, each of 2 physical"),
+        (16, 128, OK, "has 8, each of 1 physical"),
+        (1, 64, PROBLEM, "60 too few"),
+        (0, 64, WARNING, "0 chips"),
+    ],
+)
+def test_the_chips_of_a_node_are_compared_with_its_workers(
+    chips: int, workers: int, result: Result, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
+    for number in range(chips):
+        (tmp_path / f"neuron{number}").touch()
+    sizes = ("parallel__data_parallel_size", "cluster__trainer_workers_per_node", "batch__global_batch_size")
+    on_trn2 = {"parallel__device": "neuron", "train__reduction": "fast", "batch__micro_batch_size": "1"}
+    instance = {"cluster__trainer_instance_type": "trn2.48xlarge", **dict.fromkeys(sizes, f"{workers}")}
+
+    recipe = make_recipe(tmp_path, **on_trn2, **instance)
+    found = check_neuron_cores(recipe, workers)
+
+    assert (found.result, seen in found.seen) == (result, True), found
+    assert describe_workers(recipe, tmp_path).logical_core_size == 128 // workers
+    if chips:
+        assert check_neuron_cores(make_recipe(tmp_path, **on_trn2), workers).result == OK
+
+
+@pytest.mark.parametrize(
+    ("device", "instance_type", "gpus", "peak"),
+    [
+        ("cuda", None, ["NVIDIA H200", "NVIDIA H200"], 2 * 989e12),
+        ("cuda", None, ["NVIDIA H200", "NVIDIA H300"], None),
+        ("neuron", "trn2.48xlarge", [""] * 64, 10672e12),
+        ("neuron", None, [""], None),
+        ("cpu", "trn2.48xlarge", [""], None),
+    ],
+)
+def test_mfu_is_relative_to_the_peak_of_what_the_workers_compute_on(
+    device: str, instance_type: str | None, gpus: list[str], peak: float | None, tmp_path: Path
+) -> None:
+    chosen = {"cluster__trainer_instance_type": instance_type} if instance_type else {}
+
+    assert published_peak(make_recipe(tmp_path, parallel__device=device, **chosen), gpus) == peak

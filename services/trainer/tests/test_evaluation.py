@@ -1,32 +1,39 @@
-"""An evaluation has the loss of each target of the validation split, whatever computes it.
+"""An evaluation has the loss of each target of the validation split, in any layout of workers, and changes no run.
 
 The numbers are compared with those of transformers on the exported model, and its tokens with those that pyarrow reads.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import SourceCounts
 from services.common.artifacts.token_stream import TokenStream
-from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.conversion.export import export
 from services.trainer.evaluation.losses import estimate_standard_error
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.evaluation.validation import Validation, choose_samples
 from services.trainer.job import Job, describe_corpus
 from services.trainer.metrics.records import read_metrics
+from services.trainer.runs.run import open_run
 from services.trainer.tests.builders import make_corpus, make_program, make_recipe
-from services.trainer.tests.evaluated import documents_of, evaluate_here, read_split, target_losses
+from services.trainer.tests.evaluated import evaluate_here, read_split, target_losses
+from services.trainer.tests.runs import call_trainer, checkpoints, file_states, flip_a_bit
 
 pytest.importorskip("transformers")  # in no image, so Pants leaves these tests out
 
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 TOKENS = 80 * 16 + 5
 """Tokens of the validation split, the last 5 of them in its tail."""
 
@@ -51,19 +58,6 @@ def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_ste
     assert (metrics["validation_loss"], metrics["validation_tokens"]) == (last["loss"], TOKENS - 1)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 5])
-def test_the_loss_does_not_depend_on_the_micro_batch(
-    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64], micro_batch_size: int
-) -> None:
-    global_batch_size = str(2 * micro_batch_size)
-    found = evaluate_here(
-        evaluated_run, batch__micro_batch_size=str(micro_batch_size), batch__global_batch_size=global_batch_size
-    )
-
-    assert found.loss == pytest.approx(transformers_losses.mean(), abs=1e-5)
-    assert found.tokens == TOKENS - 1
-
-
 def test_attention_stays_within_documents_where_the_recipe_says_so(evaluated_run: Job, tmp_path: Path) -> None:
     expected = target_losses(evaluated_run, tmp_path / "model", within_documents=True)
     found = evaluate_here(evaluated_run, train__attention_mask="block_causal")
@@ -79,7 +73,7 @@ def test_bits_per_byte_and_standard_error_are_those_of_the_field(
     For the standard error, documents are clusters.
     """
     _, begins = read_split(evaluated_run.corpus.path)
-    documents = list(documents_of(begins, TOKENS))
+    documents = [range(begin, end) for begin, end in pairwise([*begins, TOKENS])]
     text = [position - 1 for document in documents for position in document[1:-1]]
     losses = [transformers_losses[[position - 1 for position in each if position]] for each in documents]
     nats, targets = np.array([each.sum() for each in losses]), np.array([len(each) for each in losses])
@@ -154,3 +148,104 @@ def test_a_split_of_any_size_has_one_loss_for_each_target(
         assert evaluation.tokens == num_targets == len(tokens) - 1
         assert padded[:num_targets].tolist() == tokens[1:].tolist()
         assert not padded[num_targets:].any()
+
+
+WHOLE = ("--train.max_steps=3", "--train.evaluation_tokens=1000000")
+ONE = "--parallel.data_parallel_size=1"
+
+
+def call(
+    capfd: pytest.CaptureFixture[str], job: Job, *options: str, root: Path | None = None, command: str = "evaluate"
+) -> tuple[int, str]:
+    recipe = job.root.parent / "small.toml"
+    launch = ("--launch=inline",) if command != "import" else ()
+    return call_trainer(capfd, recipe, root or job.root, *launch, *WHOLE, *options, command=command)
+
+
+def evaluate(capfd: pytest.CaptureFixture[str], job: Job, *options: str, root: Path | None = None) -> dict[str, Any]:
+    exit_code, output = call(capfd, job, "--json", *options, root=root)
+    assert exit_code == 0, output
+    record: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return record
+
+
+def test_every_layout_of_workers_gives_the_loss_of_transformers(
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
+) -> None:
+    """Any number of workers gives the same bits, which are those of the run's own last evaluation."""
+    before = file_states(evaluated_run.root)
+    one, four = (
+        evaluate(capfd, evaluated_run, f"--parallel.data_parallel_size={workers}")["loss"] for workers in (1, 4)
+    )
+    split = evaluate(capfd, evaluated_run, ONE, "--parallel.tensor_parallel_size=2")
+
+    assert one == four == read_evaluations(evaluated_run.run_folder).lines[-1]["loss"]
+    assert one == pytest.approx(transformers_losses.mean(), abs=1e-5)
+    assert split["loss"] == pytest.approx(transformers_losses.mean(), abs=1e-5)
+    assert split["tokens"] == len(transformers_losses)
+    assert (split["run"], split["step"]) == (evaluated_run.run, 3)
+    part = evaluate(capfd, evaluated_run, ONE, "--tokens=160", "--step=3")
+    assert (part["tokens"], part["loss"] != one) == (160, True)
+    assert file_states(evaluated_run.root) == before
+
+
+def test_another_text_is_evaluated_with_the_same_vocabulary_alone(
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, tmp_path: Path
+) -> None:
+    recipe = make_recipe(tmp_path)
+    same = make_corpus(tmp_path / "same", recipe, rows=10)
+    other = make_corpus(tmp_path / "other", recipe, kind="tokenizer_json")
+
+    record = evaluate(capfd, evaluated_run, ONE, f"--corpus={same.path}")
+    assert record["corpus_path"] == str(same.path)
+    assert record["tokens"] == 10 * 16 + 4
+    exit_code, output = call(capfd, evaluated_run, ONE, f"--corpus={other.path}")
+    assert (exit_code, other.manifest.corpus.vocabulary.sha256[:12] in output) == (3, True), output
+
+
+def test_imported_weights_are_evaluated_before_a_step_by_the_command_and_by_the_run(
+    capfd: pytest.CaptureFixture[str], evaluated_run: Job, tmp_path: Path
+) -> None:
+    folder, root = export(open_run(evaluated_run.root, evaluated_run.run), tmp_path / "model"), tmp_path / "fsx"
+    shutil.copytree(evaluated_run.root / "corpus", root / "corpus")
+    _, printed = call(capfd, evaluated_run, f"--from={folder}", root=root, command="import")
+    found = re.search(r'initial_weights = "([0-9a-f]{64})"', printed)
+    assert found, printed
+    named = f"--train.initial_weights={found[1]}"
+    assert call(capfd, evaluated_run, f"--from={folder}", named, root=root, command="import")[0] == 0
+
+    loss = evaluate(capfd, evaluated_run, ONE, named, root=root)["loss"]
+    assert loss == read_evaluations(evaluated_run.run_folder).lines[-1]["loss"]
+    assert call(capfd, evaluated_run, ONE, named, root=root, command="train")[0] == 0
+    (run_folder,) = root.glob("run/*/")
+    first = read_evaluations(run_folder).lines[0]
+    assert (first["step"], first["loss"]) == (0, loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "named"),
+    [
+        (("--checkpoint={damaged}",), 3, shard_name(0)),
+        (("--tokens=0",), 2, "--tokens"),
+        (("--step=7",), 3, "one of 3"),
+        (("--step=3", "--checkpoint=x"), 2, "--checkpoint"),
+        (("--checkpoint={checkpoint}", "--model.rope_theta=500000.0"), 3, "model.rope_theta"),
+        (("--checkpoint=nowhere",), 3, "nowhere"),
+    ],
+)
+def test_a_wrong_request_is_refused(
+    capfd: pytest.CaptureFixture[str],
+    evaluated_run: Job,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    code: int,
+    named: str,
+) -> None:
+    checkpoint = checkpoints(evaluated_run.root)["step-00000003"]
+    damaged = shutil.copytree(checkpoint, tmp_path / "step-00000003")
+    flip_a_bit(damaged / shard_name(0))
+
+    filled = (option.format(checkpoint=checkpoint, damaged=damaged) for option in options)
+    exit_code, output = call(capfd, evaluated_run, ONE, *filled)
+
+    assert (exit_code, named in output) == (code, True), output

@@ -10,28 +10,23 @@ import pytest
 import torch
 
 from services.common.errors import TryAgain
-from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.common.program.step import Program
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.evaluation.records import drop_evaluations_after, lacks_last_evaluation, read_evaluations
 from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
 from services.trainer.supervision.stop import request_stop
+from services.trainer.tests.builders import NewJob, train_here, train_new
 from services.trainer.tests.runs import checkpoints, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 RECIPE = {
     "parallel__data_parallel_size": "1",
     "train__max_steps": "8",
     "train__evaluation_interval_steps": "4",
     "train__evaluation_tokens": "1000000",
 }
-
-
-NewJob = Callable[..., Job]
 
 
 class Killed(Exception):
@@ -43,9 +38,8 @@ def evaluations(job: Job) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def straight(new_shared_job: Callable[..., Job]) -> Job:
-    job = new_shared_job(**RECIPE)
-    train(job, ALONE)
+def straight(new_shared_job: NewJob) -> Job:
+    job = train_new(new_shared_job, **RECIPE)
     assert list(evaluations(job)) == [0, 4, 8]
     return job
 
@@ -95,12 +89,12 @@ def test_a_stop_ends_an_evaluation_with_a_checkpoint_and_the_next_start_evaluate
     with pytest.MonkeyPatch.context() as patch:
         end_in_evaluation(patch, number, stop)
         with pytest.raises(TryAgain):
-            train(job, ALONE)
+            train_here(job)
     assert len(rounds) == stops_in
     assert list(checkpoints(job.root)) == committed
     assert list(evaluations(job)) == evaluated
 
-    train(job, ALONE)
+    train_here(job)
     assert_equal_runs(job, straight)
 
 
@@ -109,13 +103,13 @@ def test_only_signals_end_the_evaluation_at_a_start_that_begins_after_them(new_j
     job = new_job(**RECIPE)
     request_stop(job.run_folder, reason)
     with pytest.raises(TryAgain):
-        train(job, ALONE)
+        train_here(job)
     assert (list(checkpoints(job.root)), list(evaluations(job))) == (
         ([], []) if reason == StopReason.SIGTERM else (["step-00000001"], [0])
     )
 
 
-def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callable[..., Job], straight: Job) -> None:
+def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: NewJob, straight: Job) -> None:
     """The run is killed in its last evaluation; the same command then only evaluates."""
     job = new_job(**RECIPE, checkpoint__interval_steps="8")
 
@@ -133,12 +127,12 @@ def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callabl
         patch.setattr(CheckpointWriter, "advance", advance_and_wait)
         end_in_evaluation(patch, 2, kill_after_commit)
         with pytest.raises(Killed):
-            train(job, ALONE)
+            train_here(job)
     assert list(checkpoints(job.root)) == ["step-00000008"]
     assert list(evaluations(job)) == [0, 4]
     assert lacks_last_evaluation(job, 8)
 
-    train(job, ALONE)
+    train_here(job)
     assert_equal_runs(job, straight)
     assert not lacks_last_evaluation(job, 8)
     drop_evaluations_after(job.run_folder, 4)  # as a rollback does

@@ -19,20 +19,21 @@ from services.common.program.llama import parameter_shapes
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Model
 from services.trainer.conversion.configuration import require_same_model
+from services.trainer.conversion.dcp import DcpWeights
 from services.trainer.conversion.export import export
 from services.trainer.conversion.hugging_face import HuggingFaceWeights
 from services.trainer.conversion.weight_import import digest_weights
 from services.trainer.inspection.sample import load_weights
-from services.trainer.job import Job
 from services.trainer.runs.run import open_run
-from services.trainer.tests.builders import make_recipe, train_new, write_recipe
+from services.trainer.tests.builders import NewJob, make_recipe, train_new, write_recipe
+from services.trainer.tests.foreign_checkpoints import save
 from services.trainer.tests.runs import call_trainer, train_alone
 
 Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
-def shared_export(new_shared_job: Callable[..., Job]) -> Path:
+def shared_export(new_shared_job: NewJob) -> Path:
     job = train_new(new_shared_job, train__max_steps="1")
     return export(open_run(job.root, job.run), job.root.parent / "hugging-face")
 
@@ -49,7 +50,7 @@ def import_from(capfd: pytest.CaptureFixture[str], exported: Path, *options: str
 
 
 def test_weights_of_an_exported_folder_fit_its_vocabulary_and_no_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], new_job: Callable[..., Job], exported: Path
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], new_job: NewJob, exported: Path
 ) -> None:
     """The exported tokenizer.json is not the corpus's file: it puts BOS before a text."""
     job = train_new(new_job, kind="tokenizer_json", train__max_steps="1")
@@ -159,6 +160,7 @@ def test_the_configurations_that_models_are_published_with_are_those_of_the_pres
 NORM = "model.norm.weight"
 
 
+@pytest.mark.parametrize("is_dcp", [False, True], ids=["safetensors", "DCP"])
 @pytest.mark.parametrize(
     ("change", "place"),
     [
@@ -169,14 +171,23 @@ NORM = "model.norm.weight"
         (lambda tensors: tensors[NORM][3:5].fill_(float("nan")), NORM),
     ],
 )
-def test_other_weights_are_refused(tmp_path: Path, change: Change, place: str) -> None:
-    shapes = parameter_shapes(make_recipe(tmp_path).model)
+def test_other_weights_are_refused(tmp_path: Path, change: Change, place: str, is_dcp: bool) -> None:
+    model = make_recipe(tmp_path).model
+    shapes = parameter_shapes(model)
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
     change(tensors)
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    if is_dcp:
+        save(tmp_path / "dcp", tensors)
+    else:
+        safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
 
-    with ExitStack() as opened, pytest.raises(ArtifactError, match=place):
-        digest_weights(shapes, HuggingFaceWeights(tmp_path, shapes, opened).read)
+    def read_all() -> None:
+        with ExitStack() as opened:
+            weights = DcpWeights(tmp_path / "dcp", model) if is_dcp else HuggingFaceWeights(tmp_path, shapes, opened)
+            digest_weights(shapes, weights.read)
+
+    with pytest.raises(ArtifactError, match=place):
+        read_all()
 
 
 @pytest.mark.parametrize(

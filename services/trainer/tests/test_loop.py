@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
-from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import NOTICE_VARIABLE, StopReason
 from services.common.program.process_group import ProcessGroup
-from services.common.program.step import Program
 from services.trainer.checkpoints.loader import resume
-from services.trainer.checkpoints.lookup import newest_checkpoint
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.checkpoints.writer import CheckpointWriter
-from services.trainer.job import Job, completed_step
-from services.trainer.loop import train
+from services.trainer.job import Job
 from services.trainer.metrics.events import EventTail, count_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.supervision.stop import STOP_FILE
-from services.trainer.tests import work
-from services.trainer.tests.builders import make_program, make_recipe, train_new
+from services.trainer.tests.builders import NewJob, make_program, make_recipe, train_here, train_new
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash
-
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 
 
 @pytest.fixture(scope="module")
-def ten_steps(new_shared_job: Callable[..., Job]) -> Job:
+def ten_steps(new_shared_job: NewJob) -> Job:
     """A run with checkpoints after steps 5 and 10."""
     return train_new(new_shared_job, train__max_steps="10")
 
@@ -56,48 +46,17 @@ def values(job: Job, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(
-    new_job: Callable[..., Job], dtype: str, monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     types = {"train__dtype": dtype, "train__param_dtype": dtype}
     straight = train_new(new_job, "straight", train__max_steps="8", **types)
     train_new(new_job, "split", train__max_steps="3", **types)
     split = new_job("split", train__max_steps="8", **types)
     monkeypatch.setattr("services.common.program.step.draw_weights", None)  # a run that resumes draws none
-    train(split, ALONE)
+    train_here(split)
     assert split.run == straight.run
     assert values(split, "loss") == values(straight, "loss")
     assert state_hash(split.checkpoint_address(8).path) == state_hash(straight.checkpoint_address(8).path)
-
-
-def test_intervals_and_worker_counts_do_not_make_another_run_but_the_seed_does(new_job: Callable[..., Job]) -> None:
-    run = new_job().run
-    assert new_job(checkpoint__interval_steps="3", parallel__data_parallel_size="4", train__max_steps="50").run == run
-    assert new_job(train__seed="1").run != run
-    assert new_job(optimizer__learning_rate="2e-2").run != run
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "flipped bit": lambda newest: flip_a_bit(newest / shard_name(0)),
-    "truncated": lambda newest: os.truncate(newest / shard_name(0), 1_000),
-    "manifest torn": lambda newest: os.truncate(newest / MANIFEST, 100),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(
-    ten_steps: Job, tmp_path: Path, damage: Callable[[Path], object]
-) -> None:
-    job = copy_of(ten_steps, tmp_path)
-    expected = state_hash(job.checkpoint_address(10).path)
-    damage(job.checkpoint_address(10).path)
-
-    found = newest_checkpoint(job.checkpoint_collection)
-    train(job, ALONE)
-
-    assert completed_step(found) == 5
-    assert count_events(job.run_folder) == {"fallback": 1}
-    assert state_hash(job.checkpoint_address(10).path) == expected
-    assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
 
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(ten_steps: Job, tmp_path: Path) -> None:
@@ -109,7 +68,7 @@ def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(ten_steps:
     assert problem_of(job, 10) == ""  # as this command has verified it
     assert shard_name(0) in problem_of(replace(job, start_number=1), 10)  # but not once workers were lost
     with pytest.raises(ArtifactError, match=r"step-00000010(?s:.*)step-00000005"):
-        train(replace(job, attempt="next"), ALONE)
+        train_here(replace(job, attempt="next"))
 
 
 def test_a_checkpoint_that_a_node_does_not_see_is_not_passed_over(
@@ -143,7 +102,7 @@ def test_the_newest_intact_checkpoints_are_kept_and_those_at_the_long_interval(
 
 
 def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NOTICE_VARIABLE, "0.000001")
     job = train_new(new_job, train__max_steps="4", checkpoint__interval_steps="2")
@@ -151,9 +110,7 @@ def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
     assert count_events(job.run_folder) == {"short_notice": 1}
 
 
-def test_a_checkpoint_that_was_damaged_at_the_start_does_not_count_among_those_that_are_kept(
-    new_job: Callable[..., Job],
-) -> None:
+def test_a_checkpoint_that_was_damaged_at_the_start_does_not_count_among_those_that_are_kept(new_job: NewJob) -> None:
     settings = {"checkpoint__keep_latest": "2"}
     job = train_new(new_job, train__max_steps="6", checkpoint__interval_steps="2", **settings)
     flip_a_bit(job.checkpoint_address(6).path / shard_name(0))
@@ -163,49 +120,21 @@ def test_a_checkpoint_that_was_damaged_at_the_start_does_not_count_among_those_t
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (4, 6, 7)]
 
 
-def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, weights_before = new_job(train__max_steps="10"), dict[int, torch.Tensor]()
-    work.poison(monkeypatch, 8)
-    poisoned = Program.train_step
-
-    def remember(program: Program, step: int, *arguments: Any) -> object:
-        weights_before[step] = torch.cat([bucket.weights_P for bucket in program.buckets])
-        return poisoned(program, step, *arguments)
-
-    monkeypatch.setattr(Program, "train_step", remember)
-    train(job, ALONE)
-
-    assert values(job, "skipped_steps") == [0] * 8 + [1] * 2
-    assert torch.equal(weights_before[8], weights_before[9])
-    newest = newest_checkpoint(job.checkpoint_collection)
-    assert newest is not None
-    assert newest.manifest.checkpoint.skipped_steps == 1
-
-
 @pytest.mark.parametrize("reason", [StopReason.STOP_FILE, StopReason.TIME_LIMIT], ids=str)
-def test_a_stop_ends_the_run_with_a_checkpoint_and_is_used_up(new_job: Callable[..., Job], reason: StopReason) -> None:
+def test_a_stop_ends_the_run_with_a_checkpoint_and_is_used_up(new_job: NewJob, reason: StopReason) -> None:
     job = new_job(train__max_steps="2", train__time_limit_seconds="60.0")
     if reason is StopReason.STOP_FILE:
         (job.run_folder / STOP_FILE).touch()
     late = job.started_at - timedelta(seconds=61 if reason is StopReason.TIME_LIMIT else 0)
     with pytest.raises(TryAgain, match=f"{reason} after step 1"):
-        train(replace(job, started_at=late), ALONE)
+        train_here(replace(job, started_at=late))
     assert list(checkpoints(job.root)) == ["step-00000001"]
-    train(job, ALONE)
+    train_here(job)
     assert "step-00000002" in checkpoints(job.root)
 
 
-def test_metrics_have_every_step_once_after_steps_were_done_twice(new_job: Callable[..., Job]) -> None:
-    job = train_new(new_job, train__max_steps="8")
-    (job.checkpoint_address(8).path / MANIFEST).unlink()  # as if killed before the last commit: steps 6 to 8 again
-    train(job, ALONE)
-    assert values(job, "step") == list(range(1, 9))
-
-
 def test_with_a_checkpoint_after_each_step_no_commit_waits_for_a_write(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     are_written, write, commit = list[bool](), CheckpointWriter._write, CheckpointWriter._commit
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,22 @@ import pytest
 
 from services.common.artifacts.checkpoint import BatchRange, CheckpointManifest, LossSpikes
 from services.common.artifacts.store import discard, open_artifact
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints import retention
 from services.trainer.data import micro_batches
 from services.trainer.health.loss_spikes import SpikeDetector, Verdict, untrained_loss
 from services.trainer.job import Job
-from services.trainer.loop import Training, train
+from services.trainer.loop import Training
 from services.trainer.metrics.events import EventTail, read_events, warnings_of
 from services.trainer.metrics.records import read_metrics
 from services.trainer.runs.run import open_run
 from services.trainer.runs.summary import summarize
 from services.trainer.tests import work
-from services.trainer.tests.builders import make_recipe, train_new
+from services.trainer.tests.builders import ALONE, NewJob, make_recipe, train_here, train_new
 from services.trainer.tests.runs import checkpoints
 
 Numbers = npt.NDArray[Any]
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 # The weights are ruined after step 12, so that the losses of steps 13 to 15 are high: see `work.RUINOUS_BATCH`.
 FIRST_STEP, LAST_STEP, BEGIN = 13, 15, 8
 SKIPPED = BatchRange(first=8, last=14)
@@ -39,12 +35,12 @@ WATCHED = {"train__loss_spike_sigma": "6"}
 
 
 @pytest.fixture(scope="module")
-def spared(new_shared_job: Callable[..., Job]) -> Job:
+def spared(new_shared_job: NewJob) -> Job:
     """A run that never reads the batches which a spike of batch 11 leaves out."""
     job = new_shared_job("spared")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.trainer.loop.micro_batches", read_spared)
-        train(job, ALONE)
+        train_here(job)
     return job
 
 
@@ -62,7 +58,7 @@ def newest(job: Job) -> LossSpikes:
 
 
 def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_without_them(
-    new_job: Callable[..., Job], spared: Job
+    new_job: NewJob, spared: Job
 ) -> None:
     job = new_job(**work.SPIKY)
     work.train_with_a_ruinous_batch(job, ALONE)
@@ -84,10 +80,10 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
 
 @pytest.mark.slow
 def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back(
-    new_job: Callable[..., Job], spared: Job, monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, spared: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = new_job("two", **work.SPIKY, parallel__data_parallel_size="2")
-    run_workers(inline, work.train_with_a_ruinous_batch, two, WorkerGroupSpec(2, 1, 2, two.run_folder))
+    work.run_group(work.train_with_a_ruinous_batch, two, 2, two.run_folder)
     rare = new_job("rare", **work.SPIKY | {"checkpoint__interval_steps": "20"})
     work.train_with_a_ruinous_batch(rare, ALONE)
     assert read_events(rare.run_folder)[1]["to_step"] == 0  # the initial weights
@@ -130,13 +126,11 @@ def kill_after_the_rollback(patch: pytest.MonkeyPatch) -> None:
     work.before_step(patch, BEGIN + 1, end)
 
 
-def test_a_transient_that_heals_is_left_alone(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, spared: Job
-) -> None:
+def test_a_transient_that_heals_is_left_alone(new_job: NewJob, monkeypatch: pytest.MonkeyPatch, spared: Job) -> None:
     job, plain = new_job("transient", **work.SPIKY), new_job("plain")
     work.raise_losses(monkeypatch, 11, 12)
     for each in (job, plain):
-        train(each, ALONE)
+        train_here(each)
 
     [event] = read_events(job.run_folder)
     assert (event["event"], event["step"]) == ("loss_healed", 14)
@@ -145,11 +139,11 @@ def test_a_transient_that_heals_is_left_alone(
 
 
 def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = new_job(**work.SPIKY, train__loss_spike_max_rollbacks="1")
     work.ruin_weights(monkeypatch, work.RUINOUS_BATCH, 15)
-    train(job, ALONE)
+    train_here(job)
 
     assert kinds(job) == ["loss_spike", "rollback", "loss_spike", "rollbacks_exhausted"]
     assert len(read_metrics(job.run_folder).lines) == 20
@@ -158,7 +152,7 @@ def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
 
 
 def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"train__loss_spike_patience_steps": "5", "train__max_consecutive_skipped_steps": "2"}
     job, rewind = new_job(**work.SPIKY | settings), Training.rewind
@@ -170,13 +164,13 @@ def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
 
     work.poison(monkeypatch, *range(11, 16))
     monkeypatch.setattr(Training, "rewind", end_of_poison)
-    train(job, ALONE)
+    train_here(job)
 
     assert kinds(job) == ["nan"] * 3 + ["loss_spike", "rollback"]
     assert newest(job).skipped_batches == (BatchRange(first=7, last=13),)
 
 
-def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: Callable[..., Job]) -> None:
+def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: NewJob) -> None:
     job = train_new(new_job, train__max_steps="6")
     watched = new_job(**work.SPIKY)
     work.train_with_a_ruinous_batch(watched, ALONE)
@@ -186,16 +180,6 @@ def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: Callab
 
     longer = train_new(new_job, train__max_steps="21")
     assert newest(longer) == LossSpikes(skipped_batches=(SKIPPED,), rollbacks=1)  # skipped for good
-
-
-def test_a_rollback_without_an_old_checkpoint_goes_to_the_oldest_and_skips_less(new_job: Callable[..., Job]) -> None:
-    for steps, last in ((1, 14), (7, 15)):
-        job = new_job(**work.SPIKY | {"train__loss_spike_rollback_steps": str(steps)}, train__max_steps=str(last))
-        work.train_with_a_ruinous_batch(job, ALONE)
-
-    rollback = read_events(job.run_folder)[-1]
-    assert (rollback["event"], rollback["to_step"], rollback["wanted_step"]) == ("rollback", 6, 5)
-    assert newest(job).skipped_batches == (BatchRange(first=6, last=14),)
 
 
 def test_batches_after_skipped_ranges_move(tmp_path: Path) -> None:

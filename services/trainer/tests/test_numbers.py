@@ -6,15 +6,14 @@ Other CPUs round otherwise, hence the tolerance.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from services.trainer.job import Job
+from services.trainer.tests.builders import NewJob
 from services.trainer.tests.numbers import GOLDEN, train_golden
 
 
-def test_fifty_steps_give_the_losses_that_they_gave(new_job: Callable[..., Job]) -> None:
+def test_fifty_steps_give_the_losses_that_they_gave(new_job: NewJob) -> None:
     found, golden = train_golden(new_job), json.loads(GOLDEN.read_text(encoding="utf-8"))
 
     assert found.keys() == golden.keys()

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +21,9 @@ from services.trainer.conversion.nxd.checkpoint import load_rank_file, write_nxd
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import digest_weights
 from services.trainer.inspection.sample import load_weights
-from services.trainer.job import Job
 from services.trainer.runs.run import open_run
-from services.trainer.tests.builders import train_new, write_recipe
-from services.trainer.tests.nxd_files import (
+from services.trainer.tests.builders import NewJob, train_new, write_recipe
+from services.trainer.tests.foreign_checkpoints import (
     Files,
     Program,
     are_equal,
@@ -34,7 +32,6 @@ from services.trainer.tests.nxd_files import (
     llama,
     read_all,
     save_files,
-    save_files_by_tensor,
 )
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
 
@@ -67,46 +64,6 @@ def test_weights_come_back_from_nxd_bit_for_bit(tmp_path: Path, model: Model, la
 
 
 @pytest.mark.parametrize(
-    ("num_key_value_heads", "layout"),
-    [
-        (8, NxdLayout(2, fuse_qkv=True)),
-        (2, NxdLayout(4, 2, qkv_linear=True, fuse_qkv=True)),
-        (4, NxdLayout(8, 2, qkv_linear=True, fuse_qkv=True)),
-    ],
-)
-def test_the_files_are_those_of_nxds_converter(tmp_path: Path, num_key_value_heads: int, layout: NxdLayout) -> None:
-    """These layouts have one key-value head on a rank, or no copies: for others the converter omits weights."""
-    converter = pytest.importorskip(
-        "neuronx_distributed.scripts.checkpoint_converter", reason="NxD is in the neuron images alone"
-    ).CheckpointConverterBase()
-    model = llama(num_key_value_heads, intermediate_size=16)
-    weights = draw_weights(model)
-    write_nxd_model(tmp_path, model, layout, weights.__getitem__)
-
-    config = model.model_dump()
-    options = Namespace(
-        tp_size=layout.tensor_parallel_size,
-        pp_size=1,
-        ep_size=1,
-        kv_size_multiplier=layout.kv_size_multiplier,
-        qkv_linear=layout.qkv_linear,
-        fuse_qkv=layout.qkv_linear and layout.fuse_qkv,
-        hw_backend="trn1",
-        pad_attn_heads=False,
-        i_tp_round_factor=0,
-        model_style="hf",
-        n_layers=model.num_hidden_layers,
-    )
-    full = dict(weights)
-    if layout.fuse_qkv and not layout.qkv_linear:
-        full = converter.coalesce_qkv(full, config, layout.tensor_parallel_size)
-    for rank in range(layout.tensor_parallel_size):
-        theirs = converter.convert_full_state_to_tp(full, options, rank, 0, 0, ["model.layers.1"], config)
-        ours = torch.load(tmp_path / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt", weights_only=True)
-        assert are_equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
     ("num_stages", "dtype", "by_tensor"), [(1, torch.float32, True), (2, torch.bfloat16, False)], ids=["xser", "whole"]
 )
 def test_a_checkpoint_as_nxd_saves_it_is_read(
@@ -119,11 +76,8 @@ def test_a_checkpoint_as_nxd_saves_it_is_read(
         state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
         for tensor in state.values():
             tensor.requires_grad_()
-    if by_tensor:
-        save_files_by_tensor(tmp_path, files, tensor_reference)
-    else:
-        save_files(tmp_path, files)
-        save_files(tmp_path, {name: {"state": {}, "param_groups": []} for name in files}, kind="optim")  # no masters
+    save_files(tmp_path, files, reference=tensor_reference if by_tensor else None)
+    save_files(tmp_path, {name: {"state": {}, "param_groups": []} for name in files}, kind="optim")  # no masters
 
     assert are_equal(read_all(tmp_path, model), {name: weight.float() for name, weight in weights.items()})
 
@@ -232,10 +186,7 @@ def test_the_optimizers_masters_are_read_where_it_saved_them(
     masters = describe_files(model, weights, layout, num_stages=2)
     files = {name: {key: each.bfloat16() for key, each in state.items()} for name, state in masters.items()}
     for kind, content in (("model", files), ("optim", describe_optimizer(files, masters, num_data=3))):
-        if by_tensor:
-            save_files_by_tensor(tmp_path, content, tensor_reference, kind)
-        else:
-            save_files(tmp_path, content, kind)
+        save_files(tmp_path, content, kind, tensor_reference if by_tensor else None)
     assert are_equal(read_all(tmp_path, model), weights)
 
     (tmp_path / "optim" / "dp_rank_01_tp_rank_02_pp_rank_00.pt").unlink()
@@ -287,7 +238,7 @@ def test_a_model_that_nxd_cannot_split_is_not_exported(tmp_path: Path, layout: N
 
 
 @pytest.fixture(scope="module")
-def trained(new_shared_job: Callable[..., Job]) -> Path:
+def trained(new_shared_job: NewJob) -> Path:
     """The folder of a root, `a`, with a run of the small recipe."""
     job = train_new(new_shared_job, train__max_steps="1")
     return job.root.parent

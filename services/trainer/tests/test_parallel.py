@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ import torch
 from services.common.artifacts.checkpoint import INDEX_FILE, CheckpointManifest, shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Artifact, open_artifact
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.process_group import ProcessGroup
@@ -26,14 +23,13 @@ from services.trainer.checkpoints.loader import find_checkpoint, load_part
 from services.trainer.checkpoints.lookup import describe_checkpoint
 from services.trainer.conversion.export import export
 from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.runs.run import open_run
 from services.trainer.tests import work
+from services.trainer.tests.builders import NewJob, train_here, train_new
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, read_run, state_hash
 
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "2"}
 """Overrides for a run of one worker, whose model two workers can share."""
 SPLIT = {**WHOLE, "parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"}
@@ -41,8 +37,17 @@ SHARED = {**WHOLE, "parallel__data_parallel_size": "4", "parallel__zero_stage": 
 HALF, FULL = {"train__max_steps": "2"}, {"train__max_steps": "4"}
 
 
+ODD = {**WHOLE, "tokenizer__train__vocab_size": "301", "model__vocab_size": "301"}
+"""Overrides for a vocabulary that no two workers can share evenly."""
+LAYOUTS: list[dict[str, str]] = [
+    {"parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"},
+    {},
+    {"parallel__tensor_parallel_size": "4", "parallel__data_parallel_size": "1"},
+]
+
+
 class Runs(NamedTuple):
-    new_job: Callable[..., Job]
+    new_job: NewJob
     straight: Job
     resumed: Job
     damaged: Job
@@ -51,14 +56,14 @@ class Runs(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def runs(new_shared_job: Callable[..., Job]) -> Runs:
+def runs(new_shared_job: NewJob) -> Runs:
     """Trained by one group of 4 processes, one after the other."""
     straight, shared = new_shared_job("straight", **SPLIT, **FULL), new_shared_job("shared", **SHARED, **HALF)
     resumed = [new_shared_job("resumed", **SPLIT, **steps) for steps in (HALF, FULL)]
     damaged = [new_shared_job("damaged", **SPLIT, **FULL) for _ in range(2)]
     poisoned = new_shared_job("poisoned", **SPLIT, **HALF, train__evaluation_interval_steps="100")
     jobs = [straight, shared, *resumed, *damaged, poisoned]
-    run_workers(inline, work.train_in_turn, jobs, WorkerGroupSpec(4, 1, 4, straight.run_folder))
+    work.run_group(work.train_in_turn, jobs, 4, straight.run_folder)
     return Runs(new_shared_job, straight, resumed[-1], damaged[-1], shared, poisoned)
 
 
@@ -83,7 +88,7 @@ def continue_alone(runs: Runs, job: Job, copy: str) -> Job:
     alone = runs.new_job(copy, **WHOLE, **FULL)
     shutil.copytree(job.checkpoint_collection, alone.checkpoint_collection)
     shutil.rmtree(alone.checkpoint_address(4).path, ignore_errors=True)
-    train(alone, ALONE)
+    train_here(alone)
     return alone
 
 
@@ -124,10 +129,10 @@ def test_a_checkpoint_of_split_models_continues_on_one_worker(runs: Runs) -> Non
 def test_a_checkpoint_of_sharded_optimizers_continues_on_one_worker_bit_for_bit(runs: Runs) -> None:
     continued = continue_alone(runs, runs.shared, "elastic")
     half, straight = (runs.new_job("alone", **WHOLE, **steps) for steps in (HALF, FULL))
-    train(half, ALONE)
+    train_here(half)
     ours = exported(half)
     assert all(torch.equal(weight, ours[name]) for name, weight in exported(runs.shared).items())
-    train(straight, ALONE)
+    train_here(straight)
 
     assert losses(runs.shared) + losses(continued) == losses(straight)
     assert final_state(continued) == final_state(straight)
@@ -204,3 +209,16 @@ def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -
     # Rank 3 has a part of the matrices of rank 2's model, and with it the norms, which rank 2 writes.
     assert [shard_name(2) in problem for problem in problems] == [False, False, True, True], problems
     assert problems[:2] == ["", ""]
+
+
+def test_a_run_with_an_odd_vocabulary_goes_on_in_other_layouts_and_exports_no_padding(new_job: NewJob) -> None:
+    straight = train_new(new_job, "straight", **ODD, train__max_steps="6")
+    jobs = [
+        new_job("changed", **ODD, **layout, train__max_steps=str(2 * number))
+        for number, layout in enumerate(LAYOUTS, start=1)
+    ]
+    work.run_group(work.train_in_turn, jobs, 4, jobs[0].run_folder)
+
+    assert losses(jobs[-1]) == pytest.approx(losses(straight), rel=2e-6, abs=0)
+    weights = exported(jobs[-1])
+    assert {len(weights[name]) for name in ("model.embed_tokens.weight", "lm_head.weight")} == {301}

@@ -1,19 +1,34 @@
-"""`plan` estimates what a run needs, and refuses one that its nodes cannot hold."""
+"""`plan` estimates a run's memory, time and cost and what failures cost it, and refuses what its nodes cannot hold."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.common.hardware.instance_types import default_lustre_size, read_instance_types
 from services.common.process.entry_point import exit_code_of
+from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.recipe.derived import causal_flops_per_token
 from services.common.recipe.file import load_recipe
-from services.common.recipe.memory_estimate import checkpoint_bytes
+from services.common.recipe.memory_estimate import FLOAT32_BYTES, checkpoint_bytes, memory_of_worker
+from services.common.recipe.schema import Recipe
+from services.common.testing.recipes import load_with, write_recipe
 from services.trainer.__main__ import main
+from services.trainer.inspection.goodput import (
+    FAILURE_SHARES,
+    RESTART_SECONDS,
+    Failure,
+    RunTimes,
+    failure_costs,
+    mean_cost_seconds,
+    optimal_interval_steps,
+)
 from services.trainer.inspection.run_plan import GPU_MFU, NEURON_MFU_OF_PRESETS, Assumptions, estimate_step
+from services.trainer.tests.step_trace import trace_step
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
 LARGE = [path for path in RECIPES if not path.stem.startswith("tiny-")]
@@ -138,3 +153,121 @@ def test_the_utilization_is_that_of_the_published_run(
     assert causal_flops_per_token(recipe) * tokens_per_second / peak == pytest.approx(share, abs=0.005)
     assert step
     assert step.mfu == share
+
+
+TIMES = RunTimes(step_seconds=40.0, write_seconds=69.0, node_wait_seconds=600.0)
+
+
+def planned_goodput(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[float]:
+    """Return the goodput in percent on the recipe's nodes, on 64 and on 1,024."""
+    assert plan(LLAMA_2_7B, "--nodes=64", "--nodes=1024", *overrides) == 0
+    return [float(each) for each in re.findall(r"goodput, [\d,]+ nodes? +([\d.]+)%", capsys.readouterr().out)]
+
+
+def test_plan_prints_a_goodput_that_falls_with_nodes_and_without_a_watchdog(capsys: pytest.CaptureFixture[str]) -> None:
+    few, more, many = planned_goodput(capsys)
+    assert few > more > many > 90
+    assert planned_goodput(capsys, "--train.watchdog_factor=0")[-1] < many  # hangs last until collectives time out
+
+
+def test_a_lost_worker_costs_less_than_a_hung_one_and_a_lost_node() -> None:
+    costs = failure_costs(load_recipe(LLAMA_2_7B), 4, TIMES)
+    redone_seconds = 50 * 40.0 / 2 + 69.0
+
+    worker, hang, node = costs[Failure.WORKER], costs[Failure.HANG], costs[Failure.NODE]
+    assert worker.total_seconds == pytest.approx(RESTART_SECONDS + 69.0 + redone_seconds)
+    assert hang.total_seconds - worker.total_seconds == pytest.approx(10 * 40.0)  # ten steps
+    assert node.total_seconds - worker.total_seconds > 600
+    assert sum(FAILURE_SHARES.values()) == pytest.approx(1)
+    assert worker.total_seconds < mean_cost_seconds(costs) < node.total_seconds
+    every_node_reads = failure_costs(load_recipe(LLAMA_2_7B, {"parallel.zero_stage": "0"}), 1_024, TIMES)
+    assert every_node_reads[Failure.WORKER].read_seconds == 16 * 69.0  # a model of its own for each replica
+
+
+def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
+    cost_seconds, mtbf_hours = 60.0, 24.0
+
+    def lost_share(steps: int) -> float:  # first order: a checkpoint an interval, half an interval a failure
+        return cost_seconds / steps + steps / (2 * 3600 * mtbf_hours)
+
+    best = optimal_interval_steps(cost_seconds, 1.0, 1, mtbf_hours)
+    assert lost_share(best) < min(lost_share(best - 30), lost_share(best + 30))
+    assert best == round(math.sqrt(2 * cost_seconds * 3600 * mtbf_hours))
+    assert optimal_interval_steps(cost_seconds, 1e9, 1, mtbf_hours) == 1
+
+
+IN_BFLOAT16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}
+ONE_GPU = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
+SPLIT = {"parallel__tensor_parallel_size": "4"}
+
+
+def wide(folder: Path, **overrides: str) -> Recipe:
+    """4 layers of Llama 3's shape, an eighth as wide: wide enough that layers are larger than norms and tables."""
+    path = write_recipe(folder, tokenizer__train=None, tokenizer__model="nowhere")
+    shape = {"model__num_hidden_layers": "4", "model__num_attention_heads": "8", "model__num_key_value_heads": "2"}
+    shape |= {"model__hidden_size": "512", "model__intermediate_size": "1792", "model__vocab_size": "512"}
+    shape |= {"parallel__data_parallel_size": "4", "batch__micro_batch_size": "1", "batch__global_batch_size": "16"}
+    shape |= {"corpus__sequence_length": "512"}
+    return load_with(path, **(shape | overrides))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "overrides"),
+    [
+        ("none", {}),
+        ("full", {**SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
+        pytest.param("selective", SPLIT, marks=pytest.mark.slow),
+        pytest.param("none", {**IN_BFLOAT16, **ONE_GPU}, marks=pytest.mark.slow),
+        pytest.param(
+            "selective", {**SPLIT, **IN_BFLOAT16, "parallel__reduce_dtype": "float32"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["none", "full", "selective", "one GPU", "float32 sums"],
+)
+def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
+    tmp_path: Path, checkpointing: str, overrides: dict[str, str]
+) -> None:
+    recipe = wide(tmp_path, train__activation_checkpointing=checkpointing, **overrides)
+
+    assert memory_of_worker(recipe).peak_bytes == pytest.approx(trace_step(recipe).peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path != LLAMA_2_7B))
+        for path in LARGE
+        if path.stem.endswith("-trn1")
+    ],
+)
+def test_no_collective_of_a_shipped_recipe_on_xla_is_above_the_limit(path: Path) -> None:
+    """Trace one layer with the tables, because the other layers are equal."""
+    largest_bytes = trace_step(load_with(path, model__num_hidden_layers="1")).largest_bytes
+
+    assert MAX_COLLECTIVE_BYTES / 2 < max(largest_bytes.values()) <= MAX_COLLECTIVE_BYTES
+
+
+def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
+    """A worker of 8 has 525 MB of float32 of a table as wide as Llama 3 70B's; 2 long sequences are 537 MB."""
+    changed = {"model__hidden_size": "8192", "parallel__tensor_parallel_size": "8", "batch__micro_batch_size": "2"}
+    largest_bytes = trace_step(load_with(LLAMA_3_8B, model__num_hidden_layers="1", **changed)).largest_bytes
+
+    assert 0 < largest_bytes["data"] <= MAX_COLLECTIVE_BYTES
+    assert 0 < largest_bytes["tensor"] <= MAX_COLLECTIVE_BYTES
+
+
+def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path) -> None:
+    recipe = wide(tmp_path, model__num_hidden_layers="2", parallel__zero_stage="1", **SPLIT)
+    trace = trace_step(recipe)
+
+    # Key-value heads: 2, each held by 2 of the 4 workers.
+    copies = (4 - 1) * 5 * 512 + (2 - 1) * 2 * 2 * 512 * 128
+    assert 4 * trace.parameters == recipe.model.num_parameters + copies
+    # Each worker passes 3/4 of the gradients on, and 3/4 of the weights; norms, losses and one number more are small.
+    gradients = FLOAT32_BYTES * trace.parameters
+    assert trace.sent_bytes["data"] == pytest.approx(2 * gradients * 3 / 4, rel=0.01)
+    # In each micro-batch each of 2 layers gathers and scatters [1, 512, 512] twice, forward and backward; the embedding
+    # scatters and the loss gathers. Beside them the loss exchanges a few numbers for each token.
+    activation = FLOAT32_BYTES * 512 * 512 * 3 / 4
+    assert trace.sent_bytes["tensor"] == pytest.approx(4 * (2 * 8 + 4) * activation, rel=0.02)
+    assert not torch.distributed.is_initialized()

@@ -1,7 +1,7 @@
-"""The report: every number is computed again from the run's files, and in a browser all charts are drawn.
+"""The report: every number is computed again from the run's files, curves keep their spikes, and a browser draws all.
 
 The recomputation reads the JSON lines and manifests with the standard library alone, and shares no code with the
-report: it imports nothing of it but the calls that make the texts.
+report.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import random
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,14 @@ import pytest
 
 from services.common.testing.browser import Browser, find_browser
 from services.trainer.job import Job
-from services.trainer.metrics.commands import COMMANDS_FILE
 from services.trainer.metrics.events import record_event
+from services.trainer.report.curves import CHARTS, MAX_LABELS, MAX_MARKS, MAX_POINTS, RunCurves, Series
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.run import open_started_run
 from services.trainer.tests import work
-from services.trainer.tests.builders import train_new
-from services.trainer.tests.drawn import read_charts, read_curves
-from services.trainer.tests.metric_lines import BEGAN, append, make_command
-from services.trainer.tests.runs import checkpoints
+from services.trainer.tests.builders import NewJob, train_new
+from services.trainer.tests.metric_lines import STEP, make_steps
+from services.trainer.tests.runs import checkpoints, read_charts, read_curves
 
 STEPS = 137
 REPEATED_FROM = 50
@@ -102,7 +101,7 @@ def give_sources(evaluations: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def job(new_shared_job: Callable[..., Job]) -> Job:
+def job(new_shared_job: NewJob) -> Job:
     """Train a run that was killed after a checkpoint's steps were done again, and that skipped steps."""
     options = {"checkpoint__interval_steps": "25", "parallel__data_parallel_size": "1", "optimizer__decay_steps": "200"}
     options |= {"train__health_interval_steps": "50", "optimizer__max_grad_norm": "0.68"}
@@ -124,7 +123,7 @@ def raw(job: Job) -> RawRun:
 
 
 @pytest.fixture(scope="module")
-def pages(job: Job, new_shared_job: Callable[..., Job]) -> list[Path]:
+def pages(job: Job, new_shared_job: NewJob) -> list[Path]:
     """The report of the run with further events, and of one that has not done a step."""
     cause = "rank 1 <was killed> by SIGKILL " * 9
     record_event(job, "restart", from_step=60, cause=cause)
@@ -212,15 +211,6 @@ def test_a_report_is_small_complete_and_says_what_happened(pages: list[Path]) ->
         assert not re.findall(r'(?:src|href)="(?!data:|#)|url\(|@import|fetch\(|XMLHttpRequest', page)
 
 
-def test_the_report_of_a_running_run_says_so(new_job: Callable[..., Job]) -> None:
-    job = new_job()
-    command = make_command(2_000, time.time() - BEGAN)
-    append(job.run_folder / COMMANDS_FILE, command.model_dump_json().encode())
-    page = write_report(open_started_run(job.root, job.run)).read_text(encoding="utf-8")
-    assert "<dd>running" in page
-    assert "<td>it runs</td>" in page
-
-
 BESIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 CHOOSE = "document.getElementById({!r}).click()"
 DRAWN = "document.querySelectorAll('figure .plot canvas').length"
@@ -253,23 +243,6 @@ def requests_and_complaints(browser: Browser) -> list[str]:
 
 
 @needs_browser
-def test_the_pointer_shows_the_value_below_it_and_the_keyboard_reaches_the_choices(
-    pages: list[Path], browser: Browser
-) -> None:
-    browser.open(pages[0], 1280, 900)
-    browser.evaluate("document.querySelector('#loss').scrollIntoView({ behavior: 'instant' })")
-    box = browser.evaluate("document.querySelector('#loss .u-over').getBoundingClientRect().toJSON()")
-    x, y = box["left"] + box["width"] / 2, box["top"] + box["height"] / 2
-    browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    browser.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
-    assert " at 6" in browser.evaluate("document.querySelector('#loss .legend').textContent")
-    for _ in range(2):  # the link to the content, then the first choice
-        for kind in ("keyDown", "keyUp"):
-            browser.send("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
-    assert browser.evaluate("document.activeElement.id") == "x-step"
-
-
-@needs_browser
 @needs_axe
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_axe_finds_nothing_serious(pages: list[Path], browser: Browser, is_dark: bool) -> None:
@@ -281,3 +254,58 @@ def test_axe_finds_nothing_serious(pages: list[Path], browser: Browser, is_dark:
         found = browser.evaluate(f"axe.run(document, {options}).then(found => found.violations)")
         serious = [each for each in found if each["impact"] in ("serious", "critical")]
         assert [(each["id"], [node["html"] for node in each["nodes"][:3]]) for each in serious] == []
+
+
+LOSS, SMOOTH_LOSS = Series("loss", "training"), Series("loss", "training", is_smooth=True)
+
+
+def collect(losses: list[float]) -> RunCurves:
+    curves = RunCurves()
+    for step in reversed(range(len(losses))):
+        curves.add({**STEP, "step": step, "loss": losses[step]})
+    return curves
+
+
+@pytest.mark.parametrize("num_steps", [1, MAX_POINTS + 1, 10_000])
+def test_a_curve_keeps_few_points_and_all_extremes(num_steps: int) -> None:
+    source = random.Random(num_steps)
+    losses = [round(source.gauss(3.0, 1.0), 4) for _ in range(num_steps)]
+
+    [curve] = collect(losses).draw(LOSS)
+
+    assert len(curve.steps) <= MAX_POINTS
+    assert curve.steps == sorted(set(curve.steps))
+    assert curve.values == [losses[step] for step in curve.steps]
+    assert (curve.steps[0], curve.steps[-1]) == (0, num_steps - 1)
+    for start in range(0, num_steps, 100):  # a spike anywhere is kept
+        spike = max(range(start, min(start + 100, num_steps)), key=losses.__getitem__)
+        kept = [value for step, value in zip(curve.steps, curve.values, strict=True) if abs(step - spike) <= 40]
+        assert max(kept) >= losses[spike]
+    assert (min(curve.values), max(curve.values)) == (min(losses), max(losses))
+
+
+def test_a_moving_mean_of_a_line_is_the_line_and_non_finite_values_are_left_out() -> None:
+    losses = [2.0 * step for step in range(1_000)]
+    faint, mean = collect(losses).draw(SMOOTH_LOSS)
+    assert (faint.is_faint, mean.is_faint) == (True, False)
+    assert mean.name == "training, mean of 25 steps"
+    assert mean.values[20:-20] == pytest.approx(losses[20:-20])
+
+    [curve] = collect([1.0, math.nan, math.inf, 2.0]).draw(SMOOTH_LOSS)
+    assert (curve.steps, curve.values) == ([0, 3], [1.0, 2.0])
+    assert list(RunCurves().draw(LOSS)) == []
+
+
+def test_the_page_does_not_grow_with_the_steps() -> None:
+    sizes = []
+    for num_steps in (6_000, 12_000):
+        curves = RunCurves()
+        for record in make_steps(num_steps, every=5):
+            groups = {f"group {number:03}": 1.0 for number in range(2 * MAX_LABELS)} if record["step"] < 50 else {}
+            curves.add(record | {"update_ratio_by_group": groups})
+        drawn = {name: [each for series in chart for each in curves.draw(series)] for name, chart in CHARTS.items()}
+        assert len(drawn["update-by-group"]) == MAX_LABELS
+        assert len(curves.positions()["steps"]) <= MAX_POINTS
+        assert max(len(steps) for steps in curves.marks().values()) <= MAX_MARKS
+        sizes.append(len(str(drawn)))
+    assert sizes[1] < 1.1 * sizes[0] < 600_000

@@ -1,4 +1,4 @@
-"""A command starts lost workers again, up to its limit, unless a signal, a stop file or a time limit stops it."""
+"""A command starts lost workers again, up to its limit, unless something stops it, and tells its operators."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,11 +27,14 @@ from services.common.errors import (
     TryAgain,
     WorkersLost,
 )
-from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroup
+from services.common.process.entry_point import exit_code_of
 from services.common.process.shutdown import StopReason
+from services.common.recipe.schema import WEBHOOK_VARIABLE
 from services.common.testing.waiting import wait_until
+from services.common.testing.webhooks import Receiver, receiving
 from services.trainer.job import Job
-from services.trainer.metrics.events import read_events
+from services.trainer.metrics.events import read_events, record_event
 from services.trainer.metrics.records import METRICS_FILE
 from services.trainer.supervision.restarts import RestartPolicy
 from services.trainer.supervision.stop import (
@@ -41,23 +44,57 @@ from services.trainer.supervision.stop import (
     forget_signals,
     read_request,
     request_stop,
-    stopped,
 )
-from services.trainer.supervision.supervise import supervise, train_on_node
-from services.trainer.tests.fake_launcher import FakeLauncher
+from services.trainer.supervision.supervise import notifying_run, supervise, train_on_node
+from services.trainer.tests.builders import ALONE, NewJob
 from services.trainer.tests.metric_lines import STEP, append
 from services.trainer.tests.runs import REPOSITORY
 from services.trainer.workers.start import describe_workers
 
-ALONE = WorkerEnvironment(rank=0, world_size=1)
 KILLED = "rank 1 (pid 7 on node) was killed by SIGKILL"
+
+
+class FakeLauncher:
+    """Calls a function of the test in place of the training of all workers, and keeps what the command asked for."""
+
+    def __init__(self) -> None:
+        self.groups: list[WorkerGroup] = []
+        self.jobs: list[Job] = []
+        """The job of each start of the workers."""
+
+    @classmethod
+    def use(cls, monkeypatch: pytest.MonkeyPatch, run: Callable[[Job], None] = lambda job: None) -> FakeLauncher:
+        """Let commands of this test start their workers with a new fake launcher, and return it."""
+        launcher = cls()
+
+        def train(job: Job, environment: WorkerEnvironment) -> None:
+            launcher.jobs.append(job)
+            run(job)
+
+        monkeypatch.setattr("services.trainer.supervision.supervise.train", train)
+        monkeypatch.setattr("services.trainer.supervision.supervise.choose_launcher", lambda name: launcher)
+        return launcher
+
+    def run_workers(self, group: WorkerGroup) -> None:
+        """See `Launcher.run_workers`. All workers are lost with the function's `WorkersLost`."""
+        self.groups.append(group)
+        function, argument = pickle.loads(group.work)
+        number = group.restart_policy("")
+        while True:
+            try:
+                function(argument, WorkerEnvironment(0, 1, start_number=number, started_at=time.time()))
+                return
+            except NoRoomForWorkers:
+                raise
+            except WorkersLost as lost:
+                number = group.restart_policy(str(lost))
 
 
 @pytest.mark.parametrize(
     ("error", "starts"), [(WorkersLost(KILLED), 3), (NoRoomForWorkers("no room for 2"), 1), (ArtifactError("x"), 1)]
 )
 def test_lost_workers_are_started_again_but_none_after_another_error(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: MillraceError, starts: int
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch, error: MillraceError, starts: int
 ) -> None:
     job = new_job(train__max_restarts="2")
 
@@ -74,35 +111,19 @@ def test_lost_workers_are_started_again_but_none_after_another_error(
     assert restarts == [("restart", number, KILLED) for number in range(1, starts)]
 
 
-@pytest.mark.parametrize(
-    ("device", "workers_per_node", "logical_core_size"), [("cpu", None, None), ("neuron", 64, 2), ("neuron", 128, 1)]
-)
-def test_the_launcher_gets_the_workers_their_cores_and_what_the_run_keeps(
-    new_job: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    workers_per_node: int | None,
-    logical_core_size: int | None,
-) -> None:
+def test_the_launcher_gets_the_workers_and_what_the_run_keeps(new_job: NewJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job, launcher = new_job(train__max_restarts="2"), FakeLauncher.use(monkeypatch)
-    cluster = {"trainer_workers_per_node": workers_per_node, "trainer_instance_type": "trn2.48xlarge"}
-    parts = {
-        "parallel": job.recipe.parallel.model_copy(update={"device": device}),
-        "cluster": job.recipe.cluster.model_copy(update=cluster if workers_per_node else {}),
-    }
-    recipe = job.recipe.model_copy(update=parts)
-    supervise(replace(job, recipe=recipe))
+    supervise(job)
 
     (group,) = launcher.groups
-    assert group.spec == describe_workers(recipe, job.run_folder, f"millrace-{job.attempt}")
-    assert (group.spec.num_workers, group.spec.device, group.spec.logical_core_size) == (2, device, logical_core_size)
+    assert group.spec == describe_workers(job.recipe, job.run_folder, f"millrace-{job.attempt}")
     assert (group.max_node_losses, group.name) == (2, job.run)
     assert job.checkpoint_collection.relative_to(group.storage_path or "") == Path(job.run)
     pickle.loads(pickle.dumps(group)).stop()
     assert read_request(job.run_folder) is StopReason.PREEMPTION
 
 
-def test_a_restart_policy_on_another_node_goes_on_counting(new_job: Callable[..., Job]) -> None:
+def test_a_restart_policy_on_another_node_goes_on_counting(new_job: NewJob) -> None:
     """Ray Train starts the nodes anew after a loss, with the policy as it was when the command began."""
     job = new_job()
     assert [RestartPolicy(job)(cause) for cause in ("", *["node 1 of the workers was lost"] * 3)] == [0, 1, 2, 3]
@@ -110,7 +131,7 @@ def test_a_restart_policy_on_another_node_goes_on_counting(new_job: Callable[...
 
 
 def test_restarts_are_counted_since_the_newest_checkpoint_and_each_has_a_start_time_of_its_own(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a new checkpoint the command gives up after `max_restarts`."""
     job = new_job(train__max_restarts="2")
@@ -134,7 +155,7 @@ def test_restarts_are_counted_since_the_newest_checkpoint_and_each_has_a_start_t
     assert found == [(1, 1), (2, 1), (3, 1), (3, 2)]
 
 
-def test_what_workers_are_forked_with_leaves_no_thread(new_job: Callable[..., Job]) -> None:
+def test_what_workers_are_forked_with_leaves_no_thread(new_job: NewJob) -> None:
     (module,) = describe_workers(new_job(compile__enabled="true").recipe, Path()).preload
     count = (
         f"import {module}, gc, threading; print(threading.active_count(), gc.isenabled(), gc.get_freeze_count() > 0)"
@@ -153,11 +174,7 @@ def test_what_workers_are_forked_with_leaves_no_thread(new_job: Callable[..., Jo
     ],
 )
 def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_started_again(
-    new_job: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
-    reason: StopReason,
-    kind: type[MillraceError] | None,
-    starts: int,
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch, reason: StopReason, kind: type[MillraceError] | None, starts: int
 ) -> None:
     """A person's stop file is for the workers alone, which look at it after their first step."""
     job = new_job()
@@ -176,7 +193,7 @@ def test_workers_that_are_lost_once_a_signal_has_asked_for_a_stop_are_not_starte
 
 
 def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def complete(job: Job) -> None:
         append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
@@ -189,7 +206,7 @@ def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
     assert not (job.run_folder / STOP_FILE).exists()
 
 
-def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_device_fails_says_so(new_job: NewJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(job: Job, environment: WorkerEnvironment) -> None:
         raise RuntimeError("nrt_execute failed: NRT_EXEC_HW_ERR_HBM_UE")
 
@@ -200,7 +217,7 @@ def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkey
 
 
 @pytest.mark.parametrize("content", [b"", "SIGTERM\r\n".encode("utf-16"), b"NONE"], ids=["empty", "PowerShell", "text"])
-def test_a_file_of_any_content_is_a_request_and_is_used_up(new_job: Callable[..., Job], content: bytes) -> None:
+def test_a_file_of_any_content_is_a_request_and_is_used_up(new_job: NewJob, content: bytes) -> None:
     job = new_job()
     (job.run_folder / STOP_FILE).write_bytes(content)
 
@@ -212,26 +229,8 @@ def test_a_file_of_any_content_is_a_request_and_is_used_up(new_job: Callable[...
     assert StopConditions(job, ALONE).check() is StopReason.NONE
 
 
-@pytest.mark.parametrize(
-    ("reason", "error"),
-    [(StopReason.PREEMPTION, TryAgain), (StopReason.SIGTERM, TryAgain), (StopReason.INTERRUPT, Interrupted)],
-)
-def test_a_signal_of_the_command_has_its_error_and_does_not_stop_the_next_command(
-    new_job: Callable[..., Job], reason: StopReason, error: type[MillraceError]
-) -> None:
+def test_the_strongest_request_counts_and_a_signal_does_not_stop_the_next_command(new_job: NewJob) -> None:
     job = new_job()
-    request_stop(job.run_folder, reason)
-    assert StopConditions(job, ALONE).check() is reason
-    assert StopConditions(job, WorkerEnvironment(rank=1, world_size=2)).check() is StopReason.NONE  # rank 0 looks
-
-    forget_signals(job.run_folder)
-    assert StopConditions(job, ALONE).check() is StopReason.NONE
-    assert type(stopped(reason, "after step 7")) is error
-
-
-def test_of_several_requests_the_strongest_stays(new_job: Callable[..., Job]) -> None:
-    job = new_job()
-    (job.run_folder / STOP_FILE).touch()
     for reason, expected in (
         (StopReason.STOP_FILE, StopReason.STOP_FILE),
         (StopReason.PREEMPTION, StopReason.PREEMPTION),
@@ -240,3 +239,44 @@ def test_of_several_requests_the_strongest_stays(new_job: Callable[..., Job]) ->
     ):
         request_stop(job.run_folder, reason)
         assert StopConditions(job, ALONE).check() is expected
+    assert StopConditions(job, WorkerEnvironment(rank=1, world_size=2)).check() is StopReason.NONE  # rank 0 looks
+
+    forget_signals(job.run_folder)
+    assert StopConditions(job, ALONE).check() is StopReason.NONE
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    with receiving() as opened:
+        monkeypatch.setenv(WEBHOOK_VARIABLE, opened.url)
+        yield opened
+
+
+def meet_trouble(job: Job) -> None:
+    record_event(job, "straggler", step=9, rank=1)
+    record_event(job, "rollbacks_exhausted", step=9, rollbacks=2)
+    raise WorkersLost("rank 3 was lost")
+
+
+@pytest.mark.parametrize(
+    ("train", "exit_code", "conditions"), [(lambda _: None, 0, ["done"]), (meet_trouble, 75, ["diverged", "failed"])]
+)
+def test_a_run_tells_of_its_end_and_of_the_trouble_that_it_meets(
+    receiver: Receiver,
+    new_job: NewJob,
+    monkeypatch: pytest.MonkeyPatch,
+    train: Callable[[Job], None],
+    exit_code: int,
+    conditions: list[str],
+) -> None:
+    FakeLauncher.use(monkeypatch, train)
+    job = new_job(train__max_restarts="0")
+
+    def run() -> int:
+        with notifying_run(job, Path("recipe.toml")) as observe:
+            supervise(job, observe)
+        return 0
+
+    assert exit_code_of(run) == exit_code
+    assert receiver.conditions == conditions
+    assert all("step 9" in text for text in receiver.texts if "rollbacks" in text)

@@ -6,14 +6,11 @@ On torch_xla's CPU device, where one worker can execute graphs.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 
 import pytest
 
-from services.common.launch.launcher import WorkerEnvironment
-from services.trainer.job import Job
-from services.trainer.loop import train
 from services.trainer.metrics.records import read_metrics
+from services.trainer.tests.builders import NewJob, train_new
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not here: `make test-torch29` has it"
@@ -23,16 +20,15 @@ ALONE = {"parallel__data_parallel_size": "1", "train__reduction": "fast", "optim
 ON_XLA = {"parallel__device": "xla", "compile__enabled": "true"}
 
 
-def train_to(new_job: Callable[..., Job], root: str, max_steps: int, **changed: str) -> dict[str, list[float]]:
-    job = new_job(root, train__max_steps=str(max_steps), **ALONE, **changed)
-    train(job, WorkerEnvironment(rank=0, world_size=1))
+def train_to(new_job: NewJob, root: str, max_steps: int, **changed: str) -> dict[str, list[float]]:
+    job = train_new(new_job, root, train__max_steps=str(max_steps), **ALONE, **changed)
     records = read_metrics(job.run_folder).lines
     names = ("loss", "gradient_norm", "validation_loss")
     return {name: [each[name] for each in records if name in each] for name in names}
 
 
 def test_it_resumes_with_the_losses_of_a_run_that_was_not_stopped(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     straight = train_to(new_job, "straight", 10, **ON_XLA)

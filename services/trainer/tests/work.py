@@ -20,7 +20,8 @@ from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import WorkersLost
-from services.common.launch.launcher import WorkerEnvironment
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.process.shutdown import StopReason
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
@@ -47,6 +48,11 @@ EVALUATION_BATCHES = 6
 AGREED_STEPS = 20
 AUDIT = "audit.jsonl"
 """Name of the file in the run's folder with the samples that each worker read."""
+
+
+def run_group(function: Callable[[Any, WorkerEnvironment], None], argument: Any, size: int, folder: Path) -> None:
+    """Run a function as all workers of an inline group that meet in a folder."""
+    run_workers(inline, function, argument, WorkerGroupSpec(size, 1, size, folder))
 
 
 def train_on_node_by(train: Callable[[Job, WorkerEnvironment], None], job: Job, environment: WorkerEnvironment) -> None:

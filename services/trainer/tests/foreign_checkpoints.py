@@ -1,9 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint that two ranks write, and a Llama as torchtitan names and rotates it."""
+"""Checkpoints of NxD and torch.distributed.checkpoint, and a Llama as torchtitan names and rotates it."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +15,120 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from services.common.program.llama import parameter_shapes
 from services.common.recipe.schema import Model
 from services.common.testing.fork_server import start_process
-from services.trainer.conversion.dcp import METADATA
-from services.trainer.tests.nxd_files import Weights
+from services.trainer.conversion.nxd.checkpoint import NxdWeights
+from services.trainer.conversion.nxd.layout import NxdLayout
+
+Weights = dict[str, Tensor]
+Files = dict[str, Weights]
+
+
+class Program:
+    """An object that makes a folder once a pickle with it is loaded without protection."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def llama(num_key_value_heads: int = 2, **changes: Any) -> Model:
+    values = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 12, "num_hidden_layers": 2}
+    return Model(**values | {"num_attention_heads": 8, "num_key_value_heads": num_key_value_heads} | changes)
+
+
+def draw_weights(model: Model) -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in parameter_shapes(model).items()}
+
+
+def describe_files(model: Model, weights: Weights, layout: NxdLayout, num_stages: int = 1) -> Files:
+    """Describe the weights as NxD's modules hold them, rank by rank and head by head."""
+    size, copies = layout.tensor_parallel_size, layout.kv_size_multiplier
+    heads, key_value_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    group = heads // key_value_heads // copies  # query heads that look at one copy of a key-value head
+    files: Files = {}
+    for rank in range(size):
+
+        def rows(name: str, dim: int = 0, rank: int = rank) -> Tensor:
+            return weights[name].chunk(size, dim)[rank].clone()
+
+        def pick(name: str, numbers: list[int], dim: int = 0) -> Tensor:
+            each = weights[name].split(head_dim, dim)
+            return torch.cat([each[number] for number in numbers], dim)
+
+        per_rank = key_value_heads * copies // size  # of heads and their copies, all first copies before the second
+        mine = [divmod(number, key_value_heads)[::-1] for number in range(rank * per_rank, (rank + 1) * per_rank)]
+        queries = [(head * copies + copy) * group + number for head, copy in mine for number in range(group)]
+        for stage in range(num_stages):
+            state: Weights = {}
+            if stage == 0:
+                state["model.embed_tokens.weight"] = rows("model.embed_tokens.weight")
+            for number in range(model.num_hidden_layers)[stage::num_stages]:
+                layer = f"model.layers.{number}."
+                attention = f"{layer}self_attn."
+                q = pick(f"{attention}q_proj.weight", queries)
+                k, v = (pick(f"{attention}{letter}_proj.weight", [head for head, _ in mine]) for letter in "kv")
+                match layout.qkv_linear, layout.fuse_qkv:
+                    case False, False:
+                        named = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v}
+                    case False, True:
+                        named = {"qkv_proj.weight": torch.cat((q, k, v))}
+                    case True, False:
+                        named = {"qkv_proj.weight_q": q, "qkv_proj.weight_k": k, "qkv_proj.weight_v": v}
+                    case _:
+                        named = {"qkv_proj.weight_qkv": torch.cat((q, k, v))}
+                state |= {attention + name: tensor for name, tensor in named.items()}
+                state[f"{attention}o_proj.weight"] = pick(f"{attention}o_proj.weight", queries, dim=1)
+                gate, up = rows(f"{layer}mlp.gate_proj.weight"), rows(f"{layer}mlp.up_proj.weight")
+                state[f"{layer}mlp.gate_up_proj.weight"] = torch.cat((gate, up))
+                state[f"{layer}mlp.down_proj.weight"] = rows(f"{layer}mlp.down_proj.weight", dim=1)
+                for norm in ("input_layernorm", "post_attention_layernorm"):
+                    state[f"{layer}{norm}.weight"] = weights[f"{layer}{norm}.weight"].clone()
+            if stage == num_stages - 1:
+                state["model.norm.weight"] = weights["model.norm.weight"].clone()
+                head = "model.embed_tokens" if model.tie_word_embeddings else "lm_head"
+                state["lm_head.weight"] = rows(f"{head}.weight")
+            files[f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"] = state
+    return files
+
+
+def save_files(folder: Path, files: Mapping[str, Any], kind: str = "model", reference: type | None = None) -> None:
+    """Save files into the folder of a tag, as `nxd.save_checkpoint` does; with a class of references, as with
+    `use_xser`: each tensor in a file of its own.
+    """
+    (folder / kind).mkdir(parents=True)
+    for name, content in files.items():
+        path = folder / kind / name
+        torch.save(refer(content, path.with_name(f"{name}.tensors"), reference) if reference else content, path)
+    for marker in ("checkpoint", "done"):
+        (folder / marker).write_text("1")
+
+
+def refer(value: Any, tensors: Path, reference: type) -> Any:
+    """Save all tensors below a value into a folder, and return the value with references in their places."""
+    if isinstance(value, dict):
+        return {key: refer(each, tensors, reference) for key, each in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    tensors.mkdir(exist_ok=True)
+    referring = reference()
+    referring.tid = len(list(tensors.iterdir()))
+    torch.save(value, tensors / f"tensor_{referring.tid}.pt")
+    return referring
+
+
+def read_all(folder: Path, model: Model) -> Weights:
+    weights = NxdWeights(folder, model)
+    return {name: weights.read(name) for name in parameter_shapes(model)}
+
+
+def are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
 
 State = dict[str, Any]
 RANKS = 2
@@ -55,14 +164,8 @@ def name_as_torchtitan(weights: Weights, model: Model, names: tuple[str, str] = 
 
 
 def pair_neighbours(weight: Tensor, head_dim: int) -> Tensor:
-    half = head_dim // 2
-    order = [
-        start + offset
-        for start in range(0, len(weight), head_dim)
-        for pair in range(half)
-        for offset in (pair, pair + half)
-    ]
-    return weight[order]
+    """Move row n + head_dim / 2 of each head below its row n. `torchtitan_logits` is the judge."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def torchtitan_logits(weights: Weights, model: Model, tokens_BS: Tensor) -> Tensor:
@@ -142,11 +245,3 @@ def _save_shards(rank: int, meeting: str, states: Mapping[Path, State]) -> None:
     for folder, state in states.items():
         save_dcp({name: shard(name, value) for name, value in state.items()}, checkpoint_id=folder)
     distributed.destroy_process_group()
-
-
-def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
-    """Change the metadata of a checkpoint; `change` gets torch's own classes."""
-    path = folder / METADATA
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
