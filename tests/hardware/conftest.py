@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from services.common.hardware.instance_types import GIB, InstanceType
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
+from services.common.recipe.derived import causal_flops_per_token
+from services.common.recipe.memory_estimate import memory_of_worker
+from services.common.testing.commands import run_python
+from services.common.testing.recipes import load_with
 from services.trainer.job import Job
-from services.trainer.metrics.records import read_attempts
+from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.supervision.supervise import train_on_node
-from services.trainer.tests.builders import building_jobs
+from services.trainer.tests.builders import building_jobs, make_corpus
 from services.trainer.tests.runs import REPOSITORY
 
 NEURON_DEVICES = sorted(Path("/dev").glob("neuron[0-9]*"))
@@ -60,16 +63,33 @@ def train_with_workers(job: Job) -> None:
 
 def run_stage(command: str, recipe: Path, root: Path, *options: str) -> str:
     """Run a stage, or a subcommand of one, to its end with 0, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", *f"services.{command}".split(), "--recipe", recipe, "--root", root, *options],
-        cwd=REPOSITORY,
-        env=os.environ | {"TMPDIR": str(root.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command} {options}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    words = ["-m", *f"services.{command}".split(), "--recipe", str(recipe), "--root", str(root), *options]
+    done = run_python(words, TMPDIR=str(root.parent))
+    assert done.returncode == 0, f"{command} {options}\n{done.stdout}"
+    return done.stdout
+
+
+def train_shipped(path: str, folder: Path, node: InstanceType, **overrides: str) -> None:
+    """Compile and train a shipped recipe with overrides, and print the plan and the speed."""
+    recipe, root = REPOSITORY / path, folder / "fsx"
+    overrides |= {"train__evaluation_tokens": "0", "checkpoint__interval_steps": "1000"}
+    loaded = load_with(recipe, **overrides)
+    make_corpus(root, loaded, kind="tiktoken")
+    options = [f"--{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    run_stage("compiler", recipe, root, *options)
+    run_stage("trainer", recipe, root, "--launch=inline", "--compile.require_warm=true", *options)
+
+    [run] = [each for each in (root / "run").iterdir() if each.is_dir()]
+    records = read_metrics(run).lines
+    assert records
+    assert all(math.isfinite(record["loss"]) for record in records)
+    workers = loaded.parallel.num_workers
+    node = node.divided_for(workers)
+    tokens_per_second = records[-1]["mean_tokens_per_second"]
+    utilization = tokens_per_second * causal_flops_per_token(loaded) / (workers * node.worker_peak_flops_per_second)
+    print(f"\n{tokens_per_second:,.0f} tokens/s on {workers} cores, {utilization:.1%} of their peak")
+    expected, core = memory_of_worker(loaded).peak_bytes / GIB, node.worker_memory_bytes / GIB
+    print(f"`plan` expects {expected:.2f} GiB of each core's {core:.0f}")
 
 
 def read_added_graphs(root: Path) -> list[tuple[int, int]]:

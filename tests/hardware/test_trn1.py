@@ -15,20 +15,18 @@ import pytest
 from services.common.hardware.instance_types import read_instance_types
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec, run_workers
-from services.common.recipe.derived import causal_flops_per_token
-from services.common.testing.recipes import load_with
 from services.trainer.job import Job
 from services.trainer.metrics.records import read_attempts, read_metrics
-from services.trainer.tests.builders import make_corpus, make_job, make_recipe, write_recipe
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.numbers import GOLDEN, OF_GOLDEN_RUN, read_numbers
-from services.trainer.tests.runs import REPOSITORY
-from tests.hardware import trn1_work
+from tests.hardware import work
 from tests.hardware.conftest import (
     CORES_OF_A_DEVICE,
     NEURON_DEVICES,
     ON_XLA,
     read_added_graphs,
     run_stage,
+    train_shipped,
     train_with_workers,
 )
 
@@ -42,7 +40,7 @@ NODE = read_instance_types()["trn1.32xlarge"]
 
 def test_each_worker_opens_the_core_that_it_was_told_and_knows_the_other(tmp_path: Path) -> None:
     """torch_neuronx replaces the part of torch_xla that sets environment variables on import."""
-    run_workers(inline, trn1_work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
+    run_workers(inline, work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
 
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert [each["changed"] for each in found] == [{}, {}]
@@ -106,21 +104,13 @@ def test_a_warm_cache_serves_a_run_its_evaluation_and_its_continuation(tmp_path:
 )
 def test_throughput_of_two_layers_of_llama_2_7b(tmp_path: Path) -> None:
     """The run has the shapes of the shipped recipe, with fewer layers and nodes."""
-    recipe = load_with(
-        REPOSITORY / "recipes/llama2-7b-trn1.toml",
+    train_shipped(
+        "recipes/llama2-7b-trn1.toml",
+        tmp_path,
+        NODE,
         model__num_hidden_layers="2",
         parallel__device="xla",
         parallel__data_parallel_size="4",
         batch__global_batch_size="64",
         train__max_steps="20",
-        train__evaluation_tokens="0",
-        checkpoint__interval_steps="1000",
     )
-    job = make_job(tmp_path, recipe, make_corpus(tmp_path, recipe, kind="tiktoken"))
-
-    train_with_workers(job)
-
-    tokens_per_second = read_metrics(job.run_folder).lines[-1]["mean_tokens_per_second"]
-    utilization = tokens_per_second * causal_flops_per_token(recipe) / NODE.peak_flops_per_second
-    print(f"\n{tokens_per_second:,.0f} tokens/s on one {NODE.name}, {utilization:.1%} of its peak")
-    assert tokens_per_second > 0

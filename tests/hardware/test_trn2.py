@@ -7,12 +7,7 @@ shows that the tests are right, and nothing of the device.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +17,16 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from services.common.hardware.instance_types import GIB, read_instance_types
-from services.common.recipe.derived import causal_flops_per_token
-from services.common.recipe.file import load_recipe
-from services.common.recipe.memory_estimate import memory_of_worker
+from services.common.hardware.instance_types import read_instance_types
+from services.common.testing.commands import run_python
 from services.common.testing.recipes import load_with, recipe_text
 from services.common.testing.seeds import draw_seed
 from services.common.testing.torch_neuron.package import write_package
 from services.common.testing.waiting import wait_until
-from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import make_corpus
-from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer, workers_of
-from tests.hardware.conftest import NEURON_DEVICES, read_added_graphs, run_stage
-from tests.hardware.trn2_work import Case
+from services.trainer.tests.runs import checkpoints, read_run, start_trainer, workers_of
+from tests.hardware.conftest import NEURON_DEVICES, read_added_graphs, run_stage, train_shipped
+from tests.hardware.work import Case
 
 IS_REAL = bool(NEURON_DEVICES)
 NODE = read_instance_types()["trn2.48xlarge"]
@@ -67,6 +59,8 @@ SHARED_MODEL = {
 }
 """Changes of the small recipe, whose steps are compiled, for workers of which 4 share a model."""
 FLASH = {
+    "model__num_attention_heads": "2",
+    "model__num_key_value_heads": "1",
     "corpus__sequence_length": "512",
     "model__hidden_size": "256",
     "model__intermediate_size": "512",
@@ -86,14 +80,11 @@ def torch_neuron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def run_workers(name: str, folder: Path, case: Case) -> list[Any]:
-    """Run a program of `trn2_work` in a process of its own, and return what each rank wrote."""
+    """Run a program of `work` in a process of its own, and return what each rank wrote."""
     case.write(folder)
-    command = [sys.executable, "-m", "tests.hardware.trn2_work", name, str(folder)]
     cache = {"TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | cache, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if name == "collectives":
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(case.num_workers)]
+    done = run_python(["-m", "tests.hardware.work", name, str(folder)], **cache)
+    assert done.returncode == 0, done.stdout
     return [torch.load(folder / f"{rank}.pt") for rank in range(case.num_workers)]
 
 
@@ -219,48 +210,24 @@ def test_a_killed_worker_costs_no_graph_and_no_step(tmp_path: Path) -> None:
     assert set(read_added_graphs(root)) == {(0, 0)}
 
 
+LLAMA_3 = "recipes/llama3.1-8b-trn2.toml"
 NARROW = {
-    "corpus.sequence_length": "512",
-    "model.hidden_size": "256",
-    "model.intermediate_size": "512",
-    "model.num_attention_heads": "8",
-    "model.num_key_value_heads": "4",
+    "corpus__sequence_length": "512",
+    "model__hidden_size": "256",
+    "model__intermediate_size": "512",
+    "model__num_attention_heads": "8",
+    "model__num_key_value_heads": "4",
 }
 """Overrides of the shipped recipe for the stand-in."""
-
-
-def train_shipped(folder: Path, **overrides: str) -> None:
-    """Compile and train the shipped recipe with overrides, and print the plan and the speed."""
-    path, root = REPOSITORY / "recipes/llama3.1-8b-trn2.toml", folder / "fsx"
-    changed = {
-        "train.evaluation_tokens": "0",
-        "checkpoint.interval_steps": "1000",
-        **({} if IS_REAL else NARROW),
-        **{name.replace("__", "."): value for name, value in overrides.items()},
-    }
-    recipe = load_recipe(path, changed)
-    make_corpus(root, recipe, kind="tiktoken")
-    options = [f"--{name}={value}" for name, value in changed.items()]
-    run_stage("compiler", path, root, *options)
-    run_stage("trainer", path, root, "--launch=inline", "--compile.require_warm=true", *options)
-
-    [run] = [each for each in (root / "run").iterdir() if each.is_dir()]
-    records = read_metrics(run).lines
-    assert records
-    assert all(math.isfinite(record["loss"]) for record in records)
-    workers = recipe.parallel.num_workers
-    node = NODE.divided_for(workers)
-    tokens_per_second = records[-1]["mean_tokens_per_second"]
-    utilization = tokens_per_second * causal_flops_per_token(recipe) / (workers * node.worker_peak_flops_per_second)
-    print(f"\n{tokens_per_second:,.0f} tokens/s on {workers} cores, {utilization:.1%} of their peak")
-    expected, core = memory_of_worker(recipe).peak_bytes / GIB, node.worker_memory_bytes / GIB
-    print(f"`plan` expects {expected:.2f} GiB of each core's {core:.0f}")
 
 
 def test_two_layers_of_llama_3_1_8b_train_on_rows_of_8192_tokens(tmp_path: Path) -> None:
     """Settles point 30 with neuron-monitor beside it: does the memory of a core hold what `plan` says?"""
     train_shipped(
+        LLAMA_3,
         tmp_path,
+        NODE,
+        **({} if IS_REAL else NARROW),
         model__num_hidden_layers="2",
         parallel__data_parallel_size="1",
         cluster__trainer_workers_per_node="4",
@@ -276,7 +243,9 @@ def test_throughput_of_llama_3_1_8b_on_one_node(tmp_path: Path, workers: int) ->
     cores each, and of 8 with one.
     """
     train_shipped(
+        LLAMA_3,
         tmp_path,
+        NODE,
         parallel__data_parallel_size="16",
         parallel__tensor_parallel_size=f"{workers // 16}",
         cluster__trainer_workers_per_node=f"{workers}",

@@ -192,26 +192,17 @@ def test_an_exported_tokenizer_is_that_of_its_own_file(tmp_path: Path) -> None:
     assert ours.added_tokens_decoder == theirs.added_tokens_decoder
 
 
-def test_no_tokenizer_is_exported_where_transformers_lacks_the_rules(tmp_path: Path) -> None:
-    content = make_sentencepiece(normalization_rule_name="nmt_nfkc")
-    exported = export_tokenizer(tmp_path, make_corpus(tmp_path, content, SIZE))
-
-    assert "normaliser" in (exported / "NO_TOKENIZER.txt").read_text()
-    assert (exported / "vocabulary" / "tokenizer.model").read_bytes() == content
-    with pytest.raises(ValueError, match="tokenizer"):
-        transformers.AutoTokenizer.from_pretrained(exported)
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"user_defined_symbols": ["<symbol>"]}, "user-defined"),
         ({"model_type": "unigram"}, "BPE"),
         ({"treat_whitespace_as_suffix": True}, "end of words"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normaliser"),
     ],
 )
 def test_rules_that_transformers_lacks_are_named(settings: dict[str, Any], reason: str) -> None:
-    content = make_sentencepiece(**LLAMA_2, **settings)
+    content = make_sentencepiece(**(LLAMA_2 | settings))
     with pytest.raises(InconvertibleVocabularyError, match=reason):
         make_tokenizer(content, describe_vocabulary(content, Tokenizer(model="any")))
 
@@ -229,6 +220,10 @@ def test_no_tokenizer_is_exported_whose_ids_differ(
 
     assert "expected [" in (exported / "NO_TOKENIZER.txt").read_text()
     assert not (exported / "tokenizer.json").exists()
+    vocabulary = llama_2.path / llama_2.manifest.corpus.vocabulary.path
+    assert (exported / "vocabulary" / "tokenizer.model").read_bytes() == vocabulary.read_bytes()
+    with pytest.raises(ValueError, match="tokenizer"):
+        transformers.AutoTokenizer.from_pretrained(exported)
 
 
 def test_the_checked_documents_are_whole_and_spread_over_the_split(llama_2: Artifact[CorpusManifest]) -> None:

@@ -18,7 +18,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.testing import fork_server
-from services.common.testing.recipes import recipe_text
+from services.common.testing.recipes import write_recipe
 from services.common.vocabularies.codec import load_codec
 from services.trainer.conversion.tokenizer import sample_documents
 from services.trainer.evaluation.records import read_evaluations
@@ -47,13 +47,14 @@ def lm_eval() -> Any:
     return lm_eval
 
 
-def write_recipe(folder: Path) -> Path:
+def write_text_and_recipe(folder: Path) -> Path:
     """Write a recipe whose validation split fits into one row, where `block_causal` shows each document alone."""
     (folder / "text").mkdir()
     for number in range(200):
         text = f"Note {number}: entry {number * 7} follows </s>  entry {number * 3}.\nIt is as naïve as {number + 1}."
         (folder / "text" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
-    recipe = recipe_text(
+    return write_recipe(
+        folder,
         corpus__sequence_length=2048,
         corpus__validation_fraction=0.1,
         corpus__sources=[{"uri": str(folder / "text")}],
@@ -67,9 +68,6 @@ def write_recipe(folder: Path) -> Path:
         train__max_steps=40,
         train__attention_mask="block_causal",
     )
-    path = folder / "small.toml"
-    path.write_text(recipe, encoding="utf-8")
-    return path
 
 
 def write_task(folder: Path, corpus: Artifact[CorpusManifest]) -> Path:
@@ -90,7 +88,7 @@ def write_task(folder: Path, corpus: Artifact[CorpusManifest]) -> Path:
 def test_the_harness_gets_the_bits_per_byte_of_the_run(
     lm_eval: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, root = write_recipe(tmp_path), tmp_path / "fsx"
+    recipe, root = write_text_and_recipe(tmp_path), tmp_path / "fsx"
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def run(stage: str, *arguments: str) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import REPOSITORY, checkpoints, command_line_of, read_run
+from services.trainer.tests.runs import checkpoints, command_line_of, read_run, start_trainer
 
 DEADLINE_SECONDS = 60
 
@@ -36,20 +34,15 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def command(tmp_path: Path, cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
+def command(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """Start a trainer on the cluster, and wait for its first step."""
     recipe, root = write_recipe(tmp_path), tmp_path / "fsx"
     make_corpus(root, make_recipe(tmp_path))
     slow = ("--batch.global_batch_size=256", "--train.max_steps=2000", "--optimizer.decay_steps=2000")
-    with subprocess.Popen(
-        [sys.executable, "-m", "services.trainer", "--recipe", str(recipe), "--root", str(root), *slow],
-        cwd=REPOSITORY,
-        # Ray Train's record of runs waits for a dashboard, which this cluster has not, for a minute at the run's end.
-        env={**os.environ, "RAY_ADDRESS": cluster.address, "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    # Ray Train's record of runs waits for a dashboard, which this cluster has not, for a minute at the run's end.
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    with start_trainer(recipe, root, *slow, launch="ray") as process:
         try:
             wait_until(lambda: read_run(root).records, 240, process=process)
             yield process
@@ -67,13 +60,6 @@ def test_a_preemption_notice_ends_the_run_with_one_checkpoint_and_75(
     assert is_accepted, why_not
 
     require_stop(command, tmp_path / "fsx", "preemption")
-
-
-def test_sigterm_ends_the_run_with_one_checkpoint_and_75(tmp_path: Path, command: subprocess.Popen[str]) -> None:
-    """`ray job stop` sends SIGTERM."""
-    command.terminate()
-
-    require_stop(command, tmp_path / "fsx", "sigterm")
 
 
 RAY_WORKER, NODE_PROCESS = "ray::RayTrainWorker", "launch.node_process"
@@ -112,7 +98,7 @@ def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_new_worke
         assert not set(find_processes(cluster, name)) & set(before)
     records = read_run(root).records
     wait_until(lambda: read_run(root).records != records, 240, process=command)  # before, a stop is at once
-    command.terminate()
+    command.terminate()  # as `ray job stop` does
     require_stop(command, root, "sigterm")
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,8 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 END_SECONDS = 90
 LOST_SECONDS = 120
 """Seconds after which nothing is left of a lost Ray: its library looks for its head for 60 s."""
-LOST_EXIT_CODES = (1, 75)
-"""The exit codes of a command that loses a process of Ray: 1 where Ray's library ends the command itself."""
 ENDLESS = ("--batch.global_batch_size=128", "--train.max_steps=100000", "--checkpoint.interval_steps=3")
 
 
@@ -64,28 +61,20 @@ def require_gone(family: Iterable[psutil.Process], seconds: float = 30) -> None:
     assert alive == []
 
 
-def workers_among(family: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Find the processes that have a worker's log open."""
-    return [each for each in family if any("/rank-0" in file.path for file in files_of(each))]
-
-
-def files_of(process: psutil.Process) -> list[Any]:
-    with suppress(psutil.Error):
-        return process.open_files()
-    return []
-
-
 def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
-    folder: Path, start: Callable[[str], subprocess.Popen[str]]
+@pytest.mark.parametrize("launch", ["inline", "ray"])
+def test_a_signal_to_all_commits_a_checkpoint_and_leaves_nothing(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]], launch: str
 ) -> None:
-    """`timeout` sends its signal to the command and to the command's group."""
-    process = start("ray")
+    """systemd and Slurm send it to every process; `timeout` to the command and to its group, in which Ray is not."""
+    process = start(launch)
     train_a_step(folder, process)
     family = family_of(process)
+    for each in family if launch == "inline" else []:
+        each.terminate()
     process.send_signal(signal.SIGTERM)
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=END_SECONDS)
@@ -97,41 +86,22 @@ def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
     wait_until(lambda: not list(folder.glob("millrace-*")), 30)
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_a_lost_ray_ends_the_command_and_leaves_nothing(
-    folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str
+@pytest.mark.parametrize(
+    ("name", "exit_codes"), [("raylet", (1, 75)), ("gcs_server", (1, 75)), ("the command", (-signal.SIGKILL,))]
+)
+def test_a_killed_ray_or_command_leaves_nothing(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str, exit_codes: tuple[int, ...]
 ) -> None:
+    """Ray's library may end the command itself, with 1."""
     process = start("ray")
     train_a_step(folder, process)
     family = family_of(process)
-    next(each for each in family if command_line_of(each).split(" ")[0].endswith(f"/{name}")).kill()
+    named = [each for each in family if command_line_of(each).split(" ")[0].endswith(f"/{name}")]
+    (named[0] if named else process).kill()
     output, _ = process.communicate(timeout=LOST_SECONDS)
 
-    assert process.returncode in LOST_EXIT_CODES, output
+    assert process.returncode in exit_codes, output
     assert "Traceback" not in output
-    require_gone(family, LOST_SECONDS)
-
-
-def test_sigterm_to_every_process_commits_a_checkpoint(
-    folder: Path, start: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    """As systemd and Slurm send it, to all processes of a service or a step."""
-    process = start("inline")
-    train_a_step(folder, process)
-    for each in [*family_of(process), psutil.Process(process.pid)]:
-        each.terminate()
-    output, _ = process.communicate(timeout=END_SECONDS)
-
-    assert process.returncode == 75, output
-    assert list(checkpoints(folder / "fsx"))[-1] == f"step-{read_run(folder / 'fsx').records[-1]['step']:08d}"
-
-
-def test_nothing_of_ray_outlives_a_killed_command(folder: Path, start: Callable[[str], subprocess.Popen[str]]) -> None:
-    process = start("ray")
-    train_a_step(folder, process)
-    family = family_of(process)
-    process.kill()
-
     require_gone(family, LOST_SECONDS)
 
 
@@ -142,7 +112,8 @@ def test_a_second_signal_ends_a_command_whose_workers_are_frozen(
     process = start(launch)
     train_a_step(folder, process)
     family = family_of(process)
-    workers = workers_among(family)
+    beats = [json.loads(path.read_text()) for path in folder.glob("fsx/run/*/heartbeats/rank-*.json")]
+    workers = [psutil.Process(beat["pid"]) for beat in beats]
     assert len(workers) == 2
     for each in workers:
         each.suspend()

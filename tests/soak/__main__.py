@@ -48,7 +48,10 @@ def soak(
     folder: Annotated[Path, Option(help="folder for disks, logs and the undisturbed run")] = Path("/tmp/millrace-soak"),
 ) -> int:
     """Run pipelines under faults, and audit them."""
-    _require_tools()
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise DeviceError(f"no {', '.join(missing)} on PATH. Debian: apt-get install e2fsprogs mount util-linux")
+    if os.getuid() != 0:
+        raise DeviceError(f"a soak mounts file systems, for which it needs root; this is user {os.getuid()}")
     seed = draw_seed() if seed is None else seed
     results = list[CycleResult]()
     with soaking(folder.absolute()) as running:
@@ -67,16 +70,6 @@ def soak(
     return 1 if findings else 0
 
 
-def _require_tools() -> None:
-    """Raise `DeviceError` where this machine cannot inject the faults."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if sys.platform != "linux" or os.getuid() != 0 or missing:
-        raise DeviceError(
-            f"a soak needs Linux, root and {', '.join(TOOLS)}; this is user {os.getuid()} on {sys.platform}, without "
-            f"{', '.join(missing) or 'none of them'}. On Debian: apt-get install e2fsprogs mount util-linux"
-        )
-
-
 def describe_cycle(result: CycleResult) -> str:
     """Return one line about a cycle."""
     cycle = result.cycle
@@ -84,7 +77,7 @@ def describe_cycle(result: CycleResult) -> str:
     codes = " ".join(f"{run.stage}:{exit_code}" for run in result.runs for exit_code in run.exit_codes)
     found = f"{len(result.findings)} FINDINGS" if result.findings else "audit passed"
     return (
-        f"cycle {cycle.number}: {result.seconds:.0f} s, {cycle.launch}, {cycle.max_steps} steps, {found}; {codes}; "
+        f"cycle {cycle.number}: {result.seconds:.0f} s, {cycle.launch}, {found}; {codes}; "
         f"{', '.join(faults) or 'no fault'}"
     )
 

@@ -20,6 +20,7 @@ from services.common.errors import EXIT_INTERRUPTED, StorageError, TryAgain
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import STAGES, Stage
+from services.common.testing.commands import run_python
 from services.trainer.metrics.records import ATTEMPTS_FILE, read_last_step
 from services.trainer.tests.runs import (
     REPOSITORY,
@@ -40,7 +41,7 @@ from tests.soak.audit import (
     find_orphans,
 )
 from tests.soak.faults import MARK, Injector, ProcessTree, mounted_disk
-from tests.soak.plan import FLIP, KILLS_OF_COMMAND, LONG_STEPS, SHORT_STEPS, Cycle, Fault
+from tests.soak.plan import FLIP, KILLS_OF_COMMAND, MAX_STEPS, Cycle, Fault
 
 ROOT_MEGABYTES, SCRATCH_MEGABYTES = 256, 768
 ARTIFACT_OF = {"tokenizer": "corpus", "compiler": "compile_cache"}
@@ -230,8 +231,7 @@ class Soak:
         if not (folder / "notes").exists():
             write_notes(folder / "notes")
         self._recipe = write_small_recipe(folder / "small.toml", str(folder / "notes"))
-        self._states = self._run_undisturbed()
-        """Hashes of all weights and moments, by the step."""
+        self._run_undisturbed()
 
     def run_cycle(self, cycle: Cycle) -> CycleResult:
         """Run a pipeline under the cycle's faults, audit its root, and delete the root."""
@@ -247,7 +247,7 @@ class Soak:
                 runs.append(self._make_run(cycle, stage, logs))
                 is_done = runs[-1].run()
         findings = [finding for run in runs for finding in run.findings]
-        findings += self._audit(cycle) if is_done else []
+        findings += self._audit() if is_done else []
         if findings:
             shutil.copytree(self._root, logs / "root", symlinks=True)
         shutil.rmtree(self._root)
@@ -257,55 +257,45 @@ class Soak:
         def options_of(start: int) -> list[str]:
             workers, zero_stage = cycle.layouts[min(start, len(cycle.layouts) - 1)]
             layout = (f"--parallel.data_parallel_size={workers}", f"--parallel.zero_stage={zero_stage}")
-            options = self._options(stage, self._root, cycle.max_steps)
+            options = self._options(stage, self._root)
             return [*options, f"--launch={cycle.launch}", *layout] if stage == "trainer" else options
 
         faults = [fault for fault in cycle.faults if fault.stage == stage]
         return StageRun(stage, self._root, options_of, self._scratch, logs, self._injector, faults)
 
-    def _audit(self, cycle: Cycle) -> list[Finding]:
+    def _audit(self) -> list[Finding]:
         """Compare what a cycle left with the undisturbed run."""
         root = self._root
         [metrics] = root.glob("run/*/metrics.jsonl")
-        records = [record for record in read_run(self._reference).records if record["step"] <= cycle.max_steps]
-        losses = {record["step"]: record["loss"] for record in records}
+        losses = {record["step"]: record["loss"] for record in read_run(self._reference).records}
         findings = find_orphans(root) + audit_artifacts(root)
         findings += audit_steps(metrics, losses, tokens_per_step(load_recipe(self._recipe)))
         findings += audit_misses(metrics.with_name(ATTEMPTS_FILE))
         for what, found, undisturbed in (
-            ("other weights or moments", state_hash(_last_checkpoint(root)), self._states[cycle.max_steps]),
-            ("another corpus", _digest_of_corpus(root), _digest_of_corpus(self._reference)),
+            ("other weights or moments", *map(_hash_of_state, (root, self._reference))),
+            ("another corpus", *map(_digest_of_corpus, (root, self._reference))),
         ):
             if found != undisturbed:
                 findings.append(Finding(what, f"digest {found}, expected {undisturbed}", root))
         return findings
 
-    def _run_undisturbed(self) -> dict[int, str]:
-        """Run all stages without faults, to both lengths; the longer one continues the shorter one."""
+    def _run_undisturbed(self) -> None:
         shutil.rmtree(self._reference, ignore_errors=True)
-        states = {}
-        for max_steps in (SHORT_STEPS, LONG_STEPS):
-            for stage in STAGES:
-                command = [sys.executable, "-m", f"services.{stage}"]
-                command += self._options(stage, self._reference, max_steps)
-                done = subprocess.run(
-                    command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-                )
-                if done.returncode:
-                    raise RuntimeError(f"the undisturbed {stage} ended with {done.returncode}:\n{done.stdout}")
-            states[max_steps] = state_hash(_last_checkpoint(self._reference))
-        return states
+        for stage in STAGES:
+            done = run_python(["-m", f"services.{stage}", *self._options(stage, self._reference)])
+            if done.returncode:
+                raise RuntimeError(f"the undisturbed {stage} ended with {done.returncode}:\n{done.stdout}")
 
-    def _options(self, stage: Stage, root: Path, max_steps: int) -> list[str]:
+    def _options(self, stage: Stage, root: Path) -> list[str]:
         options = ["--recipe", str(self._recipe), "--root", str(root)]
         if stage == "trainer":
-            options += [f"--train.max_steps={max_steps}", f"--optimizer.decay_steps={LONG_STEPS}"]
+            options += [f"--train.max_steps={MAX_STEPS}", f"--optimizer.decay_steps={MAX_STEPS}"]
             options += ["--checkpoint.interval_steps=10", "--train.max_restarts=100"]
         return options
 
 
-def _last_checkpoint(root: Path) -> Path:
-    return list(checkpoints(root).values())[-1]
+def _hash_of_state(root: Path) -> str:
+    return state_hash(list(checkpoints(root).values())[-1])
 
 
 def _digest_of_corpus(root: Path) -> str:

@@ -33,7 +33,7 @@ _LATEST_SECONDS = {"tokenizer": 12.0, "compiler": 40.0, "trainer": 20.0}
 
 Moment = Literal["start", "step", "save"]
 
-SHORT_STEPS, LONG_STEPS = 80, 240
+MAX_STEPS = 120
 LONG_EVERY, RAY_EVERY = 6, 5
 
 
@@ -62,7 +62,6 @@ class Cycle:
     """A pipeline from text to a trained model, and its faults."""
 
     number: int
-    max_steps: int
     launch: Literal["inline", "ray"]
     layouts: tuple[tuple[int, int], ...]
     """Data-parallel degree and ZeRO stage of each start of the trainer; the last one holds for all later starts."""
@@ -75,17 +74,15 @@ def plan_cycle(seed: int, number: int) -> Cycle:
     """Return the cycle with this number of the soak with this seed."""
     chance = random.Random(f"{seed} {number}")
     is_long = number % LONG_EVERY == LONG_EVERY - 1
-    max_steps = LONG_STEPS if is_long else SHORT_STEPS
     left_out = {"tokenizer": chance.random() < 0.6, "compiler": chance.random() < 0.9, "trainer": False}
     stages = tuple(stage for stage in STAGES if not left_out[stage])
     kinds = IN_PLACE if is_long else KINDS
-    faults = _plan_training(chance, kinds, max_steps, count=8 if is_long else chance.randint(2, 4))
+    faults = _plan_training(chance, kinds, count=8 if is_long else chance.randint(2, 4))
     for stage in stages[:-1]:
         usable = [kind for kind in kinds if kind != FLIP]
         faults += [_draw(chance, chance.choice(usable), stage, "start", start) for start in range(chance.randint(1, 2))]
     return Cycle(
         number=number,
-        max_steps=max_steps,
         launch="ray" if number % RAY_EVERY == RAY_EVERY - 2 and not is_long else "inline",
         layouts=tuple((chance.choice((1, 2, 2, 4)), chance.choice((0, 1))) for _ in range(6)),
         stages=stages,
@@ -93,12 +90,12 @@ def plan_cycle(seed: int, number: int) -> Cycle:
     )
 
 
-def _plan_training(chance: random.Random, kinds: Sequence[Kind], max_steps: int, count: int) -> list[Fault]:
+def _plan_training(chance: random.Random, kinds: Sequence[Kind], count: int) -> list[Fault]:
     moments: tuple[Moment, ...] = ("start", "step", "step", "step", "save")
     faults = []
     for number in range(count):
         kind, moment = chance.choice(kinds), chance.choice(moments)
-        step = chance.randint(1, int(max_steps * 0.95))
+        step = chance.randint(1, int(MAX_STEPS * 0.95))
         faults.append(_draw(chance, kind, "trainer", moment, min(number, 2), step))
     return sorted(faults, key=lambda fault: (fault.moment != "start", fault.step))
 

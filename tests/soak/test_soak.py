@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ import pytest
 
 from services.common.recipe.schema import STAGES
 from services.common.testing.artifacts import publish
+from services.common.testing.commands import run_python
 from services.common.testing.recipes import make_recipe
 from services.common.testing.seeds import draw_seed
-from services.trainer.tests.runs import REPOSITORY, flip_a_bit
+from services.trainer.tests.runs import flip_a_bit
 from tests.soak.audit import (
     audit_artifacts,
     audit_misses,
@@ -68,11 +67,15 @@ def test_steps_that_a_run_lost_repeated_or_changed_are_found(
     assert [f"{each.what}: {each.detail}" for each in audit_steps(path, LOSSES, TOKENS_PER_STEP)] == found
 
 
-def test_a_compile_miss_is_found(tmp_path: Path) -> None:
+def test_a_compile_miss_and_a_traceback_are_found(tmp_path: Path) -> None:
     warm, cold = {"graphs_compiled": 0, "new_cache_files": 0}, {"graphs_compiled": 2, "new_cache_files": 7}
     assert audit_misses(write_lines(tmp_path / "attempts.jsonl", [warm])) == []
-    [finding] = audit_misses(write_lines(tmp_path / "attempts.jsonl", [warm, cold]))
-    assert finding.detail == "2 graphs, 7 files"
+    [miss] = audit_misses(write_lines(tmp_path / "attempts.jsonl", [warm, cold]))
+    assert miss.detail == "2 graphs, 7 files"
+    log = tmp_path / "trainer-0.log"
+    log.write_text("training: 1/2 steps\nTraceback (most recent call last):\n  ...\nValueError: 7\n", encoding="utf-8")
+    [traceback] = audit_output(log)
+    assert "ValueError: 7" in traceback.detail
 
 
 def test_orphans_and_damage_are_found_by_their_paths(tmp_path: Path) -> None:
@@ -116,14 +119,6 @@ def test_an_exit_code_has_to_be_the_documented_one_of_a_fault(
     assert (explain_exit_code(exit_code, kinds) is None) == is_documented
 
 
-def test_a_traceback_is_found(tmp_path: Path) -> None:
-    log = tmp_path / "trainer-0.log"
-    log.write_text("training: 1/2 steps\nTraceback (most recent call last):\n  ...\nValueError: 7\n", encoding="utf-8")
-    [finding] = audit_output(log)
-    assert "ValueError: 7" in finding.detail
-    assert finding.place == log
-
-
 def test_a_cycle_follows_from_the_seed_and_cycles_have_faults_of_all_kinds_and_stages() -> None:
     cycles = [plan_cycle(7, number) for number in range(80)]
     assert cycles == [plan_cycle(7, number) for number in range(80)]
@@ -141,8 +136,6 @@ def test_a_cycle_follows_from_the_seed_and_cycles_have_faults_of_all_kinds_and_s
 @pytest.mark.skipif(os.getuid() != 0, reason="only root mounts file systems")
 def test_the_audit_of_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     options = ("--minutes", "1", "--seed", str(draw_seed()), "--folder", str(tmp_path / "soak"))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.soak", *options], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(["-m", "tests.soak", *options])
+    assert done.returncode == 0, done.stdout
     assert "| fault | count | outcomes |" in done.stdout

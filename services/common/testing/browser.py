@@ -85,10 +85,10 @@ class Browser:
             raise DeviceError(f"the browser refused {method}: {answer['error'].get('message')}")
         return dict(answer["result"])
 
-    def open(self, page: Path, width: int, height: int, *, is_dark: bool = False, media: str = "") -> None:
+    def open(self, page: Path, width: int, height: int, *, is_dark: bool = False) -> None:
         """Show a file in a window of this size, and wait until it is loaded and drawn."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self.send("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )

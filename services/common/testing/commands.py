@@ -22,3 +22,10 @@ def start_python(words: Sequence[str], **environment: str) -> subprocess.Popen[s
         text=True,
         start_new_session=True,
     )
+
+
+def run_python(words: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Do the same as `start_python`, and wait for the end."""
+    process = start_python(words, **environment)
+    output, _ = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output)

@@ -8,9 +8,7 @@ after every pass, which shows the pass that removed a product.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,6 +20,7 @@ from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
 from services.common.recipe.training import ActivationCheckpointing
+from services.common.testing.commands import run_python
 from services.common.testing.recipes import make_recipe
 from services.compiler.neuron_trace import TracedXla
 
@@ -41,15 +40,10 @@ OPERATION = re.compile(r"^ *(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([a-z][\w-]*)\
 
 def count_operations(folder: Path, tensor_parallel_size: int) -> dict[str, Counter[str]]:
     """Count the operations of a micro-batch's compiled graph, by `train.activation_checkpointing`."""
-    flags = (
-        "--xla_dump_hlo_as_text",
-        "--xla_backend_optimization_level=0",
-    )  # of LLVM, which runs after all passes over graphs
-    flags_text = " ".join((f"--xla_dump_to={folder / 'graphs'}", *flags))
-    environment = {**os.environ, "XLA_FLAGS": flags_text, "PJRT_DEVICE": "CPU"}
-    command = [sys.executable, "-m", __name__, str(folder), f"{tensor_parallel_size}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    # LLVM, whose optimization is left out, runs after all passes over graphs.
+    flags = f"--xla_dump_to={folder / 'graphs'} --xla_dump_hlo_as_text --xla_backend_optimization_level=0"
+    done = run_python(["-m", __name__, str(folder), f"{tensor_parallel_size}"], XLA_FLAGS=flags, PJRT_DEVICE="CPU")
+    assert done.returncode == 0, done.stdout
     compiled = sorted((folder / "graphs").glob("module_*SyncTensorsGraph*cpu_after_optimizations.txt"))
     texts = [path.read_text(encoding="utf-8") for path in compiled]
     return {mode: Counter(OPERATION.findall(text)) for mode, text in zip(MODES, texts, strict=True)}

@@ -93,29 +93,26 @@ def _count_call(folder: Path, call: dict[str, Any]) -> int:
         return sum(json.loads(line)["module"] == call["module"] for line in calls)
 
 
+FAILURES = {
+    "busy": (70, "neuronx-cc: internal error: resource temporarily unavailable"),
+    "part-killed": (70, "[F137] neuronx-cc was forcibly killed - most commonly due to insufficient system memory."),
+    "broken": (1, "\n".join([*(f"line {n}" for n in range(40)), "[DVR002] Internal transformation failed"])),
+    "full": (1, "OSError: [Errno 28] No space left on device"),
+}
+"""Exit code and output of the compiler's failures."""
+
+
 def _misbehave(behaviour: str, neff: Path, digest: str) -> int:
-    whole = make_neff(digest)
-    written = {"garbage": b"\x7fELF" * 1000, "cut": whole[:-100]}
+    if behaviour in FAILURES:
+        exit_code, output = FAILURES[behaviour]
+        print(output)
+        return exit_code
     if behaviour == "hang":
         subprocess.run(["sleep", str(HANG_SECONDS)], check=False)  # the real compiler has child processes, too
     elif behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif behaviour == "busy":
-        print("neuronx-cc: internal error: resource temporarily unavailable", file=sys.stderr)
-        return 70
-    elif behaviour == "part-killed":
-        print("[F137] neuronx-cc was forcibly killed - This most commonly occurs due to insufficient system memory.")
-        return 70
-    elif behaviour == "broken":
-        print("\n".join([*(f"line {n}" for n in range(40)), "[DVR002] Internal transformation failed"]))
-        return 1
-    elif behaviour == "full":
-        print("OSError: [Errno 28] No space left on device")
-        return 1
-    elif behaviour in written:
-        neff.write_bytes(written[behaviour])
     elif behaviour != "nothing":
-        raise ValueError(behaviour)
+        neff.write_bytes({"garbage": b"\x7fELF" * 1000, "cut": make_neff(digest)[:-100]}[behaviour])
     return 0
 
 

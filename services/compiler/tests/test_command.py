@@ -12,7 +12,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,13 +24,6 @@ from services.common.testing.waiting import wait_until
 from services.compiler.__main__ import main
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-SMALLER: dict[str, Any] = {
-    "model__num_hidden_layers": 1,
-    "parallel__data_parallel_size": 2,
-    "batch__global_batch_size": 4,
-}
-
 
 SOONER = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 """Environment that skips what Inductor compiles outside of the cache before its first kernel: 20 s of CPU."""
@@ -51,15 +43,15 @@ def test_a_plan_that_cannot_be_traced_names_the_missing_library(
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the command; the test's end kills processes that are left."""
-    recipe = write_recipe(tmp_path, **SMALLER)
+    recipe = write_recipe(
+        tmp_path, model__num_hidden_layers=1, parallel__data_parallel_size=2, batch__global_batch_size=4
+    )
     started: list[subprocess.Popen[str]] = []
 
-    def command(*options: str, root: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        where = str(root or tmp_path / "fsx")
-        words = ["-m", "services.compiler", "--recipe", str(recipe), "--root", where, *options]
-        process = start_python(words, **environment)
-        started.append(process)
-        return process
+    def command(root: Path = tmp_path / "fsx") -> subprocess.Popen[str]:
+        words = ["-m", "services.compiler", "--recipe", str(recipe), "--root", str(root)]
+        started.append(start_python(words, **SOONER))
+        return started[-1]
 
     yield command
     for process in started:
@@ -68,33 +60,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def _wait_until_compiling(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
-    """Wait for the first compiled file, and return the command's child processes."""
-    wait_until(lambda: any(root.glob("compile_cache/*/*.scratch/*/compile/cache/*/*")), 120, process=process)
-    return psutil.Process(process.pid).children(recursive=True)
-
-
 def _published(root: Path) -> list[Path]:
     return [path for path in root.glob("compile_cache/*/*/manifest.json") if ".partial" not in str(path)]
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_publishes_nothing_and_leaves_no_process(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals, exit_code: int
+def test_ctrl_c_publishes_nothing_and_leaves_no_process(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    process = start(**SOONER)
-    at_work = _wait_until_compiling(process, tmp_path / "fsx")
-    os.killpg(process.pid, number)
+    process, root = start(), tmp_path / "fsx"
+    wait_until(lambda: any(root.glob("compile_cache/*/*.scratch/*/compile/cache/*/*")), 120, process=process)
+    at_work = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == exit_code, output
+    assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert not _published(tmp_path / "fsx")
+    assert not _published(root)
     _, alive = psutil.wait_procs(at_work, timeout=30)
     assert not alive
 
@@ -111,7 +91,7 @@ def test_without_a_compiler_the_message_names_the_package(
 
 def test_a_full_disk_exits_with_5_and_says_where(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "44k") as disk:
-        process = start(root=disk, **SOONER)
+        process = start(disk)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 5, output
         assert re.search(rf"{re.escape(str(disk))}\S+/compile: .* disk", output), output

@@ -32,13 +32,9 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_one_process_traces_every_graph_of_split_models_for_any_number_of_them(gang: Gang) -> None:
+    """In the end `resume` loses a worker inside of a compiled graph."""
     missed = [json.loads((gang.folder / f"missed-{rank}.json").read_text()) for rank in range(4)]
     assert missed == [{"started": 0, "resumed": 0}] * 2 + [{"started": 0}] * 2
-    traced = json.loads(gang.traced.read_text())
+    traced = json.loads((gang.folder / "traced.json").read_text())
     assert len(traced) >= 5  # forward and backward of a step, evaluation, update, activations of a health measurement
     assert list_files(gang.cache) == traced
-
-
-def test_a_worker_that_is_lost_while_another_is_in_a_graph_is_named(gang: Gang) -> None:
-    """The error comes from a collective inside of the compiled graph."""
-    assert "most likely because another worker died" in (gang.folder / "lost.txt").read_text()

@@ -45,10 +45,6 @@ class Gang:
     def cache(self) -> Path:
         return self.folder / "cache"
 
-    @property
-    def traced(self) -> Path:
-        return self.folder / "traced.json"
-
 
 class GraphKeeper(TorchNative):
     """Native backend that writes every graph to a file as text, and runs its operations without Inductor.
@@ -91,10 +87,10 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
         pytest.MonkeyPatch().setattr(trace, "choose_backend", lambda device: gang.backend)
         trace.trace(gang.recipe, tell=lambda phase: None)
         torch._dynamo.reset()
-        partial = gang.traced.with_suffix(".partial")
+        partial = gang.folder / "traced.partial"
         partial.write_text(json.dumps(list_files(gang.cache)), encoding="utf-8")
-        partial.rename(gang.traced)
-    wait_until(gang.traced.exists, 300)
+        partial.rename(gang.folder / "traced.json")
+    wait_until((gang.folder / "traced.json").exists, 300)
     missed = {"started": start(gang, environment)}
     if rank < gang.fewer.parallel.num_workers:
         missed["resumed"] = resume(gang, environment)
@@ -116,7 +112,7 @@ def start(gang: Gang, environment: WorkerEnvironment) -> int:
 def resume(gang: Gang, environment: WorkerEnvironment) -> int:
     """Take a step from a loaded state; returns the number of graphs that the cache lacked.
 
-    Rank 1 then ends without leaving the group, and rank 0 writes the error of its next step to lost.txt.
+    Rank 1 then ends without leaving the group, which rank 0 notices in a collective of its next step's graph.
     """
     rank = environment.rank
     group = ProcessGroup.join(rank, gang.fewer.parallel.num_workers, environment.rendezvous + "-again")
@@ -129,10 +125,8 @@ def resume(gang: Gang, environment: WorkerEnvironment) -> int:
     group.barrier()
     missed = program.backend.graphs_compiled()
     if rank == 0:
-        try:
+        with pytest.raises(WorkersLost):
             program.train_step(8, share)
-        except WorkersLost as error:
-            (gang.folder / "lost.txt").write_text(str(error), encoding="utf-8")
     group.leave()
     return missed
 

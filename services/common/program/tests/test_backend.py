@@ -1,4 +1,4 @@
-"""The collectives of plain PyTorch, over real processes."""
+"""The collectives of plain PyTorch, over real processes, and the devices for which they are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from services.common.errors import DeviceError
 from services.common.hardware import image_platform
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerGroupSpec, run_workers
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh
+from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.tests import work
 from services.common.recipe.schema import Device
 
@@ -46,14 +49,23 @@ def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(found: list[dict[str,
     assert torch.equal(torch.cat([results["slice"] for results in found]), found[0]["total"])
 
 
-def test_collectives_in_pieces_give_the_bits_of_one_call(found: list[dict[str, Tensor]]) -> None:
-    """Shards lie along every dimension once, and the last piece is shorter."""
-    for results in found:
-        for name, whole in results.items():
-            if name.startswith("whole "):
-                assert torch.equal(results[name.replace("whole", "cut")], whole), name
-        assert results["bytes of a piece"].max() <= work.PIECE_BYTES
-        assert len(results["bytes of a piece"]) > 4
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_collectives_in_pieces_give_the_bits_of_one_call(dim: int) -> None:
+    """Shards lie along every dimension once, and the last piece is shorter. Peers have this rank's numbers + 1000."""
+    sizes, mine = list[int](), torch.arange(4 * 8 * 12, dtype=torch.float32).view(4, 8, 12)
+
+    def gather(x: Tensor, dim: int) -> Tensor:
+        sizes.append(4 * x.nbytes)
+        return torch.cat([x + 1000 * peer for peer in range(4)], dim)
+
+    def scatter(x: Tensor, dim: int) -> Tensor:
+        sizes.append(x.nbytes)
+        return sum((x + 1000 * peer for peer in range(4)), torch.zeros(())).chunk(4, dim)[1]
+
+    assert torch.equal(all_gather_in_pieces(gather, mine, 4, dim, 100), gather(mine, dim))
+    assert torch.equal(reduce_scatter_in_pieces(scatter, mine, 4, dim, 100), scatter(mine, dim))
+    assert sorted(sizes)[-2:] == [mine.nbytes, 4 * mine.nbytes]  # of the single calls
+    assert sorted(sizes)[-3] <= 100
 
 
 def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> None:
@@ -73,6 +85,15 @@ def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> No
         assert all(each.dtype == torch.bfloat16 for each in sums.values())
         assert torch.equal(sums[torch.float32], exact_BSD.bfloat16())
         assert error(sums[torch.float32]) < 0.7 * error(sums[torch.bfloat16]), name
+
+
+@pytest.mark.parametrize("name", ["maximum", "started maximum", "gather", "exact sum", "fast sum"])
+def test_a_worker_that_hangs_ends_the_collectives_of_the_others_at_their_limit(tmp_path: Path, name: str) -> None:
+    """Workers connect when they first need it, and this is the first collective."""
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    run_workers(inline, work.lose_a_worker, (name, folder), WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, tmp_path))
+    assert {path.name for path in folder.iterdir()} == {"0", "1", "2"}
 
 
 def test_eager_workers_import_no_inductor_and_reuse_memory() -> None:

@@ -11,7 +11,7 @@ import pytest
 from services.common.program import fingerprint
 
 STEP, BACKEND = "services.common.program.step", "services.common.program.backends.torch_native"
-REDUCTION, OTHER_BACKEND = "reduction.py", "backends/other_device.py"
+REDUCTION = "reduction.py"
 
 
 @pytest.fixture
@@ -32,28 +32,24 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
     return change
 
 
-def test_comments_docstrings_and_layout_keep_caches_warm(digest: Callable[..., str]) -> None:
-    before = digest()
-
-    assert digest(REDUCTION, '"""Return the sum, and', '"""Return their sum, and') == before
-    assert digest(REDUCTION, "        size = 1\n", "        size = 1  # of one leaf\n\n") == before
-    assert digest("step.py", "from torch import Tensor\n", "from torch import (\n    Tensor,\n)\n") == before
-
-
-def test_another_statement_makes_another_program(digest: Callable[..., str]) -> None:
-    assert digest() != digest(REDUCTION, "size *= 2", "size *= 4")
-
-
-def test_a_file_that_the_step_imports_from_afar_counts(digest: Callable[..., str]) -> None:
-    assert digest() != digest("backends/inductor.py", 'return "millrace-compile-counter"', 'return "another"')
-
-
-def test_another_backend_and_what_no_step_imports_do_not_count(digest: Callable[..., str]) -> None:
-    before = digest()
-
-    assert digest(OTHER_BACKEND, "", "import torch\n") == before
-    assert digest("backends/choice.py", "", "choice = 1\n") == before
-    assert digest("fingerprint.py", "", "another = 1\n") == before
+@pytest.mark.parametrize(
+    ("file", "old", "new", "is_same"),
+    [
+        (REDUCTION, '"""Return the sum, and', '"""Return their sum, and', True),
+        (REDUCTION, "        size = 1\n", "        size = 1  # of one leaf\n\n", True),
+        ("step.py", "from torch import Tensor\n", "from torch import (\n    Tensor,\n)\n", True),
+        ("backends/other_device.py", "", "import torch\n", True),
+        ("backends/choice.py", "", "choice = 1\n", True),
+        ("fingerprint.py", "", "another = 1\n", True),
+        (REDUCTION, "size *= 2", "size *= 4", False),
+        ("backends/inductor.py", 'return "millrace-compile-counter"', 'return "another"', False),
+    ],
+    ids=["docstring", "comment", "layout", "other backend", "choice", "fingerprint", "statement", "imported from afar"],
+)
+def test_a_cache_stays_warm_unless_a_statement_of_the_step_changes(
+    digest: Callable[..., str], file: str, old: str, new: str, is_same: bool
+) -> None:
+    assert (digest() == digest(file, old, new)) == is_same
 
 
 def test_a_program_without_its_source_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.program.mesh import AXES, Mesh, make_mesh
+from services.common.program.mesh import Mesh, make_mesh
 from services.common.testing.recipes import make_recipe
 
 
@@ -17,16 +17,6 @@ def test_neighbours_hold_the_parts_of_one_model() -> None:
     assert [mesh.index("data") for mesh in meshes] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert meshes[0].groups("tensor") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert meshes[0].groups("data") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
-@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 1), (1, 4), (2, 4), (3, 2)])
-def test_along_each_axis_every_worker_finds_itself_at_its_index(data: int, tensor: int) -> None:
-    for rank in range(data * tensor):
-        mesh = Mesh(rank, data, tensor)
-        for axis in AXES:
-            assert mesh.group(axis)[mesh.index(axis)] == rank
-            assert len(mesh.group(axis)) == mesh.size(axis)
-            assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
 
 
 def test_copies_of_a_key_value_head_are_apart_where_cores_are_linked_so() -> None:

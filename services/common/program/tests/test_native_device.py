@@ -18,17 +18,18 @@ from services.common.testing.recipes import make_recipe
 
 @pytest.mark.parametrize(
     ("device", "named"),
-    [("cuda", "CUDA_VISIBLE_DEVICES=not set"), ("neuron", "torch_neuronx")],
+    [("cuda", "CUDA_VISIBLE_DEVICES=not set"), ("neuron", "torch_neuronx"), ("xla", "torch_xla")],
 )
 def test_a_device_that_is_not_there_is_named_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, named: str
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setitem(sys.modules, "torch_neuronx", None)
+    for module in ("torch_neuronx", "torch_xla"):
+        monkeypatch.setitem(sys.modules, module, None)
 
     with pytest.raises(DeviceError, match=f"parallel.device = '{device}'.*{named}") as raised:
-        program_facts(make_recipe(tmp_path, parallel__device=device))
+        program_facts(make_recipe(tmp_path, parallel__device=device, train__reduction="fast"))
     assert raised.value.exit_code == 4
 
 

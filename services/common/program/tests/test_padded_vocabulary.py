@@ -30,7 +30,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, work.train_on(Mesh(0, data_parallel_size=1), folder, work.MANY_STEPS, **overrides)
 
 
-@pytest.mark.parametrize("shares", work.FOUR_SHARES)
+@pytest.mark.parametrize("shares", work.SPLIT_MESHES)
 def test_workers_that_share_an_odd_vocabulary_train_as_one(
     tmp_path: Path, together: list[dict[str, work.Trained]], alone: tuple[str, work.Trained], shares: str
 ) -> None:

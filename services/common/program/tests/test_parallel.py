@@ -32,10 +32,9 @@ def results_of(
 ) -> list[Results]:
     """Return the results of each worker. Where a worker is lost, all are started again once, as the trainer does.
 
-    These tests are about results. Workers of such a group have been seen to end with SIGABRT: once with torch 2.13, and
-    in 3 of 16 groups with torch 2.9, there in malloc, called by gloo: in its all-to-all, which the variant with torch
-    2.9 does not use. They form and leave some forty process groups within seconds, where a run forms one for each axis.
-    A second loss fails the test.
+    They form some forty process groups within seconds, where a run forms one for each axis. Workers of such a group
+    have been seen to end with SIGABRT: once with torch 2.13, and in 3 of 16 groups with torch 2.9, there in malloc,
+    called by gloo's all-to-all, which the variant with torch 2.9 does not use. A second loss fails the test.
     """
     if torch.__version__ < "2.10":
         pytest.skip("torch 2.9's gloo damages the heap of a worker in one of five runs")
@@ -98,10 +97,7 @@ def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together
         assert sharded["num_held"] * num_shares == whole["num_held"]
 
 
-SPLIT_MESHES = [*(name for name, (_, tensor) in work.MESHES.items() if tensor > 1), work.COPIES_APART]
-
-
-@pytest.mark.parametrize("mesh", SPLIT_MESHES)
+@pytest.mark.parametrize("mesh", [*work.SPLIT_MESHES, work.COPIES_APART])
 def test_a_split_model_trains_as_one_that_is_whole(
     tmp_path: Path, alone: work.Trained, together: list[Results], mesh: str
 ) -> None:
@@ -118,8 +114,7 @@ def test_losses_of_split_models_stay_those_of_a_whole_one_over_many_steps(
     tmp_path: Path, together: list[Results]
 ) -> None:
     whole = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.MANY_STEPS)["numbers"]
-    split = [mesh for mesh, (_, size) in work.MESHES.items() if size > 1]
-    for mesh in (*split, *work.MESHES_OF_TWO):
+    for mesh in (*work.SPLIT_MESHES, *work.MESHES_OF_TWO):
         found = [results[mesh + work.LONG]["numbers"] for results in together if mesh + work.LONG in results]
         assert all(each == found[0] for each in found), mesh
         for name in ("loss", "evaluation"):
@@ -149,7 +144,7 @@ def test_a_split_model_has_the_loss_and_the_gradient_norm_of_transformers(
         assert found["gradient_norm"][0] == pytest.approx(norm.item(), rel=2e-6), mesh
 
 
-@pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
+@pytest.mark.parametrize("mesh", work.SPLIT_MESHES)
 def test_activation_checkpointing_has_the_same_bits_on_a_split_model(together: list[Results], mesh: str) -> None:
     for results in together:
         assert_same_bits(results[mesh + work.RECOMPUTED], results[mesh])

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypedDict, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from services.common.errors import WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.program.backends import torch_native
@@ -19,12 +22,12 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.layers import gather_sequence, reduce_scatter_sequence
 from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
-from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateKind, StateSlice, fill, overlap
 from services.common.program.step import Program
-from services.common.recipe.schema import Recipe
+from services.common.recipe.schema import Device, Recipe
 from services.common.testing.recipes import make_recipe
+from services.common.testing.waiting import wait_until
 
 WORKERS = 4
 
@@ -38,17 +41,17 @@ def run_on_workers(
 
 
 @contextmanager
-def joined(folder: Path, environment: WorkerEnvironment) -> Iterator[dict[str, Any]]:
+def joined(folder: Path, environment: WorkerEnvironment, device: Device = "cpu") -> Iterator[dict[str, Any]]:
     """Join the group of all workers in the block, and save what it puts into the results, by name."""
     results: dict[str, Any] = {}
-    with in_group(environment.rank, environment.world_size, environment.rendezvous):
+    with in_group(environment.rank, environment.world_size, environment.rendezvous, device):
         yield results
     torch.save(results, folder / f"{environment.rank}.pt")
 
 
 @contextmanager
-def in_group(rank: int, world_size: int, rendezvous: str) -> Iterator[None]:
-    group = ProcessGroup.join(rank, world_size, rendezvous)
+def in_group(rank: int, world_size: int, rendezvous: str, device: Device = "cpu") -> Iterator[None]:
+    group = ProcessGroup.join(rank, world_size, rendezvous, TorchNative.world_collectives(device))
     yield
     group.barrier()
     group.leave()
@@ -93,34 +96,37 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_native, "PIECE_ELEMENTS", mine.numel() // 2 + 1)  # the last piece is shorter
             results["in pieces"] = backend.all_reduce(mine, "data")
-        results.update(run_in_pieces(rank))
 
 
-PIECE_BYTES = 100
+COLLECTIVE_LIMIT = timedelta(seconds=0.5)
 
 
-def run_in_pieces(rank: int) -> dict[str, torch.Tensor]:
-    """Run collectives of all workers along each dimension of [4, 8, 12], by one call and by calls of PIECE_BYTES."""
-    backend, seen = TorchNative(Mesh(rank, WORKERS), 1, "fast"), list[int]()
+def lose_a_worker(call: tuple[str, Path], environment: WorkerEnvironment) -> None:
+    """Call a collective for the first time since the group formed, while the last worker hangs.
 
-    def gather(x: torch.Tensor, dim: int) -> torch.Tensor:
-        seen.append(WORKERS * x.nbytes)
-        return backend.all_gather(x, "data", dim)
-
-    def scatter(x: torch.Tensor, dim: int) -> torch.Tensor:
-        seen.append(x.nbytes)
-        return backend.reduce_scatter(x, "data", dim)
-
-    results = dict[str, torch.Tensor]()
-    mine = torch.arange(4 * 8 * 12, dtype=torch.float32).view(4, 8, 12) + 1000 * rank
-    for dim in range(mine.ndim):
-        results |= {
-            f"whole gather {dim}": backend.all_gather(mine, "data", dim),
-            f"cut gather {dim}": all_gather_in_pieces(gather, mine, WORKERS, dim, PIECE_BYTES),
-            f"whole scatter {dim}": backend.reduce_scatter(mine, "data", dim),
-            f"cut scatter {dim}": reduce_scatter_in_pieces(scatter, mine, WORKERS, dim, PIECE_BYTES),
-        }
-    return results | {"bytes of a piece": torch.tensor(seen)}
+    Every other worker leaves a file, named by its rank, once the call has raised `WorkersLost`.
+    """
+    name, folder = call
+    rank = environment.rank
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
+    backend = TorchNative(Mesh(rank, WORKERS), 1, "fast" if name.startswith("fast") else "exact")
+    c10d = dist.distributed_c10d
+    for each in c10d._world.pg_map:  # the groups along the mesh's axes too
+        if isinstance(each, dist.ProcessGroup) and {device.type for device in each._device_types} & {"cpu", "cuda"}:
+            c10d._set_pg_timeout(COLLECTIVE_LIMIT, each)
+    if rank == WORKERS - 1:
+        wait_until(lambda: len(list(folder.iterdir())) == WORKERS - 1)
+        return
+    collectives: dict[str, Callable[[], object]] = {
+        "maximum": lambda: group.maximum(1),
+        "started maximum": lambda: [group.start_maximum([1.0])()],
+        "gather": lambda: group.gather({}),
+        "exact sum": lambda: backend.all_reduce(torch.zeros(WORKERS), "data"),
+        "fast sum": lambda: backend.reduce_scatter(torch.zeros(WORKERS), "data"),
+    }
+    with pytest.raises(WorkersLost):
+        collectives[name]()
+    (folder / str(rank)).touch()
 
 
 SUMMED = (2, 64, 128)
@@ -148,6 +154,7 @@ PARALLEL_STEPS, MANY_STEPS = 2, 6
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 COPIES_APART = "tensor 4, 2 key-value heads, each on workers 2 apart"
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
+SPLIT_MESHES = {name: sizes for name, sizes in MESHES.items() if sizes[1] > 1}
 MESHES_OF_TWO = {"data 2": (2, 1), "tensor 2": (1, 2)}
 SIZES = (8, 4, 2)
 OF_EIGHT = {"batch__global_batch_size": "16"}
@@ -196,10 +203,12 @@ class Trained(TypedDict):
     """Number of elements of the moments that the worker holds."""
 
 
-def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **overrides: str) -> Trained:
+def train_on(
+    mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, local_rank: int = 0, /, **overrides: str
+) -> Trained:
     """Train for some steps. Where the optimizer is sharded, another program continues with the state halfway."""
-    recipe = make_recipe(folder, **PARALLEL, **overrides)
-    backend = TorchNative(mesh, 1, recipe.train.reduction)
+    recipe = make_recipe(folder, **(PARALLEL | overrides))
+    backend = TorchNative(mesh, 1, recipe.train.reduction, recipe.parallel.device, local_rank)
     program = Program(recipe, backend)
     found = dict[str, list[float]](loss=[], gradient_norm=[])
     for step in range(num_steps):
@@ -282,9 +291,6 @@ def assemble(workers: Sequence[Trained], shapes: Mapping[str, Sequence[int]]) ->
     return found
 
 
-FOUR_SHARES = {"data 2 x tensor 2": (2, 2), "tensor 4": (1, 4)}
-
-
 def _of_ids(number: str) -> dict[str, str]:
     return {"tokenizer__train__vocab_size": number, "model__vocab_size": number}
 
@@ -300,10 +306,10 @@ of 4 shards of 226 rows, and a third of the second.
 
 
 def train_odd_vocabularies(folder: Path, environment: WorkerEnvironment) -> None:
-    """Run `train_on` with ODD_VOCABULARIES on FOUR_SHARES, with sharded optimizers, and write the results."""
+    """Run `train_on` with ODD_VOCABULARIES on SPLIT_MESHES, with sharded optimizers, and write the results."""
     rank, own = environment.rank, own_folder(folder, environment)
     with joined(folder, environment) as results:
-        for name, sizes in FOUR_SHARES.items():
+        for name, sizes in SPLIT_MESHES.items():
             mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, environment.world_size)
             for vocabulary, overrides in ODD_VOCABULARIES.items():
                 trained = train_on(mesh, own, MANY_STEPS, parallel__zero_stage="1", **overrides)

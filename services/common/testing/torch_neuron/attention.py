@@ -79,7 +79,6 @@ def _run_backward(
     *rest: Any,
     **options: Any,
 ) -> tuple[Any, ...]:
-    device_module().operations[f"{COUNTED}_backward"] += 1
     result, log_sums, _, _, _, _, dropout, is_causal, *_ = rest
     raw = on_cpu(query)
     keys, values = _repeat(on_cpu(key), raw), _repeat(on_cpu(value), raw)

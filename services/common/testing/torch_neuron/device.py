@@ -6,9 +6,8 @@ computes in another way:
 
 - an operation over tensors of the host and of the device, besides copies and 0-dimensional numbers of the host;
 - float64 and complex tensors, and int64 values beyond 32 bits, which TorchNeuron would cut;
-- operations whose result's shape depends on values, and fused kernels that ignore some of their arguments;
-- random numbers, which a CPU would draw otherwise;
-- every operation outside of a graph that is not in `operations.KNOWN`;
+- every operation outside of a graph that is not in KNOWN, among them random numbers, which a CPU would draw otherwise,
+  shapes that depend on values, and fused kernels that ignore some of their arguments;
 - inside `forbidding_host_reads`, every read of the device by the host.
 
 In one respect it is not as strict: the device has number 0 in every process, where TorchNeuron's is LOCAL_RANK. So the
@@ -33,29 +32,24 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_map_only
 
 from services.common.program.backends.neuron_facts import is_compile_only
-from services.common.testing.torch_neuron.operations import KNOWN
 
 NAME = "neuron"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _METADATA_OPERATIONS = ("as_strided", "set_.source_Storage_storage_offset")
 """Operations on sizes, strides and storages alone, whose CPU kernels serve every device."""
 _NUMBER_LIMIT = 2**31
+_NAMES = """
+    _log_softmax _log_softmax_backward_data _reshape_alias _softmax _softmax_backward_data abs add all amax arange
+    bitwise_and bmm cat clamp div embedding_dense_backward empty empty_strided eq exp fill_ ge index index_select
+    isfinite isneginf le linalg_vector_norm log logical_not lt masked_fill_ max mean min mm mul ne neg
+    nll_loss_backward nll_loss_forward pow reciprocal rsqrt sigmoid silu sqrt sub sum view where zero_
+"""
+KNOWN = frozenset(f"aten::{name}" for name in _NAMES.split())
+"""Operations, without their overloads, that the program calls outside of graphs and TorchNeuron is known to run.
 
-_FORBIDDEN = {
-    "aten::_fused_adamw_": "TorchNeuron's fused AdamW ignores found_inf and grad_scale",
-    "aten::nonzero": "the shape of its result depends on values",
-    "aten::masked_select": "the shape of its result depends on values",
-    "aten::_unique2": "the shape of its result depends on values",
-    "aten::unique_dim": "the shape of its result depends on values",
-    "aten::repeat_interleave.Tensor": "the shape of its result depends on values",
-    **dict.fromkeys(
-        ("aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_.float", "aten::native_dropout"),
-        "the device draws other random numbers than a CPU",
-    ),
-}
-"""Operations that the device refuses, and the reasons."""
-
-
+A public copy of TorchNeuron's source from before its beta has them, besides the views. Any other one might be computed
+on the host. Before you add one, look it up in TorchNeuron's documentation, or call `torch_neuronx.get_fallback_ops()`.
+"""
 _NARROWED = ("matmul", "linear", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 """Operations that autocast computes in its narrow type, of those that the CPU's autocast narrows."""
 _WIDENED = ("cross_entropy_loss", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")
@@ -200,8 +194,6 @@ def _autocast_kernel(name: str, dtype: torch.dtype | None) -> Any:
 def _run(operation: Any, *arguments: Any, **options: Any) -> Any:
     """Run an operation of the device by the CPU's kernel, on the same memory."""
     name = operation.name()
-    if name in _FORBIDDEN:
-        raise UnsupportedOnNeuron(f"{name}: {_FORBIDDEN[name]}")
     if name.partition(".")[0] not in KNOWN and not device_module().is_in_graph:
         raise UnsupportedOnNeuron(f"{name}: TorchNeuron is not known to run it, and would compute it on the host")
     device_module().operations[name] += 1

@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 COMPILER = "neuronx-cc"
 TARGET = "trn2"
 """Family of instances that the stand-in's device tells."""
-_FORBIDDEN = ("all_to_all", "_local_scalar_dense", "nonzero", "masked_select", "_fused_adamw")
+_FORBIDDEN = (
+    *("all_to_all", "_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor"),
+    *("_fused_adamw", "rand", "normal", "uniform", "bernoulli", "dropout"),
+)
+"""Parts of the names of operations that a graph must not have."""
 _GROUP_ARGUMENTS = {"all_reduce": 2, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
 """Position of the group's name in the arguments of each collective."""
 

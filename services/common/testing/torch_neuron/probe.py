@@ -1,4 +1,4 @@
-"""Tries on the stand-in what TorchNeuron refuses, and trains on the CPU and on the stand-in.
+"""Tries on the stand-in what TorchNeuron refuses, and trains on it.
 
 A process of its own, because a device cannot be removed from a process again.
 """
@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,26 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
-from services.common.recipe.schema import Device
 from services.common.testing.recipes import make_recipe
 from services.common.testing.torch_neuron import attention
 from services.common.testing.torch_neuron.device import NAME, device_module, forbidding_host_reads
 
 STEPS = 3
-_EAGER = {"compile__enabled": "false", "train__attention_mask": "block_causal", "train__z_loss": "1e-4"}
+_EAGER = {
+    "compile__enabled": "false",
+    "train__attention_mask": "block_causal",
+    "train__z_loss": "1e-4",
+    "train__activation_checkpointing": "selective",
+}
 
 
 def main(folder: Path) -> None:
     importlib.import_module("torch_neuronx")
-    print(json.dumps({"refused": _refused(), "steps": _train_on_both(folder), **_count_attentions(folder)}))
+    print(json.dumps({"taken": _try_operations(), **_train(folder)}))
 
 
-def _refused() -> list[str]:
-    """Return the names of the operations that the device refuses."""
+def _try_operations() -> list[str]:
+    """Return the names of those of the operations that the device takes."""
     x = torch.ones(4, device=NAME)
 
     def read_in_step() -> None:
@@ -52,42 +57,24 @@ def _refused() -> list[str]:
         "an operation that may run on the host": x.erfinv,
         "an addition": lambda: x + x,
     }
-    refused = []
+    taken = []
     for name, attempt in attempts.items():
-        try:
+        with suppress(RuntimeError):  # torch itself refuses tensors of two devices
             attempt()
-        except RuntimeError:  # torch itself refuses tensors of two devices
-            refused.append(name)
-    return refused
+            taken.append(name)
+    return taken
 
 
-def _train_on_both(folder: Path) -> dict[str, Any]:
-    """Train STEPS steps on the CPU and on the device, and return the losses and the device's operations."""
+def _train(folder: Path) -> dict[str, int]:
+    """Train steps in which the host reads nothing; returns how often attention ran, and how often layers did."""
     recipe = make_recipe(folder, **_EAGER)
     micro_batches = [make_synthetic_micro_batch(recipe)] * recipe.batch.num_micro_batches
-
-    def losses(name: Device) -> list[float]:
-        backend = TorchNative(Mesh(0, data_parallel_size=1), 1, "exact", name)
-        program, found = Program(recipe, backend), []
-        for step in range(STEPS):
-            with forbidding_host_reads():
-                result = program.train_step(step, micro_batches)
-            found.append(result.loss.item())
-        return [*found, program.evaluate(micro_batches[0]).sum().item()]
-
-    on_cpu = losses("cpu")
-    before = device_module().operations.total()
-    return {"cpu": on_cpu, NAME: losses("neuron"), "operations": device_module().operations.total() - before}
-
-
-def _count_attentions(folder: Path) -> dict[str, int]:
-    """Train a step whose backward pass recomputes all but slow operations, and return how often attention ran."""
-    recipe = make_recipe(folder, compile__enabled="false", train__activation_checkpointing="selective")
     program = Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact", "neuron"))
-    before = device_module().operations[attention.COUNTED]
-    program.train_step(0, [make_synthetic_micro_batch(recipe)] * recipe.batch.num_micro_batches)
-    layers_and_batches = recipe.model.num_hidden_layers * recipe.batch.num_micro_batches
-    return {"attentions": device_module().operations[attention.COUNTED] - before, "layers": layers_and_batches}
+    with forbidding_host_reads():
+        for step in range(STEPS):
+            program.train_step(step, micro_batches)
+    layers = recipe.model.num_hidden_layers * len(micro_batches) * STEPS
+    return {"attentions": device_module().operations[attention.COUNTED], "layers": layers}
 
 
 if __name__ == "__main__":

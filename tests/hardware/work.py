@@ -1,4 +1,4 @@
-"""Programs of the workers in the tests by TorchNeuron; `python -m tests.hardware.trn2_work NAME FOLDER` starts them.
+"""Programs of the workers in the tests on Trainium; `python -m tests.hardware.work NAME FOLDER` starts TorchNeuron's.
 
 That process is a new one for each device: torch keeps a device until its process ends, and workers are forked from a
 process that has found its packages. FOLDER has a `Case` in case.json, and gets the results, a file for each rank.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -23,9 +24,7 @@ from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, 
 from services.common.program.backends.backend import Backend
 from services.common.program.backends.choice import choose_backend
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
-from services.common.program.process_group import ProcessGroup
-from services.common.program.step import Program
-from services.common.program.tests.work import micro_batches_of
+from services.common.program.tests.work import PARALLEL, degrees, joined, own_folder, train_on
 from services.common.recipe.schema import Device
 from services.common.testing.recipes import make_recipe
 
@@ -54,34 +53,33 @@ class Case:
         folder.mkdir(parents=True)
         (folder / "case.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
+    @classmethod
+    def read(cls, folder: Path) -> Case:
+        return cls(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+
 
 def main(name: str, folder: Path) -> None:
-    case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+    case = Case.read(folder)
     spec = WorkerGroupSpec(case.num_workers, 1, case.num_workers, folder, case.device)
     run_workers(inline, {"collectives": run_collectives, "steps": run_steps}[name], folder, spec)
 
 
 def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
     """Run every collective along each axis, eager and compiled, and write the names of those with a wrong result."""
-    case = _read(folder)
-    group = _join(case, environment)
+    case = Case.read(folder)
     mesh = Mesh(environment.rank, case.data_parallel_size, case.tensor_parallel_size, case.key_value_copies)
-    backend = choose_backend(case.device)(mesh, 1, "fast", case.device, environment.local_rank)
-    wrong, done = [], []
-    for axis in (axis for axis in AXES if mesh.size(axis) > 1):
-        [peers] = [ranks for ranks in mesh.groups(axis) if environment.rank in ranks]
-        for dtype in DTYPES:
-            for name, (run, expected) in _collectives(backend, axis, peers, environment.rank, dtype).items():
+    with joined(folder, environment, case.device) as results:
+        backend = choose_backend(case.device)(mesh, 1, "fast", case.device, environment.local_rank)
+        results |= {"done": [], "wrong": []}
+        for axis, dtype in ((axis, dtype) for axis in AXES if mesh.size(axis) > 1 for dtype in DTYPES):
+            for name, (run, expected) in _collectives(backend, axis, mesh.group(axis), mesh.rank, dtype).items():
                 for mode, function in (("eager", run), ("compiled", backend.compile(run))):
-                    found = backend.to_host(function(backend.place(_numbers_of(environment.rank, dtype))))
-                    done.append(f"{mode} {name} along {axis} in {dtype}")
+                    found = backend.to_host(function(backend.place(_numbers_of(mesh.rank, dtype))))
+                    called = f"{mode} {name} along {axis} in {dtype}"
+                    results["done"].append(called)
                     if not torch.equal(found, expected):
-                        wrong.append(
-                            f"{done[-1]}: {found.flatten()[:4].tolist()} for {expected.flatten()[:4].tolist()}"
-                        )
-    (folder / f"{environment.rank}.json").write_text(json.dumps({"done": done, "wrong": wrong}), encoding="utf-8")
-    group.barrier()
-    group.leave()
+                        numbers = f"{found.flatten()[:4].tolist()} for {expected.flatten()[:4].tolist()}"
+                        results["wrong"].append(f"{called}: {numbers}")
 
 
 def _collectives(
@@ -105,29 +103,13 @@ def _numbers_of(rank: int, dtype: torch.dtype) -> Tensor:
 
 def run_steps(folder: Path, environment: WorkerEnvironment) -> None:
     """Train the small recipe for some steps, and write this rank's losses and state, and what fell back to the CPU."""
-    case = _read(folder)
-    group = _join(case, environment)
-    own = folder / str(environment.rank)
-    own.mkdir()
-    sizes = {"parallel__data_parallel_size": f"{case.data_parallel_size}"}
-    sizes["parallel__tensor_parallel_size"] = f"{case.tensor_parallel_size}"
-    recipe = make_recipe(own, parallel__device=case.device, **sizes, **case.overrides)
-    mesh = make_mesh(recipe, environment.rank, case.num_workers)
-    backend = choose_backend(case.device)(mesh, 1, recipe.train.reduction, case.device, environment.local_rank)
-    program, numbers = Program(recipe, backend), dict[str, list[float]](loss=[], gradient_norm=[])
-    for step in range(case.steps):
-        batches = micro_batches_of(recipe, step)
-        result = program.train_step(step, [batches[n] for n in mesh.share(len(batches))])
-        values = backend.read(result._asdict())
-        for name, found in numbers.items():
-            found.append(values[name])
-    own_batches = batches[mesh.index("data") :: mesh.data_parallel_size]
-    losses = torch.cat([backend.to_host(program.evaluate(batch)) for batch in own_batches])
-    numbers["losses of targets"] = losses.flatten().tolist()
-    state = {piece.key: tensor.clone() for piece, tensor in program.state.start_snapshot()().items()}
-    torch.save({"numbers": numbers, "state": state, "fallbacks": _fallbacks(case.device)}, folder / f"{own.name}.pt")
-    group.barrier()
-    group.leave()
+    case, own = Case.read(folder), own_folder(folder, environment)
+    sizes = degrees(case.data_parallel_size, case.tensor_parallel_size)
+    overrides = {"parallel__device": case.device, **sizes, **case.overrides}
+    mesh = make_mesh(make_recipe(own, **(PARALLEL | overrides)), environment.rank, case.num_workers)
+    with joined(folder, environment, case.device) as results:
+        results.update(train_on(mesh, own, case.steps, environment.local_rank, **overrides))
+        results["fallbacks"] = _fallbacks(case.device)
 
 
 def _fallbacks(device: Device) -> list[str]:
@@ -138,13 +120,21 @@ def _fallbacks(device: Device) -> list[str]:
     return sorted(map(str, report())) if report else []
 
 
-def _read(folder: Path) -> Case:
-    return Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
-
-
-def _join(case: Case, environment: WorkerEnvironment) -> ProcessGroup:
-    world = choose_backend(case.device).world_collectives(case.device)
-    return ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous, world)
+def open_core(folder: Path, environment: WorkerEnvironment) -> None:
+    """Open this worker's core; writes the changed environment variables and torch_xla's view of the core to a file."""
+    before = dict(os.environ)
+    torch_xla = importlib.import_module("torch_xla")
+    core = str(torch_xla.device())
+    runtime = importlib.import_module("torch_xla.runtime")
+    found = {
+        "core": core,
+        "kind": runtime.device_type(),
+        "processes": runtime.process_count(),
+        "index": runtime.process_index(),
+        "devices": runtime.global_device_count(),
+        "changed": {name: [was, os.environ.get(name)] for name, was in before.items() if os.environ.get(name) != was},
+    }
+    (folder / f"{environment.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
