@@ -56,6 +56,12 @@ from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.packed_recipe import pack_recipe
 
 POLL_SECONDS = 1.0
+LEAVE_SECONDS = 120.0
+"""Seconds after which a pod that stays Terminating is deleted by force, since its node is lost."""
+
+
+class NoStart(DeviceError):
+    """No node or no image will come for the one-off, so its Job is deleted."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +216,11 @@ def _follow(api: Api, name: str, request: OneOffRequest) -> int:
 def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, list[Object]]:
     """Wait for the Job's end: the Job and its pods. A Job that will not start is deleted.
 
-    Raises `DeviceError` where no node or image will come, and `TryAgain` after the seconds of WAIT.
+    Raises `NoStart` where no node or image will come, and `TryAgain` after the seconds of WAIT.
     """
     seconds = START_TIMEOUT_SECONDS if request.start_timeout_seconds is None else request.start_timeout_seconds
     deadline, pull = time.monotonic() + seconds, PullWatch()
+    leaving_since: float | None = None
     while True:
         try:
             job, pods = api.find("Job", name), api.find_all("Pod", f"job-name={name}")
@@ -221,21 +228,38 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
                 raise DeviceError(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
             if is_job_over(job):
                 return job, pods
-            waits = _explain_start(api, job, pods, pull)
-            if waits and time.monotonic() > deadline:
-                raise TryAgain(f"{name} did not start within {seconds:g} s (WAIT=), and was deleted: {waits}")
+            leaving_since = _end_lost(api, pods, leaving_since)
+            try:
+                waits = "" if leaving_since else _explain_start(api, job, pods, pull)
+                if waits and time.monotonic() > deadline:
+                    raise TryAgain(f"{name} did not start within {seconds:g} s (WAIT=), and was deleted: {waits}")
+            except (NoStart, TryAgain):  # other errors, such as a right that is missing for a moment, end no Job
+                api.delete("Job", name, uid=job["metadata"]["uid"])
+                raise
         except ApiUnreachable as error:
             print(f"{name}: {error}; the Job continues", file=sys.stderr)
-        except (DeviceError, TryAgain):
-            api.delete("Job", name)
-            raise
         time.sleep(POLL_SECONDS)
+
+
+def _end_lost(api: Api, pods: list[Object], since: float | None) -> float | None:
+    """Delete pods by force that stay Terminating, as they do on a lost node: only then does the Job end.
+
+    Returns the time since when a pod is Terminating; None where none is.
+    """
+    leaving = [pod["metadata"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
+    if not leaving:
+        return None
+    since = since or time.monotonic()
+    if time.monotonic() - since > LEAVE_SECONDS:
+        for pod in leaving:
+            api.delete("Pod", pod["name"], uid=pod["uid"], grace_seconds=0)
+    return since
 
 
 def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> str:
     """Explain what a Job whose pod has not started waits for; empty once it has.
 
-    Raises `DeviceError` or `TryAgain` where no node or image will come.
+    Raises `NoStart` or `TryAgain` where no node or image will come.
     """
     if any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
         return ""
@@ -243,18 +267,18 @@ def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -
     for pod in pods:
         waits = explain_wait(api, pod)
         if problem := pull.explain_end(pod, waits):
-            raise DeviceError(problem)
+            raise NoStart(problem)
     _require_nodes(api, str(job["metadata"]["name"]))
     return waits
 
 
 def _require_nodes(api: Api, name: str) -> None:
-    """Raise `DeviceError` or `TryAgain` where the Job that scales the node group up has ended."""
+    """Raise `NoStart` or `TryAgain` where the Job that scales the node group up has ended."""
     nodes_job = api.find("Job", one_off_nodes_name(name))
     outcome = ((nodes_job or {}).get("metadata", {}).get("annotations") or {}).get(OUTCOME_ANNOTATION)
     if outcome:
         ended = Outcome(**json.loads(outcome))
-        kind = TryAgain if ended.exit_code == TryAgain.exit_code else DeviceError
+        kind = TryAgain if ended.exit_code == TryAgain.exit_code else NoStart
         raise kind(f"{name} gets no node, and was deleted: {ended.message}")
     if nodes_job and is_job_over(nodes_job):
-        raise DeviceError(f"{name} gets no node, and was deleted: the Job that adds one ended, see its output above")
+        raise NoStart(f"{name} gets no node, and was deleted: the Job that adds one ended, see its output above")

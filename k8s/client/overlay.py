@@ -16,7 +16,7 @@ import yaml
 from deploy.progress import ProgressPrinter
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
 from k8s.client.network_probe import require_network_policies
-from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
+from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back, require_same_region
 from k8s.client.settings_env import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
@@ -77,7 +77,8 @@ def find_kubectl() -> Path:
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. Images and replicas that deployments set are kept.
 
-    Raises `DeviceError` where it would change the head while a stage runs, or for an operator with a batch scheduler.
+    Raises `DeviceError` where it would change the head while a stage runs, or the region while node groups are held,
+    or for an operator with a batch scheduler.
     """
     objects = render(overlay)
     require_filled_in(overlay, objects)
@@ -85,6 +86,7 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     _set_head_image(api, cluster, head_tag)
     live = _find_cluster(api)
     if live:
+        require_same_region(api, cluster, live)
         _require_head_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
         place = api.within(each["metadata"].get("namespace", api.namespace))

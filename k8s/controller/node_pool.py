@@ -20,6 +20,7 @@ from k8s.objects.node_group import (
     NodeGroupDenied,
     count_ready_nodes,
     describe_node_group,
+    describe_resize,
     find_holder,
     read_leases,
     resize_node_group,
@@ -28,7 +29,8 @@ from k8s.objects.node_group import (
 from services.common.errors import DeviceError
 
 DESCRIBE_SECONDS = 15.0
-"""Seconds between two calls that describe a group: EKS answers a few calls a second for a whole account."""
+"""Seconds between two calls that describe a group, and before a busy EKS is asked again: EKS answers a few calls a
+second for a whole account."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class NodePool:
         self._described: tuple[EksNodeGroup | None, float] = (None, 0.0)  # as EKS described it, and when
         self._denied = ""
         self._note = ""
+        self._rests_until = 0.0  # EKS was busy
 
     def observe(self, nodes: int) -> PoolState:
         """Observe the pool's progress towards so many nodes, without a change. Raises `NodeGroupError`."""
@@ -83,10 +86,12 @@ class NodePool:
         )
 
     def hold(self, nodes: int) -> None:
-        """Take the group's Lease and scale the group up, unless somebody else holds it.
+        """Take the group's Lease and scale the group up, unless somebody else holds it or EKS was busy just now.
 
         Raises `NodeGroupError`, and `Conflict` where somebody else takes the Lease at the same time.
         """
+        if time.monotonic() < self._rests_until:
+            return
         holder = find_holder(self._api, self._name)
         if holder not in ("", self._holder):
             return
@@ -101,6 +106,7 @@ class NodePool:
             resize_node_group(self._name, nodes)
         except NodeGroupBusy:
             self._note = ", after the update that EKS is making"
+            self._rests_until = time.monotonic() + DESCRIBE_SECONDS
         except NodeGroupDenied as error:
             self._denied = str(error)
         else:
@@ -134,3 +140,9 @@ def release_node_groups(api: Api, holder: str, report: Callable[[str], None]) ->
                     f"CLUSTER_NAME in the overlay's settings.env, then: make cluster-up"
                 ) from error
         api.delete("Lease", lease.name, uid=lease.uid)
+
+
+def describe_release(api: Api, holder: str) -> str:
+    """Say that the reaper scales down what is still held, and with which commands a person does."""
+    commands = [describe_resize(lease.group, 0) for lease in read_leases(api) if lease.holder == holder]
+    return f"The nodes are left to the reaper. If EKS refuses it as well, scale them down: {'; '.join(commands)}"

@@ -13,9 +13,10 @@ from dataclasses import asdict
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
-from k8s.controller.node_pool import NodePool, release_node_groups
+from k8s.controller.node_pool import NodePool, describe_release, release_node_groups
 from k8s.objects.api import Api
 from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
+from k8s.objects.node_group import NodeGroupDenied
 from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_cluster
@@ -39,6 +40,7 @@ class OneOffNodes:
         self._report = ProgressPrinter("nodes").report
         group = cpu_group_of(read_cluster(api))
         self._pool = NodePool(api, one_off, group.node_pool, group.capacity_ends_at)
+        self._is_seen = False
         self._waits_until = time.monotonic() + APPEAR_SECONDS
 
     def advance(self) -> bool:
@@ -47,13 +49,17 @@ class OneOffNodes:
         Raises errors of the Kubernetes API and of EKS, after which it may be called again.
         """
         job = self._api.find("Job", self._one_off)
+        self._is_seen = self._is_seen or job is not None
         if is_active(job):
             self._waits_until = time.monotonic() + LEAVE_SECONDS
             if self._hold():
                 return True
-        elif time.monotonic() < self._waits_until and (job is None or self._has_pods()):
+        elif time.monotonic() < self._waits_until and (not self._is_seen or self._has_pods()):
             return True
-        release_node_groups(self._api, self._one_off, self._report)
+        try:
+            release_node_groups(self._api, self._one_off, self._report)
+        except NodeGroupDenied as error:  # another call would fail as well; the reaper has another role
+            self._report(f"{error}. {describe_release(self._api, self._one_off)}")
         return False
 
     def _hold(self) -> bool:

@@ -32,7 +32,7 @@ from k8s.controller.decision import (
     decide,
 )
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
-from k8s.controller.node_pool import NodePool, PoolState, release_node_groups
+from k8s.controller.node_pool import NodePool, PoolState, describe_release, release_node_groups
 from k8s.controller.observation import Gang, Observation, State, has_progressed
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.controller.stage_lease import LeaseHeld, StageLease
@@ -324,7 +324,7 @@ class Reconciler:
             if is_passing and time.monotonic() - self._releases_since < RELEASE_SECONDS:
                 self._report(str(error))
                 return False
-            self._report(f"{error}. The nodes are left to the reaper")
+            self._report(f"{error}. {describe_release(self._api, self._stage)}")
         return True
 
     def _find_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:

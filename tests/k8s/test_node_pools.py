@@ -12,6 +12,7 @@ import pytest
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
 from k8s.controller import node_pool, reconciler
+from k8s.controller.node_pool import DESCRIBE_SECONDS
 from k8s.controller.one_off_nodes import APPEAR_SECONDS, LEAVE_SECONDS, OneOffNodes
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
@@ -202,9 +203,16 @@ def test_nodes_without_capacity_are_given_up_and_given_back(world: World, cloud:
     assert (cloud.sizes, world.is_down) == ([0, 2, 0], True)
 
 
-def test_eks_that_is_busy_is_asked_again(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
+def test_eks_that_is_busy_is_asked_again_after_a_pause(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
     """EKS makes one update of a group at a time."""
     refusal = Refusal("UpdateNodegroupConfig", 409, "ResourceInUseException", times=3)
+    began = world.clock.now
+
+    def attempt(number: int) -> DriverState:
+        assert world.clock.now - began > 3 * DESCRIBE_SECONDS
+        return ended(0)
+
+    world.attempt = attempt
     assert reconcile().exit_code == 0
     assert refusal.left == 0
     assert cloud.sizes == [0, 2, 0]
@@ -243,7 +251,13 @@ def test_nodes_that_will_never_come_end_a_deployment_at_once(
     [(403, "AccessDeniedException", 0.0), (503, "ServerException", RELEASE_SECONDS)],
 )
 def test_nodes_that_eks_does_not_take_back_are_left_to_the_reaper(
-    world: World, cloud: Cloud, reconcile: Reconcile, status: int, code: str, waited_seconds: float
+    world: World,
+    cloud: Cloud,
+    reconcile: Reconcile,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    code: str,
+    waited_seconds: float,
 ) -> None:
     """The budget's action takes the right from the deploy Job while a stage runs; the reaper keeps it."""
     refusals: list[Refusal] = []
@@ -257,6 +271,7 @@ def test_nodes_that_eks_does_not_take_back_are_left_to_the_reaper(
     assert reconcile().exit_code == 0
     assert waited_seconds <= world.clock.now - began < waited_seconds + 120
     assert (cloud.size, world.holder) == (2, "trainer")
+    assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
     refusals[0].end()
     complete_job(world)
     reap(world, 2 * ORPHAN_SECONDS)
@@ -314,6 +329,26 @@ def test_a_one_off_whose_job_is_gone_holds_a_node_for_a_while_only(
     assert cloud.size == has_pod
     world.clock.now += seconds
     assert not advance(world, nodes)
+    assert (cloud.size, world.holder) == (0, "")
+
+
+def test_a_one_off_s_node_goes_as_soon_as_the_client_has_deleted_the_ended_job(world: World, cloud: Cloud) -> None:
+    nodes = one_off_nodes(world)
+    advance(world, nodes)
+    world.api.delete("Job", ONE_OFF)  # and with it its pod
+    assert not nodes.advance()
+    assert (cloud.size, world.holder) == (0, "")
+
+
+def test_a_one_off_s_node_that_eks_does_not_take_back_is_left_to_the_reaper(world: World, cloud: Cloud) -> None:
+    nodes = one_off_nodes(world)
+    advance(world, nodes)
+    complete_job(world, ONE_OFF)
+    refusal = Refusal("UpdateNodegroupConfig", 403, "AccessDeniedException")
+    assert not nodes.advance()
+    refusal.end()
+    assert (cloud.size, world.holder) == (1, ONE_OFF)
+    reap(world, 2 * ORPHAN_SECONDS, ONE_OFF)
     assert (cloud.size, world.holder) == (0, "")
 
 
