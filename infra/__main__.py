@@ -11,23 +11,21 @@ import re
 import sys
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
 
 from images.platforms import SERVICES, find_variant
 from images.versions import describe_build
 from infra.account.session import Account, explaining_refusals
-from infra.addons.installation import compare_releases, install_releases
-from infra.addons.releases import Release, choose_releases, read_releases
-from infra.apply.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
+from infra.addons.installation import install_releases, print_differences
+from infra.addons.releases import choose_releases, read_releases
+from infra.apply.inputs import Inputs, read_inputs
 from infra.apply.overlay_settings import SETTINGS, write_settings
 from infra.apply.renewal import judge_renewal, list_renewed_pools
-from infra.apply.roads import Place, Target, describe_road, describe_vocabulary
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
+from infra.apply.variables import read_variables
 from infra.confirmation import require_yes
-from infra.cost.estimate import Sizes, describe_cost, require_budget
-from infra.preflight.instance_device import judge_device
+from infra.cost.estimate import describe_cost, require_budget
+from infra.preflight.checks import judge_device, run_preflight
 from infra.preflight.machine_images import judge_machine_image
-from infra.preflight.questions import run_preflight
 from infra.preflight.requirement import require_fit
 from infra.teardown.leftovers import describe_leftovers, find_leftovers
 from infra.teardown.sequence import Teardown, Workloads
@@ -39,38 +37,46 @@ from services.common.process.entry_point import exit_code_of
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import STAGES
 
-HOURS = 24.0
 RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
 """The recipe that both targets deploy by default; a test compares it with theirs."""
 OVERLAYS = SETTINGS.parents[1]
 CONFIG = Path(__file__).parents[1] / "deploy/batch/config.txt"
+PUSH_IMAGES = """\
+  aws ecr get-login-password --region {region} | docker login --username AWS --password-stdin {registry}
+  make images VARIANT={variant} PUSH={registry}"""
+# infra/README.md and docs/operations/batch.md have the same commands; a test compares them.
+NEXT_ON_EKS = f"""\
+  aws eks update-kubeconfig --region {{region}} --name {{name}}
+  make addons
+{PUSH_IMAGES}
+  make cluster-up OVERLAY=eks
+  kubectl -n millrace create secret generic hugging-face --from-file=token=/dev/stdin
+  make deploy-stage STAGE=tokenizer"""
+NEXT_ON_BATCH = f"""\
+{PUSH_IMAGES}
+  make deploy-stage STAGE=tokenizer TARGET=batch"""
+VOCABULARY = """\
+A vocabulary file of your own needs no token for a gated one; name it in a copy of the recipe (tokenizer.model):
+  aws s3 cp tokenizer.model s3://{bucket}/tokenizer/tokenizer.model"""
 
 
 def main(argv: list[str]) -> int:
-    commands = {
-        "addons": addons,
-        "addons-diff": addons_diff,
-        "cost": cost,
-        "down": down,
-        "leftovers": leftovers,
-        "plan": plan,
-        "preflight": preflight,
-        "up": up,
-    }
+    commands = {each.__name__: each for each in (addons, cost, down, leftovers, plan, preflight, up)}
     parser = argparse.ArgumentParser(prog="python -m infra", description=__doc__)
     parser.add_argument("command", choices=commands)
-    commands[parser.parse_args(argv).command]()
+    chosen = parser.parse_args(argv).command
+    with explaining_refusals(f"infra {chosen}"):
+        commands[chosen]()
     return 0
 
 
 def addons() -> None:
-    """Reads ONLY, names of add-ons separated by commas (all), and DRY_RUN=1, which prints the commands."""
-    install_releases(_chosen_releases(), _is_set("DRY_RUN"))
-
-
-def addons_diff() -> None:
-    """Reads ONLY, names of add-ons separated by commas (all)."""
-    compare_releases(_chosen_releases())
+    """Reads ONLY, names of add-ons separated by commas (all), and DRY_RUN=1, which prints what would change."""
+    releases = choose_releases(read_releases(), os.environ.get("ONLY", ""))
+    if os.environ.get("DRY_RUN", "") in ("", "0"):
+        install_releases(releases)
+    else:
+        print_differences(releases)
 
 
 def cost() -> None:
@@ -82,9 +88,7 @@ def cost() -> None:
 def preflight() -> None:
     """Reads NODES (the stack's maximum), TAG (the working tree's) and VARS."""
     inputs = _read_inputs()
-    account = Account(inputs.region)
-    findings = run_preflight(account, inputs, _nodes(inputs), _images(inputs), _addresses_per_node)
-    require_fit(findings)
+    require_fit(run_preflight(Account(inputs.region), inputs, _nodes(inputs), _images(inputs), _addresses_per_node))
     print("all requirements that can be checked from here are met")
 
 
@@ -105,71 +109,60 @@ def up() -> None:
             f"KEEP_DATA=false"
         )
     if renewed := list_renewed_pools(found):
-        with explaining_refusals("infra-up, pools in use"):
-            require_fit(judge_renewal(Account(inputs.region), inputs, renewed))
+        require_fit(judge_renewal(Account(inputs.region), inputs, renewed))
     if not found.is_empty:
         require_yes(f"Apply this plan in {inputs.region}?")
         stack.apply()
-    if not inputs.has_cluster:
-        _write_config(stack, inputs)
-        return
-    settings, outputs = _settings(), stack.outputs()
-    write_settings(outputs, settings)
-    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes; its addresses are in {settings}. Next:")
-    variant = find_variant(inputs.trainium_shape)
-    _print_rest_of_road("eks", Place(inputs.region, inputs.name, outputs["registry"], outputs["bucket"], variant))
+    _write_addresses(stack, inputs)
 
 
 def _make_plan(is_quiet: bool) -> tuple[Stack, Plan, Inputs]:
     """Plans the stack and prints its cost.
 
-    Raises `RecipeError` for misspelt variables, of which terraform only warns, and for a budget below the idle stack's
-    cost, and `DeviceError` for an instance type on which no image computes, or a machine image whose driver the images
-    do not accept.
+    Raises `RecipeError` for values that the stack does not take, and for a budget below the idle stack's cost, and
+    `DeviceError` for an instance type on which no image computes, or a machine image whose driver the images do not
+    accept.
     """
-    _read_variables()
-    stack = _stack()
+    inputs, stack = _read_inputs(), _stack()
     stack.init()
     found = stack.plan(is_quiet=is_quiet)
-    inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
     print(_describe_cost(inputs))
-    require_budget(_sizes(inputs), inputs.budget_monthly_dollars, _today())
+    require_budget(inputs, _today())
     require_fit([*judge_device(inputs), *judge_machine_image(inputs)])
     return stack, found, inputs
 
 
-def _print_rest_of_road(target: Target, place: Place) -> None:
-    print("\n".join(f"  {line}" for line in describe_road(target, place, after="make infra-up")))
-    print("If you have the vocabulary's file, no token for a gated one is needed:")
-    print("\n".join(f"  {line}" for line in describe_vocabulary(place)))
-
-
-def _write_config(stack: Stack, inputs: Inputs) -> None:
-    """Writes `deploy/batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
-    path, outputs = _config(), stack.outputs()
-    config = str(outputs["config"])
-    write_durably(path, config.encode())
-    [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
-    print(f"\n{inputs.name} is up in {inputs.region}, with no nodes; its addresses are in {path}. Next:")
-    variant = find_variant(inputs.trainium_shape)
-    _print_rest_of_road("batch", Place(inputs.region, inputs.name, registry, outputs["bucket"], variant))
+def _write_addresses(stack: Stack, inputs: Inputs) -> None:
+    """Writes the file that deployments read, settings.env or config.txt, and prints the commands that come next."""
+    outputs = stack.outputs()
+    if inputs.has_cluster:
+        path, commands, registry = _settings(), NEXT_ON_EKS, str(outputs["registry"])
+        write_settings(outputs, path)
+    else:
+        path, commands, config = _config(), NEXT_ON_BATCH, str(outputs["config"])
+        write_durably(path, config.encode())
+        [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
+    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes; its addresses are in {path}. Next:")
+    names = {"region": inputs.region, "name": inputs.name, "registry": registry, "bucket": outputs["bucket"]}
+    print(f"{commands}\n{VOCABULARY}".format(**names, variant=find_variant(inputs.trainium_shape)))
 
 
 def down() -> None:
     """Reads KEEP_DATA=false, KEEP_CLUSTER=true, VARS and YES=1."""
     inputs = _read_inputs()
     is_data_kept, is_cluster_kept = _truth("KEEP_DATA", True), _truth("KEEP_CLUSTER", False)
-    if is_cluster_kept and not inputs.has_cluster:
-        raise RecipeError("KEEP_CLUSTER=true applies to the EKS stack only: the Batch stack has no cluster")
-    if is_cluster_kept and not is_data_kept:
+    if is_cluster_kept and not (inputs.has_cluster and is_data_kept):
         raise RecipeError(
-            "KEEP_CLUSTER=true with KEEP_DATA=false: a cluster that stays keeps its data. Leave one of them out"
+            "KEEP_CLUSTER=true: only the EKS stack has a cluster, and one that stays keeps its data. Leave it out, or "
+            "KEEP_DATA=false"
         )
     account = Account(inputs.region)
-    workloads = _workloads(account, inputs)
+    workloads: Workloads = BatchWorkloads(account, inputs.name, _config(), _find_notice_seconds)
+    if inputs.has_cluster:
+        workloads = ClusterWorkloads(account, inputs.name, _settings())
     teardown = Teardown(account, _stack(), inputs.name, is_data_kept, is_cluster_kept, workloads)
-    print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
-    teardown.look_around()
+    leftovers()
+    teardown.check_neighbours()
     if is_cluster_kept:
         question = f"Remove what Millrace made on {workloads.place} in {inputs.region}, and keep the cluster?"
     elif is_data_kept:
@@ -178,21 +171,13 @@ def down() -> None:
         question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"
     require_yes(question)
     teardown.run()
-    print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
+    leftovers()
 
 
 def leftovers() -> None:
     """Reads VARS."""
     inputs = _read_inputs()
-    with explaining_refusals("leftovers"):
-        found = find_leftovers(Account(inputs.region), inputs.name)
-    print(describe_leftovers(found, inputs.name, inputs.region))
-
-
-def _workloads(account: Account, inputs: Inputs) -> Workloads:
-    if inputs.has_cluster:
-        return ClusterWorkloads(account, inputs.name, _settings())
-    return BatchWorkloads(account, inputs.name, _config(), _find_notice_seconds)
+    print(describe_leftovers(find_leftovers(Account(inputs.region), inputs.name), inputs.name, inputs.region))
 
 
 def _find_notice_seconds() -> int:
@@ -202,15 +187,12 @@ def _find_notice_seconds() -> int:
 
 
 def _describe_cost(inputs: Inputs) -> str:
-    return describe_cost(_sizes(inputs), _hours(), load_recipe(_recipe()), _today())
+    recipe = load_recipe(Path(os.environ.get("RECIPE") or RECIPE))
+    return describe_cost(inputs, _nodes(inputs), _whole_number("CPU_NODES", 0), _hours(), recipe, _today())
 
 
 def _today() -> date:
     return datetime.now(UTC).date()
-
-
-def _sizes(inputs: Inputs) -> Sizes:
-    return sizes_of(inputs, _nodes(inputs), _whole_number("CPU_NODES", 0))
 
 
 def _nodes(inputs: Inputs) -> int:
@@ -239,19 +221,10 @@ def _whole_number(name: str, default: int) -> int:
 
 
 def _hours() -> float:
-    text = os.environ.get("HOURS") or str(HOURS)
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = -1.0
-    if not 0 < hours < float("inf"):
+    text = os.environ.get("HOURS") or "24"
+    if not re.fullmatch(r"\d*\.?\d+", text) or not float(text):
         raise RecipeError(f"HOURS={text}: expected the hours of a run, such as HOURS=24")
-    return hours
-
-
-def _recipe() -> Path:
-    """The recipe, RECIPE=FILE, whose checkpoint has to fit the file system's speed."""
-    return Path(os.environ.get("RECIPE") or RECIPE)
+    return float(text)
 
 
 def _truth(name: str, default: bool) -> bool:
@@ -261,26 +234,21 @@ def _truth(name: str, default: bool) -> bool:
     return text in ("true", "1")
 
 
-def _chosen_releases() -> list[Release]:
-    return choose_releases(read_releases(), os.environ.get("ONLY", ""))
-
-
 def _stack() -> Stack:
     return Stack(_folder(), _variables_file())
 
 
-def _read_variables() -> dict[str, Any]:
-    return read_variables(_variables_file(), _folder())
-
-
 def _read_inputs(needs_place: bool = True) -> Inputs:
-    return read_inputs(_read_variables(), needs_place, _folder())
+    return read_inputs(read_variables(_variables_file(), _folder()), needs_place, _folder())
 
 
 def _folder() -> Path:
     """STACK: eks, batch, or the folder of the user's own root module around these modules."""
     chosen = os.environ.get("STACK") or STACK.name
-    return STACK.parent / chosen if (STACK.parent / chosen / "main.tf").is_file() else Path(chosen)
+    for folder in (STACK.parent / chosen, Path(chosen)):
+        if (folder / "main.tf").is_file():
+            return folder
+    raise RecipeError(f"STACK={chosen}: no main.tf there. Expected eks, batch, or the folder of your own root module")
 
 
 def _settings() -> Path:
@@ -298,10 +266,6 @@ def _config() -> Path:
 
 def _variables_file() -> Path | None:
     return Path(os.environ["VARS"]) if os.environ.get("VARS") else None
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
 
 
 if __name__ == "__main__":

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.errors import Interrupted, TryAgain
 from services.common.process.shutdown import name_signal, on_stop_signal
 
 
-def run_to_its_end(
-    command: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None
-) -> int:
+def run_to_its_end(command: Sequence[str]) -> int:
     """Runs a program with this process' stdout and stderr, and returns its exit code.
 
     Passes a stop signal on once, and waits. `subprocess.run` would kill the program at Ctrl-C, and a terminal would
@@ -31,7 +29,7 @@ def run_to_its_end(
             process.send_signal(signal.SIGINT)
 
     with on_stop_signal(pass_on, pass_on):
-        process = subprocess.Popen(list(command), cwd=folder, env=environment, process_group=0)
+        process = subprocess.Popen(list(command), process_group=0)
         if received and not passed_on:  # a signal came before there was a process to pass it on to
             process.send_signal(signal.SIGINT)
         exit_code = process.wait()

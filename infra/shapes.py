@@ -24,20 +24,6 @@ SHAPES_JSON = Path(__file__).parent / "shapes.json"
 
 
 @dataclass(frozen=True)
-class PodRoom:
-    """Resources of a node that are left for a stage's pod after the system, the kubelet and the daemons."""
-
-    cpus: int
-    memory_gib: int
-    storage_gib: int
-    """Space on the node's own disk, which images and logs share."""
-    huge_pages_gib: int
-    """Memory in pages of 2 MiB, which the EFA driver reserves at boot; 0 without EFA."""
-    shared_memory_gib: int
-    """Part of `memory_gib` that a pod's workers share in /dev/shm; 0 if pods there get no /dev/shm of their own."""
-
-
-@dataclass(frozen=True)
 class Price:
     """An approximate price, which differs by region and is not kept up to date."""
 
@@ -84,8 +70,8 @@ class Shape:
     supports_placement_group: bool
     zone_ids: dict[str, tuple[str, ...]]
     """Zone ids by region, for the regions with Trainium. Zone names differ between accounts, ids do not."""
-    pod: PodRoom | None
-    """Resources of a stage's pod; None if no stage runs on this type."""
+    pod: Resources | None
+    """What the system, the kubelet and the daemons leave for a stage's pod; None if no stage runs on this type."""
     price: Price | None
     """Price of an instance; None if no public list has one, as for types that are sold in Capacity Blocks alone."""
 
@@ -97,16 +83,7 @@ class Shape:
         """
         if self.pod is None:
             raise RecipeError(f"no stage runs on {self.name}: infra/shapes.json has no `pod` resources for it")
-        return Resources(
-            cpus=self.pod.cpus,
-            memory_gib=self.pod.memory_gib,
-            storage_gib=self.pod.storage_gib,
-            huge_pages_gib=self.pod.huge_pages_gib,
-            shared_memory_gib=self.pod.shared_memory_gib,
-            neuron_devices=self.neuron_devices,
-            neuron_cores=self.neuron_cores,
-            efa_cards=self.efa_cards,
-        )
+        return self.pod
 
 
 @cache
@@ -128,6 +105,7 @@ def find_shape(name: str) -> Shape:
 
 def _read_shape(name: str, facts: dict[str, Any]) -> Shape:
     zone_ids = {region: tuple(zones) for region, zones in facts["zone_ids"].items()}
-    pod = PodRoom(**facts["pod"]) if facts["pod"] else None
+    counted = {key: facts[key] for key in ("neuron_devices", "neuron_cores", "efa_cards")}
+    pod = Resources(**facts["pod"], **counted) if facts["pod"] else None
     price = Price(**facts["price"]) if facts["price"] else None
     return Shape(name, **facts | {"zone_ids": zone_ids, "pod": pod, "price": price})

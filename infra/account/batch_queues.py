@@ -29,8 +29,6 @@ class Queue:
     """A job queue."""
 
     name: str
-    is_enabled: bool
-    """Whether the queue accepts new jobs."""
     environment_arns: tuple[str, ...]
     problem: str
     """Batch's explanation why the queue gives no job to nodes; empty while it does."""
@@ -79,17 +77,9 @@ def list_job_ids(
 
 def list_definitions(account: Account, stack: str) -> list[str]:
     """ARNs of the active revisions that deployments registered."""
-    return [
-        each["jobDefinitionArn"]
-        for stage in STAGES
-        for each in account.pages(
-            "batch",
-            "describe_job_definitions",
-            "jobDefinitions",
-            jobDefinitionName=f"{stack}-{stage}",
-            status="ACTIVE",
-        )
-    ]
+    asked = [{"jobDefinitionName": f"{stack}-{stage}", "status": "ACTIVE"} for stage in STAGES]
+    pages = (account.pages("batch", "describe_job_definitions", "jobDefinitions", **each) for each in asked)
+    return [each["jobDefinitionArn"] for page in pages for each in page]
 
 
 def _is_of(found: dict[str, Any], stack: str) -> bool:
@@ -97,22 +87,16 @@ def _is_of(found: dict[str, Any], stack: str) -> bool:
 
 
 def _read_queue(found: dict[str, Any]) -> Queue:
-    return Queue(
-        name=found["jobQueueName"],
-        is_enabled=found["state"] == "ENABLED",
-        environment_arns=tuple(each["computeEnvironment"] for each in found["computeEnvironmentOrder"]),
-        problem=_explain_state("job queue", found["jobQueueName"], found),
-    )
+    name, environments = found["jobQueueName"], found["computeEnvironmentOrder"]
+    arns = tuple(each["computeEnvironment"] for each in environments)
+    return Queue(name, arns, _explain_state("job queue", name, found))
 
 
 def _read_environment(found: dict[str, Any]) -> ComputeEnvironment:
-    name = found["computeEnvironmentName"]
-    resources = found.get("computeResources") or {}
-    subnets = tuple(resources.get("subnets") or ())
-    chosen = [each.get("imageIdOverride") for each in resources.get("ec2Configuration") or ()]
-    return ComputeEnvironment(
-        name, subnets, tuple(each for each in chosen if each), _explain_state("compute environment", name, found)
-    )
+    name, resources = found["computeEnvironmentName"], found.get("computeResources") or {}
+    chosen = (each.get("imageIdOverride") for each in resources.get("ec2Configuration") or ())
+    problem = _explain_state("compute environment", name, found)
+    return ComputeEnvironment(name, tuple(resources.get("subnets") or ()), tuple(filter(None, chosen)), problem)
 
 
 def _explain_state(what: str, name: str, found: dict[str, Any]) -> str:

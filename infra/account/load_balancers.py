@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from infra.account.session import Account
 
@@ -47,25 +48,21 @@ def list_load_balancers(account: Account) -> Iterator[LoadBalancer]:
     newer = {
         each["LoadBalancerArn"]: each for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers")
     }
+    for each, tags in _read_tags(account, "elbv2", "ResourceArns", "ResourceArn", newer):
+        yield LoadBalancer(each["LoadBalancerName"], each["LoadBalancerArn"], each.get("VpcId", ""), tags)
     older = {
         each["LoadBalancerName"]: each
         for each in account.pages("elb", "describe_load_balancers", "LoadBalancerDescriptions")
     }
-    for batch in _batches(list(newer)):
-        for each in account.client("elbv2").describe_tags(ResourceArns=batch)["TagDescriptions"]:
-            found = newer[each["ResourceArn"]]
-            yield LoadBalancer(
-                found["LoadBalancerName"], each["ResourceArn"], found.get("VpcId", ""), _tags(each["Tags"])
-            )
-    for batch in _batches(list(older)):
-        for each in account.client("elb").describe_tags(LoadBalancerNames=batch)["TagDescriptions"]:
-            found = older[each["LoadBalancerName"]]
-            yield LoadBalancer(found["LoadBalancerName"], "", found.get("VPCId", ""), _tags(each["Tags"]))
+    for each, tags in _read_tags(account, "elb", "LoadBalancerNames", "LoadBalancerName", older):
+        yield LoadBalancer(each["LoadBalancerName"], "", each.get("VPCId", ""), tags)
 
 
-def _tags(pairs: list[dict[str, str]]) -> dict[str, str]:
-    return {pair["Key"]: pair["Value"] for pair in pairs}
-
-
-def _batches(names: list[str]) -> Iterator[list[str]]:
-    yield from (names[start : start + BATCH] for start in range(0, len(names), BATCH))
+def _read_tags(
+    account: Account, service: str, argument: str, key: str, found: dict[str, dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    names = list(found)
+    for start in range(0, len(names), BATCH):
+        answer = account.client(service).describe_tags(**{argument: names[start : start + BATCH]})
+        for each in answer["TagDescriptions"]:
+            yield found[each[key]], {pair["Key"]: pair["Value"] for pair in each["Tags"]}

@@ -8,17 +8,7 @@ from typing import Any
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import (
-    ClientError,
-    CredentialRetrievalError,
-    EndpointConnectionError,
-    HTTPClientError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ProfileNotFound,
-    SSOError,
-    TokenRetrievalError,
-)
+from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, HTTPClientError
 
 from services.common.errors import DeviceError, TryAgain
 
@@ -26,23 +16,7 @@ STACK_TAG = "millrace.dev/stack"  # terraform tags everything that it makes with
 SIGN_IN = (
     "aws sts get-caller-identity shows your principal; aws sso login, AWS_PROFILE or AWS_ACCESS_KEY_ID choose another"
 )
-DENIED = (
-    "AccessDenied",
-    "AccessDeniedException",
-    "UnauthorizedOperation",
-    "AuthFailure",
-    "UnrecognizedClientException",
-)
-NOT_SIGNED_IN = (
-    NoCredentialsError,
-    PartialCredentialsError,
-    CredentialRetrievalError,
-    ProfileNotFound,
-    SSOError,
-    TokenRetrievalError,
-)
 BUSY = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
-EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 
 
 class Account:
@@ -85,20 +59,14 @@ def explaining_refusals(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except NOT_SIGNED_IN as error:
-        raise DeviceError(f"{what}: no AWS credentials ({error}). {SIGN_IN}") from error
     except (EndpointConnectionError, HTTPClientError) as error:
         raise TryAgain(
             f"{what}: AWS does not answer: {error}. Check the network and AWS_ENDPOINT_URL, then try again"
         ) from error
+    except BotoCoreError as error:  # no credentials, an unknown profile, a sign-in that has expired
+        raise DeviceError(f"{what}: no usable AWS credentials ({error}). {SIGN_IN}") from error
     except ClientError as error:
-        code = error.response["Error"]["Code"]
-        if code in EXPIRED:
-            raise DeviceError(f"{what}: the AWS credentials have expired. {SIGN_IN}") from error
-        if code in DENIED:
-            raise DeviceError(
-                f"{what}: AWS refused the request: {error}. Your principal lacks the permission it names. {SIGN_IN}"
-            ) from error
-        if code in BUSY or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
+        is_failing = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
+        if is_failing or error.response["Error"]["Code"] in BUSY:
             raise TryAgain(f"{what}: AWS is overloaded or failing: {error}. Try again in a minute") from error
-        raise DeviceError(f"{what}: {error}") from error
+        raise DeviceError(f"{what}: AWS refused the request: {error}. {SIGN_IN}") from error

@@ -1,53 +1,84 @@
-"""Installs, compares and removes the cluster's add-ons with helm."""
+"""Installs, compares and removes the cluster's add-ons with helm, which talks to the cluster of KUBECONFIG."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import shlex
+import re
+import shutil
 import subprocess
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
+from images.registry import repository_of
 from infra.account.polling import shorten
-from infra.addons.installed import Installed, find_helm, find_others, find_users, list_installed
-from infra.addons.releases import IN_FOLDER, MARK, MARKED, Release
+from infra.addons.releases import MARK, MARKED, TIMEOUT, Release
 from infra.child_process import run_to_its_end
-from infra.workloads.kubernetes_cluster import run_kubectl
+from infra.workloads.kubernetes_cluster import KubernetesObject, list_kinds, list_objects, release_of, run_kubectl
 from services.common.errors import DeviceError
 
-REVISION = "rollme/helm-revision:"
-NOT_FOUND = "release: not found"  # what helm 3 and 4 print
+PART_OF, MILLRACE = "app.kubernetes.io/part-of", "millrace"  # on every object of k8s/base
+BUILT_IN_QUEUES = ("default", "root")  # which Volcano itself makes
+# All states except that of removed releases whose history is kept. helm 4 has no --all.
+STATES = ("--deployed", "--failed", "--pending", "--uninstalling")
+REVISION = "rollme/helm-revision:"  # Volcano's chart writes the release's revision into a pod
 DIFFERS = 1  # exit code of kubectl diff if there is a difference
 # JSON, because kubectl 1.34 prints several objects as YAML without separators, and only the last would be applied.
 MARK_CRDS = ["label", "--local", "--filename", "-", "--output", "json", f"{MARK}={MARKED}"]
-# Server-side, because the definitions are too long for the annotation of a client-side apply; with force, because helm
-# owns the fields that it created.
-APPLY_CRDS = ["apply", "--server-side", "--force-conflicts", "--filename", "-"]
-# A dashboard is too long for the annotation of a client-side apply, too.
-APPLY_MANIFESTS = ["apply", "--server-side", "--force-conflicts"]
-DIFF_MANIFESTS = ["diff", "--server-side", "--force-conflicts"]
-DIFF_CRDS = ["diff", "--server-side", "--force-conflicts", "--filename", "-"]
+# Server-side, because definitions and dashboards are too long for the annotation of a client-side apply; with force,
+# because helm owns the fields that it created.
+SERVER_SIDE = ["--server-side", "--force-conflicts"]
 
 
-def install_releases(releases: list[Release], is_dry_run: bool) -> None:
-    """Installs or upgrades the releases in order, and stops at the first failure. A dry run only prints the commands.
+@dataclass(frozen=True)
+class Installed:
+    """A helm release on the cluster."""
+
+    name: str
+    namespace: str
+    chart: str
+    """Name and version as helm prints them, such as `volcano-1.14.1`."""
+    is_ours: bool
+    """Whether `make addons` installed it."""
+
+    def __str__(self) -> str:
+        return f"helm release {self.name} in {self.namespace} ({self.chart})"
+
+
+def install_releases(releases: list[Release]) -> None:
+    """Installs or upgrades the releases in order, and stops at the first failure, which helm rolls back.
 
     Raises `DeviceError`, before anything is installed, if somebody else has installed one of the add-ons.
     """
-    if is_dry_run:
-        for release in releases:
-            print("\n".join(_describe_commands(release)))
-        return
-    helm = find_helm()
-    _require_place(releases)
+    helm = _find_helm()
+    if others := _find_others(releases, list_installed()):
+        raise DeviceError(_describe_others(releases, others))
     for release in releases:
         print(f"== {release.name} {release.version} in {release.namespace}", flush=True)
-        if release.crds == IN_FOLDER:
-            print(run_kubectl(APPLY_CRDS, _read_crds(helm, release)), end="", flush=True)
-        if exit_code := run_to_its_end([helm, *release.install]):
+        if release.crds == "folder":
+            print(run_kubectl(["apply", *SERVER_SIDE, "--filename", "-"], _read_crds(release)), end="", flush=True)
+        if exit_code := run_to_its_end([helm, *release.upgrade, "--atomic", "--timeout", TIMEOUT]):
             raise _failure(release, exit_code, "was rolled back; the add-ons before it stay")
         if release.manifests:
-            print(run_kubectl([*APPLY_MANIFESTS, *release.kustomization]), end="", flush=True)
+            print(run_kubectl(["apply", *SERVER_SIDE, *release.kustomization]), end="", flush=True)
+
+
+def print_differences(releases: list[Release]) -> None:
+    """Prints what `install_releases` would change, as a diff of manifests.
+
+    The cluster renders the chart, so a chart that queries the cluster's API gets the same answers as at installation.
+    """
+    installed = list_installed()
+    others = _find_others(releases, installed)
+    for release in releases:
+        if release.name in others:
+            print(f"{release.name} {release.version}: skipped, because make addons did not install it")
+            print("".join(f"  {each}\n" for each in others[release.name]), end="")
+            continue
+        is_there = any((each.name, each.namespace) == (release.name, release.namespace) for each in installed)
+        difference = list(_list_differences(release, is_there))
+        print(f"{release.name} {release.version}: {'would change' if difference else 'is installed like this'}")
+        print("".join(f"{line}\n" for line in difference), end="")
 
 
 def remove_releases(releases: list[Release], installed: list[Installed], own_namespaces: Collection[str]) -> None:
@@ -56,7 +87,7 @@ def remove_releases(releases: list[Release], installed: list[Installed], own_nam
     Also leaves an add-on while other namespaces than `own_namespaces` have objects of its kinds: its programs serve
     these objects, and helm would delete the definitions in a chart's templates, with every object of the kind.
     """
-    helm = find_helm()
+    helm = _find_helm()
     ours = {(each.namespace, each.name) for each in installed if each.is_ours}
     for each in installed:
         if not each.is_ours:
@@ -64,43 +95,97 @@ def remove_releases(releases: list[Release], installed: list[Installed], own_nam
     for release in reversed(releases):
         if (release.namespace, release.name) not in ours:
             continue
-        if users := find_users(release, own_namespaces, ours):
+        if users := _find_users(release, own_namespaces, ours):
             print(f"left        add-on {release.name}, which others use with {shorten(users)}", flush=True)
             continue
         print(f"removing    {release.name} from {release.namespace}", flush=True)
         if release.manifests:
             run_kubectl(["delete", "--ignore-not-found", *release.kustomization])
-        if exit_code := run_to_its_end([helm, *release.uninstall]):
+        options = ["--namespace", release.namespace, "--ignore-not-found", "--wait", "--timeout", TIMEOUT]
+        if exit_code := run_to_its_end([helm, "uninstall", release.name, *options]):
             raise _failure(release, exit_code, "may still be installed")
 
 
-def compare_releases(releases: list[Release]) -> bool:
-    """Prints what `install_releases` would change, as a diff of manifests. Returns whether anything would change.
+def list_installed() -> list[Installed]:
+    """The releases in all namespaces. Raises `DeviceError` if helm is missing or fails."""
+    command = ["list", "--all-namespaces", *STATES, "--max", "0", "--output", "json"]
+    everyone, ours = (
+        json.loads(_run_helm(command + options) or "[]") or [] for options in ([], ["--selector", f"{MARK}={MARKED}"])
+    )
+    marked = {(each["namespace"], each["name"]) for each in ours}
+    return [
+        Installed(each["name"], each["namespace"], each["chart"], (each["namespace"], each["name"]) in marked)
+        for each in everyone
+    ]
 
-    The cluster renders both sides, so a chart that queries the cluster's API gets the same answers for both.
+
+def _find_others(releases: list[Release], installed: list[Installed]) -> dict[str, list[str]]:
+    """Describes what somebody else has installed of these add-ons, by the add-on's name.
+
+    That is a release with their name or chart, or a program that runs their images, or else definitions of their kinds.
     """
-    is_changed = False
-    others = find_others(releases, list_installed())
-    for release in releases:
-        if release.name in others:
-            print(f"{release.name} {release.version}: skipped, because make addons did not install it")
-            print("".join(f"  {each}\n" for each in others[release.name]), end="")
-            continue
-        difference = list(_differences(release))
-        print(f"{release.name} {release.version}: {'would change' if difference else 'is installed like this'}")
-        print("".join(f"{line}\n" for line in difference), end="")
-        is_changed = is_changed or bool(difference)
-    return is_changed
+    ours = {(each.namespace, each.name) for each in installed if each.is_ours}
+    wanted = [release for release in releases if (release.namespace, release.name) not in ours]
+    programs = list_objects("deployments", "daemonsets") if wanted else []
+    definitions = list_objects("customresourcedefinitions") if wanted else []
+    others = {}
+    for release in wanted:
+        chart = re.compile(rf"{re.escape(release.chart)}-v?\d.*")
+        taken = [
+            each
+            for each in installed
+            if not each.is_ours and (each.name == release.name or chart.fullmatch(each.chart))
+        ]
+        known = ours | {(each.namespace, each.name) for each in taken}
+        found = [*map(str, taken), *_programs_of(release, [each for each in programs if release_of(each) not in known])]
+        rest = [each for each in definitions if release_of(each) not in known]
+        if found := found or _definitions_of(release, rest):
+            others[release.name] = found
+    return others
 
 
-def _require_place(releases: list[Release]) -> None:
-    others = find_others(releases, list_installed())
-    if not others:
-        return
+def _programs_of(release: Release, programs: list[KubernetesObject]) -> list[str]:
+    return [
+        f"{each['kind']} {each['metadata']['name']} in {each['metadata']['namespace']}, which runs {container['image']}"
+        for each in programs
+        for container in each["spec"]["template"]["spec"]["containers"]
+        if f"/{repository_of(container['image'])}".endswith(tuple(f"/{name}" for name in release.images))
+    ]
+
+
+def _definitions_of(release: Release, definitions: list[KubernetesObject]) -> list[str]:
+    names = [
+        each["metadata"]["name"]
+        for each in definitions
+        if each["spec"]["group"] in release.groups and (each["metadata"].get("labels") or {}).get(MARK) != MARKED
+    ]
+    return [f"custom resource definitions without a release: {', '.join(names)}"] if names else []
+
+
+def _find_users(release: Release, own_namespaces: Collection[str], ours: Collection[tuple[str, str]]) -> list[str]:
+    """Objects of an add-on's kinds that belong neither to Millrace nor to an add-on, and depend on this add-on."""
+    kinds = [kind for group in release.groups for kind in list_kinds(group)]
+    return [
+        f"{each['kind']} {'/'.join(filter(None, (each['metadata'].get('namespace'), each['metadata']['name'])))}"
+        for each in list_objects(*kinds)
+        if each["metadata"].get("namespace") not in own_namespaces
+        and release_of(each) not in ours
+        and not _is_built_in(each)
+    ]
+
+
+def _is_built_in(found: KubernetesObject) -> bool:
+    if found["kind"] == "Queue" and found["metadata"]["name"] in BUILT_IN_QUEUES:
+        return True
+    is_ours = (found["metadata"].get("labels") or {}).get(PART_OF) == MILLRACE
+    return is_ours or (found["kind"] != "Queue" and "namespace" not in found["metadata"])
+
+
+def _describe_others(releases: list[Release], others: dict[str, list[str]]) -> str:
     lines = [f"\n  - {name}: {each}" for name, found in others.items() for each in found]
     free = [release.name for release in releases if release.name not in others]
     only = f"make addons ONLY={','.join(free)} installs the others. " if free else ""
-    raise DeviceError(
+    return (
         f"{' and '.join(others)}: already on the cluster, but not installed by make addons. Two installations of an "
         f"add-on undo each other's work, so nothing was installed:{''.join(lines)}\n{only}"
         f"docs/operations/existing-cluster.md says which versions and settings Millrace needs. To let make addons take "
@@ -108,66 +193,48 @@ def _require_place(releases: list[Release]) -> None:
     )
 
 
-def _describe_commands(release: Release) -> Iterator[str]:
-    if release.crds == IN_FOLDER:
-        pipe = (["helm", *release.show_crds], ["kubectl", *MARK_CRDS], ["kubectl", *APPLY_CRDS])
-        yield " | ".join(map(shlex.join, pipe))
-    yield shlex.join(["helm", *release.install])
-    if release.manifests:
-        yield shlex.join(["kubectl", *APPLY_MANIFESTS, *release.kustomization])
+def _list_differences(release: Release, is_there: bool) -> Iterator[str]:
+    if release.crds == "folder":
+        shown = run_kubectl(["diff", *SERVER_SIDE, "--filename", "-"], _read_crds(release), (0, DIFFERS))
+        # Names alone, because KubeRay's definitions have 71,000 lines.
+        yield from (f"definition {name} differs" for name in re.findall(r"^\+\+\+ \S*\.\.(\S+)", shown, re.MULTILINE))
+    before = _run_helm(["get", "manifest", release.name, "--namespace", release.namespace]) if is_there else ""
+    after = json.loads(_run_helm([*release.upgrade, "--dry-run=server", "--output", "json"]))["manifest"]
+    old, new = ([line for line in side.strip().splitlines() if REVISION not in line] for side in (before, after))
+    yield from difflib.unified_diff(old, new, "installed", "addons.yaml", lineterm="")
+    if release.manifests and is_there:
+        shown = run_kubectl(["diff", *SERVER_SIDE, *release.kustomization], good_codes=(0, DIFFERS))
+        yield from shown.splitlines()
 
 
-def _read_crds(helm: str, release: Release) -> str:
+def _read_crds(release: Release) -> str:
     """Prints the definitions in the chart's folder crds/, each with the label that `make addons` sets."""
-    shown = _read([helm, *release.show_crds])
-    if shown.returncode:
-        raise _failure(release, shown.returncode, "has unreadable custom resource definitions", shown.stderr)
-    return run_kubectl(MARK_CRDS, shown.stdout)
+    return run_kubectl(MARK_CRDS, _run_helm(["show", "crds", *release.source]))
 
 
-def _differences(release: Release) -> Iterator[str]:
-    helm = find_helm()
-    if release.crds == IN_FOLDER:
-        yield from _count_differences(run_kubectl(DIFF_CRDS, _read_crds(helm, release), (0, DIFFERS)))
-    installed = _read([helm, "get", "manifest", release.name, "--namespace", release.namespace])
-    if installed.returncode and NOT_FOUND not in installed.stderr:
-        raise _failure(release, installed.returncode, "could not be read", installed.stderr)
-    before = "" if installed.returncode else installed.stdout
-    wanted = _read([helm, *release.upgrade, "--dry-run=server", "--output", "json"])
-    if wanted.returncode:
-        raise _failure(release, wanted.returncode, "could not be rendered", wanted.stderr)
-    after: str = json.loads(wanted.stdout)["manifest"]
-    yield from difflib.unified_diff(_comparable(before), _comparable(after), "installed", "addons.yaml", lineterm="")
-    if release.manifests and not installed.returncode:
-        yield from run_kubectl([*DIFF_MANIFESTS, *release.kustomization], good_codes=(0, DIFFERS)).splitlines()
+def _find_helm() -> str:
+    helm = shutil.which("helm")
+    if helm is None:
+        raise DeviceError(
+            "no helm on PATH, which installs the cluster's add-ons. Get 3.13 or newer from "
+            "https://helm.sh/docs/intro/install"
+        )
+    return helm
 
 
-def _comparable(manifest: str) -> list[str]:
-    """The manifest's lines without the release's revision number, which Volcano's chart writes into a pod."""
-    return [line for line in manifest.strip().splitlines() if REVISION not in line]
+def _run_helm(arguments: list[str]) -> str:
+    """Runs helm for its output. Raises `DeviceError` with its message if it fails."""
+    done = subprocess.run([_find_helm(), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DeviceError(
+            f"helm {' '.join(arguments[:3])} ended with {done.returncode}: {done.stderr.strip()}. No add-on was "
+            f"installed or removed by it. kubectl get namespaces shows whether the cluster answers"
+        )
+    return done.stdout
 
 
-def _count_differences(difference: str) -> Iterator[str]:
-    """Counts the changed lines of each definition in a kubectl diff; KubeRay's definitions have 71,000 lines."""
-    changes: dict[str, list[str]] = {}
-    name = ""
-    for line in difference.splitlines():
-        if line.startswith("+++ "):
-            name = line.split()[1].rpartition("..")[2]
-            changes[name] = []
-        elif line.startswith(("+", "-")) and not line.startswith("--- "):
-            changes.setdefault(name, []).append(line[0])
-    for name, signs in changes.items():
-        yield f"definition {name}: {signs.count('+')} lines added, {signs.count('-')} removed"
-
-
-def _read(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _failure(release: Release, exit_code: int, outcome: str, words: str = "") -> DeviceError:
-    said = f": {words.strip()}" if words else "; its output is above"
+def _failure(release: Release, exit_code: int, outcome: str) -> DeviceError:
     return DeviceError(
-        f"helm ended with {exit_code}{said}. {release.name} {outcome}. Run the same command again to continue; "
-        f"kubectl -n {release.namespace} get pods,events shows what a release waits for"
+        f"helm ended with {exit_code}; its output is above. {release.name} {outcome}. Run the same command again to "
+        f"continue; kubectl -n {release.namespace} get pods,events shows what a release waits for"
     )

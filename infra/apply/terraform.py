@@ -9,10 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from infra.child_process import run_to_its_end
@@ -21,17 +19,6 @@ from services.common.errors import DeviceError, RecipeError
 STACK = Path(__file__).parents[1] / "stacks/eks"
 PLAN = ".terraform/millrace.tfplan"  # in a folder that git ignores, because a plan may contain secrets
 DATA = ("aws_s3_bucket", "aws_fsx_lustre_file_system", "aws_ecr_repository", "aws_kms_key")
-MIRROR_CONFIG = """\
-provider_installation {{
-  filesystem_mirror {{
-    path    = {path}
-    include = ["registry.terraform.io/hashicorp/*"]
-  }}
-  direct {{
-    exclude = ["registry.terraform.io/hashicorp/*"]
-  }}
-}}
-"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +29,6 @@ class Change:
     actions: tuple[str, ...]
     changed: frozenset[str] = frozenset()
     """Arguments with another value or one that is not known yet, such as `launch_template.version`."""
-
-    @property
-    def is_replacement(self) -> bool:
-        return set(self.actions) == {"create", "delete"}
 
     @property
     def is_loss(self) -> bool:
@@ -61,7 +44,6 @@ class Change:
 class Plan:
     """A plan, as `terraform show -json` prints it."""
 
-    variables: dict[str, Any]
     changes: tuple[Change, ...]
     has_new_outputs: bool
 
@@ -74,19 +56,17 @@ class Stack:
     """A root module and its state. The user's values are in its `terraform.tfvars`, or in the file that VARS names."""
 
     def __init__(self, folder: Path = STACK, variables: Path | None = None) -> None:
-        if not (folder / "main.tf").is_file():
-            raise RecipeError(
-                f"STACK={folder}: no main.tf there. Expected eks, batch, or the folder of your own root module"
-            )
-        if variables and not variables.is_file():
-            raise RecipeError(f"VARS={variables}: no such file; expected a .tfvars file for the stack {folder}")
         self._folder = folder
         self._variables = [f"-var-file={variables.resolve()}"] if variables else []
         self._terraform = find_terraform()
 
     def init(self) -> None:
-        with provider_mirror() as environment:
-            self._run(["init", "-input=false"], "was not initialised", environment)
+        """Initialises the folder, with the providers in TF_PLUGIN_MIRROR if that is set."""
+        mirror = os.environ.get("TF_PLUGIN_MIRROR", "")
+        if mirror and not Path(mirror).is_dir():
+            raise RecipeError(f"TF_PLUGIN_MIRROR={mirror}: no such folder; make one with `terraform providers mirror`")
+        plugins = [f"-plugin-dir={Path(mirror).resolve()}"] if mirror else []
+        self._run(["init", "-input=false", *plugins], "was not initialised")
 
     def plan(self, *options: str, is_quiet: bool = False) -> Plan:
         """Makes the plan that `apply` carries out. Unless `is_quiet`, terraform prints the whole plan."""
@@ -123,12 +103,10 @@ class Stack:
         addresses = done.stdout.splitlines() if done.returncode == 0 else []
         return [address for address in addresses if not f".{address}".count(".data.")]
 
-    def _run(self, arguments: list[str], outcome: str, environment: dict[str, str] | None = None) -> None:
+    def _run(self, arguments: list[str], outcome: str) -> None:
         command, *options = arguments
         colour = [] if sys.stdout.isatty() else ["-no-color"]
-        exit_code = run_to_its_end(
-            [self._terraform, f"-chdir={self._folder}", command, *colour, *options], environment=environment
-        )
+        exit_code = run_to_its_end([self._terraform, f"-chdir={self._folder}", command, *colour, *options])
         if exit_code:
             raise DeviceError(
                 f"terraform {arguments[0]} ended with {exit_code}; its output is above. {self._folder} {outcome}. Run "
@@ -166,21 +144,6 @@ def without_indices(address: str) -> str:
     return re.sub(r"\[[^]]*]", "", address)
 
 
-@contextmanager
-def provider_mirror() -> Iterator[dict[str, str]]:
-    """Yields an environment in which `terraform init` takes providers from TF_PLUGIN_MIRROR, if that is set."""
-    mirror = os.environ.get("TF_PLUGIN_MIRROR", "")
-    if not mirror:
-        yield dict(os.environ)
-        return
-    if not Path(mirror).is_dir():
-        raise RecipeError(f"TF_PLUGIN_MIRROR={mirror}: no such folder; `terraform providers mirror FOLDER` makes one")
-    with TemporaryDirectory(prefix="millrace-terraform-") as folder:
-        config = Path(folder) / "terraform.rc"
-        config.write_text(MIRROR_CONFIG.format(path=json.dumps(str(Path(mirror).resolve()))), encoding="utf-8")
-        yield os.environ | {"TF_CLI_CONFIG_FILE": str(config)}
-
-
 def read_plan(shown: dict[str, Any]) -> Plan:
     """Reads the JSON of `terraform show`."""
     changes = [
@@ -188,9 +151,8 @@ def read_plan(shown: dict[str, Any]) -> Plan:
         for each in shown.get("resource_changes", [])
         if each["mode"] == "managed" and each["change"]["actions"] != ["no-op"]
     ]
-    variables = {name: each.get("value") for name, each in shown.get("variables", {}).items()}
     outputs = shown.get("output_changes", {}).values()
-    return Plan(variables, tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
+    return Plan(tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
 
 
 def _list_changed(change: dict[str, Any]) -> Iterator[str]:
@@ -218,11 +180,10 @@ def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
 
 def describe_plan(plan: Plan) -> str:
     """Counts the resources that are made, changed, replaced and destroyed, and names those of the last two kinds."""
-    replaced = [each for each in plan.changes if each.is_replacement]
-    gone = [each for each in plan.changes if each.is_loss and not each.is_replacement]
     made = sum(each.actions == ("create",) for each in plan.changes)
     changed = sum(each.actions == ("update",) for each in plan.changes)
+    gone = [each.address for each in plan.changes if each.actions == ("delete",)]
+    replaced = [each.address for each in plan.changes if each.is_loss and each.address not in gone]
     lines = [f"terraform would create {made}, change {changed}, replace {len(replaced)} and destroy {len(gone)}"]
-    lines += [f"  replace {each.address}" for each in replaced]
-    lines += [f"  destroy {each.address}" for each in gone]
+    lines += [f"  replace {address}" for address in replaced] + [f"  destroy {address}" for address in gone]
     return "\n".join(lines)

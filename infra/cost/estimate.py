@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 
+from infra.apply.inputs import Inputs
+from infra.aws_releases import read_standard_support_end
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
@@ -21,68 +24,6 @@ FSX_THROUGHPUTS = (125, 250, 500, 1000)
 
 
 @dataclass(frozen=True)
-class ControlPlane:
-    """The EKS control plane, whose price depends on how long EKS has supported its Kubernetes version."""
-
-    kubernetes_version: str
-    support: str
-    """The upgrade policy after standard support, EXTENDED or STANDARD."""
-    standard_support_ends: date | None
-    """First day after standard support; None if `aws_releases.json` does not list the version."""
-
-    def price_name(self, today: date) -> str:
-        """Name in `prices.json` of the price on that day."""
-        return "eks_extended_support_hour" if self._is_extended(today) else "eks_cluster_hour"
-
-    def describe_support(self, today: date) -> str:
-        """Says when standard support ends, and what EKS does then; empty if the date is unknown."""
-        if self.standard_support_ends is None:
-            return ""
-        end = f"Kubernetes {self.kubernetes_version}: EKS ends its standard support on {self.standard_support_ends}"
-        if self.support == "STANDARD":
-            return f"{end}, and then upgrades the cluster to the next version (kubernetes_support = STANDARD)."
-        before, after = dollars("eks_cluster_hour"), dollars("eks_extended_support_hour")
-        return (
-            f"{end}. From then on the control plane costs {_money(after)} instead of {_money(before)} an hour, "
-            f"{_money((after - before) * HOURS_OF_A_MONTH)} more a month (kubernetes_support = EXTENDED"
-            f"{'; included above' if self._is_extended(today) else ''}). STANDARD upgrades the cluster then, to a "
-            f"version on which the stages are not tested."
-        )
-
-    def _is_extended(self, today: date) -> bool:
-        return (
-            self.support == "EXTENDED"
-            and self.standard_support_ends is not None
-            and today >= (self.standard_support_ends)
-        )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Everything that AWS bills for. Core nodes are always up; a deployment starts and stops the others."""
-
-    region: str | None
-    """Region of the stack; None if none is chosen yet."""
-    trainium_shape: str
-    trainium_nodes: int
-    capacity_kind: str
-    """Purchase of Trainium nodes: on_demand; reservation, billed even while unused; capacity_block, paid upfront."""
-    reserved_nodes: int
-    """Number of nodes in the reservation; 0 without one."""
-    cpu_shape: str
-    cpu_nodes: int
-    control_plane: ControlPlane | None
-    """The EKS control plane; None on AWS Batch, which costs nothing itself."""
-    core_shape: str
-    """Empty if there are no core nodes."""
-    core_nodes: int
-    nat_gateways: int
-    interface_endpoints: int
-    fsx: LustreSize | None
-    """Size of the file system that the stack makes; None if it makes none."""
-
-
-@dataclass(frozen=True)
 class Line:
     """A line of the bill."""
 
@@ -95,50 +36,49 @@ class Line:
     source: str
 
 
-def list_standing(sizes: Sizes, today: date) -> list[Line]:
-    """Everything that AWS bills from `infra-up` to `infra-down`, used or not.
+def control_plane_price(version: str, support: str, today: date) -> str:
+    """Name in `prices.json` of the control plane's price on that day, under the upgrade policy EXTENDED or STANDARD."""
+    end = read_standard_support_end(version) or date.max
+    return "eks_extended_support_hour" if support == "EXTENDED" and today >= end else "eks_cluster_hour"
 
-    Raises `RecipeError` for a throughput that FSx does not sell.
-    """
+
+def list_standing(inputs: Inputs, today: date) -> list[Line]:
+    """Everything that AWS bills from `infra-up` to `infra-down`, used or not."""
     lines = []
-    if sizes.control_plane:
-        lines.append(_priced("EKS control plane", 1, sizes.control_plane.price_name(today)))
-    if sizes.core_nodes:
-        lines.append(_nodes("core", sizes.core_shape, sizes.core_nodes))
-    lines.append(_priced("NAT gateway", sizes.nat_gateways, "nat_gateway_hour"))
-    lines.append(_priced("NAT gateway's public address", sizes.nat_gateways, "public_address_hour"))
-    lines.append(_priced("interface endpoint", sizes.interface_endpoints, "interface_endpoint_hour"))
-    if sizes.fsx:
-        throughput = sizes.fsx.megabytes_per_second_per_tib
-        if throughput not in FSX_THROUGHPUTS:
-            raise RecipeError(
-                f"fsx.throughput = {throughput}: expected the MB/s per TiB of a PERSISTENT_2 file system, one of "
-                f"{', '.join(map(str, FSX_THROUGHPUTS))}"
-            )
-        price = read_prices()[fsx_gb_month(throughput)]
-        hourly = sizes.fsx.gib * price.dollars / HOURS_OF_A_MONTH
-        lines.append(Line(f"FSx for Lustre, {sizes.fsx}", hourly, price_region(), price.dated, price.source))
-    if sizes.capacity_kind == "reservation":
-        lines.append(_nodes("trainium, reserved", sizes.trainium_shape, sizes.reserved_nodes))
+    if inputs.has_cluster:
+        price = control_plane_price(inputs.kubernetes_version, inputs.kubernetes_support, today)
+        lines.append(_priced("EKS control plane", 1, price))
+        lines.append(_nodes("core", inputs.core_shape, inputs.core_nodes))
+    gateways = int(not inputs.subnet_id)
+    lines.append(_priced("NAT gateway", gateways, "nat_gateway_hour"))
+    lines.append(_priced("NAT gateway's public address", gateways, "public_address_hour"))
+    lines.append(_priced("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"))
+    if inputs.fsx:
+        of_fsx = read_prices()[fsx_gb_month(inputs.fsx.megabytes_per_second_per_tib)]
+        hourly = inputs.fsx.gib * of_fsx.dollars / HOURS_OF_A_MONTH
+        lines.append(Line(f"FSx for Lustre, {inputs.fsx}", hourly, price_region(), of_fsx.dated, of_fsx.source))
+    if inputs.capacity_kind == "reservation":  # only the account knows its size
+        lines.append(_nodes("trainium, reserved", inputs.trainium_shape, inputs.trainium_max_nodes))
     return [line for line in lines if line.dollars_per_hour != 0]
 
 
-def list_running(sizes: Sizes) -> list[Line]:
+def list_running(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> list[Line]:
     """Everything that AWS bills in addition while a deployment has nodes, except reserved nodes."""
-    lines = [_nodes("cpu", sizes.cpu_shape, sizes.cpu_nodes)]
-    if sizes.capacity_kind == "on_demand":
-        lines.insert(0, _nodes("trainium", sizes.trainium_shape, sizes.trainium_nodes))
+    lines = [_nodes("cpu", inputs.cpu_shape, cpu_nodes)]
+    if inputs.capacity_kind == "on_demand":
+        lines.insert(0, _nodes("trainium", inputs.trainium_shape, trainium_nodes))
     return [line for line in lines if line.dollars_per_hour != 0]
 
 
-def describe_cost(sizes: Sizes, hours: float, recipe: Recipe, today: date) -> str:
+def describe_cost(
+    inputs: Inputs, trainium_nodes: int, cpu_nodes: int, hours: float, recipe: Recipe, today: date
+) -> str:
     """Both lists with their sums, the price of a run of `hours`, and how long a checkpoint of the recipe takes."""
-    standing, running = list_standing(sizes, today), list_running(sizes)
+    standing, running = list_standing(inputs, today), list_running(inputs, trainium_nodes, cpu_nodes)
     hourly, running_hourly = _sum(standing), _sum(running)
     text = [
         "List prices, for an estimate: prices differ between regions, and commitments cost less.",
-        *_warn_of_other_regions(sizes, [*standing, *running]),
-        *_warn_of_missing_prices([*standing, *running]),
+        *_describe_gaps(inputs, trainium_nodes, [*standing, *running]),
         *_table("billed while the stack is up, used or not", standing),
         f"  {_money(hourly)}/hour  {_money(hourly * 24)}/day  {_money(hourly * HOURS_OF_A_MONTH)}/month",
     ]
@@ -147,13 +87,11 @@ def describe_cost(sizes: Sizes, hours: float, recipe: Recipe, today: date) -> st
             *_table("billed in addition while a deployment has its nodes", running),
             f"  {_money(running_hourly)}/hour  {_money(running_hourly * 24)}/day",
         ]
-    text += _describe_capacity(sizes)
-    if sizes.trainium_nodes or sizes.cpu_nodes:
+    if trainium_nodes or cpu_nodes:
         text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}")
-    if sizes.control_plane and (support := sizes.control_plane.describe_support(today)):
-        text.append(support)
-    if sizes.fsx:
-        text.append(describe_checkpoints(sizes.fsx, recipe))
+    text += _describe_support(inputs, today)
+    if inputs.fsx:
+        text.append(describe_checkpoints(inputs.fsx, recipe))
     text.append(
         f"Not included: traffic through the NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
         f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs ({_money(dollars('log_gb'), 3)} a GB "
@@ -170,8 +108,9 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
 
     If a stop leaves too little time, names the throughput that would be enough.
     """
-    what = f"{checkpoint_bytes(recipe) / GIB:,.0f} GiB of {recipe.name}"
-    speed = f"{_write_seconds(size, recipe):,.0f} s at the file system's {size.bytes_per_second / 1e6:,.0f} MB/s"
+    written, rate = checkpoint_bytes(recipe), size.bytes_per_second
+    what = f"{written / GIB:,.0f} GiB of {recipe.name}"
+    speed = f"{written / rate:,.0f} s at the file system's {rate / 1e6:,.0f} MB/s"
     notice = f"the {TRAINER_NOTICE_SECONDS} s between a stop's notice and the kill"
     if _fits_notice(size, recipe):
         return f"a checkpoint, {what}, takes {speed}; {notice} have room for the expected {CHECKPOINTS_PER_NOTICE}"
@@ -188,9 +127,10 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
     )
 
 
-def require_budget(sizes: Sizes, monthly_dollars: float | None, today: date) -> None:
+def require_budget(inputs: Inputs, today: date) -> None:
     """Raises `RecipeError` for a budget below the cost of the idle stack, whose action would stop deployments."""
-    standing = _sum(list_standing(sizes, today)) * HOURS_OF_A_MONTH
+    standing = _sum(list_standing(inputs, today)) * HOURS_OF_A_MONTH
+    monthly_dollars = inputs.budget_monthly_dollars
     if monthly_dollars is not None and monthly_dollars <= standing:
         raise RecipeError(
             f"budget.monthly_dollars = {monthly_dollars:g}, and the idle stack costs about {_money(standing)} a month: "
@@ -199,42 +139,45 @@ def require_budget(sizes: Sizes, monthly_dollars: float | None, today: date) -> 
         )
 
 
+def _describe_support(inputs: Inputs, today: date) -> Iterator[str]:
+    """Says when standard support of the Kubernetes version ends, if the date is known, and what EKS does then."""
+    end = read_standard_support_end(inputs.kubernetes_version)
+    if end is None:
+        return
+    said = f"Kubernetes {inputs.kubernetes_version}: EKS ends its standard support on {end}"
+    if inputs.kubernetes_support == "STANDARD":
+        yield f"{said}, and then upgrades the cluster to the next version (kubernetes_support = STANDARD)."
+        return
+    before, after = dollars("eks_cluster_hour"), dollars("eks_extended_support_hour")
+    yield (
+        f"{said}. From then on the control plane costs {_money(after)} instead of {_money(before)} an hour, "
+        f"{_money((after - before) * HOURS_OF_A_MONTH)} more a month (kubernetes_support = EXTENDED"
+        f"{'; included above' if today >= end else ''}). STANDARD upgrades the cluster then, to a version on which the "
+        f"stages are not tested."
+    )
+
+
 def _fits_notice(size: LustreSize, recipe: Recipe) -> bool:
-    return needed_notice_seconds(_write_seconds(size, recipe)) <= TRAINER_NOTICE_SECONDS
+    return needed_notice_seconds(checkpoint_bytes(recipe) / size.bytes_per_second) <= TRAINER_NOTICE_SECONDS
 
 
-def _write_seconds(size: LustreSize, recipe: Recipe) -> float:
-    return checkpoint_bytes(recipe) / size.bytes_per_second
-
-
-def _warn_of_other_regions(sizes: Sizes, lines: list[Line]) -> list[str]:
-    others = sorted({line.region for line in lines if line.region} - {sizes.region})
-    if sizes.region is None or not others:
-        return []
-    return [f"WARNING: the stack is in {sizes.region}, and prices of {', '.join(others)} are shown: look up its own."]
-
-
-def _warn_of_missing_prices(lines: list[Line]) -> list[str]:
-    missing = [line.what for line in lines if line.dollars_per_hour is None]
-    if not missing:
-        return []
-    return [f"WARNING: no price is known of {', '.join(missing)}, and no sum below has it: ask AWS, add it to the sums"]
-
-
-def _describe_capacity(sizes: Sizes) -> list[str]:
-    """Explains Trainium nodes that no line bills by the hour of use."""
-    match sizes.capacity_kind:
-        case "capacity_block":
-            return [
-                f"{sizes.trainium_nodes} x {sizes.trainium_shape} belong to a Capacity Block, which was paid for in "
-                f"full when it was bought"
-            ]
-        case "reservation":
-            return [
-                "An On-Demand Capacity Reservation is billed until it ends or is cancelled, used or not. Its size is "
-                "taken to be max_nodes; make infra-preflight shows the real one"
-            ]
-    return []
+def _describe_gaps(inputs: Inputs, trainium_nodes: int, lines: list[Line]) -> Iterator[str]:
+    """Warns of prices of other regions and of lines without a price, and explains nodes that no line bills by use."""
+    others = sorted({line.region for line in lines if line.region} - {inputs.region})
+    if inputs.region and others:
+        yield f"WARNING: the stack is in {inputs.region}, and prices of {', '.join(others)} are shown: look up its own."
+    if missing := [line.what for line in lines if line.dollars_per_hour is None]:
+        yield f"WARNING: no price is known of {', '.join(missing)}, which no sum below has: ask AWS, add it to the sums"
+    if inputs.capacity_kind == "capacity_block":
+        yield (
+            f"{trainium_nodes} x {inputs.trainium_shape} belong to a Capacity Block, which was paid for in "
+            f"full when it was bought"
+        )
+    if inputs.capacity_kind == "reservation":
+        yield (
+            "An On-Demand Capacity Reservation is billed until it ends or is cancelled, used or not. Its size is taken "
+            "to be max_nodes; make infra-preflight shows the real one"
+        )
 
 
 def _priced(what: str, count: int, price: str) -> Line:

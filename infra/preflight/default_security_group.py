@@ -10,13 +10,13 @@ from typing import Any
 
 from infra.account.session import Account
 from infra.apply.inputs import Inputs
-from infra.preflight.requirement import Finding, Look
+from infra.preflight.requirement import CheckResult, Finding
 
 EVERYTHING, EVERYWHERE = "-1", "0.0.0.0/0"
 HTTPS = 443
 
 
-def look_at_default_group(account: Account, inputs: Inputs) -> list[Look]:
+def check_default_group(account: Account, inputs: Inputs) -> list[CheckResult]:
     """Checks the default group; empty on EKS, and if the stack makes the VPC."""
     if inputs.has_cluster or not inputs.subnet_id:
         return []
@@ -24,15 +24,14 @@ def look_at_default_group(account: Account, inputs: Inputs) -> list[Look]:
     [subnet] = ec2.describe_subnets(SubnetIds=[inputs.subnet_id])["Subnets"]
     vpc = [{"Name": "vpc-id", "Values": [subnet["VpcId"]]}, {"Name": "group-name", "Values": ["default"]}]
     [group] = ec2.describe_security_groups(Filters=vpc)["SecurityGroups"]
-    name, lacking = group["GroupId"], []
+    name, inward, outward = group["GroupId"], group["IpPermissions"], group["IpPermissionsEgress"]
     itself = f"--group-id {name} --protocol -1 --source-group {name}"
-    if not _lets_itself(group["IpPermissions"], name):
-        lacking.append(("all traffic from itself", f"aws ec2 authorize-security-group-ingress {itself}"))
-    if not _lets_itself(group["IpPermissionsEgress"], name):
-        lacking.append(("all traffic to itself", f"aws ec2 authorize-security-group-egress {itself}"))
-    if not any(_is_https_to_anywhere(rule) for rule in group["IpPermissionsEgress"]):
-        https = f"--group-id {name} --protocol tcp --port 443 --cidr {EVERYWHERE}"
-        lacking.append(("HTTPS to the internet", f"aws ec2 authorize-security-group-egress {https}"))
+    https = f"--group-id {name} --protocol tcp --port {HTTPS} --cidr {EVERYWHERE}"
+    rules = (
+        ("all traffic from itself", f"ingress {itself}", any(_admits_itself(rule, name) for rule in inward)),
+        ("all traffic to itself", f"egress {itself}", any(_admits_itself(rule, name) for rule in outward)),
+        ("HTTPS to the internet", f"egress {https}", any(_admits_https(rule) for rule in outward)),
+    )
     where = f"security group {name}, the default one of {subnet['VpcId']}"
     findings = [
         Finding(
@@ -40,29 +39,26 @@ def look_at_default_group(account: Account, inputs: Inputs) -> list[Look]:
             where=where,
             got="no such rule",
             expected=f"a rule for {what}: child nodes of a job join its main node, and stages call AWS",
-            command=command,
+            command=f"aws ec2 authorize-security-group-{options}",
         )
-        for what, command in lacking
+        for what, options, is_there in rules
+        if not is_there
     ]
-    seen = f"{name}, the default one of {subnet['VpcId']}, admits the containers' traffic"
-    return [(seen if not findings else f"{name} lacks {', '.join(what for what, _ in lacking)}", findings)]
+    state = f"lacks {len(findings)} of {len(rules)} rules for" if findings else "admits"
+    return [(f"{name}, the default one of {subnet['VpcId']}, {state} the containers' traffic", findings)]
 
 
-def _lets_itself(rules: list[dict[str, Any]], group: str) -> bool:
-    """Whether a rule admits all traffic from the group itself or from everywhere."""
-    return any(
-        rule["IpProtocol"] == EVERYTHING
-        and (
-            any(pair.get("GroupId") == group for pair in rule.get("UserIdGroupPairs") or ())
-            or any(block["CidrIp"] == EVERYWHERE for block in rule.get("IpRanges") or ())
-        )
-        for rule in rules
-    )
+def _admits_itself(rule: dict[str, Any], group: str) -> bool:
+    """Whether the rule admits all traffic from the group itself or from everywhere."""
+    is_itself = any(pair.get("GroupId") == group for pair in rule.get("UserIdGroupPairs") or ())
+    return rule["IpProtocol"] == EVERYTHING and (is_itself or _is_for_everywhere(rule))
 
 
-def _is_https_to_anywhere(rule: dict[str, Any]) -> bool:
-    """Whether the rule admits HTTPS to everywhere; a rule without ports admits all ports."""
-    has_port = rule["IpProtocol"] == EVERYTHING or (
-        rule["IpProtocol"] == "tcp" and rule["FromPort"] <= HTTPS <= rule["ToPort"]
-    )
-    return has_port and any(block["CidrIp"] == EVERYWHERE for block in rule.get("IpRanges") or ())
+def _admits_https(rule: dict[str, Any]) -> bool:
+    """Whether the rule admits HTTPS to everywhere; a rule for all protocols has no ports."""
+    is_tcp = rule["IpProtocol"] == "tcp" and rule["FromPort"] <= HTTPS <= rule["ToPort"]
+    return (is_tcp or rule["IpProtocol"] == EVERYTHING) and _is_for_everywhere(rule)
+
+
+def _is_for_everywhere(rule: dict[str, Any]) -> bool:
+    return any(block["CidrIp"] == EVERYWHERE for block in rule.get("IpRanges") or ())

@@ -17,12 +17,12 @@ from infra.aws_releases import (
     read_ecs_machine_images,
     read_eks_machine_images,
 )
-from infra.preflight.requirement import Finding, Look
+from infra.preflight.requirement import CheckResult, Finding
 
 TABLE = f"infra/{AWS_RELEASES_JSON.name}"
 
 
-def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> list[Look]:
+def check_machine_images(account: Account, inputs: Inputs, is_up: bool) -> list[CheckResult]:
     """Checks the chosen machine image, and with `is_up` the one that nodes really start from.
 
     Empty for an EKS stack without the variable kubernetes_version, which chooses its machine images differently.
@@ -30,14 +30,19 @@ def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> lis
     if inputs.has_cluster and not inputs.kubernetes_version:
         return []
     if inputs.has_cluster:
-        chosen = _look_at_release(account, inputs)
-        return [chosen, *(_look_at_node_groups(account, inputs) if is_up else ())]
+        chosen = _judge_release(inputs)
+        if not chosen[1]:
+            images = read_eks_machine_images()[inputs.kubernetes_version]
+            release = inputs.ami_release or images.default
+            if _find_image(account, name_of_eks_release(release)) is None:
+                chosen = _describe_absent(account, images, release, "ami_release")
+        return [chosen, *(_check_node_groups(account, inputs) if is_up else ())]
     images = read_ecs_machine_images()
     found = _find_image(account, inputs.ami_id or images.default)
     if found is None:
         return [_describe_absent(account, images, inputs.ami_id or images.default, "ami_id")]
-    chosen = _look_at_image(found, inputs, images, "variable ami_id", "leave ami_id out, for the default")
-    return [chosen, *(_look_at_environments(account, inputs, images, found) if is_up else ())]
+    chosen = _judge_image(found, inputs, images, "variable ami_id", "leave ami_id out, for the default")
+    return [chosen, *(_check_environments(account, inputs, images, found) if is_up else ())]
 
 
 def judge_machine_image(inputs: Inputs) -> list[Finding]:
@@ -48,107 +53,80 @@ def judge_machine_image(inputs: Inputs) -> list[Finding]:
     """
     if inputs.has_cluster:
         return _judge_release(inputs)[1] if inputs.kubernetes_version else []
-    images = read_ecs_machine_images()
-    if not inputs.ami_id:
-        return _look_at_driver(images.default, images.default, inputs, images, "variable ami_id")[1]
-    node = _find_node(inputs)
-    if node is None or any(node.takes_driver(driver) for driver in images.drivers.values()):
+    images, node = read_ecs_machine_images(), _find_node(inputs)
+    if inputs.ami_id and (node is None or _list_fitting(node, images)):
         return []
-    drivers = ", ".join(sorted(set(images.drivers.values())))
-    return [_describe_unfit(node, drivers, f"the releases in {TABLE}", inputs, images, "variable ami_id")]
+    return _judge_driver(images.default, inputs, images, "variable ami_id", "choose another")[1]
 
 
-def _look_at_release(account: Account, inputs: Inputs) -> Look:
-    look = _judge_release(inputs)
-    if look[1]:
-        return look
-    images = read_eks_machine_images()[inputs.kubernetes_version]
-    release = inputs.ami_release or images.default
-    if _find_image(account, name_of_eks_release(release)) is None:
-        return _describe_absent(account, images, release, "ami_release")
-    return look
-
-
-def _judge_release(inputs: Inputs) -> Look:
-    images = read_eks_machine_images().get(inputs.kubernetes_version)
-    if images is None:
-        known = ", ".join(read_eks_machine_images())
-        return f"no release for Kubernetes {inputs.kubernetes_version} is in {TABLE}", [
-            Finding(
-                what=f"{TABLE} lists no release of EKS' Neuron AMI for Kubernetes {inputs.kubernetes_version}",
-                where=f"{TABLE}, variable kubernetes_version",
-                got=inputs.kubernetes_version,
-                expected=f"one of {known}",
-                command=f"choose one of them, or look up its releases in {_any_page()} and add them there",
-            )
-        ]
-    release = inputs.ami_release or images.default
-    if release not in images.drivers:
-        command = "leave ami_release out, for the default"
-        return _describe_unknown(release, inputs, images, "variable ami_release", command)
-    return _look_at_driver(release, release, inputs, images, "variable ami_release")
-
-
-def _look_at_node_groups(account: Account, inputs: Inputs) -> Iterator[Look]:
-    """Checks the Trainium node groups, which keep their release until `infra-up` gives them another."""
-    versions = read_eks_machine_images()
-    for group in list_node_groups(account, inputs.name):
-        if group.pool != TRAINIUM or not group.ami_release:
-            continue
-        images = versions.get(group.ami_release.rpartition(".")[0])
-        if images is None or group.ami_release not in images.drivers:
-            known = images or versions.get(inputs.kubernetes_version) or next(iter(versions.values()))
-            where = f"node group {group.name}"
-            yield _describe_unknown(group.ami_release, inputs, known, where, "make infra-up, with no job")
-        else:
-            where = f"node group {group.name}"
-            _, found = _look_at_driver(group.ami_release, group.ami_release, inputs, images, where)
-            yield f"{where} has {group.ami_release}", found
-
-
-def _look_at_environments(
-    account: Account, inputs: Inputs, images: MachineImages, chosen: dict[str, Any]
-) -> Iterator[Look]:
-    queue = find_queue(account, f"{inputs.name}-{TRAINIUM}")
-    for environment in environments_of(account, queue) if queue else ():
-        for ami_id in environment.ami_ids:
-            if ami_id == chosen["ImageId"]:
-                continue
-            found = _find_image(account, ami_id) or {"ImageId": ami_id, "Name": "a deleted image"}
-            where = f"compute environment {environment.name}"
-            yield _look_at_image(found, inputs, images, where, "make infra-up STACK=batch, with no job")
-
-
-def _look_at_image(found: dict[str, Any], inputs: Inputs, images: MachineImages, where: str, command: str) -> Look:
-    name, title = found["Name"], f"{found['Name']} ({found['ImageId']})"
-    if name not in images.drivers:
-        return _describe_unknown(title, inputs, images, where, command)
-    return _look_at_driver(name, title, inputs, images, where)
-
-
-def _look_at_driver(release: str, title: str, inputs: Inputs, images: MachineImages, where: str) -> Look:
-    """Checks that the images of the chosen instance type accept the driver of a release that the table lists."""
-    node, driver = _find_node(inputs), images.drivers[release]
-    if node is None or node.takes_driver(driver):
-        return f"{title} has Neuron driver {driver}, which the images accept", []
-    return f"{title} has Neuron driver {driver}, which the images for {inputs.trainium_shape} do not accept", [
-        _describe_unfit(node, driver, title, inputs, images, where)
+def _judge_release(inputs: Inputs) -> CheckResult:
+    """Checks the chosen release of EKS' machine image against the table."""
+    tables, version = read_eks_machine_images(), inputs.kubernetes_version
+    if version in tables:
+        release, where = inputs.ami_release or tables[version].default, "variable ami_release"
+        return _judge_driver(release, inputs, tables[version], where, "leave ami_release out, for the default")
+    page = next(iter(tables.values())).look_up
+    return f"no release for Kubernetes {version} is in {TABLE}", [
+        Finding(
+            what=f"{TABLE} lists no release of EKS' Neuron AMI for Kubernetes {version}",
+            where=f"{TABLE}, variable kubernetes_version",
+            got=version,
+            expected=f"one of {', '.join(tables)}",
+            command=f"choose one of them, or look up its releases in {page} and add them there",
+        )
     ]
 
 
-def _describe_unfit(
-    node: NeuronNode, driver: str, title: str, inputs: Inputs, images: MachineImages, where: str
-) -> Finding:
-    return Finding(
-        what=f"the images for {inputs.trainium_shape} do not accept the Neuron driver {driver} of {title}",
-        where=where,
-        got=driver,
-        expected=f"{node.describe_drivers()} (images/platforms.toml): {_list_fitting(node, images)}",
-        command=(
-            f"look up a release with such a driver in {images.look_up}, add it to {TABLE}, and write "
-            f"{'it into ami_release' if inputs.has_cluster else 'its id into ami_id'}"
-        ),
-    )
+def _check_node_groups(account: Account, inputs: Inputs) -> Iterator[CheckResult]:
+    """Checks the Trainium node groups, which keep their release until `infra-up` gives them another."""
+    tables = read_eks_machine_images()
+    for group in list_node_groups(account, inputs.name):
+        if group.pool == TRAINIUM and group.ami_release:
+            images = tables.get(group.ami_release.rpartition(".")[0]) or next(iter(tables.values()))
+            where = f"node group {group.name}"
+            _, found = _judge_driver(group.ami_release, inputs, images, where, "make infra-up, with no job")
+            yield f"{where} has {group.ami_release}", found
+
+
+def _check_environments(
+    account: Account, inputs: Inputs, images: MachineImages, chosen: dict[str, Any]
+) -> Iterator[CheckResult]:
+    queue = find_queue(account, f"{inputs.name}-{TRAINIUM}")
+    for environment in environments_of(account, queue) if queue else ():
+        for ami_id in environment.ami_ids:
+            if ami_id != chosen["ImageId"]:
+                found = _find_image(account, ami_id) or {"ImageId": ami_id, "Name": "a deleted image"}
+                where = f"compute environment {environment.name}"
+                yield _judge_image(found, inputs, images, where, "make infra-up STACK=batch, with no job")
+
+
+def _judge_image(found: dict[str, Any], inputs: Inputs, images: MachineImages, where: str, command: str) -> CheckResult:
+    title = f"{found['Name']} ({found['ImageId']})"
+    return _judge_driver(found["Name"], inputs, images, where, command, title)
+
+
+def _judge_driver(
+    release: str, inputs: Inputs, images: MachineImages, where: str, command: str, title: str = ""
+) -> CheckResult:
+    """Checks that the table lists the release, and that the images of the chosen type accept its driver."""
+    node, driver, title = _find_node(inputs), images.drivers.get(release, ""), title or release
+    if driver and (node is None or node.takes_driver(driver)):
+        return f"{title} has Neuron driver {driver}, which the images accept", []
+    expected = f"{node.describe_drivers()} (images/platforms.toml)" if node else "a type that images compute on"
+    fitting = ", ".join(_list_fitting(node, images)) if node else ""
+    problem = f"do not accept the Neuron driver {driver}" if driver else "may not accept the Neuron driver"
+    return f"the images {problem} of {title}", [
+        Finding(
+            what=f"the images for {inputs.trainium_shape} {problem} of {title}",
+            where=where,
+            got=driver or release,
+            expected=f"{expected}: {f'one of {fitting}' if fitting else f'{TABLE} lists no such release'}",
+            command=(
+                f"{command}; or look up its aws-neuronx-dkms in {images.look_up}, and add a release to {TABLE} whose "
+                f"driver the images accept"
+            ),
+        )
+    ]
 
 
 def _find_node(inputs: Inputs) -> NeuronNode | None:
@@ -157,41 +135,20 @@ def _find_node(inputs: Inputs) -> NeuronNode | None:
     return read_neuron_nodes()[variant] if variant else None
 
 
-def _list_fitting(node: NeuronNode, images: MachineImages) -> str:
-    fitting = [release for release, driver in images.drivers.items() if node.takes_driver(driver)]
-    return f"one of {', '.join(fitting)}" if fitting else f"{TABLE} lists no such release"
+def _list_fitting(node: NeuronNode, images: MachineImages) -> list[str]:
+    return [release for release, driver in images.drivers.items() if node.takes_driver(driver)]
 
 
 def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
     """Finds a release of AWS by name, or any image by id. None if the region has no such image."""
-    is_id = name_or_id.startswith("ami-")
-    asked: dict[str, Any] = (
-        {"ImageIds": [name_or_id]}
-        if is_id
-        else {"Owners": ["amazon"], "Filters": [{"Name": "name", "Values": [name_or_id]}]}
-    )
+    asked: dict[str, Any] = {"Owners": ["amazon"], "Filters": [{"Name": "name", "Values": [name_or_id]}]}
+    if name_or_id.startswith("ami-"):
+        asked = {"ImageIds": [name_or_id]}
     found = account.find("ec2", "describe_images", IncludeDeprecated=True, **asked)
     return dict(found["Images"][0]) if found and found["Images"] else None
 
 
-def _describe_unknown(release: str, inputs: Inputs, images: MachineImages, where: str, command: str) -> Look:
-    node = _find_node(inputs)
-    fitting = f"{node.describe_drivers()}: {_list_fitting(node, images)}" if node else "a type that images compute on"
-    return f"{release} is not in {TABLE}", [
-        Finding(
-            what=f"the images may not accept the Neuron driver of {release}",
-            where=where,
-            got=release,
-            expected=fitting,
-            command=(
-                f"{command}; or look up its aws-neuronx-dkms in {images.look_up}, and add the release to {TABLE} if "
-                f"the images accept that driver"
-            ),
-        )
-    ]
-
-
-def _describe_absent(account: Account, images: MachineImages, release: str, variable: str) -> Look:
+def _describe_absent(account: Account, images: MachineImages, release: str, variable: str) -> CheckResult:
     others = ", ".join(each for each in images.drivers if each != release) or "none"
     return f"{account.region} has no {release}", [
         Finding(
@@ -202,7 +159,3 @@ def _describe_absent(account: Account, images: MachineImages, release: str, vari
             command=f"write another of {TABLE} into {variable}; AWS may have withdrawn this one",
         )
     ]
-
-
-def _any_page() -> str:
-    return next(iter(read_eks_machine_images().values())).look_up

@@ -26,7 +26,7 @@ class Finding:
         )
 
 
-Look = tuple[str, list[Finding]]  # what was seen, in one line, and the requirements that are not met
+CheckResult = tuple[str, list[Finding]]  # what was seen, in one line, and the requirements that are not met
 
 
 def require_fit(findings: list[Finding]) -> None:

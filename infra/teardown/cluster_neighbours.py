@@ -7,10 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.addons.installed import Installed, list_installed
+from infra.addons.installation import Installed, list_installed
 from infra.addons.releases import read_releases
-from infra.teardown.neighbours import Neighbour, Place
-from infra.workloads.kubernetes_cluster import Maker, list_makers, list_things
+from infra.teardown.neighbours import Neighbour
+from infra.workloads.kubernetes_cluster import CloudObject, list_cloud_objects, list_objects
 
 NAMESPACES = ("millrace", "millrace-setup")  # k8s/ makes them; a contract test compares them
 # Namespaces of Kubernetes and of EKS' add-ons.
@@ -31,14 +31,10 @@ class Owners:
         """Namespaces of Millrace and of the releases of `make addons`."""
         return frozenset({*NAMESPACES, *(each.namespace for each in self.releases if each.is_ours)})
 
-    @property
-    def own_releases(self) -> frozenset[tuple[str, str]]:
-        """Namespace and name of each release of `make addons`."""
-        return frozenset((each.namespace, each.name) for each in self.releases if each.is_ours)
-
-    def has_made(self, maker: Maker) -> bool:
+    def has_made(self, found: CloudObject) -> bool:
         """Whether Millrace or `make addons` made this Service or claim."""
-        return maker.namespace in NAMESPACES or maker.release in self.own_releases
+        own = {(each.namespace, each.name) for each in self.releases if each.is_ours}
+        return found.namespace in NAMESPACES or found.release in own
 
 
 def read_owners() -> Owners:
@@ -51,9 +47,12 @@ def read_owners() -> Owners:
 
 def find_on_cluster(owners: Owners) -> list[Neighbour]:
     """Resources of others on the cluster, in one request per kind of object."""
-    pods = Counter(each["metadata"]["namespace"] for each in list_things("pods"))
-    foreign = _foreign_namespaces(pods)
-    return [*_namespaces(foreign, pods, owners), *_releases(foreign, owners), *_makers(owners)]
+    pods = Counter(each["metadata"]["namespace"] for each in list_objects("pods"))
+    # An add-on's namespace outlives its release.
+    known = {*NAMESPACES, *OF_AWS, DEFAULT, *(release.namespace for release in read_releases())}
+    names = sorted(each["metadata"]["name"] for each in list_objects("namespaces"))
+    foreign = [name for name in names if name not in known or (name == DEFAULT and pods[name])]
+    return [*_namespaces(foreign, pods, owners), *_releases(foreign, owners), *_cloud_objects(owners)]
 
 
 def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
@@ -63,11 +62,11 @@ def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
     """
     groups = {
         each["metadata"]["name"]: (each["metadata"].get("labels") or {}).get(NODE_GROUP_LABEL, "")
-        for each in list_things("nodes")
+        for each in list_objects("nodes")
     }
     known = {*owners.namespaces, *OF_AWS}
     found: dict[str, list[str]] = defaultdict(list)
-    for each in list_things("pods"):
+    for each in list_objects("pods"):
         metadata = each["metadata"]
         group = groups.get(each["spec"].get("nodeName", ""))
         kinds = {owner["kind"] for owner in metadata.get("ownerReferences") or []}
@@ -77,25 +76,14 @@ def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
     return found
 
 
-def _foreign_namespaces(pods: Counter[str]) -> list[str]:
-    """Namespaces of others. An add-on's namespace, which outlives its release, is not one of them."""
-    known = {*NAMESPACES, *OF_AWS, DEFAULT, *(release.namespace for release in read_releases())}
-    names = sorted(each["metadata"]["name"] for each in list_things("namespaces"))
-    return [name for name in names if name not in known or (name == DEFAULT and pods[name])]
-
-
 def _namespaces(foreign: list[str], pods: Counter[str], owners: Owners) -> Iterator[Neighbour]:
     for name in foreign:
         releases = [each.name for each in owners.releases if each.namespace == name]
         detail = f"{pods[name]} pods" + (f", helm releases {', '.join(releases)}" if releases else "")
-        removal = "kubectl --namespace default delete all --all"
-        yield Neighbour(
-            "namespace",
-            name,
-            detail,
-            Place.CLUSTER,
-            removal if name == DEFAULT else f"kubectl delete namespace {name}",
-        )
+        removal = f"kubectl delete namespace {name}"
+        if name == DEFAULT:
+            removal = "kubectl --namespace default delete all --all"
+        yield Neighbour("namespace", name, detail, removal, is_on_cluster=True)
 
 
 def _releases(foreign: list[str], owners: Owners) -> Iterator[Neighbour]:
@@ -103,14 +91,15 @@ def _releases(foreign: list[str], owners: Owners) -> Iterator[Neighbour]:
     for each in owners.releases:
         if not each.is_ours and each.namespace not in foreign:
             removal = f"helm --namespace {each.namespace} uninstall {each.name}"
-            yield Neighbour("helm release", each.name, f"{each.chart} in {each.namespace}", Place.CLUSTER, removal)
+            detail = f"{each.chart} in {each.namespace}"
+            yield Neighbour("helm release", each.name, detail, removal, is_on_cluster=True)
 
 
-def _makers(owners: Owners) -> Iterator[Neighbour]:
+def _cloud_objects(owners: Owners) -> Iterator[Neighbour]:
     """Services and claims of others, whose load balancers and volumes would outlive the cluster in the account."""
-    for each in list_makers():
+    for each in list_cloud_objects():
         if not owners.has_made(each):
             made = "load balancer" if each.kind == "service" else "volume"
             removal = f"kubectl --namespace {each.namespace} delete {each.kind} {each.name}"
             name = f"{each.namespace}/{each.name}"
-            yield Neighbour(each.kind, name, f"with a {made} in the account", Place.CLUSTER, removal)
+            yield Neighbour(each.kind, name, f"with a {made} in the account", removal, is_on_cluster=True)

@@ -5,6 +5,7 @@ Terraform's state is not read, because resources that it has forgotten cost as m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,32 +13,13 @@ from typing import Any
 
 from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
 from infra.account.load_balancers import list_load_balancers
-from infra.account.session import STACK_TAG, Account, explaining_refusals
-from infra.aws_releases import read_standard_support_end
-from infra.cost.estimate import ControlPlane
+from infra.account.session import STACK_TAG, Account
+from infra.cost.estimate import control_plane_price
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")
 CLAIM_TAGS = ("kubernetes.io/created-for/pvc/namespace", "kubernetes.io/created-for/pvc/name")
-# Prefix of the name in the last part of an ARN.
-IN_ARN = {
-    "EKS cluster": "cluster/",
-    "job queue": "job-queue/",
-    "compute environment": "compute-environment/",
-    "instance": "instance/",
-    "volume": "volume/",
-    "interface": "network-interface/",
-    "NAT gateway": "natgateway/",
-    "FSx": "file-system/",
-    "ECR": "repository/",
-    "log group": "log-group:",
-    "schedule": "schedule/default/",
-    "bucket": "",
-    "IAM role": "role/",
-    "IAM policy": "policy/",
-    "budget": "budget/",
-}
 
 
 @dataclass(frozen=True)
@@ -57,14 +39,11 @@ def find_leftovers(account: Account, stack: str) -> list[Leftover]:
     """Every resource of the stack; those that only the tagging API finds come last."""
     found: list[Leftover] = []
     for find in (
-        *(_clusters, _queues, _environments, _definitions, _instances, _volumes, _interfaces, _load_balancers),
-        *(_gateways, _file_systems, _repositories, _log_groups, _schedules, _buckets, _roles, _policies, _budgets),
+        *(_clusters, _batch, _instances, _volumes, _interfaces, _load_balancers, _gateways),
+        *(_file_systems, _repositories, _log_groups, _schedules, _buckets, _iam, _budgets),
     ):
-        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
-            found += find(account, stack)
-    with explaining_refusals("leftovers, tags"):
-        known = {f"{IN_ARN[each.kind]}{each.name}" for each in found if each.kind in IN_ARN}
-        found += _tagged(account, stack, known)
+        found += find(account, stack)
+    found += _tagged(account, stack, {each.name for each in found})
     return found
 
 
@@ -101,7 +80,7 @@ def list_unused_interfaces(account: Account, stack: str) -> list[str]:
 def list_claim_volumes(account: Account, cluster: str) -> dict[str, str]:
     """Volumes that the EBS driver made, with the claim as NAMESPACE/NAME, which is empty without tags."""
     found = {}
-    for each in _cluster_volumes(account, cluster):
+    for each in _list_volumes(account, cluster):
         tags = {pair["Key"]: pair["Value"] for pair in each.get("Tags") or []}
         found[each["VolumeId"]] = "/".join(tags[key] for key in CLAIM_TAGS if key in tags)
     return found
@@ -113,30 +92,29 @@ def list_pool_instances(account: Account, cluster: str, node_group: str) -> list
         {"Name": "tag:eks:cluster-name", "Values": [cluster]},
         {"Name": "tag:eks:nodegroup-name", "Values": [node_group]},
     ]
-    return [each["InstanceId"] for each in _living(account, filters)]
+    return [each["InstanceId"] for each in list_instances(account, filters)]
+
+
+def list_instances(account: Account, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Instances as EC2 describes them, without terminated ones."""
+    for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
+        yield from (each for each in reservation["Instances"] if each["State"]["Name"] not in GONE)
 
 
 def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
     if answer := account.find("eks", "describe_cluster", name=stack):
         found = answer["cluster"]
         version, policy = found.get("version") or "", (found.get("upgradePolicy") or {}).get("supportType", "")
-        plane = ControlPlane(version, policy, read_standard_support_end(version))
-        hourly = dollars(plane.price_name(datetime.now(UTC).date()))
+        hourly = dollars(control_plane_price(version, policy, datetime.now(UTC).date()))
         yield Leftover("EKS cluster", stack, f"control plane, Kubernetes {version}", hourly * HOURS_OF_A_MONTH)
 
 
-def _queues(account: Account, stack: str) -> Iterator[Leftover]:
+def _batch(account: Account, stack: str) -> Iterator[Leftover]:
     for queue in list_queues(account, stack):
         jobs = len(list(list_job_ids(account, queue.name)))
         yield Leftover("job queue", queue.name, f"jobs that have not ended: {jobs}", 0)
-
-
-def _environments(account: Account, stack: str) -> Iterator[Leftover]:
     for each in list_environments(account, stack):
         yield Leftover("compute environment", each.name, "", 0)
-
-
-def _definitions(account: Account, stack: str) -> Iterator[Leftover]:
     names = [arn.rpartition("/")[2].rpartition(":")[0] for arn in list_definitions(account, stack)]
     for name in sorted(set(names)):
         yield Leftover("job definition", name, f"revisions: {names.count(name)}", 0, is_data=True)
@@ -148,7 +126,7 @@ def _instances(account: Account, stack: str) -> Iterator[Leftover]:
     living = {
         each["InstanceId"]: each
         for tag in (STACK_TAG, "eks:cluster-name")
-        for each in _living(account, [{"Name": f"tag:{tag}", "Values": [stack]}])
+        for each in list_instances(account, [{"Name": f"tag:{tag}", "Values": [stack]}])
     }
     for name, each in living.items():
         shape = shapes.get(each["InstanceType"])
@@ -156,18 +134,13 @@ def _instances(account: Account, stack: str) -> Iterator[Leftover]:
         yield Leftover("instance", name, f"{each['InstanceType']}, {each['State']['Name']}", price)
 
 
-def _living(account: Account, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
-        yield from (each for each in reservation["Instances"] if each["State"]["Name"] not in GONE)
-
-
 def _volumes(account: Account, stack: str) -> Iterator[Leftover]:
-    for each in _cluster_volumes(account, stack):
+    for each in _list_volumes(account, stack):
         detail = f"{each['Size']} GiB, {each['State']}, made for a claim"
         yield Leftover("volume", each["VolumeId"], detail, each["Size"] * dollars("volume_gb_month"))
 
 
-def _cluster_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
+def _list_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
     filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
     yield from account.pages("ec2", "describe_volumes", "Volumes", Filters=filters)
 
@@ -228,14 +201,11 @@ def _buckets(account: Account, stack: str) -> Iterator[Leftover]:
         yield Leftover("bucket", arn.rpartition(":")[2], "objects", None, is_data=True)
 
 
-def _roles(account: Account, stack: str) -> Iterator[Leftover]:
-    """Roles by name, because the tagging API does not list IAM's resources."""
+def _iam(account: Account, stack: str) -> Iterator[Leftover]:
+    """Roles and policies by name, because the tagging API does not list IAM's resources."""
     for each in account.pages("iam", "list_roles", "Roles"):
         if each["RoleName"].startswith(f"{stack}-{account.region}-"):
             yield Leftover("IAM role", each["RoleName"], "", 0.0)
-
-
-def _policies(account: Account, stack: str) -> Iterator[Leftover]:
     for each in account.pages("iam", "list_policies", "Policies", Scope="Local"):
         if each["PolicyName"].startswith(f"{stack}-{account.region}-"):
             detail = f"attached to {each['AttachmentCount']}" if each["AttachmentCount"] else ""
@@ -253,7 +223,8 @@ def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]
     for arn in _tagged_arns(account, stack, []):
         _, _, service, _, _, resource = arn.split(":", 5)
         # A deleted NAT gateway keeps its tags for an hour; `_gateways` lists the others.
-        if resource.removesuffix(":*") in known or resource.startswith("natgateway/"):
+        name = re.split("[/:]", resource.removesuffix(":*"), maxsplit=1)[-1]
+        if name in known or resource.startswith("natgateway/"):
             continue
         detail, price = "", 0.0
         if resource.startswith("key/"):
@@ -264,11 +235,6 @@ def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]
 
 def _tagged_arns(account: Account, stack: str, types: list[str]) -> Iterator[str]:
     filters = [{"Key": STACK_TAG, "Values": [stack]}]
-    for each in account.pages(
-        "resourcegroupstaggingapi",
-        "get_resources",
-        "ResourceTagMappingList",
-        TagFilters=filters,
-        ResourceTypeFilters=types,
-    ):
-        yield each["ResourceARN"]
+    asked = {"TagFilters": filters, "ResourceTypeFilters": types}
+    found = account.pages("resourcegroupstaggingapi", "get_resources", "ResourceTagMappingList", **asked)
+    yield from (each["ResourceARN"] for each in found)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
 from infra.account.load_balancers import list_load_balancers
 from infra.account.managed_node_groups import list_node_groups
-from infra.account.session import STACK_TAG, Account, explaining_refusals
-from infra.teardown.leftovers import GONE, has_stack_tag
+from infra.account.session import STACK_TAG, Account
+from infra.teardown.leftovers import has_stack_tag, list_instances
 
 # EKS sets this tag on its security group and on nodes of managed node groups; the cluster's controllers set it as well.
 CLUSTER_TAG = "kubernetes.io/cluster/{name}"
 NODE_GROUP_TAG = "eks:nodegroup-name"
-
-
-class Place(Enum):
-    """Location of a resource, which decides how a teardown affects it."""
-
-    CLUSTER = "on the cluster"
-    """The resource is destroyed with the cluster, or keeps EKS from deleting the cluster."""
-    NETWORK = "in the network"
-    """The resource keeps EC2 from deleting the VPC, a subnet or a security group."""
+# Kind, EC2's operation, the keys of its answer, of an id and of a description, and the command that removes it.
+NETWORK_PARTS = (
+    (
+        *("VPC endpoint", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId", "ServiceName"),
+        "delete-vpc-endpoints --vpc-endpoint-ids",
+    ),
+    (
+        *("subnet", "describe_subnets", "Subnets", "SubnetId", "CidrBlock"),
+        "delete-subnet --subnet-id",
+    ),
+    (
+        *("security group", "describe_security_groups", "SecurityGroups", "GroupId", "GroupName"),
+        "delete-security-group --group-id",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,11 @@ class Neighbour:
     kind: str
     name: str
     detail: str
-    place: Place
     removal: str
     """The command with which its owner removes it."""
+    is_on_cluster: bool = False
+    """Whether it is destroyed with the cluster, or keeps EKS from deleting it; else it keeps EC2 from deleting the VPC,
+    a subnet or a security group."""
 
 
 def find_in_account(account: Account, stack: str, has_service: Callable[[str], bool]) -> list[Neighbour]:
@@ -44,15 +50,14 @@ def find_in_account(account: Account, stack: str, has_service: Callable[[str], b
     Leaves out load balancers of Services that the cluster has: `has_service` gets the Service as NAMESPACE/NAME.
     """
     found: list[Neighbour] = []
-    with explaining_refusals("infra-down, things of others"):
-        if account.find("eks", "describe_cluster", name=stack):
-            found += _node_groups(account, stack)
-            found += _fargate_profiles(account, stack)
-        filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
-        for vpc in account.pages("ec2", "describe_vpcs", "Vpcs", Filters=filters):
-            for find in (_instances, _endpoints, _subnets, _security_groups):
-                found += find(account, stack, vpc["VpcId"])
-            found += _load_balancers(account, vpc["VpcId"], has_service)
+    if account.find("eks", "describe_cluster", name=stack):
+        found += _node_groups(account, stack)
+        found += _fargate_profiles(account, stack)
+    filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
+    for vpc in account.pages("ec2", "describe_vpcs", "Vpcs", Filters=filters):
+        for find in (_instances, _network_parts):
+            found += find(account, stack, vpc["VpcId"])
+        found += _load_balancers(account, vpc["VpcId"], has_service)
     return found
 
 
@@ -69,56 +74,36 @@ def _node_groups(account: Account, stack: str) -> Iterator[Neighbour]:
     for group in list_node_groups(account, stack):
         if group.stack != stack:
             removal = f"aws eks delete-nodegroup --cluster-name {stack} --nodegroup-name {group.name}"
-            yield Neighbour("node group", group.name, f"{group.desired_nodes} nodes", Place.CLUSTER, removal)
+            yield Neighbour("node group", group.name, f"{group.desired_nodes} nodes", removal, is_on_cluster=True)
 
 
 def _fargate_profiles(account: Account, stack: str) -> Iterator[Neighbour]:
     for name in account.pages("eks", "list_fargate_profiles", "fargateProfileNames", clusterName=stack):
         removal = f"aws eks delete-fargate-profile --cluster-name {stack} --fargate-profile-name {name}"
-        yield Neighbour("Fargate profile", name, "", Place.CLUSTER, removal)
+        yield Neighbour("Fargate profile", name, "", removal, is_on_cluster=True)
 
 
 def _instances(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
     """Instances of others. A node outside managed node groups, such as one of Karpenter's, is on the cluster."""
     filters = [{"Name": "vpc-id", "Values": [vpc]}]
-    for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
-        for each in reservation["Instances"]:
-            tags = each.get("Tags") or []
-            keys = {pair["Key"] for pair in tags}
-            if each["State"]["Name"] in GONE or has_stack_tag(tags, stack) or NODE_GROUP_TAG in keys:
-                continue
-            place = Place.CLUSTER if CLUSTER_TAG.format(name=stack) in keys else Place.NETWORK
-            removal = f"aws ec2 terminate-instances --instance-ids {each['InstanceId']}"
-            yield Neighbour("instance", each["InstanceId"], each["InstanceType"], place, removal)
-
-
-def _endpoints(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    for each in _foreign(account, "describe_vpc_endpoints", "VpcEndpoints", stack, vpc):
-        removal = f"aws ec2 delete-vpc-endpoints --vpc-endpoint-ids {each['VpcEndpointId']}"
-        yield Neighbour("VPC endpoint", each["VpcEndpointId"], each["ServiceName"], Place.NETWORK, removal)
-
-
-def _subnets(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    for each in _foreign(account, "describe_subnets", "Subnets", stack, vpc):
-        removal = f"aws ec2 delete-subnet --subnet-id {each['SubnetId']}"
-        yield Neighbour("subnet", each["SubnetId"], each["CidrBlock"], Place.NETWORK, removal)
-
-
-def _security_groups(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    """Security groups of others, without the VPC's default group and those of EKS and the cluster's controllers."""
-    of_cluster = CLUSTER_TAG.format(name=stack)
-    for each in _foreign(account, "describe_security_groups", "SecurityGroups", stack, vpc):
-        if each["GroupName"] == "default" or of_cluster in {pair["Key"] for pair in each.get("Tags") or []}:
+    for each in list_instances(account, filters):
+        keys = {pair["Key"] for pair in each.get("Tags") or []}
+        if has_stack_tag(each.get("Tags"), stack) or NODE_GROUP_TAG in keys:
             continue
-        removal = f"aws ec2 delete-security-group --group-id {each['GroupId']}"
-        yield Neighbour("security group", each["GroupId"], each["GroupName"], Place.NETWORK, removal)
+        is_node = CLUSTER_TAG.format(name=stack) in keys
+        removal = f"aws ec2 terminate-instances --instance-ids {each['InstanceId']}"
+        yield Neighbour("instance", each["InstanceId"], each["InstanceType"], removal, is_node)
 
 
-def _foreign(account: Account, operation: str, key: str, stack: str, vpc: str) -> Iterator[dict[str, Any]]:
-    filters = [{"Name": "vpc-id", "Values": [vpc]}]
-    for each in account.pages("ec2", operation, key, Filters=filters):
-        if not has_stack_tag(each.get("Tags"), stack):
-            yield each
+def _network_parts(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
+    """Parts of others, without the VPC's default security group and those of EKS and the cluster's controllers."""
+    filters, of_cluster = [{"Name": "vpc-id", "Values": [vpc]}], CLUSTER_TAG.format(name=stack)
+    for kind, operation, answer, id_key, name_key, removal in NETWORK_PARTS:
+        for each in account.pages("ec2", operation, answer, Filters=filters):
+            is_of_cluster = of_cluster in {pair["Key"] for pair in each.get("Tags") or []}
+            if has_stack_tag(each.get("Tags"), stack) or is_of_cluster or each.get("GroupName") == "default":
+                continue
+            yield Neighbour(kind, each[id_key], each[name_key], f"aws ec2 {removal} {each[id_key]}")
 
 
 def _load_balancers(account: Account, vpc: str, has_service: Callable[[str], bool]) -> Iterator[Neighbour]:
@@ -131,4 +116,4 @@ def _load_balancers(account: Account, vpc: str, has_service: Callable[[str], boo
             if each.is_classic
             else f"aws elbv2 delete-load-balancer --load-balancer-arn {each.arn}"
         )
-        yield Neighbour("load balancer", each.name, detail, Place.NETWORK, removal)
+        yield Neighbour("load balancer", each.name, detail, removal)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from infra.account.session import Account, explaining_refusals
+from infra.account.session import Account
 from infra.apply.terraform import Stack, type_of, without_indices
 from infra.teardown.leftovers import list_unused_interfaces
-from infra.teardown.neighbours import Neighbour, Place, describe_neighbours
+from infra.teardown.neighbours import Neighbour, describe_neighbours
+from infra.workloads.batch_workloads import BatchWorkloads
+from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.errors import DeviceError
 
 STOP_POLICY = "{name}-{region}-over-budget"  # as in modules/guardrails; a test compares them
@@ -23,26 +24,7 @@ KEPT_MODULES = ("module.storage", "module.registry", "module.network", "module.s
 PAID_BY_THE_HOUR = ("aws_nat_gateway", "aws_eip")
 INTERFACE_ENDPOINTS = "module.network.aws_vpc_endpoint.interface"
 HOLDERS = ("aws_s3_bucket", "aws_ecr_repository")
-
-
-class Workloads(Protocol):
-    """Everything that runs on a stack, and what it made without terraform's knowledge."""
-
-    @property
-    def place(self) -> str:
-        """Name of the target, such as `cluster millrace`."""
-
-    def is_there(self) -> bool:
-        """Whether the target still exists."""
-
-    def find_neighbours(self) -> list[Neighbour]:
-        """Lists what others have on the target or in the stack's network."""
-
-    def stop(self) -> None:
-        """Ends everything, with checkpoints committed. Raises `TryAgain` if something is not gone in time."""
-
-    def forget(self) -> None:
-        """Removes the files and definitions that were written for the target, once everything else is destroyed."""
+Workloads = ClusterWorkloads | BatchWorkloads
 
 
 @dataclass(frozen=True)
@@ -57,7 +39,7 @@ class Teardown:
     """Whether everything that terraform made stays, and only what Millrace made on the cluster is removed."""
     workloads: Workloads
 
-    def look_around(self) -> None:
+    def check_neighbours(self) -> None:
         """Prints what others have on the cluster and in the network, which stays.
 
         Raises `DeviceError` if some of it would be destroyed with the cluster, or would stop terraform halfway.
@@ -82,8 +64,7 @@ class Teardown:
             print(f"kept        {self.workloads.place}, its core nodes and network, and the data", flush=True)
             print("            make addons and make cluster-up restore the rest", flush=True)
             return
-        with explaining_refusals("infra-down"):
-            is_there = self.workloads.is_there()
+        is_there = self.workloads.is_there()
         if is_there:
             self._require_state()
             self.workloads.stop()
@@ -95,17 +76,17 @@ class Teardown:
         """Whether the teardown would destroy the resource or fail on it. With the data, the network stays as well."""
         if self.is_cluster_kept:
             return False
-        return neighbour.place is Place.CLUSTER or not self.is_data_kept
+        return neighbour.is_on_cluster or not self.is_data_kept
 
     def _describe_refusal(self, in_the_way: list[Neighbour]) -> str:
         lines = [f"{len(in_the_way)} resources beside {self.name} belong to others. Nothing was taken down:"]
         lines.append(describe_neighbours(in_the_way))
-        if any(each.place is Place.CLUSTER for each in in_the_way):
+        if any(each.is_on_cluster for each in in_the_way):
             lines.append(
                 f"Those on {self.workloads.place} would be destroyed with it, or keep EKS from deleting it. make "
                 f"infra-down KEEP_CLUSTER=true removes only what Millrace made on it."
             )
-        if any(each.place is Place.NETWORK for each in in_the_way):
+        if any(not each.is_on_cluster for each in in_the_way):
             lines.append(
                 "Those in the network would keep EC2 from deleting it, after the data is destroyed. Without "
                 "KEEP_DATA=false the network stays."
@@ -126,15 +107,14 @@ class Teardown:
     def _detach_stop_policy(self) -> None:
         """Detaches the policy that the budget's action attached, because IAM deletes no attached policy."""
         iam, policy = self.account.client("iam"), STOP_POLICY.format(name=self.name, region=self.account.region)
-        with explaining_refusals("infra-down, the budget's policy"):
-            for each in self.account.pages("iam", "list_policies", "Policies", Scope="Local"):
-                if each["PolicyName"] != policy:
-                    continue
-                arn = each["Arn"]
-                found = self.account.pages("iam", "list_entities_for_policy", "PolicyRoles", PolicyArn=arn)
-                for role in list(found):
-                    print(f"policy      {policy} detached from role {role['RoleName']}", flush=True)
-                    iam.detach_role_policy(RoleName=role["RoleName"], PolicyArn=arn)
+        for each in self.account.pages("iam", "list_policies", "Policies", Scope="Local"):
+            if each["PolicyName"] != policy:
+                continue
+            arn = each["Arn"]
+            found = self.account.pages("iam", "list_entities_for_policy", "PolicyRoles", PolicyArn=arn)
+            for role in list(found):
+                print(f"policy      {policy} detached from role {role['RoleName']}", flush=True)
+                iam.detach_role_policy(RoleName=role["RoleName"], PolicyArn=arn)
 
     def _destroy(self) -> None:
         self._detach_stop_policy()
@@ -179,11 +159,10 @@ class Teardown:
         try:
             destroy()
         except DeviceError:
-            with explaining_refusals("infra-down, unused interfaces"):
-                left = list_unused_interfaces(self.account, self.name)
-                for name in left:
-                    print(f"deleting    {name}, which a node left behind", flush=True)
-                    self.account.client("ec2").delete_network_interface(NetworkInterfaceId=name)
+            left = list_unused_interfaces(self.account, self.name)
+            for name in left:
+                print(f"deleting    {name}, which a node left behind", flush=True)
+                self.account.client("ec2").delete_network_interface(NetworkInterfaceId=name)
             if not left:
                 raise
             destroy()

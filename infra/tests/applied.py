@@ -17,6 +17,7 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 
 from infra.account.session import Account
 from infra.apply.terraform import Change, Plan, Stack, read_plan
@@ -83,6 +84,51 @@ class Applied:
             aws_access_key_id="test",
             aws_secret_access_key="test",
         )
+
+
+def destroy(applied: Applied) -> None:
+    """Destroys the stack with a checkpoint in its bucket, which terraform refuses until it is told otherwise."""
+    bucket = json.loads(applied.run("output", "-json", "bucket"))
+    s3 = applied.client("s3")
+    # moto reads no condition of a policy, so that denying what is not encrypted on its way denies everything.
+    s3.delete_bucket_policy(Bucket=bucket)
+    s3.put_object(Bucket=bucket, Key="checkpoint/run/step-00000100/manifest.json", Body=b"{}")
+    # The provider waits for ten minutes after it has deleted a file system, whatever the API says.
+    applied.run("state", "rm", "module.storage.aws_fsx_lustre_file_system.this[0]")
+
+    refused = applied.terraform("destroy", "-input=false", "-auto-approve", "-parallelism=20")
+    assert refused.returncode == 1
+    assert "BucketNotEmpty" in refused.stderr
+    assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 1
+
+    target = "-target=module.storage.aws_s3_bucket.this"
+    applied.run("apply", "-input=false", "-auto-approve", "-var=keep_data=false", target)
+    applied.run("destroy", "-input=false", "-auto-approve", "-var=keep_data=false")
+    assert applied.run("state", "list") == ""
+    with pytest.raises(ClientError, match="Not Found"):
+        s3.head_bucket(Bucket=bucket)
+
+
+def list_left(applied: Applied) -> dict[str, list[Any]]:
+    """What a destroyed stack has left in its account, by kind."""
+    ec2, roles = applied.client("ec2"), applied.client("iam").list_roles()["Roles"]
+    left = {
+        "vpcs": [each for each in ec2.describe_vpcs()["Vpcs"] if not each["IsDefault"]],
+        "addresses": ec2.describe_addresses()["Addresses"],
+        "placement groups": ec2.describe_placement_groups()["PlacementGroups"],
+        "templates": ec2.describe_launch_templates()["LaunchTemplates"],
+        "clusters": applied.client("eks").list_clusters()["clusters"],
+        "queues": applied.client("batch").describe_job_queues()["jobQueues"],
+        "environments": applied.client("batch").describe_compute_environments()["computeEnvironments"],
+        "repositories": applied.client("ecr").describe_repositories()["repositories"],
+        "roles": [each["RoleName"] for each in roles if not each["RoleName"].startswith("AWSServiceRole")],
+        "profiles": applied.client("iam").list_instance_profiles()["InstanceProfiles"],
+        "log groups": applied.client("logs").describe_log_groups()["logGroups"],
+        "topics": applied.client("sns").list_topics()["Topics"],
+        "alarms": applied.client("cloudwatch").describe_alarms()["MetricAlarms"],
+        "budgets": applied.client("budgets").describe_budgets(AccountId=ACCOUNT)["Budgets"],
+    }
+    return {name: found for name, found in left.items() if found}
 
 
 @contextmanager

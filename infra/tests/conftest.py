@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from tests.command import call
 REGION = "us-west-2"
 ACCOUNT = "123456789012"  # moto's
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
+HAS_TERRAFORM = shutil.which("terraform") is not None
 RunInfra = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -50,6 +52,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.fixture
 def run_infra(capfd: pytest.CaptureFixture[str]) -> RunInfra:
     """Runs `python -m infra COMMAND` in this process, and fails unless it ends with `exit_code`."""
+    if not HAS_TERRAFORM:
+        pytest.skip("no terraform on PATH")
 
     def run(command: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
         done = call(capfd, "infra.__main__", command)

@@ -30,7 +30,14 @@ class Programs:
     def add_real(self, name: str) -> None:
         found = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin")
         assert found, name
+        (self._bin / name).unlink(missing_ok=True)
         (self._bin / name).symlink_to(found)
+
+    def add_terraform(self, answer: str) -> None:
+        """A terraform that evaluates a stack's variables, and answers with this body of bash otherwise."""
+        self.add_real("terraform")
+        real = (self._bin / "terraform").resolve()
+        self.add("terraform", f'[[ "$*" != *millrace-variables* ]] || exec {real} "$@"\n{answer}')
 
     def remove(self, name: str) -> None:
         (self._bin / name).unlink()

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from botocore.exceptions import ClientError, SSOTokenLoadError, TokenRetrievalError, UnauthorizedSSOTokenError
+from botocore.exceptions import ClientError, TokenRetrievalError, UnauthorizedSSOTokenError
 
 from infra.account.session import Account, explaining_refusals
 from services.common.errors import DeviceError, TryAgain
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        SSOTokenLoadError(error_msg="expired"),
-        UnauthorizedSSOTokenError(),
-        TokenRetrievalError(provider="sso", error_msg="expired"),
-    ],
+    "error", [UnauthorizedSSOTokenError(), TokenRetrievalError(provider="sso", error_msg="expired")]
 )
 def test_a_sign_in_that_has_expired_says_how_to_sign_in(error: Exception) -> None:
     with pytest.raises(DeviceError, match="aws sso login"), explaining_refusals("job"):

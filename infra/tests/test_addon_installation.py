@@ -1,4 +1,4 @@
-"""make addons and make addons-diff: how helm and kubectl are called, and that what others installed is left."""
+"""make addons, with and without DRY_RUN=1: how helm and kubectl are called, and that what others installed is left."""
 
 from __future__ import annotations
 
@@ -85,44 +85,40 @@ def definition(name: str, labels: dict[str, str] | None = None) -> dict[str, Any
     }
 
 
+@pytest.fixture(params=["", "1"], ids=["install", "dry run"])
+def dry_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of the command."""
+    monkeypatch.setenv("DRY_RUN", request.param)
+
+
+@pytest.mark.usefixtures("dry_run")
 def test_without_helm_it_ends_with_4_and_says_where_to_get_it(run_infra: RunInfra, programs: Programs) -> None:
-    for command in ("addons", "addons-diff"):
-        done = run_infra(command, exit_code=4)
+    done = run_infra("addons", exit_code=4)
 
-        assert done.stdout == ""
-        assert "https://helm.sh/docs/intro/install" in done.stderr
-
-
-def test_add_ons_are_installed_in_order_and_marked(run_infra: RunInfra, cluster: Installed) -> None:
-    run_infra("addons")
-
-    assert cluster.upgraded == NAMES
-    upgrades = [line for line in cluster.programs.calls if "upgrade" in line]
-    assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
-    manifests = f"kubectl apply --server-side --force-conflicts --kustomize {REPOSITORY / 'k8s/monitoring'}"
-    assert cluster.programs.calls[-2:] == [upgrades[-1], manifests]
+    assert done.stdout == ""
+    assert "https://helm.sh/docs/intro/install" in done.stderr
 
 
-def test_definitions_that_helm_leaves_out_are_applied_before_the_release_of_their_version(
+def test_add_ons_are_installed_in_order_marked_and_after_their_definitions(
     run_infra: RunInfra, cluster: Installed
 ) -> None:
-    """Server-side, from the chart of the very version: an older one of the cluster would keep its fields."""
+    """helm leaves out the definitions in a chart's folder. They are applied server-side, from the very version."""
     [kuberay] = [release for release in read_releases() if release.name == "kuberay"]
     cluster.install(ours=(("kuberay", kuberay.namespace, "kuberay-operator-1.5.0"),))
 
     run_infra("addons")
 
-    assert cluster.applied == (
-        "definitions of kuberay-operator, marked\ndefinitions of kube-prometheus-stack, marked\n"
-    )
+    assert cluster.upgraded == NAMES
     calls = cluster.programs.calls
-    shown = f"helm show crds kuberay-operator --repo {kuberay.repository} --version {kuberay.version}"
-    first = calls.index(shown)
-    assert calls[first + 1 : first + 3] == [
-        f"kubectl label --local --filename - --output json {MARK}",
-        "kubectl apply --server-side --force-conflicts --filename -",
-    ]
-    assert calls[first + 3].startswith("helm upgrade --install kuberay ")
+    upgrades = [line for line in calls if "upgrade" in line]
+    assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
+    apply = "kubectl apply --server-side --force-conflicts"
+    assert calls[-2:] == [upgrades[-1], f"{apply} --kustomize {REPOSITORY / 'k8s/monitoring'}"]
+    assert cluster.applied == "definitions of kuberay-operator, marked\ndefinitions of kube-prometheus-stack, marked\n"
+    first = calls.index(f"helm show crds kuberay-operator --repo {kuberay.repository} --version {kuberay.version}")
+    mark = f"kubectl label --local --filename - --output json {MARK}"
+    assert calls[first + 1 : first + 3] == [mark, f"{apply} --filename -"]
+    assert calls[first + 3] == upgrades[0]
 
 
 def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(run_infra: RunInfra, cluster: Installed) -> None:
@@ -145,19 +141,13 @@ def test_only_those_that_are_named_are_installed(
     assert cluster.upgraded == ["kuberay", "volcano"]
 
 
-@pytest.mark.parametrize("command", ["addons", "addons-diff"])
 @pytest.mark.parametrize(("only", "said"), [("kubray", "kuberay"), ("volcano,volcanoo", "volcano"), ("x", "")])
 def test_an_add_on_that_there_is_not_names_the_nearest_one(
-    run_infra: RunInfra,
-    cluster: Installed,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    only: str,
-    said: str,
+    run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch, only: str, said: str
 ) -> None:
     monkeypatch.setenv("ONLY", only)
 
-    done = run_infra(command, exit_code=2)
+    done = run_infra("addons", exit_code=2)
 
     assert f"ONLY={only}" in done.stderr
     assert (f"mean {said}?" in done.stderr) == bool(said)
@@ -225,12 +215,14 @@ def test_a_release_that_fails_stops_the_rest_and_is_named(run_infra: RunInfra, c
     assert "kubectl -n volcano-system get pods,events" in done.stderr
 
 
-def test_a_diff_shows_what_would_change(run_infra: RunInfra, cluster: Installed) -> None:
+def test_a_dry_run_shows_what_would_change(
+    run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
     cluster.answer(
         """
 case "$*" in
 "list"*|"show"*) ;;
-"get manifest volcano"*) echo "Error: release: not found" >&2; exit 1 ;;
 "get manifest efa"*) echo "image: v0.5.20" ;;
 "get manifest"*) echo "kind: Same" ;;
 *"--install efa"*) echo '{"manifest": "image: v0.5.30\\n"}' ;;
@@ -238,31 +230,31 @@ case "$*" in
 esac""",
         difference=1,
     )
-    cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"))
+    ours = tuple(
+        (each.name, each.namespace, each.chart) for each in read_releases() if each.name in "kuberay neuron efa"
+    )
+    cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"), ours=ours)
 
-    done = run_infra("addons-diff")
+    done = run_infra("addons")
 
     assert "helm release prometheus in metrics (kube-prometheus-stack-80.0.0)" in done.stdout
     assert "monitoring 92.21.2: skipped" in done.stdout
     assert re.search("neuron 1.9.0: .*installed", done.stdout)
-    assert re.search("kuberay 1.6.1: would change\ndefinition a.ray.io: 1 .* 0 ", done.stdout)
+    assert "kuberay 1.6.1: would change\ndefinition a.ray.io differs\n" in done.stdout
     assert "volcano 1.14.1: would change\n--- installed\n+++ addons.yaml\n" in done.stdout
     assert "-image: v0.5.20\n+image: v0.5.30\n" in done.stdout
     assert not any("--atomic" in line or "kubectl apply" in line for line in cluster.programs.calls)
     assert all("--dry-run=server" in line for line in cluster.programs.calls if "upgrade" in line)
 
 
-@pytest.mark.parametrize(
-    ("command", "question"), [("addons", "list"), ("addons-diff", "list"), ("addons-diff", "get manifest")]
-)
-def test_a_cluster_that_does_not_answer_is_no_new_installation(
-    run_infra: RunInfra, cluster: Installed, command: str, question: str
-) -> None:
-    cluster.answer(f'[[ "$*" != "{question}"* ]] || {{ echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }}')
+@pytest.mark.usefixtures("dry_run")
+def test_a_cluster_that_does_not_answer_is_no_new_installation(run_infra: RunInfra, cluster: Installed) -> None:
+    cluster.answer('[[ "$*" != "list"* ]] || { echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }')
 
-    done = run_infra(command, exit_code=4)
+    done = run_infra("addons", exit_code=4)
 
     assert "Kubernetes cluster unreachable" in done.stderr
+    assert cluster.upgraded == []
 
 
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

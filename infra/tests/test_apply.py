@@ -10,13 +10,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from botocore.exceptions import ClientError
 
 from infra.account.managed_node_groups import list_node_groups
 from infra.apply.terraform import type_of
 from infra.shapes import find_shape
 from infra.teardown.neighbours import find_in_account
-from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
+from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, destroy, list_left, simulated_aws
 from services.common.hardware.instance_types import default_lustre_size
 
 VARIABLES = {
@@ -154,39 +153,10 @@ def test_infra_down_leaves_the_data_and_the_network_that_holds_it(applied: Appli
 
 
 def test_destroy_leaves_data_until_it_is_told_to_and_then_nothing(applied: Applied) -> None:
-    bucket = json.loads(applied.run("output", "-json", "bucket"))
-    # moto reads no condition of a policy, so that denying what is not encrypted on its way denies everything.
-    applied.client("s3").delete_bucket_policy(Bucket=bucket)
-    applied.client("s3").put_object(Bucket=bucket, Key="checkpoint/run/step-00000100/manifest.json", Body=b"{}")
-    # The provider waits for ten minutes after it has deleted a file system, whatever the API says.
-    applied.run("state", "rm", "module.storage.aws_fsx_lustre_file_system.this[0]")
-
     # The budget acts, of which terraform knows nothing.
     arn = "arn:aws:iam::123456789012:policy/millrace-us-west-2-over-budget"
     applied.client("iam").attach_role_policy(RoleName="millrace-us-west-2-deployer", PolicyArn=arn)
 
-    refused = applied.terraform("destroy", "-input=false", "-auto-approve", "-parallelism=20")
-    assert refused.returncode == 1
-    assert "BucketNotEmpty" in refused.stderr
-    assert applied.client("s3").list_objects_v2(Bucket=bucket)["KeyCount"] == 1
-    assert applied.client("eks").list_clusters()["clusters"] == []
+    destroy(applied)
 
-    address = "module.storage.aws_s3_bucket.this"
-    applied.run("apply", "-input=false", "-auto-approve", "-var=keep_data=false", f"-target={address}")
-    applied.run("destroy", "-input=false", "-auto-approve", "-var=keep_data=false")
-    assert applied.run("state", "list") == ""
-    with pytest.raises(ClientError, match="Not Found"):
-        applied.client("s3").head_bucket(Bucket=bucket)
-    left = {
-        "vpcs": [each for each in applied.client("ec2").describe_vpcs()["Vpcs"] if not each["IsDefault"]],
-        "addresses": applied.client("ec2").describe_addresses()["Addresses"],
-        "placement groups": applied.client("ec2").describe_placement_groups()["PlacementGroups"],
-        "templates": applied.client("ec2").describe_launch_templates()["LaunchTemplates"],
-        "repositories": applied.client("ecr").describe_repositories()["repositories"],
-        "roles": applied.client("iam").list_roles()["Roles"],
-        "log groups": applied.client("logs").describe_log_groups()["logGroups"],
-        "topics": applied.client("sns").list_topics()["Topics"],
-        "alarms": applied.client("cloudwatch").describe_alarms()["MetricAlarms"],
-        "budgets": applied.client("budgets").describe_budgets(AccountId="123456789012")["Budgets"],
-    }
-    assert {name: found for name, found in left.items() if found} == {}
+    assert list_left(applied) == {}

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from images.platforms import NeuronNode, read_neuron_nodes
-from infra.apply.inputs import read_variables
 from infra.apply.terraform import STACK
+from infra.apply.variables import read_variables
 from infra.aws_releases import (
     MachineImages,
     name_of_eks_release,
@@ -26,19 +26,18 @@ def node() -> NeuronNode:
 
 
 @pytest.mark.parametrize(
-    ("driver", "is_taken"),
-    [("2.26.10.0", False), ("2.27.4.0", True), ("2.28.0.0", True), ("2.29.0.0", False), ("2.30.2.0", False)],
+    ("variant", "taken", "refused"),
+    [
+        ("neuron", ["2.27.4.0", "2.28.0.0"], ["2.26.10.0", "2.29.0.0", "2.30.2.0"]),
+        ("trn2", ["2.31.7.0", "2.40.0.0"], ["2.30.2.0"]),
+    ],
 )
 def test_images_take_their_own_driver_and_those_before_the_first_that_is_too_new(
-    node: NeuronNode, driver: str, is_taken: bool
+    variant: str, taken: list[str], refused: list[str]
 ) -> None:
-    """2.29 is the first that needs another runtime; of older ones than the SDK's nothing is written."""
-    assert node.takes_driver(driver) == is_taken
-
-
-@pytest.mark.parametrize(("driver", "is_taken"), [("2.30.2.0", False), ("2.31.7.0", True), ("2.40.0.0", True)])
-def test_images_with_no_driver_that_is_known_to_be_too_new_take_every_later_one(driver: str, is_taken: bool) -> None:
-    assert read_neuron_nodes()["trn2"].takes_driver(driver) == is_taken
+    """2.29 is the first that neuron's runtime does not take; for trn2 none is known to be too new."""
+    node = read_neuron_nodes()[variant]
+    assert [driver for driver in [*taken, *refused] if node.takes_driver(driver)] == taken
 
 
 @pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from infra.apply.inputs import read_inputs, read_variables
 from infra.apply.terraform import STACK
 from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
-from services.common.hardware.instance_types import default_lustre_size
 from services.common.recipe.schema import STAGES
 
 ZONE = "usw2-az4"
@@ -57,18 +55,10 @@ def test_both_stacks_have_one_file_of_common_variables() -> None:
         assert (BATCH / name).samefile(STACK / name)
 
 
-def test_the_defaults_are_the_stacks() -> None:
-    inputs = read_inputs(read_variables(None, BATCH), needs_place=False, folder=BATCH)
-
-    assert not inputs.has_cluster
-    assert (inputs.trainium_shape, inputs.cpu_shape, inputs.core_nodes) == ("trn1.32xlarge", "m7i.8xlarge", 0)
-    assert (inputs.subnet_id, inputs.fsx) == ("", default_lustre_size())
-
-
 @pytest.fixture
 def account(on_batch: None, aws: Aws, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Aws:
     """An account whose quotas have room for four Trainium nodes and four others."""
-    programs.add("terraform", """echo '{"addresses_per_node": {"value": 24}}'""")
+    programs.add_terraform("""echo '{"addresses_per_node": {"value": 24}}'""")
     monkeypatch.setenv("TAG", TAG)
     aws.publish_machine_images()
     aws.quotas |= {
@@ -119,16 +109,6 @@ def test_preflight_names_an_environment_whose_nodes_start_from_another_ami(run_i
     assert "next      make infra-up STACK=batch, with no job" in done.stderr
 
 
-def test_preflight_names_an_ami_that_the_region_does_not_have(
-    run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TF_VAR_ami_id", "ami-00000000000000000")
-
-    done = run_infra("preflight", exit_code=4)
-
-    assert "no machine image ami-00000000000000000" in done.stderr
-
-
 def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
     run_infra: RunInfra, account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -171,13 +151,6 @@ def run_cli(ec2: Any, command: str) -> None:
         port = int(options["--port"])
         rule |= {"FromPort": port, "ToPort": port, "IpRanges": [{"CidrIp": options["--cidr"]}]}
     getattr(ec2, words[2].replace("-", "_"))(GroupId=options["--group-id"], IpPermissions=[rule])
-
-
-def test_preflight_before_the_first_infra_up(run_infra: RunInfra, account: Aws) -> None:
-    done = run_infra("preflight")
-
-    assert "no Trainium subnet yet" in done.stdout
-    assert re.search("0 of 3 tags are in ECR; .*millrace/compiler", done.stdout)
 
 
 def test_preflight_names_a_queue_that_gives_no_job_to_nodes(run_infra: RunInfra, account: Aws) -> None:

@@ -5,7 +5,6 @@ real one's names and nothing of AWS, and queues, jobs and definitions in moto.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from infra.tests.conftest import REGION, Aws, RunInfra
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs
 from infra.workloads import batch_workloads
-
-pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
 
 REGISTRY = f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
 VARIABLES = {
@@ -135,28 +132,6 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
     assert not site.config.exists()
 
 
-@pytest.mark.slow
-def test_what_others_have_in_the_network_is_named_before_the_data_goes(
-    run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is in the network stays with it, as long as the data does."""
-    make_queue(aws.client, "millrace-cpu", stack="millrace")
-    [subnet] = aws.make_subnets("usw2-az4", tags={STACK_TAG: "millrace"})
-    run_infra("up")
-    modules = site.modules
-
-    monkeypatch.setenv("KEEP_DATA", "false")
-    refused = run_infra("down", exit_code=4)
-
-    assert f"aws ec2 delete-subnet --subnet-id {subnet}" in refused.stderr
-    assert (site.modules, state_of(aws, "millrace-cpu")) == (modules, "ENABLED")
-
-    monkeypatch.delenv("KEEP_DATA")
-    done = run_infra("down")
-
-    assert subnet in done.stdout.partition("Take down")[0]
-
-
 def test_there_is_no_cluster_to_keep(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEP_CLUSTER", "true")
 
@@ -199,15 +174,6 @@ def test_jobs_get_their_whole_notice_before_infra_down_gives_up(
     run_infra("down")
 
     assert waits == [20000 + batch_workloads.AFTER_NOTICE_SECONDS]
-
-
-def test_queues_that_are_not_in_the_state_are_left_alone(run_infra: RunInfra, site: Site, aws: Aws) -> None:
-    make_queue(aws.client, "millrace-trainium")
-
-    done = run_infra("down", exit_code=4)
-
-    assert "the Batch environment of millrace" in done.stderr
-    assert state_of(aws, "millrace-trainium") == "ENABLED"
 
 
 def test_another_stacks_config_stays(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
 from infra.account.polling import wait_until_none
-from infra.account.session import Account, explaining_refusals
+from infra.account.session import Account
 from infra.teardown.neighbours import Neighbour, find_in_account
 
 JOBS_SECONDS = 1800.0
@@ -44,32 +44,26 @@ class BatchWorkloads:
 
         Raises `TryAgain` if one has not ended within the longer of `JOBS_SECONDS` and its notice.
         """
-        timeout_seconds = max(JOBS_SECONDS, self.find_notice_seconds() + AFTER_NOTICE_SECONDS)
-        with explaining_refusals("infra-down, jobs"):
-            names = [queue.name for queue in list_queues(self.account, self.stack)]
-            for name in names:
-                # Nobody can submit another job meanwhile.
-                self.account.client("batch").update_job_queue(jobQueue=name, state="DISABLED")
-                self._terminate_jobs(name)
-            wait_until_none(
-                "jobs",
-                lambda: [job_id for name in names for job_id, _ in list_job_ids(self.account, name)],
-                timeout_seconds,
-                "aws batch describe-jobs --jobs ... shows why they have not ended",
-            )
+        batch = self.account.client("batch")
+        names = [queue.name for queue in list_queues(self.account, self.stack)]
+        for name in names:
+            batch.update_job_queue(jobQueue=name, state="DISABLED")  # nobody can submit another job meanwhile
+            for job_id, job in list_job_ids(self.account, name):
+                print(f"stopping    {job}, {job_id}", flush=True)
+                batch.terminate_job(jobId=job_id, reason="make infra-down")
+        wait_until_none(
+            "jobs",
+            lambda: [job_id for name in names for job_id, _ in list_job_ids(self.account, name)],
+            max(JOBS_SECONDS, self.find_notice_seconds() + AFTER_NOTICE_SECONDS),
+            "aws batch describe-jobs --jobs ... shows why they have not ended",
+        )
         print(f"jobs        0 in {', '.join(names)}, which accept no new ones", flush=True)
 
     def forget(self) -> None:
         """Deregisters job definitions, whose images are gone, and deletes `config.txt` if this stack wrote it."""
-        with explaining_refusals("infra-down, job definitions"):
-            for arn in list_definitions(self.account, self.stack):
-                print(f"deregister  {arn.rpartition('/')[2]}", flush=True)
-                self.account.client("batch").deregister_job_definition(jobDefinition=arn)
+        for arn in list_definitions(self.account, self.stack):
+            print(f"deregister  {arn.rpartition('/')[2]}", flush=True)
+            self.account.client("batch").deregister_job_definition(jobDefinition=arn)
         lines = self.config.read_text(encoding="utf-8").splitlines() if self.config.is_file() else []
         if f"NAME={self.stack}" in lines and f"REGION={self.account.region}" in lines:
             self.config.unlink()
-
-    def _terminate_jobs(self, queue: str) -> None:
-        for job_id, name in list_job_ids(self.account, queue):
-            print(f"stopping    {name}, {job_id}", flush=True)
-            self.account.client("batch").terminate_job(jobId=job_id, reason="make infra-down")

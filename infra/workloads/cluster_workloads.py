@@ -13,7 +13,7 @@ from pathlib import Path
 from infra.account.load_balancers import list_load_balancers
 from infra.account.managed_node_groups import CORE, NodeGroup, list_node_groups
 from infra.account.polling import shorten, wait_until_none
-from infra.account.session import Account, explaining_refusals
+from infra.account.session import Account
 from infra.addons.installation import remove_releases
 from infra.addons.releases import read_releases
 from infra.apply.overlay_settings import forget_settings
@@ -47,13 +47,11 @@ class ClusterWorkloads:
 
     def find_neighbours(self) -> list[Neighbour]:
         """Lists resources of others on the cluster, unless that is gone, and in the stack's network."""
-        with explaining_refusals("infra-down"):
-            is_there = self.is_there()
-        if not is_there:
+        if not self.is_there():
             return find_in_account(self.account, self.cluster, lambda service: False)
-        self._require_cluster()
+        kubernetes_cluster.require_context(self.account, self.cluster)
         owners = read_owners()
-        services = {f"{each.namespace}/{each.name}" for each in kubernetes_cluster.list_makers()}
+        services = {f"{each.namespace}/{each.name}" for each in kubernetes_cluster.list_cloud_objects()}
         in_account = find_in_account(
             self.account,
             self.cluster,
@@ -68,19 +66,23 @@ class ClusterWorkloads:
         `DeploymentStays` if a stage does not stop, `DeviceError` if kubectl talks to another cluster, and `TryAgain`
         if something is not gone in time.
         """
-        self._require_cluster()
+        kubernetes_cluster.require_context(self.account, self.cluster)
         owners = read_owners()
         self._stop_deployments()
         self._empty_pools(find_pods_by_node_group(owners))
-        self._remove_addons(owners)  # a claim stays while a pod of an add-on uses it
-        self._delete_makers(owners)
+        if shutil.which("helm"):  # first, because a claim stays while a pod of an add-on uses it
+            remove_releases(read_releases(), list(owners.releases), owners.namespaces)
+        else:
+            print("add-ons     no helm on PATH: they stay on the cluster, outside which they make nothing")
+        self._delete_cloud_objects(owners)
 
     def forget(self) -> None:
         forget_settings(self.settings)
 
     def _stop_deployments(self) -> None:
         """Stops the stages, so that the trainer commits a checkpoint before its nodes are removed."""
-        if not kubernetes_cluster.has_kind("rayclusters.ray.io") or not kubernetes_cluster.has_namespace(NAMESPACE):
+        has_kuberay = "rayclusters.ray.io" in kubernetes_cluster.list_kinds("ray.io")
+        if not has_kuberay or not kubernetes_cluster.has_namespace(NAMESPACE):
             print(f"deployments none: there is no namespace {NAMESPACE}, or no KubeRay", flush=True)
             return
         if kubernetes_cluster.has_raycluster(NAMESPACE):
@@ -95,32 +97,24 @@ class ClusterWorkloads:
             shown = " ".join(f"{name}={value}" for name, value in variables.items())
             raise DeploymentStays(f"make {command} {shown} failed; its output is above", done.returncode)
 
-    def _require_cluster(self) -> None:
-        with explaining_refusals("infra-down"):
-            endpoint = kubernetes_cluster.find_endpoint(self.account, self.cluster) or ""
-        kubernetes_cluster.require_context(self.account, self.cluster, endpoint)
-
     def _empty_pools(self, pods_of_others: dict[str, list[str]]) -> None:
         """Scales the stack's node groups to 0, except the core group, whose drivers the next steps need."""
-        with explaining_refusals("infra-down, node groups"):
-            groups = list_node_groups(self.account, self.cluster)
-            pools = [group for group in groups if group.stack == self.cluster and group.pool != CORE]
-            for group in groups:
-                if group.stack != self.cluster:
-                    print(f"left        node group {group.name}: not made by this stack", flush=True)
-            for group in pools:
-                if pods := pods_of_others.get(group.name):
-                    print(f"left        nodes of {group.name}, with pods of others: {shorten(pods)}", flush=True)
-                else:
-                    self._empty(group)
-            names = [group.name for group in pools if not pods_of_others.get(group.name)]
-            wait_until_none(
-                "nodes",
-                lambda: [each for name in names for each in list_pool_instances(self.account, self.cluster, name)],
-                NODES_SECONDS,
-                f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... shows why they stay",
-            )
-        print(f"nodes       0 in {', '.join(names) or 'no pool'}", flush=True)
+        emptied = []
+        for group in list_node_groups(self.account, self.cluster):
+            if group.stack != self.cluster:
+                print(f"left        node group {group.name}: not made by this stack", flush=True)
+            elif pods := pods_of_others.get(group.name) if group.pool != CORE else None:
+                print(f"left        nodes of {group.name}, with pods of others: {shorten(pods)}", flush=True)
+            elif group.pool != CORE:
+                self._empty(group)
+                emptied.append(group.name)
+        wait_until_none(
+            "nodes",
+            lambda: [each for name in emptied for each in list_pool_instances(self.account, self.cluster, name)],
+            NODES_SECONDS,
+            f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... shows why they stay",
+        )
+        print(f"nodes       0 in {', '.join(emptied) or 'no pool'}", flush=True)
 
     def _empty(self, group: NodeGroup) -> None:
         if group.desired_nodes or group.min_nodes:
@@ -130,38 +124,31 @@ class ClusterWorkloads:
                 clusterName=self.cluster, nodegroupName=group.name, scalingConfig={"minSize": 0, "desiredSize": 0}
             )
 
-    def _delete_makers(self, owners: Owners) -> None:
+    def _delete_cloud_objects(self, owners: Owners) -> None:
         """Deletes Services and claims while the controllers run that delete their load balancers and volumes."""
         left = []
-        for maker in kubernetes_cluster.list_makers():
-            if owners.has_made(maker):
-                print(f"deleting    {maker}", flush=True)
-                kubernetes_cluster.delete(maker)
+        for each in kubernetes_cluster.list_cloud_objects():
+            if owners.has_made(each):
+                print(f"deleting    {each}", flush=True)
+                kubernetes_cluster.delete_object(each)
             else:
-                print(f"left        {maker}: not made by Millrace", flush=True)
-                left.append(f"{maker.namespace}/{maker.name}")
-        with explaining_refusals("infra-down, volumes and load balancers"):
-            wait_until_none(
-                "volumes and load balancers",
-                lambda: list(self._list_made(owners, left)),
-                OBJECTS_SECONDS,
-                "A claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A lists them",
-            )
+                print(f"left        {each}: not made by Millrace", flush=True)
+                left.append(f"{each.namespace}/{each.name}")
+        wait_until_none(
+            "volumes and load balancers",
+            lambda: list(self._list_made(owners, left)),
+            OBJECTS_SECONDS,
+            "A claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A lists them",
+        )
         print("volumes     0 volumes of claims and load balancers of Services that Millrace made", flush=True)
 
     def _list_made(self, owners: Owners, left: list[str]) -> Iterator[str]:
         """Load balancers and volumes that controllers made for Services and claims in Millrace's own namespaces."""
         made = {each.name: each.service for each in list_load_balancers(self.account) if each.is_of(self.cluster)}
         made |= list_claim_volumes(self.account, self.cluster)
-        for name, maker in made.items():
-            if maker not in left and maker.partition("/")[0] in owners.namespaces:
+        for name, origin in made.items():
+            if origin not in left and origin.partition("/")[0] in owners.namespaces:
                 yield name
-
-    def _remove_addons(self, owners: Owners) -> None:
-        if shutil.which("helm"):
-            remove_releases(read_releases(), list(owners.releases), owners.namespaces)
-        else:
-            print("add-ons     no helm on PATH: they stay on the cluster, outside which they make nothing")
 
 
 class DeploymentStays(MillraceError):

@@ -11,13 +11,13 @@ from typing import Any
 from infra.account.session import Account
 from services.common.errors import DeviceError
 
-Thing = dict[str, Any]
+KubernetesObject = dict[str, Any]
 # helm writes these annotations on every object of a release.
 RELEASE_NAME, RELEASE_NAMESPACE = "meta.helm.sh/release-name", "meta.helm.sh/release-namespace"
 
 
 @dataclass(frozen=True)
-class Maker:
+class CloudObject:
     """A Service or claim for which a controller made a load balancer or volume, which it deletes with the object."""
 
     kind: str
@@ -36,8 +36,9 @@ def find_endpoint(account: Account, cluster: str) -> str | None:
     return None if found is None else str(found["cluster"].get("endpoint") or "")
 
 
-def require_context(account: Account, cluster: str, endpoint: str) -> None:
+def require_context(account: Account, cluster: str) -> None:
     """Raises `DeviceError` unless KUBECONFIG's current context is this cluster, before another one is changed."""
+    endpoint = find_endpoint(account, cluster) or ""
     configured = run_kubectl(["config", "view", "--minify", "--output", "json"])
     clusters = json.loads(configured)["clusters"] if configured.strip() else []
     server = clusters[0]["cluster"]["server"] if clusters else "none"
@@ -46,11 +47,6 @@ def require_context(account: Account, cluster: str, endpoint: str) -> None:
             f"kubectl talks to {server}, and {cluster} is at {endpoint}. "
             f"Run aws eks update-kubeconfig --region {account.region} --name {cluster}, then the same command again"
         )
-
-
-def has_kind(kind: str) -> bool:
-    """Whether the cluster knows the kind, spelled as in `rayclusters.ray.io`."""
-    return kind in list_kinds(kind.partition(".")[2])
 
 
 def has_namespace(name: str) -> bool:
@@ -66,38 +62,35 @@ def list_kinds(group: str) -> list[str]:
     return run_kubectl(["api-resources", f"--api-group={group}", "--verbs=list", "--output=name"]).split()
 
 
-def list_things(*kinds: str) -> list[Thing]:
+def list_objects(*kinds: str) -> list[KubernetesObject]:
     """Lists all objects of the kinds, in every namespace."""
     if not kinds:
         return []
     answer = run_kubectl(["get", ",".join(kinds), "--all-namespaces", "--output", "json"])
-    items: list[Thing] = json.loads(answer)["items"] if answer.strip() else []
+    items: list[KubernetesObject] = json.loads(answer)["items"] if answer.strip() else []
     return items
 
 
-def list_makers() -> list[Maker]:
+def list_cloud_objects() -> list[CloudObject]:
     """Services with a load balancer, and claims for which a driver made a volume; no claims on an existing volume."""
-    services = [
-        _maker("service", each) for each in list_things("services") if each["spec"].get("type") == "LoadBalancer"
+    services = [each for each in list_objects("services") if each["spec"].get("type") == "LoadBalancer"]
+    claims = [each for each in list_objects("persistentvolumeclaims") if each["spec"].get("storageClassName") != ""]
+    return [
+        CloudObject(kind, each["metadata"]["namespace"], each["metadata"]["name"], release_of(each))
+        for kind, found in (("service", services), ("persistentvolumeclaim", claims))
+        for each in found
     ]
-    claims = [
-        _maker("persistentvolumeclaim", each)
-        for each in list_things("persistentvolumeclaims")
-        if each["spec"].get("storageClassName") != ""
-    ]
-    return [*services, *claims]
 
 
-def delete(maker: Maker) -> None:
+def delete_object(found: CloudObject) -> None:
     """Requests the deletion without waiting. A claim stays until its pods are gone."""
-    run_kubectl(
-        ["--namespace", maker.namespace, "delete", maker.kind, maker.name, "--ignore-not-found", "--wait=false"]
-    )
+    options = ["--ignore-not-found", "--wait=false"]
+    run_kubectl(["--namespace", found.namespace, "delete", found.kind, found.name, *options])
 
 
-def release_of(thing: Thing) -> tuple[str, str] | None:
+def release_of(found: KubernetesObject) -> tuple[str, str] | None:
     """Namespace and name of the helm release that contains the object."""
-    annotations = thing["metadata"].get("annotations") or {}
+    annotations = found["metadata"].get("annotations") or {}
     if RELEASE_NAME not in annotations:
         return None
     return annotations.get(RELEASE_NAMESPACE, ""), annotations[RELEASE_NAME]
@@ -119,7 +112,3 @@ def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, 
             f"ran infra-up first does, and the stack's administrators do. Operators cannot read all namespaces"
         )
     return done.stdout
-
-
-def _maker(kind: str, thing: Thing) -> Maker:
-    return Maker(kind, thing["metadata"]["namespace"], thing["metadata"]["name"], release_of(thing))

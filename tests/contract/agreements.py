@@ -14,7 +14,6 @@ import yaml
 
 from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
-from infra.apply.inputs import plain
 from infra.preflight import kubernetes_versions
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
@@ -310,6 +309,17 @@ def _one(objects: list[Thing], kind: str) -> Thing:
 
 @cache
 def read_hcl(path: Path) -> Thing:
-    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` of infra removes them."""
+    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` removes them."""
     parsed: Thing = hcl2.loads(path.read_text(encoding="utf-8"))
     return parsed
+
+
+def plain(value: Any) -> Any:
+    """The value that HCL means: hcl2 leaves the quotes on strings and adds entries of its own."""
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
+        return json.loads(value)
+    return None if value == "null" else value

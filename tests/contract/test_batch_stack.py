@@ -15,11 +15,11 @@ from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
-from infra.apply.inputs import plain, read_variables
+from infra.apply.variables import read_variables
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
-from tests.contract.agreements import read_hcl
+from tests.contract.agreements import plain, read_hcl
 from tests.deploy.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"

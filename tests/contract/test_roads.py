@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -16,8 +18,6 @@ from deploy.client.one_off_request import OneOffRequest, read_one_off_request
 from deploy.client.request import DeployRequest, read_deploy_request, require_stage_name
 from deploy.client.variables import require_taken
 from images.platforms import REPOSITORY
-from infra.apply.roads import ROADS, Target, describe_road
-from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
 from k8s.client.resolved_deployment import resolve
@@ -27,6 +27,35 @@ from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing
+
+REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
+
+Target = Literal["eks", "batch"]
+PAGES: dict[Target, Path] = {"eks": REPOSITORY / "infra/README.md", "batch": REPOSITORY / "docs/operations/batch.md"}
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A line that a reader types: for `make`, its target and its variables."""
+
+    line: str
+    target: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def read_road(target: Target) -> list[Typed]:
+    """The commands of the page's list, without their comments."""
+    lines = PAGES[target].read_text(encoding="utf-8").splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(f"    cp infra/stacks/{target}/"))
+    end = next(number for number, line in enumerate(lines[begin:], start=begin) if not line.startswith("    "))
+    return [_read(line.strip().partition("  #")[0].rstrip()) for line in lines[begin:end]]
+
+
+def _read(line: str) -> Typed:
+    words = shlex.split(line)
+    if words[0] != "make":
+        return Typed(line)
+    return Typed(line, words[1], dict(word.split("=", 1) for word in words[2:]))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,12 +75,17 @@ def read_request(typed: Typed) -> DeployRequest:
     return read_deploy_request(typed.variables, require_stage_name(typed.variables["STAGE"]))
 
 
-@pytest.mark.parametrize("target", ROADS)
-def test_the_page_prints_the_road(target: Target) -> None:
-    assert read_lines(target) == describe_road(target)
+@pytest.mark.parametrize(
+    ("target", "commands"), [("eks", infra.__main__.NEXT_ON_EKS), ("batch", infra.__main__.NEXT_ON_BATCH)]
+)
+def test_the_commands_that_infra_up_prints_follow_it_on_the_page(target: Target, commands: str) -> None:
+    printed = commands.format(region="us-west-2", name="millrace", registry=REGISTRY, variant="neuron").splitlines()
+    lines = [typed.line for typed in read_road(target)]
+    begin = next(number for number, line in enumerate(lines, start=1) if line.startswith("make infra-up"))
+    assert [line.strip() for line in printed] == lines[begin : begin + len(printed)]
 
 
-@pytest.mark.parametrize("target", ROADS)
+@pytest.mark.parametrize("target", PAGES)
 def test_the_stages_run_in_order_and_what_was_made_is_exported_and_taken_down(target: Target) -> None:
     typed = [each for each in read_road(target) if each.target]
     assert [each.variables["STAGE"] for each in deployments(target)] == list(STAGES)

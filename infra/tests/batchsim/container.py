@@ -11,10 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from infra.tests.batchsim.network import Network, has_own_network
 from services.common.testing.waiting import wait_until
@@ -91,12 +88,6 @@ class Container:
         """Sends a signal to the container's init, if that still runs."""
         if self._process.poll() is None and self._init in self._children():
             os.kill(self._init, signum)
-
-    def send_to_all(self, signum: signal.Signals) -> None:
-        """Signals every process of the container, as if its host were frozen (SIGSTOP) and woke up (SIGCONT)."""
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signum)
 
     def kill(self) -> None:
         """End all of it at once, as when its host is lost."""
