@@ -1,20 +1,21 @@
 """Finds exact duplicates: documents whose normalised bytes an earlier document of the corpus has, too.
 
-Two phases of tasks find all but the first document of each digest, in the order of the corpus:
+Three phases of tasks find all but the first document of each digest, in the order of the corpus:
 
 1. digest: a task reads a group of neighbouring partitions, and writes the digests of their documents, sorted, and once
    each: which documents repeat another one of the group is known by then.
 2. find: a task takes one bucket, which is a range of digests, from the files of all groups, sorts it, and writes the
    positions of all documents but the first of each digest.
+3. list: a task takes the duplicates of one group from the files of all buckets. An encode task reads one such list.
 
-An encode task looks up its partition in the files of all buckets. The text is read once, and 24 bytes are written and
-read for each document. A task of the first phase holds 130 bytes for each document of its group, and one of the second
-60 bytes for each of DIGESTS_PER_BUCKET digests.
+The text is read once, and 24 bytes are written and read for each document. The phases open `groups * (2 * buckets + 1)`
+files, and the encode tasks one for each partition. A task of the first phase holds 130 bytes for each document of its
+group, of which 16 are the digest, and one of the second 60 bytes for each of DIGESTS_PER_BUCKET digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,15 +49,12 @@ class Duplicates:
 
     folder: Path
     partitions_per_group: int
-    num_buckets: int
 
     def read(self, first_pass_index: int) -> npt.NDArray[np.int64]:
         """Return the numbers of the duplicates among the documents of a partition of the first pass, rising."""
-        _, repeated = _read_digests(self.folder, first_pass_index // self.partitions_per_group)
-        found = [map_array(_bucket_path(self.folder, bucket), np.uint64) for bucket in range(self.num_buckets)]
-        first, end = _position(first_pass_index), _position(first_pass_index + 1)
-        own = [each[slice(*np.searchsorted(each, np.array([first, end])))] for each in (repeated, *found)]
-        return (np.sort(np.concatenate(own)) - first).astype(np.int64)
+        path = _list_path(self.folder, first_pass_index // self.partitions_per_group)
+        own = _select(path, first_pass_index, first_pass_index + 1)
+        return (own - _position(first_pass_index)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,26 @@ class FindTask:
     """Checksum of the results of all digest tasks."""
 
 
+@dataclass(frozen=True)
+class ListTask:
+    """The input of `list_group`, which is sent to a worker process."""
+
+    folder: Path
+    group: int
+    partitions: range
+    """Indices of the group's partitions."""
+    num_buckets: int
+    inputs_xxh3: str
+    """Checksum of the results of all digest and find tasks."""
+
+
 class WrittenFile(ManifestModel):
     """The result of a task: one file. Its JSON is the task's marker."""
 
     inputs: str
     """What the file was made of. A task of other inputs makes its file again."""
     documents: int
-    """Different digests in the file of a group, and positions in that of a bucket."""
+    """Different digests in the first file of a group, and positions in that of a bucket and in a list."""
     xxh3: str
 
 
@@ -117,11 +128,23 @@ def find_duplicates(
         launcher, digest_group, digest_tasks, sizes, num_workers, title="digest documents", unit="bytes"
     )
     num_buckets = max(1, -(-sum(file.documents for file in digests) // digests_per_bucket))
-    checksums = xxhash.xxh3_128_hexdigest(" ".join(file.xxh3 for file in digests).encode())
-    find_tasks = [FindTask(folder, bucket, num_buckets, len(groups), checksums) for bucket in range(num_buckets)]
+    checksum = _checksum_of(digests)
+    find_tasks = [FindTask(folder, bucket, num_buckets, len(groups), checksum) for bucket in range(num_buckets)]
     ones = np.ones(num_buckets, np.int64)
-    run_largest_first(launcher, find_in_bucket, find_tasks, ones, num_workers, title="find duplicates", unit="buckets")
-    return Duplicates(folder, per_group, num_buckets)
+    found = run_largest_first(
+        launcher, find_in_bucket, find_tasks, ones, num_workers, title="find duplicates", unit="buckets"
+    )
+    checksum = _checksum_of([*digests, *found])
+    list_tasks = [ListTask(folder, number, group, num_buckets, checksum) for number, group in enumerate(groups)]
+    # The lists of a corpus of one bucket are made sooner than another process starts.
+    num_workers = min(num_workers, num_buckets)
+    ones = np.ones(len(groups), np.int64)
+    run_largest_first(launcher, list_group, list_tasks, ones, num_workers, title="list duplicates", unit="lists")
+    return Duplicates(folder, per_group)
+
+
+def _checksum_of(files: Iterable[WrittenFile]) -> str:
+    return xxhash.xxh3_128_hexdigest(" ".join(file.xxh3 for file in files).encode())
 
 
 def digest_group(task: DigestTask) -> WrittenFile:
@@ -141,6 +164,12 @@ def find_in_bucket(task: FindTask) -> WrittenFile:
     return _write_once(_bucket_path(task.folder, task.bucket), inputs, lambda: _find(task))
 
 
+def list_group(task: ListTask) -> WrittenFile:
+    """Write the positions of a group's duplicates, rising, unless the file is complete."""
+    inputs = f"partitions {task.partitions} of {task.inputs_xxh3}"
+    return _write_once(_list_path(task.folder, task.group), inputs, lambda: _list(task))
+
+
 def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
     corpus = task.corpus
     digests: list[bytes] = []
@@ -151,7 +180,7 @@ def _digest(task: DigestTask) -> tuple[int, npt.NDArray[np.uint64]]:
         bad_rows = BadRows(corpus.bad_rows)  # the encode tasks count them
         for batch in read_documents(partition.file_ranges, corpus.invalid_utf8, corpus.max_document_bytes, bad_rows):
             is_wanted = batch.sizes >= max(1, corpus.min_document_bytes)
-            digests += digest_documents(batch.select(is_wanted))
+            digests.append(digest_documents(batch.select(is_wanted)))
             positions.append(_position(partition.index) + (read + np.flatnonzero(is_wanted)).astype(np.uint64))
             read += len(batch)
     high, low = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).reshape(-1, 2).T
@@ -193,6 +222,20 @@ def _sort(columns: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.
     return columns, is_repeated
 
 
+def _list(task: ListTask) -> tuple[int, Positions]:
+    _, repeated = _read_digests(task.folder, task.group)
+    paths = [_bucket_path(task.folder, bucket) for bucket in range(task.num_buckets)]
+    found = [_select(path, task.partitions.start, task.partitions.stop) for path in paths]
+    duplicates = np.sort(np.concatenate([repeated, *found]))
+    return len(duplicates), duplicates
+
+
+def _select(path: Path, first: int, end: int) -> Positions:
+    """Return the positions in a file that are in partitions [first, end)."""
+    positions = map_array(path, np.uint64)
+    return positions[slice(*np.searchsorted(positions, np.array([_position(first), _position(end)])))]
+
+
 def _position(partition: int) -> np.uint64:
     """Return the position of the first document of a partition."""
     return np.uint64(partition << _NUMBER_BITS)
@@ -219,3 +262,7 @@ def _digests_path(folder: Path, group: int) -> Path:
 
 def _bucket_path(folder: Path, bucket: int) -> Path:
     return path_in_tree(folder, bucket, ".bucket")
+
+
+def _list_path(folder: Path, group: int) -> Path:
+    return path_in_tree(folder, group, ".duplicates")

@@ -32,6 +32,8 @@ _ARROW_CODECS = {".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
 _FSSPEC_CODECS = {".gz": "gzip", ".tgz": "gzip", ".xz": "xz", ".lzma": "lzma"}
 _BUFFER_BYTES = 2**20
 _LIBRARY_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, pa.ArrowException)
+# Of a remote file these are bugs of Millrace, and no fault of the network, the store or the account.
+_BUGS = (TypeError, AttributeError, KeyError, NameError, AssertionError)
 _ENCODING_OF_MARK = {  # UTF-32's little-endian mark begins with that of UTF-16
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -67,13 +69,15 @@ def find_file_system(uri: str) -> tuple[Any, str]:
 def as_artifact_error(uri: str, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Raise a library's error about an input as `ArtifactError` with its address. Elsewhere `OSError` is a full disk.
 
-    By default any class counts for a remote file, because botocore, httpx and fsspec raise plain `Exception`s.
+    By default all classes but those of bugs count for a remote file, because botocore, httpx and fsspec raise plain
+    `Exception`s.
     """
     expected = errors or ((Exception,) if "://" in uri else _LIBRARY_ERRORS)
+    unexpected = (MillraceError, MemoryError, *(() if errors else _BUGS))
     try:
         yield
     except Exception as error:
-        if isinstance(error, MillraceError | MemoryError) or not isinstance(error, expected):
+        if isinstance(error, unexpected) or not isinstance(error, expected):
             raise
         place = getattr(error, "filename", None) or uri  # a file or folder below the source's
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

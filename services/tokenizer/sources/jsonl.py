@@ -1,6 +1,6 @@
 """Reads JSON, where an object is a row and one of its keys holds the document.
 
-A file has an object on each line, or is an array of objects or strings.
+A file has an object on each line, or is an array of objects or strings, or has objects that are indented.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from services.tokenizer.sources.input_files import FileRange, InputFile, whole_f
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 _EXPECTED = "A jsonl file holds a JSON object on each line, or is one array."
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
 _ESCAPED_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _ROWS_WITH_THE_KEY = 1_000
 _BLOCK = 2**20
+_LITERAL_CHARACTERS = len("-Infinity")
 _NO_LIMIT = sys.maxsize // 2
 
 
@@ -229,18 +231,51 @@ def _locate_line(uri: str, position: int) -> str:
     return f"{uri}:{number}"
 
 
-def _read_values(file: BinaryIO, uri: str) -> list[object]:
-    """Return the elements of the array, or the one object, that a file holds. `datasets` reads it as a whole, too.
+def _read_values(file: BinaryIO, uri: str) -> Iterator[object]:
+    """Yield the elements of the array that a file holds, or the objects that follow one another in it.
 
-    Bytes that are not UTF-8 become lone surrogates. Raises `ArtifactError` for what is no JSON.
+    Bytes that are not UTF-8 become lone surrogates. Raises `ArtifactError` for what is no JSON, behind which no value
+    can be found, and for an array without an end.
     """
-    try:
-        value = json.loads(file.read().removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{uri} is no JSON array: {error}. The file is damaged, or cut off. {_EXPECTED}") from error
-    return value if isinstance(value, list) else [value]
+    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+    decoder = json.JSONDecoder()
+    buffer = text.read(_BLOCK).removeprefix("\ufeff").lstrip()
+    is_array = buffer.startswith("[")
+    number, position = 0, int(is_array)
+    while True:
+        position = _BETWEEN_VALUES.match(buffer, position).end()  # type: ignore[union-attr]
+        if position == len(buffer):
+            buffer, position = text.read(_BLOCK), 0
+            if not buffer:
+                break
+        elif is_array and buffer[position] == "]":
+            if (buffer[position + 1 :] + text.read(_BLOCK)).strip():
+                raise ArtifactError(f"{uri}: text follows the end of the JSON array. Write one array, or JSON lines.")
+            return
+        else:
+            try:
+                value, position = decoder.raw_decode(buffer, position)
+            except (ValueError, RecursionError) as error:
+                more = text.read(max(_BLOCK, len(buffer))) if _may_go_on(error, buffer) else ""
+                if not more:
+                    raise ArtifactError(
+                        f"{_locate_element(uri, number)} is not JSON: {error}. The file is damaged, or cut off."
+                    ) from error
+                buffer, position = buffer[position:] + more, 0
+            else:
+                yield value
+                number += 1
+    if is_array:
+        raise ArtifactError(f"{uri}: the JSON array has no end after {number:,} elements: the file is cut off.")
 
 
 def _locate_element(uri: str, number: int) -> str:
     """Return a value's place for an error. `number` counts from 0."""
     return f"{uri}: element {number + 1:,}"
+
+
+def _may_go_on(error: Exception, buffer: str) -> bool:
+    """Return whether more text could make the value whole: the parser has reached the end of the text that it has."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.pos >= len(buffer) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
+    )

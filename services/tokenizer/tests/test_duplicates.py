@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.testing.seeds import draw_seed
 from services.tokenizer.document_hashes import normalise
 from services.tokenizer.duplicates import find_duplicates
+from services.tokenizer.tasks import map_array
 from services.tokenizer.tests.builders import (
     Mix,
     decode_documents,
@@ -104,11 +106,12 @@ def test_a_repeated_command_runs_the_tasks_alone_whose_file_is_damaged(
     with monkeypatch.context() as patch:
         patch.setattr("services.tokenizer.build.pack_splits", stop)
         assert run(recipe, tmp_path / "fsx") == 75
-        files = sorted(each for kind in ("digests", "bucket") for each in tmp_path.rglob(f"000/*.{kind}*"))
+        kinds = ("digests", "bucket", "duplicates")
+        files = sorted(each for kind in kinds for each in tmp_path.rglob(f"000/*.{kind}*"))
         before = [path.stat().st_ino for path in files]
-        assert {path.suffix for path in files} == {".digests", ".bucket", ".json"}
+        assert {path.suffix for path in files} == {".digests", ".bucket", ".duplicates", ".json"}
 
-        damaged = [files[0].with_name(name) for name in ("000001.digests", "000001.bucket")]
+        damaged = [next(path for path in files if path.suffix == f".{kind}" and path.stat().st_size) for kind in kinds]
         for path in damaged:
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
@@ -157,3 +160,24 @@ def test_short_documents_go_before_duplicates_and_weights_choose_after_them(mix:
     counts = mix(*sources, corpus__duplicates="drop").manifest.corpus
     assert (counts.documents_too_short, counts.documents_empty) == (0, 2)
     assert counts.documents_duplicate == len(shared) + 3
+
+
+def test_a_partition_is_looked_up_in_one_file_however_many_buckets_there_are(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+
+    def map_and_record(path: Path, dtype: Any) -> Any:
+        opened.append(path)
+        return map_array(path, dtype)
+
+    text = write_documents(tmp_path / "text", [b"text %d" % (number % 20) for number in range(40)])
+    settings = {"corpus__duplicates": "drop", "corpus__split_bytes": 50, "tokenizer__num_workers": 1}
+    opens = []
+    for digests_per_bucket in (2**23, 4):
+        opened.clear()
+        monkeypatch.setattr(FIND_DUPLICATES, partial(find_duplicates, digests_per_bucket=digests_per_bucket))
+        monkeypatch.setattr("services.tokenizer.duplicates.map_array", map_and_record)
+        publish(write_recipe(tmp_path, text, model=model, **settings), tmp_path / f"fsx-{digests_per_bucket}")
+        opens.append(sum(path.suffix == ".duplicates" for path in opened))
+    assert opens[0] == opens[1] > 0

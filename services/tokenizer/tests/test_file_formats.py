@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 from services.common.errors import ArtifactError
 from services.common.recipe.schema import Source
+from services.tokenizer.sources.documents import list_inputs
+from services.tokenizer.sources.jsonl import require_key
 from services.tokenizer.tests.builders import (
     ARTICLE,
     DOCUMENTS,
@@ -200,3 +203,16 @@ def test_a_wikicorpus_archive_gives_its_articles(tmp_path: Path, name: str, mode
     members = ["".join(ARTICLE % ("x", text) for text in part) for part in (articles[:3], articles[3:])]
     (tmp_path / name).write_bytes(make_wikicorpus(*members, mode=mode))
     assert read_all(Source(uri=str(tmp_path / name), format="wikicorpus")) == articles
+
+
+def test_an_array_is_read_a_block_at_a_time(tmp_path: Path) -> None:
+    texts = ["x" * 700_000, 'é\\"' * 400_000, *DOCUMENTS, "y" * 3_000_000, *["z" * 20_000] * 1_000]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"n": 1.5e300, "text": text, "b": True} for text in texts]))
+    listing = list_inputs(Source(uri=str(path)))
+    tracemalloc.start()
+    require_key(listing, max_document_bytes=10**6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 3
+    assert read_all(Source(uri=str(path))) == texts

@@ -117,6 +117,15 @@ class HandlerWithPassword(QuietHandler):
         self.do_GET()
 
 
+def test_a_bug_is_not_reported_as_a_remote_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    monkeypatch.delattr("services.tokenizer.sources.jsonl._parse")
+    with serve_folder(tmp_path) as address, pytest.raises(NameError):
+        read_all(Source(uri=f"{address}/a.jsonl"))
+
+
 def test_a_password_comes_from_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site").mkdir()
     write_jsonl(tmp_path / "site" / "a.jsonl", DOCUMENTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, RecipeError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Tokenizer
@@ -226,6 +226,7 @@ def test_a_vocabulary_made_alone_is_the_stages_own(tmp_path: Path, capsys: pytes
         (["--vocab-size", "400"], 2, "SOURCE"),
         (["--vocab-size", "400", "missing.txt"], 3, "missing.txt"),
         (["--vocab-size", "400", "EMPTY"], 3, "empty.txt"),
+        (["--vocab-size", "400", "TEXT", "--output", "/proc/a.model"], 2, "--output"),  # no user can write there
     ],
 )
 def test_a_vocabulary_that_cannot_be_made_leaves_nothing(
@@ -240,3 +241,31 @@ def test_a_vocabulary_that_cannot_be_made_leaves_nothing(
     assert train_vocab("--output", folder / "a.model", *options) == exit_code
     assert expected in capsys.readouterr().err
     assert list(folder.iterdir()) == []
+
+
+def test_the_output_is_taken_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_bytes(make_text(20_000))
+    command = ("--output", tmp_path / "a.model", "--vocab-size", VOCAB_SIZE, tmp_path / "text.txt")
+
+    def train_beside_another(*_: object) -> tuple[bytes, list[bytes]]:
+        assert train_vocab(*command) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("services.tokenizer.tools.vocabulary_tool.train_on_sample", train_beside_another)
+    with pytest.raises(KeyboardInterrupt):
+        main(["train-vocab", *map(str, command)])
+    assert not (tmp_path / "a.model").exists()
+
+
+def test_an_error_of_sentencepiece_that_is_not_about_the_text_is_no_fault_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RecipeError):
+        train_vocabulary([b"\n"], VOCAB_SIZE)
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("INTERNAL: out of threads")
+
+    monkeypatch.setattr("sentencepiece.SentencePieceTrainer.train", fail)
+    with pytest.raises(RuntimeError):
+        train_vocabulary(make_documents(1), VOCAB_SIZE)

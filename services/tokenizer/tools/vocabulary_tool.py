@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -48,18 +49,31 @@ def train_vocab(
         name = "-".join(map(str, problem["loc"])).replace("_", "-")
         raise typer.BadParameter(f"{problem['msg']}, got {problem['input']!r}", param_hint=name) from error
     path = output.absolute()
-    if path.exists() or not path.parent.is_dir():
-        raise RecipeError(f"{path}: the file exists, or its folder does not. Pass another --output.")
     # No document is kept for validation, and the length of rows changes no text.
     corpus = Corpus(name="vocabulary", sources=tuple(sources), sequence_length=8, validation_fraction=0.0)
     listings = tuple(list_inputs(source) for source in sources)
     for listing in listings:
         require_key(listing, corpus.max_document_bytes)
-    model, documents = train_on_sample(corpus, listings, training)
-    with adding_path(path.parent):
-        write_durably(path, model)
+    with _reserving(path):  # not before: the sources' folder may be that of the output
+        model, documents = train_on_sample(corpus, listings, training)
+        with adding_path(path.parent):
+            write_durably(path, model)
     print(_describe(path, model, documents))
     return 0
+
+
+@contextmanager
+def _reserving(path: Path) -> Iterator[None]:
+    """Make an empty file that the block replaces, and remove it if the block fails. Training takes minutes."""
+    try:
+        path.open("xb").close()
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be made: {error.strerror}. Pass another --output.") from error
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _describe(path: Path, model: bytes, documents: Sequence[bytes]) -> str:

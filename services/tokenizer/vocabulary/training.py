@@ -31,6 +31,8 @@ _LINE_BYTES = 4 * _LINE_CHARACTERS
 # SentencePiece uses this character for unknown pieces, and ignores lines of text that contain it.
 _RESERVED_CHARACTER = "\u2585"
 _LOG_ERRORS_ONLY = 2
+# What SentencePiece says of too many pieces, of too few, and of blank text: the other errors are no fault of a recipe.
+_DOES_NOT_FIT = ("set it to a value <=", "required_chars", "!sentences_.empty()")
 
 
 def take_first(documents: Iterable[bytes | memoryview], max_bytes: int) -> Iterator[bytes]:
@@ -78,6 +80,8 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
         is_abandoned.set()
         is_done.wait(1)
     if failures:
+        if not any(text in str(failures[0]) for text in _DOES_NOT_FIT):
+            raise failures[0]
         raise RecipeError(
             f"tokenizer.train.vocab_size {vocab_size:,} does not fit this text. Change it and model.vocab_size, or add "
             f"text. SentencePiece: {failures[0]}"
