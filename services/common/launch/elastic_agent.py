@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed.elastic.multiprocessing.api as torch_processes
 from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import WorkerGroup as TorchGroup
@@ -105,8 +106,6 @@ def run_node(group: WorkerGroup, node: Node = ONLY_NODE, store: Store | None = N
     """
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a traceback for each lost worker
-    # torch's handlers would take a signal that comes while workers start, and leave them. It needs one: SIGQUIT.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     start_fork_server(group.spec.preload)
     with ExitStack() as opened:
         if group.spec.kept_folder:
@@ -170,7 +169,10 @@ class NodeAgent(LocalElasticAgent):
             dict(os.environ),
         )
         with starting_processes():
-            before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, signal.SIGQUIT)}
+            before: dict[int, Any] = {each: signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGQUIT)}
+            # torch's own handler would take a signal that comes while workers start, and leave them behind. torch 2.13
+            # has TORCHELASTIC_SIGNALS_TO_HANDLE against that, 2.9 has nothing.
+            torch_processes._terminate_process_handler = lambda signum, frame: before[signum](signum, frame)
             try:
                 return super()._start_workers(worker_group)
             finally:
