@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.errors import Interrupted, TryAgain
+from services.common.errors import DeviceError, Interrupted, TryAgain
 from services.common.process.shutdown import name_signal, on_stop_signal
+
+
+def find_program(name: str, purpose: str, source: str) -> str:
+    """Returns a program's path. Raises `DeviceError` with what it is for and where it is from, when PATH lacks it."""
+    path = shutil.which(name)
+    if path is None:
+        raise DeviceError(f"no {name} on PATH, which {purpose}. Get {source}")
+    return path
 
 
 def run_to_its_end(command: Sequence[str]) -> int:

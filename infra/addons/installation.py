@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from images.registry import repository_of
 from infra.account.polling import shorten
 from infra.addons.releases import MARK, MARKED, TIMEOUT, Release
-from infra.child_process import run_to_its_end
+from infra.child_process import find_program, run_to_its_end
 from infra.workloads.kubernetes_cluster import KubernetesObject, list_kinds, list_objects, release_of, run_kubectl
 from services.common.errors import DeviceError
 
@@ -213,13 +212,9 @@ def _read_crds(release: Release) -> str:
 
 
 def _find_helm() -> str:
-    helm = shutil.which("helm")
-    if helm is None:
-        raise DeviceError(
-            "no helm on PATH, which installs the cluster's add-ons. Get 3.13 or newer from "
-            "https://helm.sh/docs/intro/install"
-        )
-    return helm
+    return find_program(
+        "helm", "installs the cluster's add-ons", "3.13 or newer from https://helm.sh/docs/intro/install"
+    )
 
 
 def _run_helm(arguments: list[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.child_process import run_to_its_end
+from infra.child_process import find_program, run_to_its_end
 from services.common.errors import DeviceError, RecipeError
 
 STACK = Path(__file__).parents[1] / "stacks/eks"
@@ -125,13 +124,11 @@ class Stack:
 
 
 def find_terraform() -> str:
-    terraform = shutil.which("terraform")
-    if terraform is None:
-        raise DeviceError(
-            "no terraform on PATH, which makes the account's resources. Get 1.10 or newer from "
-            "https://developer.hashicorp.com/terraform/install"
-        )
-    return terraform
+    return find_program(
+        "terraform",
+        "makes the account's resources",
+        "1.10 or newer from https://developer.hashicorp.com/terraform/install",
+    )
 
 
 def type_of(address: str) -> str:

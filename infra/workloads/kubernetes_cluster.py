@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 from infra.account.session import Account
+from infra.child_process import find_program
 from services.common.errors import DeviceError
 
 KubernetesObject = dict[str, Any]
@@ -101,9 +101,8 @@ def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, 
 
     Raises `DeviceError` with kubectl's message for any exit code that is not among `good_codes`.
     """
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        raise DeviceError("no kubectl on PATH. Get 1.27 or newer from https://kubernetes.io/docs/tasks/tools")
+    source = "1.27 or newer from https://kubernetes.io/docs/tasks/tools"
+    kubectl = find_program("kubectl", "reads and changes the cluster", source)
     done = subprocess.run([kubectl, *arguments], input=written, capture_output=True, text=True, check=False)
     if done.returncode not in good_codes:
         raise DeviceError(

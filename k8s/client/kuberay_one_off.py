@@ -143,7 +143,7 @@ def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
 
 
 def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
-    """The image that TAG names; else that of the newest deployment; else the newest with which the stage ended well;
+    """The image that TAG names; else that of the newest deployment; else the newest that succeeded;
     else that of this checkout.
     """
     if tag:

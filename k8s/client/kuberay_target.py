@@ -117,14 +117,14 @@ class KubeRayTarget:
                 print(f"Job {job_name(stage)} does not answer: this client removes {stage}'s pods instead", flush=True)
                 self._api.delete("Job", job_name(stage), uid=record.uid)
         if self._release(stage, record):
-            print(f"{stage} is down: it has no pods and no gang")
+            print(f"{stage} stopped: 0 pods, PodGroup deleted")
             for lease in read_leases(self._api):  # this machine needs no AWS account
                 if lease.holder == stage:
                     print(f"the reaper scales node group {lease.group} down within {REAP_MINUTES} minutes")
         return 0
 
     def roll_back(self, request: DeployRequest, output: TextIO | None = None) -> int:
-        """Repeat the stage's last deployment with the previous image with which the stage ended well.
+        """Repeat the stage's last deployment with the previous image that succeeded.
 
         A running deployment is stopped only after preflight has accepted the new one.
         """
@@ -300,7 +300,7 @@ def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float 
 def _image_before(group: WorkerGroup, present: str) -> str:
     image = find_image_before(group.good_images, present)
     if image is None:
-        known = f"only {present} is known to be good" if group.good_images else "no image of it has ended well here yet"
+        known = f"only {present} is known to be good" if group.good_images else "no image of it has succeeded here yet"
         raise DeviceError(
             f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any"
         )

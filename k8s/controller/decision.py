@@ -25,6 +25,95 @@ SETTLE_SECONDS = 60.0
 """Seconds that the operator may take to mark a RayJob as ended after Ray has said so."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """The one thing that the controller does in a pass."""
+
+    report: str = ""
+    """A line for people, printed when it changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Action):
+    """Change nothing; the next pass observes again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteOlderRayJobs(Action):
+    """Delete the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestStop(Action):
+    """Ask the deployment to stop, as `make stop-stage` does; the next pass stops its driver."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyGroup(Action):
+    """Scale the worker group to 0, because its pods cannot serve the attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldNodes(Action):
+    """Ask the node pool for all nodes of the deployment, even if the attempt has fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceGang(Action):
+    """Give the PodGroup this many nodes, and the worker group as many replicas."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkGang(Action):
+    """Give the PodGroup fewer nodes. The next pass scales the worker group."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartAttempt(Action):
+    """Create the RayJob of the next attempt."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopDriver(Action):
+    """Let Ray send SIGTERM to the driver, once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndAttempt(Action):
+    """Write the attempt to the record."""
+
+    exit_code: int
+    message: str
+    is_driver_stopped: bool = False
+    """Whether Ray is asked to stop the driver, which has not begun."""
+    is_rayjob_kept: bool = False
+    """Whether the RayJob, which has ended, stays for `kubectl get rayjobs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndDeployment(Action):
+    """Write the outcome of the deployment to the record."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeDown(Action):
+    """Stop the RayJobs, then remove pods and PodGroup, then give back the nodes; all but the first unless kept."""
+
+    ended_rayjobs: frozenset[str]
+    """RayJobs that Ray says have ended, and that the operator is given time to mark as ended."""
+    are_pods_kept: bool
+
+
 def decide(observation: Observation) -> Action:
     """Choose the one action of this pass, by the state of the deployment:
 
@@ -225,92 +314,3 @@ def _await_submission(observation: Observation) -> Action:
         f"scheduler of its own (k8s/README.md)?"
     )
     return EndAttempt(exit_code=EXIT_AGAIN, message=message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Action:
-    """The one thing that the controller does in a pass."""
-
-    report: str = ""
-    """A line for people, printed when it changes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wait(Action):
-    """Change nothing; the next pass observes again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeleteOlderRayJobs(Action):
-    """Delete the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestStop(Action):
-    """Ask the deployment to stop, as `make stop-stage` does; the next pass stops its driver."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmptyGroup(Action):
-    """Scale the worker group to 0, because its pods cannot serve the attempt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HoldNodes(Action):
-    """Ask the node pool for all nodes of the deployment, even if the attempt has fewer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlaceGang(Action):
-    """Give the PodGroup this many nodes, and the worker group as many replicas."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShrinkGang(Action):
-    """Give the PodGroup fewer nodes. The next pass scales the worker group."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartAttempt(Action):
-    """Create the RayJob of the next attempt."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopDriver(Action):
-    """Let Ray send SIGTERM to the driver, once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndAttempt(Action):
-    """Write the attempt to the record."""
-
-    exit_code: int
-    message: str
-    is_driver_stopped: bool = False
-    """Whether Ray is asked to stop the driver, which has not begun."""
-    is_rayjob_kept: bool = False
-    """Whether the RayJob, which has ended, stays for `kubectl get rayjobs`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndDeployment(Action):
-    """Write the outcome of the deployment to the record."""
-
-    outcome: Outcome
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakeDown(Action):
-    """Stop the RayJobs, then remove pods and PodGroup, then give back the nodes; all but the first unless kept."""
-
-    ended_rayjobs: frozenset[str]
-    """RayJobs that Ray says have ended, and that the operator is given time to mark as ended."""
-    are_pods_kept: bool

@@ -61,7 +61,7 @@ class Reaper:
             return True
         release_node_groups(self._api, self._holder, self._report)
         self._api.delete("Lease", lease_name(self._holder))
-        self._report("is down")
+        self._report("stopped")
         return False
 
     def _take_down(self) -> int:
