@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,6 @@ class DebianBase:
     suite: str
     python: str
     slim: str
-
-
-@dataclass(frozen=True)
-class CudaNode:
-    """Requirements of the cuda variant on a node, which no image can fulfil."""
-
-    driver: str
-    """Version of the oldest NVIDIA driver that runs programs of the variant's CUDA. Newer drivers run them too."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,6 @@ class NeuronNode:
         return f"aws-neuronx-dkms from {self.driver} on{before}"
 
 
-NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode, "trn2": NeuronNode}
-
-
 @dataclass(frozen=True)
 class Platform:
     """The pins of one variant: the base images and the versions that all its images have."""
@@ -75,12 +64,13 @@ class Platform:
     """Base image of the services that contain the program: the compiler and the trainer."""
     sdk: str = ""
     """Version of the Neuron SDK in the images; empty unless the variant computes on NeuronCores."""
-    torch_neuronx: str = ""
-    """Version of TorchNeuron that is installed on `platform`; empty for a variant without it."""
     cuda: str = ""
     """Version of CUDA that torch's wheel depends on; empty unless the variant computes on NVIDIA GPUs."""
+    nvidia_driver: str = ""
+    """Version of the oldest NVIDIA driver that runs programs of that CUDA; newer drivers run them too."""
     debian: DebianBase | None = None
-    node: CudaNode | NeuronNode | None = None
+    node: NeuronNode | None = None
+    """What a node must have besides a Neuron device; only with `sdk`."""
 
     @property
     def word(self) -> str:
@@ -90,21 +80,10 @@ class Platform:
     def base_of(self, service: str) -> str:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
 
-    def on_debian(self) -> Platform:
-        """The same variant on the base image that debootstrap made, with Debian's Python."""
-        assert self.debian
-        return replace(self, python=self.debian.python, slim=self.debian.slim, platform=self.debian.slim)
-
 
 def dockerfile_of(service: str) -> str:
     """Path of a service's Dockerfile from the repository's root; services with the program share one."""
     return f"images/{'program' if service in STAGES_WITH_PROGRAM else service}.Dockerfile"
-
-
-def locks_of(service: str, variant: str) -> list[str]:
-    """Names of the locks that an image is built from, in order. The trainer's begins with the compiler's packages."""
-    shared = ["compiler"] if service in STAGES_WITH_PROGRAM else []
-    return [f"{name}-{variant}" for name in dict.fromkeys([*shared, service])]
 
 
 def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
@@ -135,8 +114,7 @@ def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
 
 def read_neuron_nodes(path: Path = PLATFORMS) -> dict[str, NeuronNode]:
     """The requirements on a node of every variant that computes on NeuronCores, by the variant's name."""
-    nodes = {variant: platform.node for variant, platform in read_platforms(path).items()}
-    return {variant: node for variant, node in nodes.items() if isinstance(node, NeuronNode)}
+    return {variant: platform.node for variant, platform in read_platforms(path).items() if platform.node}
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
@@ -150,13 +128,8 @@ def _platform(variant: str, table: dict[str, Any]) -> Platform:
         variant=variant,
         **table,
         debian=DebianBase(**debian) if debian else None,
-        node=_node(variant, node) if node else None,
+        node=NeuronNode(**node | {"instance_families": tuple(node["instance_families"])}) if node else None,
     )
-
-
-def _node(variant: str, table: dict[str, Any]) -> CudaNode | NeuronNode:
-    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-    return NODES[variant](**table | lists)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
