@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from images.docker import has_image, require_engine
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_digests, read_platforms
 from images.registry import is_held
 from images.versions import Build, describe_build, is_released
 from services.common.errors import DeviceError, RecipeError
-
-CA_BUNDLE = REPOSITORY / "images/inputs/ca-bundle.crt"
-# Variables that name a user's CA bundle, for this or other programs; the build uses the first that is set.
-CA_VARIABLES = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 def build_images(services: Sequence[str], variant: str) -> None:
@@ -126,7 +120,6 @@ def print_settings() -> None:
 
     The variable HELD_IMAGES has the names that `publish_images` leaves out.
     """
-    _place_ca_bundle()
     held = os.environ.get("HELD_IMAGES", "").split()
     for variant in VARIANTS:
         platform = choose_platform(variant)
@@ -135,18 +128,6 @@ def print_settings() -> None:
             tags = [name.rpartition(":")[2] for name in names_of(build) if name not in held]
             arguments = (f"{name}={value}" for name, value in _build_arguments(build, platform).items())
             print(f"{service}-{variant}", ",".join(tags) or build.commit_tag, *arguments)
-
-
-def _place_ca_bundle() -> None:
-    """Copy the CA bundle that this machine uses to where the builder stages read it."""
-    name = next((name for name in CA_VARIABLES if os.environ.get(name)), None)
-    if name is None:
-        return  # a bundle that an earlier call copied stays: without it every layer would be made again
-    source = Path(os.environ[name])
-    if not source.is_file():
-        raise RecipeError(f"{name}: {source} is not a file. Set it to the PEM file that verifies your package index.")
-    if not CA_BUNDLE.exists() or CA_BUNDLE.read_bytes() != source.read_bytes():
-        shutil.copyfile(source, CA_BUNDLE)
 
 
 def _build_arguments(build: Build, platform: Platform) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from images.build import CA_BUNDLE, choose_platform
+from images.build import choose_platform
 from images.docker import docker, inspect_image, require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
@@ -47,8 +47,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (clone / name).unlink(missing_ok=True)
     if git(clone, "status", "--porcelain"):
         commit(clone, "Take the working tree")
-    if CA_BUNDLE.exists():
-        shutil.copy2(CA_BUNDLE, clone / "images/inputs")
+    for bundle in (REPOSITORY / "images/inputs").glob("*.crt"):
+        shutil.copy2(bundle, clone / "images/inputs")
     if (REPOSITORY / ".pants-bootstrap").exists():
         (clone / ".pants-bootstrap").symlink_to(REPOSITORY / ".pants-bootstrap")
     return clone

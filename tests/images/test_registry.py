@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,16 +18,14 @@ from images.registry import find_labels, is_held, read_labels
 from services.common.errors import DeviceError
 
 LABELS = {"millrace.service": "trainer"}
-CONFIGURATION = json.dumps(
-    {"architecture": "amd64", "os": "linux", "config": {"Labels": LABELS}, "rootfs": {"type": "layers", "diff_ids": []}}
-).encode()
+CONFIGURATION = json.dumps({"architecture": "amd64", "os": "linux", "config": {"Labels": LABELS}}).encode()
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 
 
 def digest_of(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 MANIFEST = json.dumps(
     {
         "schemaVersion": 2,
@@ -39,6 +38,11 @@ MANIFEST = json.dumps(
         "layers": [],
     }
 ).encode()
+CONTENTS = {
+    "/v2/": b"{}",
+    "/v2/neuron/base/manifests/known": MANIFEST,
+    f"/v2/neuron/base/blobs/{digest_of(CONFIGURATION)}": CONFIGURATION,
+}
 UNKNOWN = b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}'
 
 
@@ -46,20 +50,10 @@ class Registry(BaseHTTPRequestHandler):
     """Has one image, `neuron/base:known`."""
 
     def do_GET(self) -> None:
-        if self.path == "/v2/":
-            self._answer(200, "application/json", b"{}")
-        elif self.path.endswith(f"/blobs/{digest_of(CONFIGURATION)}"):
-            self._answer(200, "application/octet-stream", CONFIGURATION)
-        elif self.path.endswith("/neuron/base/manifests/known"):
-            self._answer(200, MANIFEST_TYPE, MANIFEST)
-        else:
-            self._answer(404, "application/json", UNKNOWN)
-
-    def _answer(self, code: int, content_type: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", content_type)
+        self.send_response(200 if self.path in CONTENTS else 404)
+        self.send_header("Content-Type", MANIFEST_TYPE if self.path in CONTENTS else "application/json")
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(CONTENTS.get(self.path, UNKNOWN))
 
     def log_message(self, *_: object) -> None:
         pass
@@ -67,6 +61,8 @@ class Registry(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def registry() -> Iterator[str]:
+    if shutil.which("skopeo") is None:
+        pytest.skip("no skopeo on PATH: apt-get install skopeo")
     with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"

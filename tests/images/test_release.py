@@ -74,11 +74,10 @@ def forget_the_digests(repository: Path) -> None:
 
 
 def change_a_schema(repository: Path) -> None:
+    write(repository / "tests/contract/manifests/corpus-4.json", "{}")
+    commit(repository, "Write a golden manifest")
     git(repository, "tag", "tokenizer-v0.1.0")
-    corpus = repository / "services/common/artifacts/corpus.py"
-    changed = corpus.read_text().replace("    rows: Count\n", "    rows: Count\n    title: Count\n", 1)
-    assert changed != corpus.read_text()
-    write(corpus, changed)
+    write(repository / "tests/contract/manifests/corpus-4.json", '{"title": ""}')
     commit(repository, "Change the corpus schema")
 
 
@@ -89,7 +88,7 @@ def change_a_schema(repository: Path) -> None:
         (empty_the_changelog, r"services/trainer/CHANGELOG.md.*Unreleased"),
         (tag_the_version, "trainer-v0.2.0"),
         (forget_the_digests, "public.ecr.aws/neuron/"),
-        (change_a_schema, "corpus/4 .*tokenizer-v0.1.0"),
+        (change_a_schema, "corpus-4.json.*tokenizer-v0.1.0"),
     ],
 )
 def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
@@ -117,7 +116,6 @@ def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path,
 def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
     change_a_schema(repository)
-    corpus = repository / "services/common/artifacts/corpus.py"
-    write(corpus, corpus.read_text().replace('"corpus/4"', '"corpus/5"'))
+    git(repository, "mv", "tests/contract/manifests/corpus-4.json", "tests/contract/manifests/corpus-5.json")
     commit(repository, "Give the corpus schema its next number")
     assert release("trainer", "0.2.0", repository) == "trainer-v0.2.0"

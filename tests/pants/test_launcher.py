@@ -23,7 +23,6 @@ case "$*" in
     cp "$PANTS" "${!#}/bin/pex"
     chmod +x "${!#}"/bin/*
     ;;
-*"-m pip"*install*) if [[ -n "${KILLED:-}" ]]; then kill -KILL "$PPID"; fi ;;
 *"-m pip"*freeze*) echo pex==1.2.3 ;;
 *pathlib*) echo "['known']" ;;
 esac
