@@ -28,7 +28,7 @@ class DebianBase:
 class NeuronNode:
     """Requirements of a variant with the Neuron SDK on a node, which no image can bring."""
 
-    instance_families: tuple[str, ...]
+    instance_families: list[str]
     """Families of EC2 instances, such as trn1, whose NeuronCores the variant's images compute on."""
     driver: str
     """aws-neuronx-dkms of the SDK."""
@@ -72,11 +72,6 @@ class Platform:
     node: NeuronNode | None = None
     """What a node must have besides a Neuron device; only with `sdk`."""
 
-    @property
-    def word(self) -> str:
-        """The label `millrace.platform`. Images whose labels differ cannot join one Ray cluster."""
-        return f"{self.variant}-python{self.python}-ray{self.ray}"
-
     def base_of(self, service: str) -> str:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
 
@@ -88,23 +83,26 @@ def dockerfile_of(service: str) -> str:
 
 def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
     """The pins of every variant, by the variant's name."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
+    tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    for table in (tables[variant] for variant in VARIANTS):
+        table["debian"] = DebianBase(**table["debian"]) if "debian" in table else None
+        table["node"] = NeuronNode(**table["node"]) if "node" in table else None
+    return {variant: Platform(variant, **tables[variant]) for variant in VARIANTS}
 
 
-def find_variant(instance_type: str, path: Path = PLATFORMS) -> str:
+def find_variant(instance_type: str) -> str:
     """Return the variant whose images compute on an instance type with NeuronCores; empty where none does."""
     family = instance_type.partition(".")[0]
-    return next((variant for variant, node in read_neuron_nodes(path).items() if family in node.instance_families), "")
+    return next((variant for variant, node in read_neuron_nodes().items() if family in node.instance_families), "")
 
 
-def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
+def explain_no_image(instance_type: str) -> str:
     """Return the reason why no image computes on an instance type with NeuronCores; empty where one does."""
-    if find_variant(instance_type, path):
+    if find_variant(instance_type):
         return ""
     known = "; ".join(
         f"those of {variant} do on {' and '.join(node.instance_families)}"
-        for variant, node in read_neuron_nodes(path).items()
+        for variant, node in read_neuron_nodes().items()
     )
     return (
         f"no image computes on {instance_type} yet: {known} (instance_families in images/platforms.toml). Its nodes "
@@ -112,24 +110,14 @@ def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
     )
 
 
-def read_neuron_nodes(path: Path = PLATFORMS) -> dict[str, NeuronNode]:
+def read_neuron_nodes() -> dict[str, NeuronNode]:
     """The requirements on a node of every variant that computes on NeuronCores, by the variant's name."""
-    return {variant: platform.node for variant, platform in read_platforms(path).items() if platform.node}
+    return {variant: platform.node for variant, platform in read_platforms().items() if platform.node}
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
     """The digests that `make lock PIN=1` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
-
-
-def _platform(variant: str, table: dict[str, Any]) -> Platform:
-    debian, node = table.pop("debian", None), table.pop("node", None)
-    return Platform(
-        variant=variant,
-        **table,
-        debian=DebianBase(**debian) if debian else None,
-        node=NeuronNode(**node | {"instance_families": tuple(node["instance_families"])}) if node else None,
-    )
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def test_labels_say_what_an_image_is_and_all_of_a_variant_have_one_pin(images: d
     for service, image in images.items():
         labels = labels_of(image)
         assert labels["millrace.service"] == service
-        assert labels["millrace.platform"] == platform.word
+        assert labels["millrace.platform"] == f"cpu-python{platform.python}-ray{platform.ray}"
         assert labels["org.opencontainers.image.version"] == "0.1.0"
         assert labels["org.opencontainers.image.revision"].startswith(tag_of(image).split("-")[1][1:])
         inside = docker("run", "--rm", "--entrypoint", "python", image, "-c",
