@@ -54,6 +54,7 @@ found=$(python3 -c 'import platform; print(platform.python_version())')
     "$PINNED_PYTHON. Ray refuses to mix patch versions: use a base image with Python $PINNED_PYTHON, or build every image" \
     "of the variant with PINNED_PYTHON=$found"
 
+# shellcheck source=images/installer.sh
 . ./installer.sh
 # Python would compile all of torch at every start of an image with a read-only root.
 export VIRTUAL_ENV=/opt/venv UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1

@@ -1,4 +1,4 @@
-# shellcheck shell=sh
+#!/bin/sh
 # Sourced in /build during the build of an image: installs uv, at its locked version, into /build/uv, and gives it and
 # apt the package index and the CA bundle of the machine that builds.
 #

@@ -10,6 +10,7 @@ apt-get update
 apt-get install --yes --no-install-recommends ca-certificates
 is_pinned() { [ "$(python3 -c 'import platform; print(platform.python_version())')" = "$PINNED_PYTHON" ]; }
 is_pinned || apt-get install --yes --no-install-recommends python3-venv
+# shellcheck source=images/installer.sh
 . ./installer.sh
 
 # uv's managed Python of exactly this patch version; uv checks its hash (docs.astral.sh/uv/concepts/python-versions).
