@@ -12,35 +12,31 @@ import shlex
 import sys
 from pathlib import Path
 
-from images.base import make_base_image
-from images.build import build_images, print_settings, publish_images, repository_of
+from images.build import build_images, make_base_image, print_settings, publish_images, repository_of
 from images.check import differences
 from images.demo import STAGES, run_stages
 from images.docker import require_engine
-from images.lock import lock
-from images.pin import pin
-from images.platforms import REPOSITORY, SERVICES, VARIANTS, CudaNode, NeuronNode, read_digests, read_platforms
+from images.lock import lock, pin
+from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_digests, read_platforms
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
-from images.vulnerabilities import audit_locks
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
 
 
 def main(argv: list[str]) -> int:
     commands = {
-        "audit": audit_locks,
         "base": lambda: make_base_image(_variant()),
         "build": build,
         "check": check,
         "demo": demo,
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
-        "pin": pin_bases,
+        "pin": lambda: print("\n".join(f"{image}@{digest}" for image, digest in pin().items())),
         "platforms": print_platforms,
         "release": release_stage,
-        "sbom": sbom,
+        "sbom": lambda: print(*write_sboms(_services(SERVICES), _variant()), sep="\n"),
         "settings": print_settings,
     }
     parser = argparse.ArgumentParser(prog="python -m images", description=__doc__)
@@ -60,8 +56,7 @@ def build() -> None:
 
 
 def check() -> None:
-    problems = differences()
-    if problems:
+    if problems := differences():
         raise RecipeError("these files differ from the pins of their variant:\n  " + "\n  ".join(problems))
     print("images: all Dockerfiles and locks have the pins of images/platforms.toml")
 
@@ -79,25 +74,17 @@ def print_names() -> None:
         print(f"{repository_of(service)}:{describe_build(service, _variant()).commit_tag}")
 
 
-def pin_bases() -> None:
-    for image, digest in pin().items():
-        print(f"{image}@{digest}")
-
-
 def print_platforms() -> None:
     """Print the pins of each variant, and its requirements on a node."""
     for variant, platform in read_platforms().items():
         print(f"{variant}: Python {platform.python}, Ray {platform.ray}, torch {platform.torch}")
         for base in dict.fromkeys([platform.slim, platform.platform]):
             print(f"  base    {base}@{read_digests().get(base, 'unpinned: make lock PIN=1')}")
-        node = platform.node
-        if isinstance(node, CudaNode):
+        if platform.cuda:
             print(f"  CUDA    {platform.cuda}, with torch")
-            print(f"  node    NVIDIA driver {node.driver} or newer, and the NVIDIA Container Toolkit")
-        if isinstance(node, NeuronNode):
+            print(f"  node    NVIDIA driver {platform.nvidia_driver} or newer, and the NVIDIA Container Toolkit")
+        if node := platform.node:
             print(f"  SDK     Neuron {platform.sdk}")
-            if platform.torch_neuronx:
-                print(f"  torch   TorchNeuron {platform.torch_neuronx}, of images/torch-neuron.txt")
             print(f"  node    driver: {node.describe_drivers()}")
             print(f"          device plugin {node.device_plugin or 'unknown: no source names that of the SDK'}")
             print(f"          EKS AMI {node.ami_type}, of a release in infra/aws_releases.json with such a driver")
@@ -105,16 +92,11 @@ def print_platforms() -> None:
 
 
 def release_stage() -> None:
-    """Release STAGE with a new version by BUMP=major|minor|patch."""
+    """Release STAGE as VERSION."""
     service = _choice("STAGE", SERVICES)
-    tag = release(service, os.environ.get("BUMP", ""))
+    tag = release(service, os.environ.get("VERSION", ""))
     print(f"released {tag}. Nothing was pushed yet: git push --follow-tags, then for each VARIANT:")
     print(f"  make images STAGE={service} VARIANT=cpu PUSH=registry")
-
-
-def sbom() -> None:
-    for path in write_sboms(_services(SERVICES), _variant()):
-        print(path)
 
 
 def _services(known: tuple[str, ...]) -> tuple[str, ...]:

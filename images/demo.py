@@ -7,15 +7,13 @@ import subprocess
 from pathlib import Path
 
 from images.build import repository_of
-from images.docker import has_image, require_engine
+from images.docker import inspect_image, require_engine
 from images.platforms import STAGES_WITH_PROGRAM
 from images.versions import describe_build
-from services.common.errors import DeviceError, MillraceError, RecipeError
+from services.common.errors import MillraceError, RecipeError
 
 STAGES = ("tokenizer", "compiler", "trainer")
 IMAGE_USER = 10001
-# Options of `docker run` for the stages that compute on GPUs.
-GPU_OPTIONS = ("--gpus", "all")
 
 
 class StageFailed(MillraceError):
@@ -33,30 +31,23 @@ def run_stages(stages: tuple[str, ...], variant: str, recipe: Path, root: Path, 
     Raises `StageFailed` for the first stage that fails, and `DeviceError` for an image that is not on this machine.
     """
     require_engine()
-    if not recipe.is_file():
+    if not recipe.is_file():  # Docker would make a folder of this name
         raise RecipeError(f"RECIPE is {recipe}, which is not a file. The folder recipes/ has the shipped ones.")
-    images = {stage: _image_of(stage, variant) for stage in stages}
-    for stage, image in images.items():
-        if not has_image(image):
-            raise DeviceError(
-                f"the image {image} is not on this machine. `make images STAGE={stage} VARIANT={variant}` builds it "
-                f"from the working tree; {stage.upper()}_TAG= names another tag, such as 0.1.0-{variant}."
-            )
+    images = {}
+    for stage in stages:
+        tag = os.environ.get(f"{stage.upper()}_TAG") or describe_build(stage, variant).commit_tag
+        images[stage] = f"{repository_of(stage)}:{tag}"
+        inspect_image(images[stage])
     if not root.exists():
         root.mkdir(parents=True)
         if os.geteuid() == 0:
             os.chown(root, IMAGE_USER, IMAGE_USER)
     for stage, image in images.items():
         print(f"\n== {stage}: {image}", flush=True)
-        devices = GPU_OPTIONS if variant == "cuda" and stage in STAGES_WITH_PROGRAM else ()
-        _run_container(stage, image, recipe, root, options, devices)
+        gpus = ("--gpus", "all") if variant == "cuda" and stage in STAGES_WITH_PROGRAM else ()
+        _run_container(stage, image, recipe, root, options, gpus)
     if "trainer" in stages:
         _run_container("trainer", images["trainer"], recipe, root, ["summary", *options])
-
-
-def _image_of(stage: str, variant: str) -> str:
-    tag = os.environ.get(f"{stage.upper()}_TAG") or describe_build(stage, variant).commit_tag
-    return f"{repository_of(stage)}:{tag}"
 
 
 def _run_container(

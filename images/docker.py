@@ -19,10 +19,10 @@ def require_engine() -> None:
         )
     answer = _run("version", "--format", "{{.Server.Version}}")
     if answer.returncode != 0:
-        advice = "Start it with `systemctl start docker` (without systemd: `dockerd` as root), or set DOCKER_HOST."
-        if "permission denied" in answer.stderr:
-            advice = "Run this as root, or as a member of the group that owns Docker's socket (`docker`)."
-        raise DeviceError(f"the Docker engine does not answer: {_last_line(answer.stderr)} {advice}")
+        raise DeviceError(
+            f"the Docker engine does not answer: {answer.stderr.strip()}. Start it with `systemctl start docker` "
+            f"(without systemd: `dockerd` as root), join the group `docker`, or set DOCKER_HOST."
+        )
 
 
 def has_image(name: str) -> bool:
@@ -38,18 +38,13 @@ def inspect_image(name: str) -> dict[str, Any]:
     return dict(json.loads(answer.stdout)[0])
 
 
-def docker(*arguments: str, advice: str = "", **options: Any) -> str:
-    """Standard output of a docker command. When it fails, raises `DeviceError` with its last line and `advice`."""
+def docker(*arguments: str, **options: Any) -> str:
+    """Standard output of a docker command. Raises `DeviceError` with its message when it fails."""
     answer = _run(*arguments, **options)
     if answer.returncode != 0:
-        raise DeviceError(f"docker {arguments[0]} failed: {_last_line(answer.stderr)} {advice}".strip())
+        raise DeviceError(f"docker {arguments[0]} failed: {answer.stderr.strip()}")
     return str(answer.stdout).strip()
 
 
 def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, **options)
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed no message."

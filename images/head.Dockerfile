@@ -17,10 +17,10 @@ ARG PINNED_PYTHON
 # shows neither.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-COPY images/install.py images/without_cuda.py /build/
+COPY images/install.sh images/installer.sh images/without_cuda.py /build/
 COPY images/inputs /build/inputs
 COPY lockfiles/uv.txt lockfiles/head-${VARIANT}.txt /build/
-RUN python3 /build/install.py head-${VARIANT}.txt
+RUN sh /build/install.sh head-${VARIANT}.txt
 
 FROM ${BASE} AS packages
 USER root
@@ -53,9 +53,9 @@ RUN MILLRACE_VARIANT=$VARIANT python -m services.common.hardware.image_platform 
 COPY services/common /app/services/common
 COPY infra/shapes.json /app/infra/shapes.json
 COPY services/head /app/services/head
-COPY deploy /app/deploy
-COPY k8s/objects /app/k8s/objects
-COPY k8s/controller /app/k8s/controller
+COPY deploy/*.py /app/deploy/
+COPY k8s/objects/*.py /app/k8s/objects/
+COPY k8s/controller/*.py /app/k8s/controller/
 # The image's user must be able to read files of a checkout that was made under a strict umask.
 RUN chmod -R a+rX /app
 

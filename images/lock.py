@@ -12,21 +12,16 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_platforms
+from images.platforms import PLATFORMS, REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_platforms
+from images.registry import resolve_digest
 from images.without_cuda import TORCH_AND_CUDA
 from services.common.errors import DeviceError
 
 LOCKS = REPOSITORY / "lockfiles"
-NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
 # Pins of the packages that images with the program have from elsewhere, so that their locks leave them out.
-BROUGHT = {"neuron": NEURON_BASE, "trn2": REPOSITORY / "images/torch-neuron.txt"}
+BROUGHT = {"neuron": REPOSITORY / "images/neuron-base.txt", "trn2": REPOSITORY / "images/torch-neuron.txt"}
 # The cuda variant installs the same wheel of torch as the cpu variant, and trn2 another build of the same version.
-UNION = {
-    **dict.fromkeys(("cpu", "cuda", "trn2"), LOCKS / "dev.txt"),
-    "neuron": LOCKS / "dev-neuron.txt",
-}
-NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
-LM_EVAL = REPOSITORY / "requirements-lm-eval.txt"
+UNION = {variant: LOCKS / ("dev-neuron.txt" if variant == "neuron" else "dev.txt") for variant in VARIANTS}
 # Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
 # so that none of them waits for torch, `make check-infra`, `make check-security`, and `make docs`.
 TOOLS = {
@@ -43,39 +38,42 @@ UNCONSTRAINED_TOOLS = ("infra-checks",)
 
 
 def lock(upgrade: bool) -> None:
-    """Write every lock. Pins that still satisfy the requirements stay, unless `upgrade`."""
+    """Write every lock. Pins that still satisfy the requirements stay, unless `upgrade`.
+
+    Raises `DeviceError` for requirements that uv cannot resolve.
+    """
     newest = ["--upgrade"] if upgrade else []
-    platforms = read_platforms()
     resolved: set[Path] = set()
-    for variant in VARIANTS:
-        constraints = _write_constraints(platforms[variant])
-        if UNION[variant] not in resolved:
-            _lock_union(variant, [*constraints, *newest])
-            resolved.add(UNION[variant])
-        _lock_images(variant, constraints)
-    lock_nxd_parity(newest)
-    lock_lm_eval(newest)
+    for variant, platform in read_platforms().items():
+        constraints, union = _write_constraints(platform), UNION[variant]
+        if union not in resolved:
+            tests = [REPOSITORY / "requirements-dev.txt", *REPOSITORY.glob(f"requirements-dev-{variant}.txt")]
+            _compile([*sorted(REPOSITORY.glob("services/**/requirements.txt")), *tests], union, constraints + newest)
+            resolved.add(union)
+        for service in SERVICES:
+            options = [*constraints, *_constrain(union)]
+            if variant in BROUGHT and service in STAGES_WITH_PROGRAM:
+                # The torch from elsewhere needs none of the CUDA packages that the union's torch depends on.
+                cuda = {name for name in pins_of(union) if TORCH_AND_CUDA.match(f"{name}==")}
+                options += _leave_out(pins_of(BROUGHT[variant]).keys() | cuda)
+            _compile(_requirements_of(service), LOCKS / f"{service}-{variant}.txt", options)
+    _lock_peers(newest)
     for name, packages in TOOLS.items():
-        constraints = [] if name in UNCONSTRAINED_TOOLS else ["--constraints", _relative(UNION["cpu"])]
-        _compile([], LOCKS / f"{name}.txt", options=[*constraints, *newest], typed="\n".join(packages))
+        options = [] if name in UNCONSTRAINED_TOOLS else _constrain(UNION["cpu"])
+        _compile([], LOCKS / f"{name}.txt", options + newest, typed="\n".join(packages))
 
 
-def lock_nxd_parity(options: list[str]) -> None:
-    """Write the lock of `make test-slow PEER=nxd`, which needs an older transformers than the union's."""
-    services = REPOSITORY / "services"
-    needed = [services / "common/requirements.txt", services / "common/program/requirements.txt", NXD_PARITY]
-    pins = ["--constraints", _relative(REPOSITORY / "dist/pins-neuron.txt"), "--constraints", _relative(NEURON_BASE)]
-    _compile(needed, LOCKS / "nxd-parity.txt", options=[*pins, *options])
+def pin(path: Path = PLATFORMS) -> dict[str, str]:
+    """Write the digest of every base image into the table `[digests]` of `platforms.toml`.
 
-
-def lock_lm_eval(options: list[str]) -> None:
-    """Write the lock of `make test-slow PEER=lm-eval`: the packages that the environment of the union lacks."""
-    union = UNION["cpu"]
-    only_on_windows = re.findall(r"^([A-Za-z0-9._-]+)==.*win32", union.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    there = sorted(pins_of(union).keys() - set(only_on_windows))
-    constraints = ["--constraints", _relative(REPOSITORY / "dist/pins-cpu.txt"), "--constraints", _relative(union)]
-    without = [f"--no-emit-package={package}" for package in there]
-    _compile([LM_EVAL], LOCKS / "lm-eval.txt", options=[*constraints, *without, *options])
+    Raises `DeviceError`, and writes nothing, when a registry does not give a digest.
+    """
+    bases = sorted({base for platform in read_platforms(path).values() for base in (platform.slim, platform.platform)})
+    digests = {base: resolve_digest(base) for base in bases}
+    head = path.read_text(encoding="utf-8").partition("[digests]")[0]
+    table = "".join(f'"{base}" = "{digest}"\n' for base, digest in digests.items())
+    path.write_text(f"{head}[digests]\n{table}", encoding="utf-8")
+    return digests
 
 
 def pins_of(lock: Path) -> dict[str, str]:
@@ -84,32 +82,43 @@ def pins_of(lock: Path) -> dict[str, str]:
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, flags=re.MULTILINE))
 
 
+def _lock_peers(newest: list[str]) -> None:
+    """Write the locks of `make test-slow PEER=`: nxd needs an older transformers than the union's, and lm-eval gets
+    the packages that the environment of the union lacks.
+    """
+    common = REPOSITORY / "services/common"
+    needed = [
+        common / "requirements.txt",
+        common / "program/requirements.txt",
+        REPOSITORY / "requirements-nxd-parity.txt",
+    ]
+    pins = REPOSITORY / "dist/pins-neuron.txt"
+    _compile(needed, LOCKS / "nxd-parity.txt", [*_constrain(pins, BROUGHT["neuron"]), *newest])
+
+    union = UNION["cpu"]
+    only_on_windows = re.findall(r"^([A-Za-z0-9._-]+)==.*win32", union.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    options = [
+        *_constrain(REPOSITORY / "dist/pins-cpu.txt", union),
+        *_leave_out({*pins_of(union)} - {*only_on_windows}),
+    ]
+    _compile([REPOSITORY / "requirements-lm-eval.txt"], LOCKS / "lm-eval.txt", options + newest)
+
+
 def _write_constraints(platform: Platform) -> list[str]:
     """Options of `uv pip compile` that constrain it to the platform's pins and to the packages from elsewhere."""
     # The locks' annotations contain this path, so it is the same on every machine.
     pins = REPOSITORY / f"dist/pins-{platform.variant}.txt"
     pins.parent.mkdir(exist_ok=True)
     pins.write_text(f"ray=={platform.ray}\ntorch=={platform.torch}\n", encoding="utf-8")
-    files = [pins, BROUGHT[platform.variant]] if platform.variant in BROUGHT else [pins]
+    return _constrain(pins, *[BROUGHT[variant] for variant in BROUGHT if variant == platform.variant])
+
+
+def _constrain(*files: Path) -> list[str]:
     return [option for file in files for option in ("--constraints", _relative(file))]
 
 
-def _lock_union(variant: str, options: list[str]) -> None:
-    everything = [*sorted(REPOSITORY.glob("services/**/requirements.txt")), *_requirements_of_tests(variant)]
-    _compile(everything, UNION[variant], options=options)
-
-
-def _lock_images(variant: str, constraints: list[str]) -> None:
-    union = UNION[variant]
-    for service in SERVICES:
-        options = [*constraints, "--constraints", _relative(union)]
-        if variant in BROUGHT and service in STAGES_WITH_PROGRAM:
-            options += [f"--no-emit-package={package}" for package in _left_out(variant)]
-        _compile(_requirements_of(service), LOCKS / f"{service}-{variant}.txt", options=options)
-
-
-def _requirements_of_tests(variant: str) -> list[Path]:
-    return [REPOSITORY / "requirements-dev.txt", *REPOSITORY.glob(f"requirements-dev-{variant}.txt")]
+def _leave_out(packages: set[str]) -> list[str]:
+    return [f"--no-emit-package={package}" for package in sorted(packages)]
 
 
 def _requirements_of(service: str) -> list[Path]:
@@ -117,12 +126,6 @@ def _requirements_of(service: str) -> list[Path]:
     with_program = ["common/program", "compiler"] if service in STAGES_WITH_PROGRAM else []
     folders = dict.fromkeys(["common", *with_program, service])
     return [REPOSITORY / "services" / folder / "requirements.txt" for folder in folders]
-
-
-def _left_out(variant: str) -> list[str]:
-    # The torch from elsewhere needs none of the CUDA packages that the union's torch depends on.
-    cuda = {name for name in pins_of(UNION[variant]) if TORCH_AND_CUDA.match(f"{name}==")}
-    return sorted(pins_of(BROUGHT[variant]).keys() | cuda)
 
 
 def _compile(requirements: Iterable[Path], output: Path, options: list[str], typed: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,10 @@ class DebianBase:
 
 
 @dataclass(frozen=True)
-class CudaNode:
-    """Requirements of the cuda variant on a node, which no image can fulfil."""
-
-    driver: str
-    """Version of the oldest NVIDIA driver that runs programs of the variant's CUDA. Newer drivers run them too."""
-
-
-@dataclass(frozen=True)
 class NeuronNode:
     """Requirements of a variant with the Neuron SDK on a node, which no image can bring."""
 
-    instance_families: tuple[str, ...]
+    instance_families: list[str]
     """Families of EC2 instances, such as trn1, whose NeuronCores the variant's images compute on."""
     driver: str
     """aws-neuronx-dkms of the SDK."""
@@ -58,9 +50,6 @@ class NeuronNode:
         return f"aws-neuronx-dkms from {self.driver} on{before}"
 
 
-NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode, "trn2": NeuronNode}
-
-
 @dataclass(frozen=True)
 class Platform:
     """The pins of one variant: the base images and the versions that all its images have."""
@@ -75,25 +64,16 @@ class Platform:
     """Base image of the services that contain the program: the compiler and the trainer."""
     sdk: str = ""
     """Version of the Neuron SDK in the images; empty unless the variant computes on NeuronCores."""
-    torch_neuronx: str = ""
-    """Version of TorchNeuron that is installed on `platform`; empty for a variant without it."""
     cuda: str = ""
     """Version of CUDA that torch's wheel depends on; empty unless the variant computes on NVIDIA GPUs."""
+    nvidia_driver: str = ""
+    """Version of the oldest NVIDIA driver that runs programs of that CUDA; newer drivers run them too."""
     debian: DebianBase | None = None
-    node: CudaNode | NeuronNode | None = None
-
-    @property
-    def word(self) -> str:
-        """The label `millrace.platform`. Images whose labels differ cannot join one Ray cluster."""
-        return f"{self.variant}-python{self.python}-ray{self.ray}"
+    node: NeuronNode | None = None
+    """What a node must have besides a Neuron device; only with `sdk`."""
 
     def base_of(self, service: str) -> str:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
-
-    def on_debian(self) -> Platform:
-        """The same variant on the base image that debootstrap made, with Debian's Python."""
-        assert self.debian
-        return replace(self, python=self.debian.python, slim=self.debian.slim, platform=self.debian.slim)
 
 
 def dockerfile_of(service: str) -> str:
@@ -101,31 +81,28 @@ def dockerfile_of(service: str) -> str:
     return f"images/{'program' if service in STAGES_WITH_PROGRAM else service}.Dockerfile"
 
 
-def locks_of(service: str, variant: str) -> list[str]:
-    """Names of the locks that an image is built from, in order. The trainer's begins with the compiler's packages."""
-    shared = ["compiler"] if service in STAGES_WITH_PROGRAM else []
-    return [f"{name}-{variant}" for name in dict.fromkeys([*shared, service])]
-
-
 def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
     """The pins of every variant, by the variant's name."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
+    tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    for table in (tables[variant] for variant in VARIANTS):
+        table["debian"] = DebianBase(**table["debian"]) if "debian" in table else None
+        table["node"] = NeuronNode(**table["node"]) if "node" in table else None
+    return {variant: Platform(variant, **tables[variant]) for variant in VARIANTS}
 
 
-def find_variant(instance_type: str, path: Path = PLATFORMS) -> str:
+def find_variant(instance_type: str) -> str:
     """Return the variant whose images compute on an instance type with NeuronCores; empty where none does."""
     family = instance_type.partition(".")[0]
-    return next((variant for variant, node in read_neuron_nodes(path).items() if family in node.instance_families), "")
+    return next((variant for variant, node in read_neuron_nodes().items() if family in node.instance_families), "")
 
 
-def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
+def explain_no_image(instance_type: str) -> str:
     """Return the reason why no image computes on an instance type with NeuronCores; empty where one does."""
-    if find_variant(instance_type, path):
+    if find_variant(instance_type):
         return ""
     known = "; ".join(
         f"those of {variant} do on {' and '.join(node.instance_families)}"
-        for variant, node in read_neuron_nodes(path).items()
+        for variant, node in read_neuron_nodes().items()
     )
     return (
         f"no image computes on {instance_type} yet: {known} (instance_families in images/platforms.toml). Its nodes "
@@ -133,30 +110,14 @@ def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
     )
 
 
-def read_neuron_nodes(path: Path = PLATFORMS) -> dict[str, NeuronNode]:
+def read_neuron_nodes() -> dict[str, NeuronNode]:
     """The requirements on a node of every variant that computes on NeuronCores, by the variant's name."""
-    nodes = {variant: platform.node for variant, platform in read_platforms(path).items()}
-    return {variant: node for variant, node in nodes.items() if isinstance(node, NeuronNode)}
+    return {variant: platform.node for variant, platform in read_platforms().items() if platform.node}
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
     """The digests that `make lock PIN=1` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
-
-
-def _platform(variant: str, table: dict[str, Any]) -> Platform:
-    debian, node = table.pop("debian", None), table.pop("node", None)
-    return Platform(
-        variant=variant,
-        **table,
-        debian=DebianBase(**debian) if debian else None,
-        node=_node(variant, node) if node else None,
-    )
-
-
-def _node(variant: str, table: dict[str, Any]) -> CudaNode | NeuronNode:
-    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-    return NODES[variant](**table | lists)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -6,24 +6,17 @@ set -eu
 mkdir -p /opt/python /opt/aws
 [ "$1" = trn2 ] || exit 0
 cd "$(dirname "$0")"
-bundle=$(find inputs -name '*.crt' | sort | head -n 1)
-https=""
-if [ -n "$bundle" ]; then
-    export PIP_CERT="$PWD/$bundle" SSL_CERT_FILE="$PWD/$bundle"
-    https="-o Acquire::https::CAInfo=$PWD/$bundle"
-fi
 apt-get update
 apt-get install --yes --no-install-recommends ca-certificates
+is_pinned() { [ "$(python3 -c 'import platform; print(platform.python_version())')" = "$PINNED_PYTHON" ]; }
+is_pinned || apt-get install --yes --no-install-recommends python3-venv
+# shellcheck source=images/installer.sh
+. ./installer.sh
 
 # uv's managed Python of exactly this patch version; uv checks its hash (docs.astral.sh/uv/concepts/python-versions).
-if [ "$(python3 -c 'import platform; print(platform.python_version())' || true)" != "$PINNED_PYTHON" ]; then
-    apt-get install --yes --no-install-recommends python3-venv
-    python3 -m venv uv-for-python
-    [ -n "${PIP_INDEX_URL:-}" ] || unset PIP_INDEX_URL
-    [ -n "${PIP_EXTRA_INDEX_URL:-}" ] || unset PIP_EXTRA_INDEX_URL
-    uv-for-python/bin/pip install --quiet --no-cache-dir --disable-pip-version-check --require-hashes -r uv.txt
+if ! is_pinned; then
     [ -n "${UV_PYTHON_INSTALL_MIRROR:-}" ] || unset UV_PYTHON_INSTALL_MIRROR
-    if ! uv-for-python/bin/uv python install --no-bin --install-dir /opt/python "$PINNED_PYTHON"; then
+    if ! uv/bin/uv python install --no-bin --install-dir /opt/python "$PINNED_PYTHON"; then
         echo "prepare_base: uv could not install Python $PINNED_PYTHON; its message is above. Name a mirror of" \
             "python-build-standalone with UV_PYTHON_INSTALL_MIRROR=, or a base image with this Python: BASE=" >&2
         exit 1
@@ -39,6 +32,8 @@ done <<PACKAGES
 $(grep -v '^#' neuron-runtime.txt)
 PACKAGES
 [ -n "$lacking" ] || exit 0
+https=""
+[ -z "$bundle" ] || https="-o Acquire::https::CAInfo=$bundle"
 repository=${NEURON_APT_URL:-https://apt.repos.neuron.amazonaws.com}
 install -d /etc/apt/keyrings
 # shellcheck source=/dev/null

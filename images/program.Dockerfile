@@ -19,7 +19,7 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG UV_PYTHON_INSTALL_MIRROR
 ARG NEURON_APT_URL
-COPY images/prepare_base.sh images/neuron-runtime.txt lockfiles/uv.txt /build/
+COPY images/prepare_base.sh images/installer.sh images/neuron-runtime.txt lockfiles/uv.txt /build/
 COPY images/inputs /build/inputs
 RUN sh /build/prepare_base.sh "$VARIANT"
 
@@ -36,9 +36,9 @@ ARG TORCH_FIND_LINKS
 ARG NEURON_INDEX_URL
 ARG NEURON_FIND_LINKS
 ENV PATH=/opt/python/cpython-$PINNED_PYTHON-linux-x86_64-gnu/bin:$PATH
-COPY images/install.py images/without_cuda.py images/torch-neuron.txt /build/
+COPY images/install.sh images/without_cuda.py images/torch-neuron.txt /build/
 COPY lockfiles/compiler-${VARIANT}.txt /build/
-RUN python3 /build/install.py compiler-${VARIANT}.txt
+RUN sh /build/install.sh compiler-${VARIANT}.txt
 
 FROM compiler-packages AS service-packages
 ARG SERVICE
@@ -48,7 +48,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG TORCH_INDEX_URL
 ARG TORCH_FIND_LINKS
 COPY lockfiles/${SERVICE}-${VARIANT}.txt /build/
-RUN python3 /build/install.py --add ${SERVICE}-${VARIANT}.txt
+RUN sh /build/install.sh --add ${SERVICE}-${VARIANT}.txt
 
 FROM ${BASE} AS packages
 USER root

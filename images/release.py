@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from images.platforms import REPOSITORY, read_digests, read_platforms
+from images.platforms import REPOSITORY, read_digests, read_platforms, version_numbers
 from images.versions import git, require_full_history
 from services.common.errors import DeviceError, RecipeError
 
-BUMPS = ("major", "minor", "patch")
 UNRELEASED = "## [Unreleased]"
+MANIFESTS = "tests/contract/manifests"
 
 
-def release(service: str, bump: str, repository: Path = REPOSITORY) -> str:
-    """Raise VERSION, move the changelog's Unreleased section, commit, tag, and return the tag.
+def release(service: str, version: str, repository: Path = REPOSITORY) -> str:
+    """Write VERSION, move the changelog's Unreleased section below it, commit, tag, and return the tag.
 
-    Raises `RecipeError` or `DeviceError` for a shallow clone, uncommitted changes, a changelog without an entry, a tag
-    that exists, a base image of a variant for Trainium without a digest, and an artifact schema whose fields changed
-    since the last release of any service while its name did not. After an error nothing is changed.
+    Raises `RecipeError` or `DeviceError` for a shallow clone, uncommitted changes, a version that is no newer one, a
+    changelog without an entry, a base image of a variant for Trainium without a digest, and a golden manifest that
+    changed since the last release of any service while its number did not. After an error nothing is changed.
     """
-    folder = repository / "services" / service
-    version_file, changelog = folder / "VERSION", folder / "CHANGELOG.md"
-    version = bumped(version_file.read_text(encoding="utf-8").strip(), bump)
+    version_file, changelog = (repository / "services" / service / name for name in ("VERSION", "CHANGELOG.md"))
     tag = f"{service}-v{version}"
     require_full_history(repository)
-    _require_clean(repository)
-    _require_new_tag(repository, service, tag)
+    if changes := git(repository, "status", "--porcelain"):
+        raise RecipeError(f"there are uncommitted changes, and a release is a commit. Commit or stash them:\n{changes}")
+    _require_new_version(repository, version_file.read_text(encoding="utf-8").strip(), version, tag)
     moved = with_section(changelog.read_text(encoding="utf-8"), version, changelog)
     _require_pinned_base(repository, service)
     _require_schema_bump(repository)
@@ -42,25 +34,12 @@ def release(service: str, bump: str, repository: Path = REPOSITORY) -> str:
     try:
         version_file.write_text(f"{version}\n", encoding="utf-8")
         changelog.write_text(moved, encoding="utf-8")
-        git(repository, "add", str(version_file), str(changelog))
-        git(repository, "commit", "--quiet", "--message", f"Release {service} {version}")
+        git(repository, "commit", "--quiet", "--message", f"Release {service} {version}", "--all")
         git(repository, "tag", "--annotate", tag, "--message", f"{service} {version}")
     except (DeviceError, KeyboardInterrupt):
         git(repository, "reset", "--quiet", "--hard", before)  # loses nothing: there were no uncommitted changes
         raise
     return tag
-
-
-def bumped(version: str, bump: str) -> str:
-    """The next version by the rules of Semantic Versioning."""
-    if bump not in BUMPS:
-        raise RecipeError(f"BUMP is {bump!r}, expected one of {', '.join(BUMPS)}")
-    major, minor, patch = map(int, version.split("."))
-    return {
-        "major": f"{major + 1}.0.0",
-        "minor": f"{major}.{minor + 1}.0",
-        "patch": f"{major}.{minor}.{patch + 1}",
-    }[bump]
 
 
 def with_section(changelog: str, version: str, path: Path) -> str:
@@ -76,22 +55,11 @@ def with_section(changelog: str, version: str, path: Path) -> str:
     return f"{before}{UNRELEASED}\n\n## [{version}] - {today}\n{entries.strip()}\n{next_heading}{older}"
 
 
-def changed_schemas(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names of the schemas whose fields changed."""
-    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
-
-
-def _require_clean(repository: Path) -> None:
-    changes = git(repository, "status", "--porcelain")
-    if changes:
-        raise RecipeError(f"there are uncommitted changes, and a release is a commit. Commit or stash them:\n{changes}")
-
-
-def _require_new_tag(repository: Path, service: str, tag: str) -> None:
-    if git(repository, "tag", "--list", tag):
+def _require_new_version(repository: Path, current: str, version: str, tag: str) -> None:
+    is_version = re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version)
+    if not is_version or version_numbers(version) < version_numbers(current) or git(repository, "tag", "--list", tag):
         raise RecipeError(
-            f"the tag {tag} exists, and services/{service}/VERSION is older. Set VERSION to the newest released "
-            f"version of {service}, commit, and release again."
+            f"VERSION is {version!r}, expected MAJOR.MINOR.PATCH after {current}, of which no tag {tag} exists"
         )
 
 
@@ -108,43 +76,10 @@ def _require_pinned_base(repository: Path, service: str) -> None:
 
 
 def _require_schema_bump(repository: Path) -> None:
+    """Golden manifests, whose structure the tests hold artifacts to, are those of the last release, or new ones."""
     tags = git(repository, "tag", "--list", "*-v*.*.*", "--merged", "HEAD", "--sort=-creatordate").splitlines()
-    if not tags:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        archive = Path(folder) / "released.tar"
-        git(repository, "archive", "--output", str(archive), tags[0], "services/common")
-        shutil.unpack_archive(archive, folder)
-        changed = changed_schemas(_schemas_of(Path(folder)), _schemas_of(repository))
-    if changed:
+    if tags and (changed := git(repository, "diff", "--name-only", "--diff-filter=M", tags[0], "--", MANIFESTS)):
         raise RecipeError(
-            f"services/common: the fields of {', '.join(changed)} changed since {tags[0]}, and its name did not. "
-            f"Released programs would misread it: give the schema the next number, and an upgrade function."
+            f"{changed.split()} changed since {tags[0]}, and released programs would misread such artifacts: give the "
+            f"schema the next number, and replace its golden manifest by one of that number."
         )
-
-
-# A separate Python runs this in each of the two trees: one process cannot import both.
-_PRINT_SCHEMAS = """
-import json
-from services.common.artifacts.__main__ import MANIFEST_TYPES
-def shape(value):
-    if isinstance(value, dict):
-        # Texts are Pydantic's descriptions of a field. A field that is called title or description has a table.
-        return {
-            key: shape(each)
-            for key, each in value.items()
-            if key not in ("title", "description") or not isinstance(each, str)
-        }
-    return [shape(each) for each in value] if isinstance(value, list) else value
-print(json.dumps({each.SCHEMA: shape(each.model_json_schema()) for each in MANIFEST_TYPES.values()}))
-"""
-
-
-def _schemas_of(tree: Path) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-c", _PRINT_SCHEMAS]
-    done = subprocess.run(
-        command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise DeviceError(f"the artifact schemas in {tree} could not be read:\n{done.stderr.strip()}")
-    return dict(json.loads(done.stdout))

@@ -18,7 +18,6 @@ from images.versions import describe_build
 from services.common.errors import DeviceError
 
 OUTPUT = REPOSITORY / "dist/sbom"
-TOOL = REPOSITORY / "lockfiles/sbom.txt"
 
 
 def write_sboms(services: Sequence[str], variant: str) -> list[Path]:
@@ -30,31 +29,23 @@ def write_sboms(services: Sequence[str], variant: str) -> list[Path]:
 def _write(service: str, variant: str) -> Path:
     build = describe_build(service, variant)
     output = OUTPUT / f"{service}-{build.tag}.cdx.json"
-    platform = read_platforms()[variant]
     with tempfile.NamedTemporaryFile(suffix=".txt") as installed:
+        # A lock has packages for all systems and Pythons; an image has one of each.
         _uv("pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-annotate", "--no-header",
-            # A lock has packages for all systems and Pythons; an image has one of each.
-            "--python-platform", "linux", "--python-version", platform.python,
+            "--python-platform", "linux", "--python-version", read_platforms()[variant].python,
             "--output-file", installed.name, f"lockfiles/{service}-{variant}.txt")  # fmt: skip
-        if platform.torch_neuronx and service in STAGES_WITH_PROGRAM:
+        if variant == "trn2" and service in STAGES_WITH_PROGRAM:
             with Path(installed.name).open("a", encoding="utf-8") as file:
                 file.write(BROUGHT[variant].read_text(encoding="utf-8"))
-        _uv("run", "--quiet", "--no-project", "--isolated", "--with-requirements", str(TOOL),
+        _uv("run", "--quiet", "--no-project", "--isolated", "--with-requirements", "lockfiles/sbom.txt",
             "cyclonedx-py", "requirements", "--output-reproducible", "--output-format", "JSON",
             "--output-file", str(output), installed.name)  # fmt: skip
     bill = json.loads(output.read_text(encoding="utf-8"))
-    bill["metadata"]["component"] = {
-        "type": "container",
-        "name": f"millrace/{service}",
-        "version": build.commit_tag,
-    }
+    bill["metadata"]["component"] = {"type": "container", "name": f"millrace/{service}", "version": build.commit_tag}
     output.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
     return output
 
 
 def _uv(*arguments: str) -> None:
-    done = subprocess.run(
-        ["./bootstrap", "uv", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise DeviceError(f"uv {arguments[0]} failed: {done.stderr.strip()}")
+    if subprocess.run(["./bootstrap", "uv", *arguments], cwd=REPOSITORY, check=False).returncode != 0:
+        raise DeviceError(f"uv {arguments[0]} failed: its message is above")

@@ -17,10 +17,10 @@ ARG PINNED_PYTHON
 # shows neither.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-COPY images/install.py images/without_cuda.py /build/
+COPY images/install.sh images/installer.sh images/without_cuda.py /build/
 COPY images/inputs /build/inputs
 COPY lockfiles/uv.txt lockfiles/tokenizer-${VARIANT}.txt /build/
-RUN python3 /build/install.py tokenizer-${VARIANT}.txt
+RUN sh /build/install.sh tokenizer-${VARIANT}.txt
 
 FROM ${BASE} AS packages
 USER root

@@ -6,18 +6,18 @@ A commit that changes the trainer alone therefore gives the tokenizer's image no
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM, dockerfile_of, locks_of
+from images.platforms import REPOSITORY, dockerfile_of
 from services.common.errors import DeviceError
 
-# Code that the head's image contains besides services/common and services/head.
-CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller")
-# What the build of an image with the program reads besides the files that every image's build reads.
-OF_PROGRAM = tuple(
-    f"images/{name}" for name in ("install_toolchain.sh", "prepare_base.sh", "torch-neuron.txt", "neuron-runtime.txt")
+# What .dockerignore keeps from the folders that a Dockerfile copies.
+NOT_IN_IMAGES = (
+    ":(exclude)services/common/testing",
+    *(f":(exclude,glob)services/**/{each}" for each in ("tests/**", "*.md", "BUILD", "requirements.txt")),
 )
 
 
@@ -32,6 +32,10 @@ class Build:
     """Full id of the commit; `unknown` outside of a git checkout."""
     change: str
     """Hash of the image's sources when they differ from the commit; empty when they do not."""
+
+    @property
+    def is_committed(self) -> bool:
+        return not self.change and self.commit != "unknown"
 
     @property
     def git_sha(self) -> str:
@@ -56,7 +60,7 @@ def describe_build(service: str, variant: str, repository: Path = REPOSITORY) ->
     if not (repository / ".git").exists():
         return Build(service, variant, version, "unknown", "")
     require_full_history(repository)
-    sources = sources_of(service, variant)
+    sources = sources_of(service, variant, repository)
     commit = git(repository, "log", "-1", "--format=%H", "--", *sources)
     is_changed = bool(git(repository, "status", "--porcelain", "--", *sources)) or not commit
     return Build(service, variant, version, commit or "unknown", _digest(repository, sources) if is_changed else "")
@@ -74,32 +78,20 @@ def require_full_history(repository: Path) -> None:
 def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
     """Return whether the image's sources equal those of the git tag that released this version."""
     tag = f"{build.service}-v{build.version}"
-    if build.change or build.commit == "unknown" or not git(repository, "tag", "--list", tag):
+    if not build.is_committed or not git(repository, "tag", "--list", tag):
         return False
-    return not git(repository, "diff", "--name-only", tag, "HEAD", "--", *sources_of(build.service, build.variant))
+    sources = sources_of(build.service, build.variant, repository)
+    return not git(repository, "diff", "--name-only", tag, "HEAD", "--", *sources)
 
 
-def sources_of(service: str, variant: str) -> list[str]:
-    """Git pathspecs of all files that an image's content depends on."""
-    controller = [f":(glob){folder}/*.py" for folder in CONTROLLER_FOLDERS] if service == "head" else []
-    page = [":(glob)services/trainer/report/**"] if service == "trainer" else []
-    return [
-        ":(glob)services/common/**/*.py",
-        f":(glob)services/{service}/**/*.py",
-        *page,
-        ":(exclude,glob)services/common/testing/**",
-        ":(exclude,glob)services/**/tests/**",
-        "infra/shapes.json",
-        dockerfile_of(service),
-        f"services/{service}/VERSION",
-        "images/install.py",
-        "images/without_cuda.py",
-        "images/make_user.sh",
-        *(OF_PROGRAM if service in STAGES_WITH_PROGRAM else ()),
-        "images/platforms.toml",
-        ".dockerignore",
-        *controller,
-        *(f"lockfiles/{lock}.txt" for lock in ["uv", *locks_of(service, variant)]),
+def sources_of(service: str, variant: str, repository: Path = REPOSITORY) -> list[str]:
+    """Git pathspecs of the files that an image is made from: its Dockerfile, all that this copies, and the pins."""
+    dockerfile = dockerfile_of(service)
+    text = (repository / dockerfile).read_text(encoding="utf-8")
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", text, flags=re.MULTILINE))
+    paths = copied.replace("${SERVICE}", service).replace("${VARIANT}", variant).split()
+    return [f":(glob){path}" for path in (dockerfile, "images/platforms.toml", ".dockerignore", *paths)] + [
+        *NOT_IN_IMAGES
     ]
 
 

@@ -138,10 +138,10 @@ def load_images(*services: str) -> None:
     wait_until(lambda: wanted <= held_images(with_digest=True), seconds=120)
 
 
-def another_version(stage: str) -> str:
-    """The same program in an image of another digest, on the node."""
-    name = f"millrace/{stage}:swapped-cpu"
-    dockerfile = f"FROM {name_of(stage)}\nLABEL swapped=yes\n"
+def another_version(stage: str, version: str = "0.1.1") -> str:
+    """The same program in an image of another version, on the node."""
+    name = f"millrace/{stage}:{version}-cpu"
+    dockerfile = f"FROM {name_of(stage)}\nLABEL org.opencontainers.image.version={version}\n"
     subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
     node_images.load(name)
     wait_until(lambda: f"docker.io/{name}" in held_images(), 120)

@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from deploy.exit_codes import EXIT_AGAIN
+from images.docker import inspect_image
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.runs import state_hash
 from tests.cluster.harness import (
     Harness,
+    another_version,
     corpus_digest,
     forget_training,
     give_to_stages,
@@ -32,7 +34,7 @@ from tests.cluster.harness import (
     one,
     running_harness,
 )
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, node_images
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -128,6 +130,29 @@ def test_three_stages_make_what_plain_containers_make(harness: Harness, referenc
     assert harness.head()["metadata"]["uid"] == head
     assert f"trained to step {STEPS}" in harness.log_of("trainer")
     assert "already published" in deploy(harness, "tokenizer")
+
+
+VERSIONS = {"tokenizer": "0.2.0", "compiler": "0.3.1", "trainer": "1.0.0"}
+
+
+def test_releases_of_different_numbers_are_up_side_by_side(untrained: Harness) -> None:
+    """The version's tag names an image with that label, and a stage's pods have that image."""
+    images = {stage: another_version(stage, version) for stage, version in VERSIONS.items()}
+    digests = {stage: node_images.references()[f"docker.io/{image}"] for stage, image in images.items()}
+    assert len({*digests.values()}) == len(STAGES)
+    labels = {stage: inspect_image(image)["Config"]["Labels"] for stage, image in images.items()}
+    assert {stage: each["org.opencontainers.image.version"] for stage, each in labels.items()} == VERSIONS
+    try:
+        for stage, version in VERSIONS.items():
+            variables = {"TAG": f"{version}-cpu", "KEEP": "1", "ARGS": "--train.max_steps=15"}
+            untrained.succeed("deploy-stage", STAGE=stage, **variables)
+        for stage, digest in digests.items():
+            assert untrained.worker_group(stage).image.endswith(f"@{digest}")
+            pods = untrained.ready(stage)
+            assert {pod["spec"]["containers"][0]["image"].rpartition("@")[2] for pod in pods} == {digest}
+    finally:
+        for stage in STAGES:
+            untrained.stop(stage)
 
 
 def test_runs_of_a_pipeline_are_listed_compared_and_reported(untrained: Harness, tmp_path: Path) -> None:

@@ -23,11 +23,10 @@ def write(path: Path, content: str) -> None:
 
 
 def make_checkout(folder: Path) -> Path:
-    """A committed repository with every service, the real contracts, and digests of the base images."""
+    """A committed repository with every service, the real Dockerfiles, and digests of the base images."""
     repository = folder / "checkout"
-    ignored = shutil.ignore_patterns("tests", "testing", "__pycache__", "*.crt")
-    for name in ("services/common", "images"):
-        shutil.copytree(REPOSITORY / name, repository / name, ignore=ignored)
+    shutil.copytree(REPOSITORY / "images", repository / "images", ignore=shutil.ignore_patterns("__pycache__", "*.crt"))
+    write(repository / "services/common/errors.py", "print('one')\n")
     for service in SERVICES:
         write(repository / "services" / service / "VERSION", "0.1.0\n")
         write(repository / "services" / service / "CHANGELOG.md", CHANGELOG)

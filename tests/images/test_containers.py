@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from images.build import CA_BUNDLE, choose_platform
+from images.build import choose_platform
 from images.docker import docker, inspect_image, require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
@@ -47,8 +47,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (clone / name).unlink(missing_ok=True)
     if git(clone, "status", "--porcelain"):
         commit(clone, "Take the working tree")
-    if CA_BUNDLE.exists():
-        shutil.copy2(CA_BUNDLE, clone / "images/inputs")
+    for bundle in (REPOSITORY / "images/inputs").glob("*.crt"):
+        shutil.copy2(bundle, clone / "images/inputs")
     if (REPOSITORY / ".pants-bootstrap").exists():
         (clone / ".pants-bootstrap").symlink_to(REPOSITORY / ".pants-bootstrap")
     return clone
@@ -108,7 +108,7 @@ def test_labels_say_what_an_image_is_and_all_of_a_variant_have_one_pin(images: d
     for service, image in images.items():
         labels = labels_of(image)
         assert labels["millrace.service"] == service
-        assert labels["millrace.platform"] == platform.word
+        assert labels["millrace.platform"] == f"cpu-python{platform.python}-ray{platform.ray}"
         assert labels["org.opencontainers.image.version"] == "0.1.0"
         assert labels["org.opencontainers.image.revision"].startswith(tag_of(image).split("-")[1][1:])
         inside = docker("run", "--rm", "--entrypoint", "python", image, "-c",

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from images.release import bumped, release
+from images.platforms import SERVICES
+from images.release import release
+from images.versions import describe_build, is_released
 from services.common.errors import DeviceError, MillraceError, RecipeError
 from tests.images.checkout import CHANGELOG, commit, git, make_checkout, write
 
@@ -16,28 +18,40 @@ def state(repository: Path) -> tuple[str, str, str]:
     return git(repository, "rev-parse", "HEAD"), git(repository, "tag", "--list"), git(repository, "status", "--short")
 
 
-def test_a_release_bumps_the_version_moves_the_changelog_and_tags(tmp_path: Path) -> None:
+VERSIONS = {"tokenizer": "0.2.0", "compiler": "0.1.1", "trainer": "1.0.0"}
+
+
+def test_three_stages_are_released_with_numbers_of_their_own(tmp_path: Path) -> None:
+    """A release changes its own stage's files alone, and the images of the others stay those of their releases."""
     repository = make_checkout(tmp_path)
-    assert release("trainer", "minor", repository) == "trainer-v0.2.0"
-    assert (repository / "services/trainer/VERSION").read_text() == "0.2.0\n"
-    assert (repository / "services/tokenizer/VERSION").read_text() == "0.1.0\n"
+    for service, version in VERSIONS.items():
+        assert release(service, version, repository) == f"{service}-v{version}"
+        assert git(repository, "tag", "--points-at", "HEAD") == f"{service}-v{version}"
+        assert git(repository, "show", "--format=", "--name-only", "HEAD").split() == [
+            f"services/{service}/CHANGELOG.md",
+            f"services/{service}/VERSION",
+        ]
+    builds = {service: describe_build(service, "cpu", repository) for service in SERVICES}
+    assert {service: build.tag for service, build in builds.items()} == {
+        "tokenizer": "0.2.0-cpu",
+        "compiler": "0.1.1-cpu",
+        "trainer": "1.0.0-cpu",
+        "head": "0.1.0-cpu",
+    }
+    assert {service for service, build in builds.items() if is_released(build, repository)} == {*VERSIONS}
     sections = (repository / "services/trainer/CHANGELOG.md").read_text().split("\n## ")
     assert sections[1].strip() == "[Unreleased]"
-    assert sections[2].startswith("[0.2.0] - ")
+    assert sections[2].startswith("[1.0.0] - ")
     assert "- A thing that users see." in sections[2]
     assert sections[3].startswith("[0.1.0]")
-    assert git(repository, "tag", "--points-at", "HEAD") == "trainer-v0.2.0"
     assert git(repository, "status", "--short") == ""
-    assert git(repository, "show", "--format=", "--name-only", "HEAD").split() == [
-        "services/trainer/CHANGELOG.md",
-        "services/trainer/VERSION",
-    ]
 
 
-def test_versions_are_bumped_by_semantic_versioning() -> None:
-    assert [bumped("1.4.7", bump) for bump in ("major", "minor", "patch")] == ["2.0.0", "1.5.0", "1.4.8"]
-    with pytest.raises(RecipeError, match=r"'huge'.*major, minor, patch"):
-        bumped("1.4.7", "huge")
+@pytest.mark.parametrize("version", ["", "1", "1.0", "v1.0.0", "1.0.0-rc1", "01.0.0", "0.0.9"])
+def test_a_version_has_three_numbers_and_is_no_older_one(tmp_path: Path, version: str) -> None:
+    repository = make_checkout(tmp_path)
+    with pytest.raises(RecipeError):
+        release("trainer", version, repository)
 
 
 def dirty_the_tree(repository: Path) -> None:
@@ -60,11 +74,10 @@ def forget_the_digests(repository: Path) -> None:
 
 
 def change_a_schema(repository: Path) -> None:
+    write(repository / "tests/contract/manifests/corpus-4.json", "{}")
+    commit(repository, "Write a golden manifest")
     git(repository, "tag", "tokenizer-v0.1.0")
-    corpus = repository / "services/common/artifacts/corpus.py"
-    changed = corpus.read_text().replace("    rows: Count\n", "    rows: Count\n    title: Count\n", 1)
-    assert changed != corpus.read_text()
-    write(corpus, changed)
+    write(repository / "tests/contract/manifests/corpus-4.json", '{"title": ""}')
     commit(repository, "Change the corpus schema")
 
 
@@ -75,7 +88,7 @@ def change_a_schema(repository: Path) -> None:
         (empty_the_changelog, r"services/trainer/CHANGELOG.md.*Unreleased"),
         (tag_the_version, "trainer-v0.2.0"),
         (forget_the_digests, "public.ecr.aws/neuron/"),
-        (change_a_schema, "corpus/4 .*tokenizer-v0.1.0"),
+        (change_a_schema, "corpus-4.json.*tokenizer-v0.1.0"),
     ],
 )
 def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
@@ -85,7 +98,7 @@ def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
     spoil(repository)
     before = state(repository)
     with pytest.raises(MillraceError, match=named):
-        release("trainer", "minor", repository)
+        release("trainer", "0.2.0", repository)
     assert state(repository) == before
 
 
@@ -96,14 +109,13 @@ def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path,
     git(repository, "config", "gpg.program", "false")
     before = state(repository)
     with pytest.raises(DeviceError):
-        release("trainer", "minor", repository)
+        release("trainer", "0.2.0", repository)
     assert state(repository) == before
 
 
 def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
     change_a_schema(repository)
-    corpus = repository / "services/common/artifacts/corpus.py"
-    write(corpus, corpus.read_text().replace('"corpus/4"', '"corpus/5"'))
+    git(repository, "mv", "tests/contract/manifests/corpus-4.json", "tests/contract/manifests/corpus-5.json")
     commit(repository, "Give the corpus schema its next number")
-    assert release("trainer", "minor", repository) == "trainer-v0.2.0"
+    assert release("trainer", "0.2.0", repository) == "trainer-v0.2.0"

@@ -25,6 +25,12 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
     [
         ("services/trainer/work.py", {"trainer"}),
         ("services/common/errors.py", {*SERVICES}),
+        ("images/head.Dockerfile", {"head"}),
+        ("images/program.Dockerfile", {"compiler", "trainer"}),
+        ("images/install.sh", {*SERVICES}),
+        ("k8s/controller/work.py", {"head"}),
+        ("k8s/client/work.py", set()),
+        ("images/release.py", set()),
         ("services/trainer/tests/test_work.py", set()),
         ("services/trainer/README.md", set()),
         ("services/common/testing/more.py", set()),
@@ -35,7 +41,8 @@ def test_a_commit_gives_a_new_tag_to_the_images_that_have_the_file(
 ) -> None:
     repository = make_checkout(tmp_path)
     before = tags(repository)
-    write(repository / file, "# changed\n")
+    path = repository / file
+    write(path, (path.read_text(encoding="utf-8") if path.exists() else "") + "# changed\n")
     commit(repository, "Change a file")
     after = tags(repository)
     assert changed(before, after) == services
