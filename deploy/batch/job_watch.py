@@ -1,4 +1,4 @@
-"""Follows a job of AWS Batch: prints the log of its main node, and returns the stage's exit code."""
+"""Follows a job of AWS Batch: prints its states and the log of its main node."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def follow(
     is_log_whole: bool = False,
     take: Callable[[str], None] = print_line,
     look: Callable[[BatchJob], object] = lambda job: None,
-) -> int:
-    """Follow the job until it has ended. Interrupting this does not stop the job.
+) -> BatchJob:
+    """Follow the job until it has ended, and return it. Interrupting this does not stop the job.
 
     `look` receives the job's description at every poll, and `take` every line of the log; `is_log_whole` includes the
     logs of earlier attempts. A poll that Batch does not answer is repeated. Raises `DeviceError` for a job that Batch
     does not know.
     """
-    report, log = ProgressPrinter(f"job {job_id}").report, _Log(jobs, take)
+    report, tokens, kept = ProgressPrinter(f"job {job_id}").report, dict[str, str](), list[str]()
     while True:
         try:
             job = jobs.find(job_id)
@@ -35,42 +35,22 @@ def follow(
                 raise DeviceError(
                     f"Batch knows no job {job_id}: make stage-status TARGET=batch shows the jobs that it knows"
                 )
-            report(_describe(job))
+            tried = f", attempt {len(job.attempts) + 1}" if job.is_active and job.attempts else ""
+            report(f"{job.stage} is {job.status.lower()}{tried}{f': {job.reason}' if job.reason else ''}")
             look(job)
             for stream in job.log_streams if is_log_whole or not job.is_active else job.log_streams[-1:]:
-                log.copy(job, stream)
+                while True:
+                    before = tokens.get(stream, "")
+                    lines, tokens[stream] = jobs.read_log(job.stage, stream, before)
+                    kept = [*kept, *lines][-KEPT_LINES:]
+                    for line in lines:
+                        take(line)
+                    if tokens[stream] == before:  # CloudWatch returns the same token at the end
+                        break
             if not job.is_active:
-                return _finish(job, log)
+                said = f": {find_error_line(chr(10).join(kept))}" if job.exit_code and kept else ""
+                print_line(f"job {job.id}: {job.stage} ended with exit code {job.exit_code}{said}")
+                return job
         except TryAgain as error:
             report(f"{error}; the job continues")
         time.sleep(POLL_SECONDS)
-
-
-class _Log:
-    """Reads log streams, and passes every line on once."""
-
-    def __init__(self, jobs: Jobs, take: Callable[[str], None]) -> None:
-        self._jobs, self._take = jobs, take
-        self._tokens: dict[str, str] = {}
-        self.lines: list[str] = []
-
-    def copy(self, job: BatchJob, stream: str) -> None:
-        while True:
-            lines, token = self._jobs.read_log(job.stage, stream, self._tokens.get(stream, ""))
-            for line in lines:
-                self._take(line)
-            self.lines = [*self.lines, *lines][-KEPT_LINES:]
-            if token == self._tokens.get(stream, ""):  # CloudWatch returns the same token at the end
-                return
-            self._tokens[stream] = token
-
-
-def _describe(job: BatchJob) -> str:
-    tried = f", attempt {len(job.attempts) + 1}" if job.is_active and job.attempts else ""
-    return f"{job.stage} is {job.status.lower()}{tried}{f': {job.reason}' if job.reason else ''}"
-
-
-def _finish(job: BatchJob, log: _Log) -> int:
-    said = f": {find_error_line(chr(10).join(log.lines))}" if job.exit_code and log.lines else ""
-    print(f"job {job.id}: {job.stage} ended with exit code {job.exit_code}{said}", flush=True)
-    return job.exit_code

@@ -13,13 +13,14 @@ from services.common.errors import RecipeError
 from services.common.launch.batch.node import deliver_recipe, read_command
 from services.common.recipe.packed_recipe import MAX_RECIPE_CHARACTERS, RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, Stage
-from tests.deploy.batch.builders import VALUES, config_of, job_deployment_of
+from services.common.testing.recipes import recipe_text
+from tests.deploy.batch.builders import VALUES, config_of, job_spec_of
 
 
 def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = False, **changes: Any) -> Request:
     config = config_of(**changes.pop("config", {}))
     pool = queue_of(config, stage, is_compiler_on_trainium)
-    return render_job_definition(config, pool, job_deployment_of(stage, **changes))
+    return render_job_definition(config, pool, job_spec_of(stage, **changes))
 
 
 def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:
@@ -100,7 +101,6 @@ def test_a_stage_is_told_of_its_notice(stage: Stage, of_the_machines: str, told:
 
 
 def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None:
-    deployment = job_deployment_of()
     container = read_container(definition_of())
     variables = {each["name"]: each["value"] for each in container["environment"]}
     words = [
@@ -108,16 +108,23 @@ def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None
     ]
     command = read_command(words[words.index("--") + 1 :])
     deliver_recipe(command, variables)
-    assert command.recipe.read_text() == deployment.recipe_text
+    assert command.recipe.read_text() == recipe_text()
     with pytest.raises(RecipeError, match="16,384"):
-        definition_of(recipe_text="".join(f"# {number**9}\n" for number in range(4_000)))
-    assert len(variables[RECIPE_VARIABLE]) < len(deployment.recipe_text) * 2
+        definition_of(text=recipe_text() + "".join(f"# {number**9}\n" for number in range(4_000)))
+    assert len(variables[RECIPE_VARIABLE]) < len(recipe_text()) * 2
 
 
 def test_what_runs_the_same_is_known_again() -> None:
     tags = [
         definition_of(**changes)["tags"][DEPLOYMENT_TAG]
-        for changes in ({}, {}, {"nodes": 3}, {"arguments": ()}, {"image": "other@sha256:1"}, {"recipe_text": "x"})
+        for changes in (
+            {},
+            {},
+            {"nodes": 3},
+            {"arguments": ()},
+            {"image": "other@sha256:1"},
+            {"text": recipe_text() + "# x"},
+        )
     ]
     assert tags[0] == tags[1]
     assert len(set(tags)) == 5
