@@ -33,7 +33,6 @@ from services.common.recipe.schema import STAGES, Stage
 FIRST_STAGES: tuple[Stage, ...] = ("tokenizer", "compiler")
 """Stages that read no artifact."""
 LATER_STAGES: tuple[Stage, ...] = ("trainer",)
-DEMO_RECIPE, DEMO_ROOT = "recipes/tiny-cpu.toml", "fsx"
 POLL_SECONDS = 0.2
 LAST_LINES_SECONDS = 5.0
 """Seconds to wait for the output of an ended stage: a process that it has left behind may hold the pipes open."""
