@@ -30,6 +30,7 @@ from deploy.client.requested_recipe import read_requested_recipe
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import print_line
 from infra.account.session import Account
+from infra.shapes import Price
 from services.common.errors import DeviceError, LimitError
 from services.common.recipe.schema import STAGES, Stage
 
@@ -62,6 +63,11 @@ class _Checked:
     @property
     def stage(self) -> Stage:
         return self.resolved.spec.stage
+
+    @property
+    def name(self) -> str:
+        """The stage, with the subcommand of a one-off."""
+        return " ".join([self.stage, *self.resolved.spec.words[:1]])
 
 
 class BatchTarget:
@@ -144,13 +150,10 @@ class BatchTarget:
         Where an identical request of the same person already runs, its job is followed and none is submitted.
         """
         checked = self._check(resolve_one_off(self._config, self._jobs, request))
-        self._show(checked)
+        job_ids = self._submit([checked], output, is_dry_run=request.is_dry_run)
         if request.is_dry_run:
-            return self._end_dry_run(checked, output)
-        self._require_ready(checked, f"{request.stage} {request.words[0]} is not submitted")
-        if checked.present:
-            print_line(f"job {checked.present.id} already runs this request ({checked.present.state}); following it")
-        job_id = checked.present.id if checked.present else self._submit(checked)
+            return 0
+        job_id = job_ids[request.stage]
         if not request.is_followed:
             print(f"job {job_id} continues. The same command without FOLLOW=0 follows it, and Ctrl-C then ends it")
             return 0
@@ -173,44 +176,21 @@ class BatchTarget:
         """
         request = replace(request, recipe=request.recipe or read_requested_recipe(DEFAULT_RECIPE))
         checked = [self._check(self._resolve(request.of_pipeline(stage))) for stage in STAGES]
-        ended = [*takewhile(lambda each: each.done and not each.present and not request.is_again, checked)]
-        for each in checked[len(ended) :]:
-            if not each.present:
-                self._require_ready(each)
-        job_ids: dict[Stage, str] = {}
-        for each in checked:
-            print(f"\n== {each.stage}")
-            self._show(each)
-            if each.present:
-                print_line(f"job {each.present.id} already runs this deployment")
-                job_ids[each.stage] = each.present.id
-            elif each in ended:
-                print(f"this deployment already succeeded, seen at {each.done}: nothing is submitted")
-            elif request.is_dry_run:
-                self._end_dry_run(each, output)
-            else:
-                job_ids[each.stage] = self._submit(each, [*job_ids.values()][-1] if job_ids else "")
+        job_ids = self._submit(checked, output, is_dry_run=request.is_dry_run, is_again=request.is_again)
         if request.is_dry_run or not request.is_followed:
             return 0
-        return self._follow_pipeline(checked, job_ids, request.repetition)
-
-    def _follow_pipeline(self, checked: list[_Checked], job_ids: dict[Stage, str], repetition: str) -> int:
-        """Follow the jobs in one view, up to the first that fails: its exit code."""
         price = self._config.trainium.shape.price
-        with PipelineView(STAGES, repetition, price.describe_origin() if price else "") as view:
+        with PipelineView(STAGES, request.repetition, price.describe_origin() if price else "") as view:
             for each in checked:
                 if each.stage not in job_ids:
                     view.skip(each.stage, f"already succeeded, seen at {each.done}")
-            for each in checked:
-                if each.stage in job_ids:
-                    of_node = each.resolved.queue.shape.price
-                    look = partial(
-                        _show_job, view, each.resolved.spec.nodes * of_node.dollars_per_hour if of_node else None
-                    )
-                    job = follow(self._jobs, job_ids[each.stage], take=partial(view.take_line, each.stage), look=look)
-                    view.end(each.stage, job.exit_code)
-                    if job.exit_code:
-                        return job.exit_code
+            prices = {each.stage: each.resolved.queue.shape.price for each in checked}
+            for stage, job_id in job_ids.items():
+                look = partial(_show_job, view, prices[stage])
+                job = follow(self._jobs, job_id, take=partial(view.take_line, stage), look=look)
+                view.end(stage, job.exit_code)
+                if job.exit_code:
+                    return job.exit_code
         return 0
 
     def _resolve(self, request: DeployRequest) -> ResolvedJob:
@@ -247,48 +227,52 @@ class BatchTarget:
         )
 
     def _deploy(self, checked: _Checked, request: DeployRequest, output: TextIO | None) -> int:
-        if job := checked.present:
-            print_line(f"job {job.id} ({job.status}) already runs this deployment of {request.stage}; following it")
-            is_followed = request.is_followed and not request.is_dry_run
-            return follow(self._jobs, job.id).exit_code if is_followed else 0
-        self._show(checked)
-        if checked.done:
-            print(f"this deployment of {request.stage} already succeeded, seen at {checked.done}: nothing is submitted")
-            if not request.is_again:
-                print("AGAIN=1 submits it again")
-                return 0
-        self._require_ready(checked)
-        if request.is_dry_run:
-            return self._end_dry_run(checked, output)
-        job_id = self._submit(checked)
-        return follow(self._jobs, job_id).exit_code if request.is_followed else 0
+        job_ids = self._submit([checked], output, is_dry_run=request.is_dry_run, is_again=request.is_again)
+        if request.is_dry_run or not request.is_followed or not job_ids:
+            return 0
+        return follow(self._jobs, job_ids[checked.stage]).exit_code
 
-    def _show(self, checked: _Checked) -> None:
-        print(checked.resolved.plan)
-        print_line(describe_changes(checked.resolved.body, checked.newest))
+    def _submit(
+        self, checked: list[_Checked], output: TextIO | None, *, is_dry_run: bool, is_again: bool = False
+    ) -> dict[Stage, str]:
+        """Show the plans and submit the jobs, each of which waits for the one before: their ids, by stage.
 
-    def _end_dry_run(self, checked: _Checked, output: TextIO | None) -> int:
-        body = checked.resolved.body
-        if output:  # JSON is YAML as well
-            print(f"---\n{json.dumps(body, indent=2)}", file=output, flush=True)
-        else:
-            print(f"\n{describe_definition(body)}")
-        print("\nDRY_RUN=1: nothing was changed")
-        return 0
+        No job is submitted for what already runs, and for the first stages that have succeeded unless `is_again`. A dry
+        run submits none. Raises `DeviceError` before the first is submitted where a queue starts no jobs.
+        """
+        done = [*takewhile(lambda each: each.done and not each.present and not is_again, checked)]
+        for each in checked[len(done) :]:
+            problem = "" if each.present else self._jobs.explain_queue(each.resolved.queue.name)
+            if problem:
+                raise DeviceError(f"{each.name} is not submitted, nothing was changed: {problem}")
+        job_ids: dict[Stage, str] = {}
+        for each in checked:
+            resolved = each.resolved
+            print(f"{'== ' if len(checked) > 1 else ''}{each.name}\n{resolved.plan}")
+            print_line(describe_changes(resolved.body, each.newest))
+            if each.present:
+                print_line(f"job {each.present.id} ({each.present.state}) already runs it")
+                job_ids[each.stage] = each.present.id
+            elif each in done:
+                print_line(f"it already succeeded, seen at {each.done}: nothing is submitted. AGAIN=1 submits it again")
+            elif is_dry_run and output:  # JSON is YAML as well
+                print(f"---\n{json.dumps(resolved.body, indent=2)}", file=output, flush=True)
+            elif is_dry_run:
+                print(f"\n{describe_definition(resolved.body)}")
+            else:
+                after = next(reversed(job_ids.values()), "")
+                job_ids[each.stage] = self._jobs.submit(
+                    resolved.spec, resolved.queue.name, resolved.body, each.same, after
+                )
+        if is_dry_run:
+            print("\nDRY_RUN=1: nothing was changed")
+        return job_ids
 
-    def _require_ready(self, checked: _Checked, refusal: str = "") -> None:
-        if problem := self._jobs.explain_queue(checked.resolved.queue.name):
-            raise DeviceError(f"{refusal or f'{checked.stage} is not deployed'}, nothing was changed: {problem}")
 
-    def _submit(self, checked: _Checked, after: str = "") -> str:
-        resolved = checked.resolved
-        return self._jobs.submit(resolved.spec, resolved.queue.name, resolved.body, checked.same, after)
-
-
-def _show_job(view: PipelineView, dollars_per_hour: float | None, job: BatchJob) -> None:
+def _show_job(view: PipelineView, price: Price | None, job: BatchJob) -> None:
     attempt = f"attempt {len(job.attempts) + 1} of job {job.id}"
     if job.status == "RUNNING":
-        view.begin(job.stage, attempt, dollars_per_hour, job.started_at)
+        view.begin(job.stage, attempt, job.nodes * price.dollars_per_hour if price else None, job.started_at)
     elif job.is_active:
         view.wait(job.stage, f"{attempt} is {job.state}")
 

@@ -32,12 +32,7 @@ from services.common.recipe.schema import WEBHOOK_VARIABLE, Stage
 
 Request = dict[str, Any]
 
-MIB_PER_GIB = 1024
 MAIN_NODE = 0
-UNLIMITED = -1
-OPEN_FILES = 1_048_576
-STACK_BYTES = 64 * 2**20
-DEVICE_PERMISSIONS = ["READ", "WRITE", "MKNOD"]
 HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
 """Folders of a node, by their volume: the mounted file system, and scratch space on the node's disks. The launch
 template prepares both."""
@@ -161,7 +156,7 @@ def _render_container(config: Config, contract: StageContract, spec: JobSpec) ->
         "environment": [{"name": name, "value": value} for name, value in variables.items()],
         "resourceRequirements": [
             {"type": "VCPU", "value": str(resources.cpus)},
-            {"type": "MEMORY", "value": str(resources.memory_gib * MIB_PER_GIB)},
+            {"type": "MEMORY", "value": str(resources.memory_gib * 1024)},
         ],
         "volumes": [{"name": name, "host": {"sourcePath": path}} for name, path in HOST_FOLDERS.items()],
         "mountPoints": [
@@ -172,9 +167,8 @@ def _render_container(config: Config, contract: StageContract, spec: JobSpec) ->
         "linuxParameters": _render_linux_parameters(resources),
         "ulimits": [
             # EFA pins the memory that it sends from; Docker's default is 8 MiB.
-            {"name": "memlock", "softLimit": UNLIMITED, "hardLimit": UNLIMITED},
-            {"name": "nofile", "softLimit": OPEN_FILES, "hardLimit": OPEN_FILES},
-            {"name": "stack", "softLimit": STACK_BYTES, "hardLimit": STACK_BYTES},
+            {"name": name, "softLimit": limit, "hardLimit": limit}
+            for name, limit in (("memlock", -1), ("nofile", 1_048_576), ("stack", 64 * 2**20))
         ],
         "logConfiguration": {
             "logDriver": "awslogs",
@@ -195,11 +189,12 @@ def _render_container(config: Config, contract: StageContract, spec: JobSpec) ->
 def _render_linux_parameters(resources: Resources) -> Request:
     parameters: Request = {"initProcessEnabled": True}  # reaps orphaned processes and passes SIGTERM on
     if resources.shared_memory_gib:
-        parameters["sharedMemorySize"] = resources.shared_memory_gib * MIB_PER_GIB
+        parameters["sharedMemorySize"] = resources.shared_memory_gib * 1024
     paths = [f"/dev/neuron{number}" for number in range(resources.neuron_devices)]
     paths += [f"/dev/infiniband/uverbs{number}" for number in range(resources.efa_cards)]
     if paths:
+        permissions = ["READ", "WRITE", "MKNOD"]
         parameters["devices"] = [
-            {"hostPath": path, "containerPath": path, "permissions": DEVICE_PERMISSIONS} for path in paths
+            {"hostPath": path, "containerPath": path, "permissions": permissions} for path in paths
         ]
     return parameters

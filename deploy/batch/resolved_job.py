@@ -42,6 +42,8 @@ from services.common.recipe.schema import Stage
 
 DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")
 """The recipe of a request that names none."""
+TIME_LIMIT = "--train.time_limit_seconds"
+"""The option that ends every trainer before Batch ends its attempt."""
 MAX_ATTEMPTS = 10
 """Batch's limit for the attempts of one job."""
 LEAST_ATTEMPT_SECONDS = 60
@@ -79,16 +81,20 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
     stage, recipe = request.stage, request.find_recipe(DEFAULT_RECIPE)
     if not request.tag:
         recipe.require_known()
-    retries, attempt_seconds = _resolve_retries(request), _resolve_attempt_seconds(request, recipe.outline)
+    attempts = 1 + (RETRIES if request.retries is None else request.retries)
+    if attempts > MAX_ATTEMPTS:
+        raise RecipeError(f"RETRIES={attempts - 1}: at most {MAX_ATTEMPTS - 1} on Batch; the command may be repeated")
+    attempt_seconds = _resolve_attempt_seconds(request, recipe.outline)
     own_limit = recipe.outline.train.time_limit_seconds
-    if stage == "trainer":
-        recipe = _end_before(recipe, attempt_seconds)
+    if stage == "trainer":  # at its limit it commits a checkpoint and ends with 75: after Batch's there is no attempt
+        most = attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
+        recipe = recipe.with_arguments(f"{TIME_LIMIT}={min(own_limit or most, most)}")
     outline = recipe.outline
     nodes = outline.nodes_of(stage)
     is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
     queue = queue_of(config, stage, is_compiler_on_trainium=is_on_device)
     _require_capacity(config, queue, stage, nodes, outline)
-    spec = JobSpec(stage, find_image(config, jobs, stage, request.tag), recipe, attempt_seconds, nodes, 1 + retries)
+    spec = JobSpec(stage, find_image(config, jobs, stage, request.tag), recipe, attempt_seconds, nodes, attempts)
     plan = [
         f"cost        {_describe_cost(queue.shape, nodes, attempt_seconds / 3600)}",
         f"nodes       queue {queue.name}: they start for the job and stop some minutes after it",
@@ -152,7 +158,7 @@ def read_recipe(definition: Definition) -> RequestedRecipe:
     origin = f"job definition {definition.arn.rpartition('/')[2]}"
     recipe = parse_requested_recipe(unpack_recipe(packed[0]).decode(), origin)
     arguments = words[words.index("--root") + 2 :]
-    if arguments[-1:] == [_limit_option(definition.body.get("timeout", {}).get("attemptDurationSeconds", 0))]:
+    if arguments and arguments[-1].startswith(f"{TIME_LIMIT}="):
         arguments.pop()  # it follows from the attempt's limit
     return recipe.with_arguments(*arguments)
 
@@ -192,42 +198,11 @@ def _require_capacity(config: Config, queue: JobQueue, stage: Stage, nodes: int,
         )
 
 
-def _end_before(recipe: RequestedRecipe, attempt_seconds: int) -> RequestedRecipe:
-    """The trainer's recipe with a time limit below that of its attempt, after which Batch would not try again.
-
-    At its own limit the trainer commits a checkpoint and ends with 75, and Batch starts the next attempt.
-    """
-    limit = recipe.outline.train.time_limit_seconds
-    is_earlier = limit and limit <= _trainer_seconds(attempt_seconds)
-    return recipe if is_earlier else recipe.with_arguments(_limit_option(attempt_seconds))
-
-
-def _limit_option(attempt_seconds: int) -> str:
-    return f"--train.time_limit_seconds={_trainer_seconds(attempt_seconds)}"
-
-
-def _trainer_seconds(attempt_seconds: int) -> int:
-    return attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
-
-
-def _resolve_retries(request: DeployRequest) -> int:
-    retries = RETRIES if request.retries is None else request.retries
-    if retries >= MAX_ATTEMPTS:
-        raise RecipeError(
-            f"RETRIES={retries}: Batch makes at most {MAX_ATTEMPTS} attempts of a job, so RETRIES is at most "
-            f"{MAX_ATTEMPTS - 1}. Repeat the command after that: the stage continues"
-        )
-    return retries
-
-
 def _resolve_attempt_seconds(request: DeployRequest, outline: Outline) -> int:
     if request.hours is not None:
         seconds = round(request.hours * 3600)
         if seconds < LEAST_ATTEMPT_SECONDS:
-            raise RecipeError(
-                f"HOURS={request.hours:g} is {seconds} s, but Batch's shortest limit of an attempt is "
-                f"{LEAST_ATTEMPT_SECONDS} s"
-            )
+            raise RecipeError(f"HOURS={request.hours:g}: Batch's shortest attempt has {LEAST_ATTEMPT_SECONDS} s")
         return seconds
     limit = outline.train.time_limit_seconds if request.stage == "trainer" else None
     return math.ceil(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)

@@ -17,35 +17,26 @@ RETRIES = 3
 
 @dataclass(frozen=True)
 class DeployRequest:
-    """The variables of a deploy command; None, or empty, for each that was not given.
+    """The variables of a deploy command, which the commands explain; None, or empty, where they are not given.
 
     Raises `RecipeError` for arguments that the deployment itself sets.
     """
 
     stage: Stage
     recipe: RequestedRecipe | None = None
-    """RECIPE, without ARGS."""
     tag: str = ""
     nodes: int | None = None
-    """NODES: nodes of the trainer, also for the compiler; the tokenizer's own for the tokenizer."""
     mode: ClusterMode | None = None
     arguments: tuple[str, ...] | None = None
-    """ARGS: options of the stage's command."""
     retries: int | None = None
     start_timeout_seconds: int | None = None
-    """WAIT: seconds in which a gang has to be placed before the first attempt."""
     loss_timeout_seconds: int | None = None
-    """WAIT_AFTER_LOSS: seconds in which a gang that lost nodes has to be complete again."""
     drain_seconds: int | None = None
-    """DRAIN: seconds between a container's notice and its end."""
     is_kept: bool = False
-    """KEEP=1: leave the pods up after the stage."""
     is_dry_run: bool = False
     is_followed: bool = True
     hours: float | None = None
-    """HOURS: when a deployment on KubeRay, or an attempt on Batch, is ended."""
     is_again: bool = False
-    """AGAIN=1: redeploy even if it already succeeded."""
     repetition: str = ""
     """The command that repeats this request, as a person types it."""
 

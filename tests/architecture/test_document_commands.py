@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.variables import TARGETS, explain_inapplicable
+from deploy.commands.__main__ import TARGETS, explain_inapplicable
 from images.platforms import REPOSITORY
 from services.common.recipe.file import read_override
 from tests.architecture.documents import Document, read_documents

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from deploy.commands.variables import TARGETS, explain_inapplicable
+from deploy.commands.__main__ import TARGETS, explain_inapplicable
 from images.platforms import REPOSITORY
 from tests.deploy.typed import COMMANDS
 from tests.makefile import read_headings, read_help, read_rules, read_variables

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from deploy.client.request import DeployRequest
-from deploy.commands.variables import TARGETS, explain_inapplicable
+from deploy.commands.__main__ import TARGETS, explain_inapplicable
 from images.platforms import REPOSITORY
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
@@ -120,6 +120,6 @@ def test_make_tells_what_it_was_given() -> None:
 def test_the_app_is_imported_without_the_targets_libraries() -> None:
     """Another program may mount it, and `--help` waits for none of them."""
     heavy = "{'torch', 'ray', 'kubernetes', 'boto3', 'rich.live'}"
-    program = f"import sys, deploy.commands.app; print({heavy} & {{*sys.modules}})"
+    program = f"import sys, deploy.commands.__main__; print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -9,9 +9,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import typer
 
-from deploy.commands.__main__ import main
-from deploy.commands.app import Given, app
-from deploy.commands.variables import NAMED_IN_MAKE, VARIABLES
+from deploy.commands.__main__ import NAMED_IN_MAKE, VARIABLES, Given, app, main
 
 COMMANDS: dict[str, list[str]] = {
     name: [VARIABLES[each.name].name for each in command.params]

@@ -79,7 +79,7 @@ def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -
 )
 def test_options_that_a_deployment_sets_itself_are_refused(arguments: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
-        DeployRequest("trainer", arguments=(arguments,))
+        DeployRequest("trainer", arguments=tuple(arguments.split()))
 
 
 def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:
