@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from deploy.batch.config import CONFIG, Config, read_config
-from deploy.batch.job_definition import describe_definition
-from deploy.batch.job_watch import follow
-from deploy.batch.jobs import BatchJob, Definition, Jobs
+from deploy.batch.jobs import POLL_SECONDS, BatchJob, Definition, Jobs, follow
 from deploy.batch.resolved_job import (
     DEFAULT_RECIPE,
     ResolvedJob,
@@ -38,7 +36,6 @@ STOP_SECONDS = 900.0
 """Shortest time, in seconds, that a job is given to end."""
 STOP_MARGIN_SECONDS = 300.0
 """Seconds added to the machines' termination notice, in which Batch reports that the job has ended."""
-POLL_SECONDS = 5.0
 
 
 def connect_batch(path: Path | None = None) -> BatchTarget:
@@ -257,9 +254,7 @@ class BatchTarget:
                 print_line(f"it already succeeded, seen at {each.done}: nothing is submitted. AGAIN=1 submits it again")
             elif is_dry_run and output:  # JSON is YAML as well
                 print(f"---\n{json.dumps(resolved.body, indent=2)}", file=output, flush=True)
-            elif is_dry_run:
-                print(f"\n{describe_definition(resolved.body)}")
-            else:
+            elif not is_dry_run:
                 after = next(reversed(job_ids.values()), "")
                 job_ids[each.stage] = self._jobs.submit(
                     resolved.spec, resolved.queue.name, resolved.body, each.same, after

@@ -123,7 +123,7 @@ def read_container(body: Request) -> Request:
 
 
 def describe_definition(body: Request) -> str:
-    """A job definition for a person: with the packed recipe's digest, and without what Batch adds."""
+    """A job definition as text to compare: with the packed recipe's digest, and without what Batch adds."""
     text = json.dumps({key: value for key, value in body.items() if key not in SET_BY_BATCH}, indent=2, sort_keys=True)
     packed = [each["value"] for each in read_container(body)["environment"] if each["name"] == RECIPE_VARIABLE]
     return text.replace(packed[0], f"recipe {hashlib.sha256(packed[0].encode()).hexdigest()[:10]}") if packed else text

@@ -1,4 +1,4 @@
-"""Submits, finds, reads and terminates the jobs of stages on AWS Batch.
+"""Submits, finds, follows and terminates the jobs of stages on AWS Batch.
 
 Batch forgets an ended job after about a week. Tags of its job definition hold what must outlast that.
 """
@@ -6,7 +6,8 @@ Batch forgets an ended job after about a week. Tags of its job definition hold w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -21,15 +22,19 @@ from deploy.batch.job_definition import (
     name_definition,
     read_container,
 )
-from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
+from deploy.exit_codes import EXIT_AGAIN, find_error_line, resolve_exit_code
+from deploy.progress import ProgressPrinter, print_line
 from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
 from infra.account.session import Account, explaining_refusals
+from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 SUCCEEDED_TAG = "millrace.dev/succeeded-at"
 """Tag of a job definition: the time at which one of its jobs was first seen to have ended with exit code 0."""
 JOBS_A_CALL = 100
+POLL_SECONDS = 5.0
+KEPT_LINES = 200
 NAME_CHARACTERS = 128
 
 
@@ -206,6 +211,48 @@ class Jobs:
     def _stage_of(self, definition: str) -> Stage | None:
         names = {name_definition(self._config, each, of_one_offs=of): each for each in STAGES for of in (False, True)}
         return names.get(_name_of(definition))
+
+
+def follow(
+    jobs: Jobs,
+    job_id: str,
+    is_log_whole: bool = False,
+    take: Callable[[str], None] = print_line,
+    look: Callable[[BatchJob], object] = lambda job: None,
+) -> BatchJob:
+    """Follow the job until it has ended, and return it. Interrupting this does not stop the job.
+
+    `look` receives the job's description at every poll, and `take` every line of the log; `is_log_whole` includes the
+    logs of earlier attempts. A poll that Batch does not answer is repeated. Raises `DeviceError` for a job that Batch
+    does not know.
+    """
+    report, tokens, kept = ProgressPrinter(f"job {job_id}").report, dict[str, str](), list[str]()
+    while True:
+        try:
+            job = jobs.find(job_id)
+            if job is None:
+                raise DeviceError(
+                    f"Batch knows no job {job_id}: make stage-status TARGET=batch shows the jobs that it knows"
+                )
+            tried = f", attempt {len(job.attempts) + 1}" if job.is_active and job.attempts else ""
+            report(f"{job.stage}{tried} is {job.state}")
+            look(job)
+            for stream in job.log_streams if is_log_whole or not job.is_active else job.log_streams[-1:]:
+                while True:
+                    before = tokens.get(stream, "")
+                    lines, tokens[stream] = jobs.read_log(job.stage, stream, before)
+                    kept = [*kept, *lines][-KEPT_LINES:]
+                    for line in lines:
+                        take(line)
+                    if tokens[stream] == before:  # CloudWatch returns the same token at the end
+                        break
+            if not job.is_active:
+                said = f": {find_error_line(chr(10).join(kept))}" if job.exit_code and kept else ""
+                print_line(f"job {job.id}: {job.stage} ended with exit code {job.exit_code}{said}")
+                return job
+        except TryAgain as error:
+            report(f"{error}; the job continues")
+        time.sleep(POLL_SECONDS)
 
 
 def _name_of(definition: str) -> str:

@@ -130,7 +130,6 @@ class PipelineView:
 
     def wait(self, stage: str, reason: str) -> None:
         """Show why a stage does not run yet, or not any more for now."""
-        self._pause(stage)
         self._change(stage, "waiting", reason)
 
     def begin(
@@ -147,13 +146,11 @@ class PipelineView:
 
     def skip(self, stage: str, detail: str) -> None:
         """Show a stage as skipped, because its artifact is published already."""
-        self._pause(stage)
         self._change(stage, "skipped", detail)
 
     def end(self, stage: str, exit_code: int, reason: str = "") -> None:
         """Show the end of a stage. A stage that has found its artifact published counts as skipped."""
         record = self._rows[stage].progress
-        self._pause(stage)
         if exit_code == 0 and record and record.phase == ALREADY_PUBLISHED:
             self.skip(stage, f"already published: {record.note}")
         elif exit_code == 0:
@@ -191,17 +188,14 @@ class PipelineView:
     def _change(self, stage: str, state: State, detail: str) -> None:
         with self._lock:
             row = self._rows[stage]
+            if state != "running":
+                row.seconds, row.began_at = row.total_seconds, None
             if (row.state, row.detail) == (state, detail):
                 return
             row.state, row.detail = state, detail
             self._said_at[stage] = time.monotonic()
         if not self.is_live:
             self._say(f"{stage}: {state}{f', {detail}' if detail else ''}")
-
-    def _pause(self, stage: str) -> None:
-        with self._lock:
-            row = self._rows[stage]
-            row.seconds, row.began_at = row.total_seconds, None
 
     def _say(self, text: str) -> None:
         _print(f"pipeline: {text}", sys.stdout)
