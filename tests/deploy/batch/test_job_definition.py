@@ -23,35 +23,13 @@ def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = Fals
     return render_job_definition(config, pool, job_spec_of(stage, **changes))
 
 
-def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:
+def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes_that_retries_a_lost_host_and_75() -> None:
     assert {definition_of(stage, nodes=1)["type"] for stage in STAGES} == {"multinode"}
-    nodes = definition_of(nodes=3)["nodeProperties"]
+    definition = definition_of(nodes=3, attempts=4, attempt_seconds=7_200)
+    nodes = definition["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"], len(nodes["nodeRangeProperties"])) == (3, 0, 1)
     assert nodes["nodeRangeProperties"][0]["targetNodes"] == "0:"  # one with an end would fix the number
-
-
-@pytest.mark.parametrize(
-    ("shape", "cards"), [("trn1.32xlarge", 8), ("trn1n.32xlarge", 16), ("trn2.48xlarge", 16), ("trn2u.48xlarge", 16)]
-)
-def test_a_container_has_every_device_of_its_node(shape: str, cards: int) -> None:
-    devices = read_container(definition_of(config={"TRAINIUM_SHAPE": shape}))["linuxParameters"]["devices"]
-    paths = {each["hostPath"] for each in devices}
-    assert paths == {f"/dev/neuron{n}" for n in range(16)} | {f"/dev/infiniband/uverbs{n}" for n in range(cards)}
-    assert {tuple(each["permissions"]) for each in devices} == {("READ", "WRITE", "MKNOD")}
-    assert "devices" not in read_container(definition_of("tokenizer"))["linuxParameters"]
-
-
-def test_a_container_may_pin_memory_and_share_it_and_has_a_process_that_reaps() -> None:
-    container = read_container(definition_of())
-    limits = {each["name"]: each["hardLimit"] for each in container["ulimits"]}
-    assert (limits["memlock"], limits["nofile"], limits["stack"]) == (-1, 1_048_576, 64 * 2**20)
-    assert container["linuxParameters"]["initProcessEnabled"]
-    assert container["linuxParameters"]["sharedMemorySize"] >= 65_536
-    assert not container["privileged"]
-
-
-def test_only_a_lost_host_and_75_are_tried_again_within_a_time() -> None:
-    definition = definition_of(attempts=4, attempt_seconds=7_200)
+    assert definition["timeout"] == {"attemptDurationSeconds": 7_200}
     assert definition["retryStrategy"] == {
         "attempts": 4,
         "evaluateOnExit": [
@@ -60,15 +38,22 @@ def test_only_a_lost_host_and_75_are_tried_again_within_a_time() -> None:
             {"onExitCode": "*", "action": "EXIT"},
         ],
     }
-    assert definition["timeout"] == {"attemptDurationSeconds": 7_200}
 
 
-def test_each_stage_has_a_role_and_a_log_group_of_its_own() -> None:
-    containers = {stage: read_container(definition_of(stage)) for stage in STAGES}
-    for stage, container in containers.items():
-        assert container["jobRoleArn"].endswith(f"role/{stage}")
-        options = container["logConfiguration"]["options"]
-        assert (options["awslogs-group"], options["awslogs-stream-prefix"]) == (f"/millrace/{stage}", stage)
+@pytest.mark.parametrize(("shape", "cards"), [("trn1.32xlarge", 8), ("trn2.48xlarge", 16)])
+def test_a_container_has_its_node_s_devices_and_may_pin_memory_and_share_it(shape: str, cards: int) -> None:
+    container = read_container(definition_of(config={"TRAINIUM_SHAPE": shape}))
+    devices = container["linuxParameters"]["devices"]
+    paths = {each["hostPath"] for each in devices}
+    assert paths == {f"/dev/neuron{n}" for n in range(16)} | {f"/dev/infiniband/uverbs{n}" for n in range(cards)}
+    assert {tuple(each["permissions"]) for each in devices} == {("READ", "WRITE", "MKNOD")}
+    assert "devices" not in read_container(definition_of("tokenizer"))["linuxParameters"]
+    limits = {each["name"]: each["hardLimit"] for each in container["ulimits"]}
+    assert (limits["memlock"], limits["nofile"], limits["stack"]) == (-1, 1_048_576, 64 * 2**20)
+    assert container["linuxParameters"]["initProcessEnabled"]
+    assert container["linuxParameters"]["sharedMemorySize"] >= 65_536
+    assert container["logConfiguration"]["options"]["awslogs-group"] == "/millrace/trainer"
+    assert container["jobRoleArn"].endswith("role/trainer")
 
 
 @pytest.mark.parametrize("stage", STAGES)
