@@ -7,30 +7,21 @@ seven keys are those of AWS's own scripts for pre-training on AWS Batch.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
 from infra.shapes import Shape, find_shape
 from services.common.errors import RecipeError
 from services.common.recipe.schema import STAGES, Stage
 
 CONFIG = Path(__file__).parent / "config.txt"
-PLACES = ("REGION", "SUBNET", "SG", "ECR_REPO", "INSTANCE_ROLE", "FSX_DNS_NAME", "MOUNT_NAME")
-POOLS = ("TRAINIUM", "CPU")
-POOL_KEYS = ("QUEUE", "SHAPE", "MAX_NODES")
-STAGE_KEYS = ("JOB_ROLE", "LOG_GROUP")
 SECRETS = ("HF_TOKEN_SECRET", "WEBHOOK_SECRET")
-OPTIONAL = ("CAPACITY_ENDS_AT", "CHECKPOINT_GB", "NOTICE_SECONDS", "EXECUTION_ROLE", *SECRETS)
-REQUIRED = (
-    *("NAME", "REGION", "ECR_REPO"),
-    *(f"{pool}_{key}" for pool in POOLS for key in POOL_KEYS),
-    *(f"{key}_{stage.upper()}" for key in STAGE_KEYS for stage in STAGES),
-)
-KEYS = (*PLACES, *(key for key in REQUIRED if key not in PLACES), *OPTIONAL)
-
-_SECRET_ARN = re.compile(r"arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+")
+# Batch takes the ARN of a secret and also the name of a parameter; an address here would be published in definitions.
+SecretArn = Annotated[str, Field(pattern=r"^arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+")]
 
 
 @dataclass(frozen=True)
@@ -42,82 +33,96 @@ class JobQueue:
     max_nodes: int
 
 
-@dataclass(frozen=True)
-class Config:
-    """The values of `config.txt`."""
+class Config(BaseModel):
+    """The values of `config.txt`, by their keys in lower case. Optional ones are empty where there are none."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    region: str
+    subnet: str = ""
+    sg: str = ""
+    ecr_repo: str
+    """Registry and prefix of the images' repositories."""
+    instance_role: str = ""
+    fsx_dns_name: str = ""
+    mount_name: str = ""
     name: str
     """Prefix of the names of job definitions and jobs."""
-    region: str
-    repository: str
-    """Registry and prefix of the images' repositories."""
-    trainium: JobQueue
-    cpu: JobQueue
-    job_roles: dict[Stage, str]
-    log_groups: dict[Stage, str]
-    capacity_ends_at: str
-    """End of the capacity reservation for Trainium nodes (RFC 3339); empty where there is none."""
-    checkpoint_gb: float | None
-    """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; None
-    where it is unknown."""
-    notice_seconds: int
+    trainium_queue: str
+    trainium_shape: str
+    trainium_max_nodes: PositiveInt
+    cpu_queue: str
+    cpu_shape: str
+    cpu_max_nodes: PositiveInt
+    job_role_tokenizer: str
+    job_role_compiler: str
+    job_role_trainer: str
+    log_group_tokenizer: str
+    log_group_compiler: str
+    log_group_trainer: str
+    capacity_ends_at: str = ""
+    """End of the capacity reservation for Trainium nodes (RFC 3339)."""
+    checkpoint_gb: NonNegativeFloat = 0
+    """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; 0 where
+    it is unknown."""
+    notice_seconds: NonNegativeFloat = 0
     """Termination notice of the machines, in seconds before a container is killed; 0 where it is unknown."""
-    execution_role: str
-    """Role that reads secrets for containers; empty where there are no secrets."""
-    hugging_face_secret: str
-    """ARN of the Hugging Face token in Secrets Manager; empty where there is none."""
-    webhook_secret: str
-    """ARN of the secret in Secrets Manager with the URL of the notices' webhook; empty where there is none."""
+    execution_role: str = ""
+    """Role that reads secrets for containers."""
+    hf_token_secret: SecretArn | None = None
+    """Secret with the Hugging Face token."""
+    webhook_secret: SecretArn | None = None
+    """Secret with the URL of the notices' webhook."""
+
+    @property
+    def trainium(self) -> JobQueue:
+        return JobQueue(self.trainium_queue, find_shape(self.trainium_shape), self.trainium_max_nodes)
+
+    @property
+    def cpu(self) -> JobQueue:
+        return JobQueue(self.cpu_queue, find_shape(self.cpu_shape), self.cpu_max_nodes)
+
+    @property
+    def job_roles(self) -> dict[Stage, str]:
+        return {stage: getattr(self, f"job_role_{stage}") for stage in STAGES}
+
+    @property
+    def log_groups(self) -> dict[Stage, str]:
+        return {stage: getattr(self, f"log_group_{stage}") for stage in STAGES}
 
     def image_of(self, stage: Stage) -> str:
         """The name of the stage's image, without tag and digest."""
-        return f"{self.repository}/{stage}"
+        return f"{self.ecr_repo.rstrip('/')}/{stage}"
+
+
+KEYS = tuple(name.upper() for name in Config.model_fields)
+PLACES = KEYS[:7]
 
 
 def read_config(path: Path = CONFIG) -> Config:
     """Raises `RecipeError` for a missing file, unknown or missing keys, and wrong values."""
-    values = read_values(path)
-    if missing := [key for key in REQUIRED if not values.get(key)]:
-        raise RecipeError(
-            f"{path} has no value for {', '.join(missing)}: make infra-up STACK=batch writes all keys, or write those "
-            f"of your account (docs/operations/batch.md explains them)"
+    try:
+        config = Config.model_validate({key.lower(): value for key, value in _read_values(path).items() if value})
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{str(each['loc'][0]).upper()}={'' if each['type'] == 'missing' else each['input']}: {each['msg']}"
+            for each in error.errors()
         )
-    pools = {pool: _read_pool(path, values, pool) for pool in POOLS}
-    for pool, has_devices in (("TRAINIUM", True), ("CPU", False)):
-        shape = pools[pool].shape
+        raise RecipeError(
+            f"{path}: {wrong}. make infra-up STACK=batch writes all keys; docs/operations/batch.md explains them"
+        ) from error
+    for key, shape, has_devices in (("TRAINIUM", config.trainium.shape, True), ("CPU", config.cpu.shape, False)):
         if bool(shape.neuron_devices) != has_devices or shape.gpus:
             raise RecipeError(
-                f"{path}: {pool}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} GPUs: "
-                f"TRAINIUM_SHAPE must have Neuron devices and CPU_SHAPE must have neither. Types with GPUs serve only "
-                f"for plans"
+                f"{path}: {key}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} GPUs: "
+                f"TRAINIUM_SHAPE must have Neuron devices and CPU_SHAPE must have neither"
             )
-    secrets = [key for key in SECRETS if values.get(key)]
-    if secrets and not values.get("EXECUTION_ROLE"):
-        raise RecipeError(f"{path}: {secrets[0]} needs EXECUTION_ROLE, a role that may read the secret")
-    # Batch takes the ARN of a secret and also the name of a parameter; an address here would be published.
-    if wrong := next((key for key in secrets if not _SECRET_ARN.fullmatch(values[key])), ""):
-        raise RecipeError(
-            f"{path}: {wrong} is not the ARN of a secret, arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME. Its value "
-            f"would stand in job definitions, so make a secret: aws secretsmanager create-secret"
-        )
-    return Config(
-        name=values["NAME"],
-        region=values["REGION"],
-        repository=values["ECR_REPO"].rstrip("/"),
-        trainium=pools["TRAINIUM"],
-        cpu=pools["CPU"],
-        job_roles={stage: values[f"JOB_ROLE_{stage.upper()}"] for stage in STAGES},
-        log_groups={stage: values[f"LOG_GROUP_{stage.upper()}"] for stage in STAGES},
-        capacity_ends_at=values.get("CAPACITY_ENDS_AT", ""),
-        checkpoint_gb=_read_number(path, values, "CHECKPOINT_GB") or None,
-        notice_seconds=math.floor(_read_number(path, values, "NOTICE_SECONDS")),
-        execution_role=values.get("EXECUTION_ROLE", ""),
-        hugging_face_secret=values.get("HF_TOKEN_SECRET", ""),
-        webhook_secret=values.get("WEBHOOK_SECRET", ""),
-    )
+    if (config.hf_token_secret or config.webhook_secret) and not config.execution_role:
+        raise RecipeError(f"{path}: {' and '.join(SECRETS)} need EXECUTION_ROLE, a role that may read the secret")
+    return config
 
 
-def read_values(path: Path) -> dict[str, str]:
+def _read_values(path: Path) -> dict[str, str]:
     """Keys and values of a config.txt. Raises `RecipeError` for a file or a line that cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -131,7 +136,7 @@ def read_values(path: Path) -> dict[str, str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key, equals, value = line.partition("=")
-        if not equals or not re.fullmatch(r"[A-Z_]+", key) or re.search(r"[\s\"']", value):
+        if not equals or re.search(r"[\s\"']", line):
             raise RecipeError(f"{path}, line {number}: {line!r}; expected KEY=VALUE, without quotes and spaces")
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
@@ -139,22 +144,3 @@ def read_values(path: Path) -> dict[str, str]:
             raise RecipeError(f"{path}, line {number}: unknown key {key}; {meant}")
         values[key] = value
     return values
-
-
-def _read_number(path: Path, values: dict[str, str], key: str) -> float:
-    """The number of a key; 0 where it has no value. Raises `RecipeError` for a negative one."""
-    text = values.get(key) or "0"
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise RecipeError(f"{path}: {key}={text}: expected a number from 0 on, such as {key}=157")
-    return number
-
-
-def _read_pool(path: Path, values: dict[str, str], pool: str) -> JobQueue:
-    most = values[f"{pool}_MAX_NODES"]
-    if not (most.isascii() and most.isdigit() and int(most)):
-        raise RecipeError(f"{path}: {pool}_MAX_NODES={most}: expected a whole number from 1 on")
-    return JobQueue(values[f"{pool}_QUEUE"], find_shape(values[f"{pool}_SHAPE"]), int(most))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from deploy.batch.config import Config, JobQueue
+from deploy.client.requested_recipe import RequestedRecipe
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.stage_contract import (
     ONE_OFF_DRAIN_SECONDS,
@@ -30,16 +32,12 @@ from services.common.recipe.schema import WEBHOOK_VARIABLE, Stage
 
 Request = dict[str, Any]
 
-MIB_PER_GIB = 1024
 MAIN_NODE = 0
-UNLIMITED = -1
-OPEN_FILES = 1_048_576
-STACK_BYTES = 64 * 2**20
-DEVICE_PERMISSIONS = ["READ", "WRITE", "MKNOD"]
 HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
 """Folders of a node, by their volume: the mounted file system, and scratch space on the node's disks. The launch
 template prepares both."""
 DEPLOYMENT_TAG = "millrace.dev/deployment"
+SET_BY_BATCH = ("jobDefinitionArn", "revision", "status", "containerOrchestrationType", "parameters", "tags")
 RUN_TAG = "millrace.dev/run"
 """Tag of a job and its tasks with the recipe's name, for reports of costs, or with the name of a one-off."""
 RETRY_RULES: tuple[Request, ...] = (
@@ -50,42 +48,32 @@ RETRY_RULES: tuple[Request, ...] = (
 
 
 @dataclass(frozen=True)
-class BatchDeployment:
-    """A deployment of a stage on AWS Batch."""
+class JobSpec:
+    """A deployment of a stage, or a one-off, which runs a subcommand of the stage on one CPU node."""
 
     stage: Stage
     image: str
     """The image's name, with its digest."""
-    nodes: int
-    recipe: str
-    """The recipe's name."""
-    recipe_text: str
-    arguments: tuple[str, ...]
-    attempts: int
-    """Largest number of attempts, the first one included."""
+    recipe: RequestedRecipe | None
+    """The recipe, with the options of a deployment's command; None for a subcommand that takes none."""
     attempt_seconds: int
     """Limit of an attempt, in seconds. Batch ends the job then, and makes no further attempt."""
+    nodes: int = 1
+    attempts: int = 1
+    """Largest number of attempts, the first one included."""
+    words: tuple[str, ...] = ()
+    """A one-off's subcommand and its arguments; empty for a deployment."""
+    digest: str = ""
+    """Digest of a one-off's request and its user."""
 
     @property
-    def recipe_digest(self) -> str:
-        return hashlib.sha256(self.recipe_text.encode()).hexdigest()
+    def is_one_off(self) -> bool:
+        return bool(self.words)
 
-
-@dataclass(frozen=True)
-class BatchOneOff:
-    """A subcommand of a stage as a job on one CPU node."""
-
-    stage: Stage
-    digest: str
-    """Digest of the request and its user."""
-    image: str
-    """The image's name, with its digest."""
-    words: tuple[str, ...]
-    """The subcommand and its arguments."""
-    recipe: str
-    """The packed recipe; empty where the subcommand takes none."""
-    seconds: int
-    """Limit of the job, in seconds, after which Batch ends it."""
+    @property
+    def run(self) -> str:
+        """The name of what runs, in the job's name and for reports of costs."""
+        return self.recipe.outline.name if self.recipe and not self.is_one_off else f"{ONE_OFF}-{self.words[0]}"
 
 
 def queue_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> JobQueue:
@@ -94,72 +82,39 @@ def queue_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> Job
     return config.trainium if is_on_trainium else config.cpu
 
 
-def render_job_definition(config: Config, queue: JobQueue, deployment: BatchDeployment) -> Request:
-    """The request that registers a deployment's job definition.
+def name_definition(config: Config, stage: Stage, *, of_one_offs: bool = False) -> str:
+    """Name of the job definitions of a stage's deployments, or of its one-offs."""
+    return f"{config.name}-{stage}{f'-{ONE_OFF}' if of_one_offs else ''}"
+
+
+def render_job_definition(config: Config, queue: JobQueue, spec: JobSpec) -> Request:
+    """The request that registers a job definition.
 
     All jobs are multi-node parallel jobs, also those of one node: a plain job shares its machine's network, and with it
     the machine's role. The nodes are one range, `0:`, because a range with an end would fix their number. Raises
     `RecipeError` for a recipe that exceeds the size of a job definition.
     """
-    contract = find_contract(deployment.stage, queue.shape.pod_resources)
-    if deployment.stage == "trainer":
-        contract = contract.with_drain(max(contract.drain_seconds, config.notice_seconds))
-    body = _render_body(
-        f"{config.name}-{deployment.stage}",
-        queue,
-        _render_container(config, contract, deployment),
-        deployment.nodes,
-        deployment.attempt_seconds,
-        deployment.attempts,
-    )
-    return body | {"tags": {"millrace.dev/stage": deployment.stage, DEPLOYMENT_TAG: identify(body)}}
-
-
-def render_one_off_definition(config: Config, one_off: BatchOneOff) -> Request:
-    """The request that registers a one-off's job definition: one attempt on one CPU node.
-
-    The job is a multi-node parallel job, for the same reason as a deployment's.
-    """
-    contract = find_contract(one_off.stage, config.cpu.shape.pod_resources).with_drain(ONE_OFF_DRAIN_SECONDS)
-    assert contract.resources is not None  # every shape with a queue has room for a container
-    command = make_one_off_command(one_off.stage, ROOT.path, one_off.words, requires_mount=True)
-    container = _render_contract(
-        config,
-        contract,
-        contract.resources,
-        image=one_off.image,
-        command=command[command.index(ONE_OFF) :],  # after the image's entry point
-        recipe=one_off.recipe,
-    )
-    body = _render_body(one_off_name(config, one_off.stage), config.cpu, container, 1, one_off.seconds, 1)
-    identity = identify(body | {"digest": one_off.digest})
-    return body | {"tags": {"millrace.dev/stage": one_off.stage, DEPLOYMENT_TAG: identity}}
-
-
-def one_off_name(config: Config, stage: Stage) -> str:
-    """Name of the job definitions of a stage's one-offs, which keeps them apart from its deployments'."""
-    return f"{config.name}-{stage}-{ONE_OFF}"
-
-
-def _render_body(
-    name: str, queue: JobQueue, container: Request, nodes: int, attempt_seconds: int, attempts: int
-) -> Request:
-    group = {"targetNodes": "0:", "container": container, "instanceTypes": [queue.shape.name]}
-    return {
-        "jobDefinitionName": name,
+    contract = find_contract(spec.stage, queue.shape.pod_resources)
+    if spec.is_one_off:
+        contract = contract.with_drain(ONE_OFF_DRAIN_SECONDS)
+    elif spec.stage == "trainer":
+        contract = contract.with_drain(max(contract.drain_seconds, math.floor(config.notice_seconds)))
+    group = {
+        "targetNodes": "0:",
+        "container": _render_container(config, contract, spec),
+        "instanceTypes": [queue.shape.name],
+    }
+    body = {
+        "jobDefinitionName": name_definition(config, spec.stage, of_one_offs=spec.is_one_off),
         "type": "multinode",
-        "nodeProperties": {"numNodes": nodes, "mainNode": MAIN_NODE, "nodeRangeProperties": [group]},
+        "nodeProperties": {"numNodes": spec.nodes, "mainNode": MAIN_NODE, "nodeRangeProperties": [group]},
         "platformCapabilities": ["EC2"],
         "propagateTags": True,
-        "timeout": {"attemptDurationSeconds": attempt_seconds},
-        "retryStrategy": {"attempts": attempts, "evaluateOnExit": [*RETRY_RULES]},
+        "timeout": {"attemptDurationSeconds": spec.attempt_seconds},
+        "retryStrategy": {"attempts": spec.attempts, "evaluateOnExit": [*RETRY_RULES]},
     }
-
-
-def identify(body: Request) -> str:
-    """The digest that identical job definitions share."""
-    untagged = {key: value for key, value in body.items() if key != "tags"}
-    return hashlib.sha256(json.dumps(untagged, sort_keys=True).encode()).hexdigest()[:16]
+    identity = hashlib.sha256(json.dumps([body, spec.digest], sort_keys=True).encode()).hexdigest()[:16]
+    return body | {"tags": {"millrace.dev/stage": spec.stage, DEPLOYMENT_TAG: identity}}
 
 
 def read_container(body: Request) -> Request:
@@ -167,48 +122,41 @@ def read_container(body: Request) -> Request:
     return dict(body["nodeProperties"]["nodeRangeProperties"][0]["container"])
 
 
-def _render_container(config: Config, contract: StageContract, deployment: BatchDeployment) -> Request:
+def describe_definition(body: Request) -> str:
+    """A job definition as text to compare: with the packed recipe's digest, and without what Batch adds."""
+    text = json.dumps({key: value for key, value in body.items() if key not in SET_BY_BATCH}, indent=2, sort_keys=True)
+    packed = [each["value"] for each in read_container(body)["environment"] if each["name"] == RECIPE_VARIABLE]
+    return text.replace(packed[0], f"recipe {hashlib.sha256(packed[0].encode()).hexdigest()[:10]}") if packed else text
+
+
+def _make_command(contract: StageContract, resources: Resources, spec: JobSpec) -> list[str]:
+    """The words after the image's entry point."""
+    if spec.is_one_off:
+        command = make_one_off_command(spec.stage, ROOT.path, spec.words, requires_mount=True)
+        return command[command.index(ONE_OFF) :]
+    assert spec.recipe is not None
+    recipe_file = f"{ROOT.path}/{RECIPES}/{spec.recipe.digest}.toml"
+    cores = ["--neuron-cores", str(resources.neuron_cores)] if resources.neuron_cores else []
+    command = make_command(contract.stage, recipe_file, ROOT.path, spec.recipe.arguments)
+    return [ON_BATCH, "--cpus", str(resources.cpus), *cores, "--", *command]
+
+
+def _render_container(config: Config, contract: StageContract, spec: JobSpec) -> Request:
+    """A container that keeps the stage's contract."""
     resources = contract.resources
     assert resources is not None  # every shape with a queue has room for a container
-    recipe = f"{ROOT.path}/{RECIPES}/{deployment.recipe_digest}.toml"
-    command = make_command(contract.stage, recipe, ROOT.path, deployment.arguments)
-    cores = ["--neuron-cores", str(resources.neuron_cores)] if resources.neuron_cores else []
-    return _render_contract(
-        config,
-        contract,
-        resources,
-        image=deployment.image,
-        command=[ON_BATCH, "--cpus", str(resources.cpus), *cores, "--", *command],
-        recipe=pack_recipe(deployment.recipe_text.encode()),
-        webhook_secret=config.webhook_secret,
-    )
-
-
-def _render_contract(
-    config: Config,
-    contract: StageContract,
-    resources: Resources,
-    *,
-    image: str,
-    command: list[str],
-    recipe: str,
-    webhook_secret: str = "",
-) -> Request:
-    """A container that keeps the stage's contract.
-
-    `recipe` is packed, or empty where the command reads none. `webhook_secret` is the ARN of the secret with the URL of
-    the notices' webhook, or empty where the command sends no notices.
-    """
-    variables = contract.variables | ({RECIPE_VARIABLE: recipe} if recipe else {})
-    group = config.log_groups[contract.stage]
+    variables = contract.variables | ({RECIPE_VARIABLE: pack_recipe(spec.recipe.text.encode())} if spec.recipe else {})
+    secrets = {each.name: config.hf_token_secret for each in contract.secrets}
+    if not spec.is_one_off:  # one-offs send no notices
+        secrets[WEBHOOK_VARIABLE] = config.webhook_secret
     container: Request = {
-        "image": image,
-        "command": command,
+        "image": spec.image,
+        "command": _make_command(contract, resources, spec),
         "jobRoleArn": config.job_roles[contract.stage],
         "environment": [{"name": name, "value": value} for name, value in variables.items()],
         "resourceRequirements": [
             {"type": "VCPU", "value": str(resources.cpus)},
-            {"type": "MEMORY", "value": str(resources.memory_gib * MIB_PER_GIB)},
+            {"type": "MEMORY", "value": str(resources.memory_gib * 1024)},
         ],
         "volumes": [{"name": name, "host": {"sourcePath": path}} for name, path in HOST_FOLDERS.items()],
         "mountPoints": [
@@ -219,21 +167,19 @@ def _render_contract(
         "linuxParameters": _render_linux_parameters(resources),
         "ulimits": [
             # EFA pins the memory that it sends from; Docker's default is 8 MiB.
-            {"name": "memlock", "softLimit": UNLIMITED, "hardLimit": UNLIMITED},
-            {"name": "nofile", "softLimit": OPEN_FILES, "hardLimit": OPEN_FILES},
-            {"name": "stack", "softLimit": STACK_BYTES, "hardLimit": STACK_BYTES},
+            {"name": name, "softLimit": limit, "hardLimit": limit}
+            for name, limit in (("memlock", -1), ("nofile", 1_048_576), ("stack", 64 * 2**20))
         ],
         "logConfiguration": {
             "logDriver": "awslogs",
             "options": {
-                "awslogs-group": group,
+                "awslogs-group": config.log_groups[contract.stage],
                 "awslogs-region": config.region,
                 "awslogs-stream-prefix": contract.stage,
             },
         },
         "privileged": False,
     }
-    secrets = {each.name: config.hugging_face_secret for each in contract.secrets} | {WEBHOOK_VARIABLE: webhook_secret}
     if named := [{"name": name, "valueFrom": arn} for name, arn in secrets.items() if arn]:
         container["executionRoleArn"] = config.execution_role
         container["secrets"] = named
@@ -243,11 +189,12 @@ def _render_contract(
 def _render_linux_parameters(resources: Resources) -> Request:
     parameters: Request = {"initProcessEnabled": True}  # reaps orphaned processes and passes SIGTERM on
     if resources.shared_memory_gib:
-        parameters["sharedMemorySize"] = resources.shared_memory_gib * MIB_PER_GIB
+        parameters["sharedMemorySize"] = resources.shared_memory_gib * 1024
     paths = [f"/dev/neuron{number}" for number in range(resources.neuron_devices)]
     paths += [f"/dev/infiniband/uverbs{number}" for number in range(resources.efa_cards)]
     if paths:
+        permissions = ["READ", "WRITE", "MKNOD"]
         parameters["devices"] = [
-            {"hostPath": path, "containerPath": path, "permissions": DEVICE_PERMISSIONS} for path in paths
+            {"hostPath": path, "containerPath": path, "permissions": permissions} for path in paths
         ]
     return parameters

@@ -1,4 +1,4 @@
-"""Submits, finds, reads and terminates the jobs of stages on AWS Batch.
+"""Submits, finds, follows and terminates the jobs of stages on AWS Batch.
 
 Batch forgets an ended job after about a week. Tags of its job definition hold what must outlast that.
 """
@@ -6,22 +6,35 @@ Batch forgets an ended job after about a week. Tags of its job definition hold w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from deploy.batch.config import Config
-from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, RUN_TAG, Request, one_off_name
-from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
+from deploy.batch.job_definition import (
+    DEPLOYMENT_TAG,
+    MAIN_NODE,
+    RUN_TAG,
+    JobSpec,
+    Request,
+    name_definition,
+    read_container,
+)
+from deploy.exit_codes import EXIT_AGAIN, find_error_line, resolve_exit_code
+from deploy.progress import ProgressPrinter, print_line
 from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
 from infra.account.session import Account, explaining_refusals
+from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 SUCCEEDED_TAG = "millrace.dev/succeeded-at"
 """Tag of a job definition: the time at which one of its jobs was first seen to have ended with exit code 0."""
 JOBS_A_CALL = 100
+POLL_SECONDS = 5.0
+KEPT_LINES = 200
 NAME_CHARACTERS = 128
 
 
@@ -47,12 +60,15 @@ class BatchJob:
     """Log streams of the main node, one an attempt, that of a running attempt included."""
     is_terminated: bool
     """Whether a person terminated or cancelled the job."""
-    is_one_off: bool = False
-    """Whether the job runs a subcommand of the stage, and not the stage itself."""
 
     @property
     def is_active(self) -> bool:
         return self.status in ACTIVE_STATUSES
+
+    @property
+    def state(self) -> str:
+        """Status and reason in words."""
+        return f"{self.status.lower()}{f': {self.reason}' if self.reason else ''}"
 
     @property
     def exit_code(self) -> int:
@@ -77,6 +93,10 @@ class Definition:
     body: Request
     """The job definition as Batch describes it: the registered request, with some keys added."""
 
+    @property
+    def container(self) -> Request:
+        return read_container(self.body)
+
 
 class Jobs:
     """Jobs and job definitions in the account of a `config.txt`."""
@@ -93,38 +113,36 @@ class Jobs:
 
         Single-node job definitions of the same name are left out: somebody else registered them.
         """
-        name = one_off_name(self._config, stage) if of_one_offs else f"{self._config.name}-{stage}"
+        asked = {"jobDefinitionName": name_definition(self._config, stage, of_one_offs=of_one_offs), "status": "ACTIVE"}
         with explaining_refusals(f"job definitions of {stage}"):
-            found = self._account.pages(
-                "batch",
-                "describe_job_definitions",
-                "jobDefinitions",
-                jobDefinitionName=name,
-                status="ACTIVE",
-            )
+            found = self._account.pages("batch", "describe_job_definitions", "jobDefinitions", **asked)
             read = [_read_definition(each) for each in found if each["type"] == "multinode"]
         return sorted(read, key=lambda each: each.revision, reverse=True)
 
-    def register(self, body: Request) -> Definition:
-        with explaining_refusals(f"register job definition {body['jobDefinitionName']}"):
-            made = self._batch.register_job_definition(**body)
-        return _read_definition(body | {"jobDefinitionArn": made["jobDefinitionArn"], "revision": made["revision"]})
+    def submit(self, spec: JobSpec, queue: str, body: Request, same: Definition | None, after: str = "") -> str:
+        """Submit a job of the registered definition `same`, or of `body`, which is registered first: the job's id.
 
-    def submit(self, stage: Stage, queue: str, definition: Definition, suffix: str, after: str = "") -> str:
-        """Submit a job and return its id.
-
-        The job's name ends in `suffix`: the recipe's name, or that of a one-off, which is also the job's tag RUN_TAG.
         `after` is the id of a job that has to end with exit code 0 first.
         """
-        with explaining_refusals(f"submit a job of {stage}"):
+        name = body["jobDefinitionName"]
+        if same is None:
+            with explaining_refusals(f"register job definition {name}"):
+                made = self._batch.register_job_definition(**body)
+            same = _read_definition(body | {key: made[key] for key in ("jobDefinitionArn", "revision")})
+        with explaining_refusals(f"submit a job of {spec.stage}"):
             made = self._batch.submit_job(
-                jobName=_job_name(f"{self._config.name}-{stage}-{suffix}"),
+                # A recipe's name may have a dot, as llama3.1 does, which Batch refuses in a name.
+                jobName=re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._config.name}-{spec.stage}-{spec.run}")[
+                    :NAME_CHARACTERS
+                ],
                 jobQueue=queue,
-                jobDefinition=definition.arn,
+                jobDefinition=same.arn,
                 propagateTags=True,
-                tags={"millrace.dev/stage": stage, DEPLOYMENT_TAG: definition.deployment, RUN_TAG: suffix},
+                tags={"millrace.dev/stage": spec.stage, DEPLOYMENT_TAG: same.deployment, RUN_TAG: spec.run},
                 dependsOn=[{"jobId": after}] if after else [],
             )
+        waits = f", after job {after}" if after else ""
+        print(f"submitted   job {made['jobId']}, {same.arn.rpartition('/')[2]}, to {queue}{waits}", flush=True)
         return str(made["jobId"])
 
     def find(self, job_id: str) -> BatchJob | None:
@@ -133,16 +151,15 @@ class Jobs:
 
     def find_all(self, stage: Stage, *, of_one_offs: bool = False) -> list[BatchJob]:
         """Jobs of the stage's deployments, or of its one-offs, that Batch still knows, newest first."""
+        definition = name_definition(self._config, stage, of_one_offs=of_one_offs)
         with explaining_refusals(f"jobs of {stage}"):
-            queues = dict.fromkeys((self._config.trainium.name, self._config.cpu.name))
             ids = [
                 job_id
-                for queue in queues
+                for queue in {self._config.trainium.name, self._config.cpu.name}
                 for job_id, name in list_job_ids(self._account, queue, ALL_STATUSES)
-                if name.startswith(f"{self._config.name}-")
+                if name.startswith(f"{self._config.name}-{stage}-")
             ]
-            found = self._describe(list(dict.fromkeys(ids)))
-            found = (job for job in found if job.stage == stage and job.is_one_off == of_one_offs)
+            found = [job for job in self._describe(ids) if _name_of(job.definition) == definition]
         return sorted(found, key=lambda job: job.created_at, reverse=True)
 
     def terminate(self, job: BatchJob, reason: str) -> None:
@@ -159,16 +176,10 @@ class Jobs:
 
     def read_log(self, stage: Stage, stream: str, token: str) -> tuple[list[str], str]:
         """Lines of the stream after `token`, or from its beginning where that is empty; and the next token."""
-        logs = self._account.client("logs")
-        arguments: dict[str, Any] = {"nextToken": token} if token else {}
+        asked = {"logGroupName": self._config.log_groups[stage], "logStreamName": stream, "startFromHead": True}
         with explaining_refusals(f"log {stream}"):
-            try:
-                answer = logs.get_log_events(
-                    logGroupName=self._config.log_groups[stage], logStreamName=stream, startFromHead=True, **arguments
-                )
-            except self._account.client("logs").exceptions.ResourceNotFoundException:
-                return [], token
-        return [each["message"] for each in answer["events"]], str(answer["nextForwardToken"])
+            answer = self._account.find("logs", "get_log_events", **asked, **({"nextToken": token} if token else {}))
+        return ([each["message"] for each in answer["events"]], answer["nextForwardToken"]) if answer else ([], token)
 
     def explain_queue(self, queue: str) -> str:
         """The reason why the queue starts no jobs; empty while it does."""
@@ -187,58 +198,89 @@ class Jobs:
         return f"{repository}@{found['imageDetails'][0]['imageDigest']}" if found else ""
 
     def _describe(self, ids: list[str]) -> Iterator[BatchJob]:
+        """The jobs of these ids that are of a stage."""
         for first in range(0, len(ids), JOBS_A_CALL // 2):
             asked = ids[first : first + JOBS_A_CALL // 2]
-            both = [*asked, *(_main_node_of(each) for each in asked)]
+            both = [name for each in asked for name in (each, f"{each}#{MAIN_NODE}")]
             found = {each["jobId"]: each for each in self._batch.describe_jobs(jobs=both)["jobs"]}
-            read = (self._read(found[each], found.get(_main_node_of(each), {})) for each in asked if each in found)
-            yield from filter(None, read)
+            for each in asked:
+                stage = self._stage_of(found[each]["jobDefinition"]) if each in found else None
+                if stage:
+                    yield _read_job(stage, found[each], found.get(f"{each}#{MAIN_NODE}", {}))
 
-    def _read(self, found: Request, main_node: Request) -> BatchJob | None:
-        """The job of a description; None for a job of no stage.
-
-        Batch does not document whether it lists attempts with a job or with its main node, so both are read.
-        """
-        name = found["jobDefinition"].rpartition("/")[2].partition(":")[0]
-        stages = {f"{self._config.name}-{each}": each for each in STAGES}
-        one_offs = {one_off_name(self._config, each): each for each in STAGES}
-        stage = (stages | one_offs).get(name)
-        if stage is None:
-            return None
-        attempts = [_containers_of(each) for each in (main_node, found)]
-        ends = next((each for each in attempts if any("exitCode" in end for end in each)), max(attempts, key=len))
-        streams = [each.get("logStreamName") for each in (*ends, main_node.get("container") or {})]
-        reasons = [found.get("statusReason")]
-        if found["status"] not in ACTIVE_STATUSES and ends:
-            reasons.append(ends[-1].get("reason"))
-        return BatchJob(
-            id=found["jobId"],
-            stage=stage,
-            status=found["status"],
-            reason=": ".join(filter(None, reasons)),
-            definition=found["jobDefinition"],
-            nodes=int((found.get("nodeProperties") or {}).get("numNodes", 1)),
-            created_at=datetime.fromtimestamp(found["createdAt"] / 1000, UTC),
-            started_at=datetime.fromtimestamp(found["startedAt"] / 1000, UTC) if found.get("startedAt") else None,
-            attempts=tuple(each.get("exitCode") for each in ends),
-            log_streams=tuple(dict.fromkeys(filter(None, streams))),
-            is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),
-            is_one_off=name in one_offs,
-        )
+    def _stage_of(self, definition: str) -> Stage | None:
+        names = {name_definition(self._config, each, of_one_offs=of): each for each in STAGES for of in (False, True)}
+        return names.get(_name_of(definition))
 
 
-def _job_name(wanted: str) -> str:
-    """The name with only those characters that Batch allows. A recipe's name may have a dot, as llama3.1 does."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", wanted)[:NAME_CHARACTERS]
+def follow(
+    jobs: Jobs,
+    job_id: str,
+    is_log_whole: bool = False,
+    take: Callable[[str], None] = print_line,
+    look: Callable[[BatchJob], object] = lambda job: None,
+) -> BatchJob:
+    """Follow the job until it has ended, and return it. Interrupting this does not stop the job.
+
+    `look` receives the job's description at every poll, and `take` every line of the log; `is_log_whole` includes the
+    logs of earlier attempts. A poll that Batch does not answer is repeated. Raises `DeviceError` for a job that Batch
+    does not know.
+    """
+    report, tokens, kept = ProgressPrinter(f"job {job_id}").report, dict[str, str](), list[str]()
+    while True:
+        try:
+            job = jobs.find(job_id)
+            if job is None:
+                raise DeviceError(
+                    f"Batch knows no job {job_id}: make stage-status TARGET=batch shows the jobs that it knows"
+                )
+            tried = f", attempt {len(job.attempts) + 1}" if job.is_active and job.attempts else ""
+            report(f"{job.stage}{tried} is {job.state}")
+            look(job)
+            for stream in job.log_streams if is_log_whole or not job.is_active else job.log_streams[-1:]:
+                while True:
+                    before = tokens.get(stream, "")
+                    lines, tokens[stream] = jobs.read_log(job.stage, stream, before)
+                    kept = [*kept, *lines][-KEPT_LINES:]
+                    for line in lines:
+                        take(line)
+                    if tokens[stream] == before:  # CloudWatch returns the same token at the end
+                        break
+            if not job.is_active:
+                said = f": {find_error_line(chr(10).join(kept))}" if job.exit_code and kept else ""
+                print_line(f"job {job.id}: {job.stage} ended with exit code {job.exit_code}{said}")
+                return job
+        except TryAgain as error:
+            report(f"{error}; the job continues")
+        time.sleep(POLL_SECONDS)
 
 
-def _main_node_of(job_id: str) -> str:
-    return f"{job_id}#{MAIN_NODE}"
+def _name_of(definition: str) -> str:
+    """Name of a job definition, of its ARN."""
+    return definition.rpartition("/")[2].partition(":")[0]
 
 
-def _containers_of(job: Request) -> list[Request]:
-    """The containers of the job's ended attempts."""
-    return [each.get("container") or {} for each in job.get("attempts") or []]
+def _read_job(stage: Stage, found: Request, main_node: Request) -> BatchJob:
+    """Batch does not document whether it lists attempts with a job or with its main node, so both are read."""
+    attempts = [[each.get("container") or {} for each in job.get("attempts") or []] for job in (main_node, found)]
+    ends = next((each for each in attempts if any("exitCode" in end for end in each)), max(attempts, key=len))
+    streams = [each.get("logStreamName") for each in (*ends, main_node.get("container") or {})]
+    reasons = [found.get("statusReason")]
+    if found["status"] not in ACTIVE_STATUSES and ends:
+        reasons.append(ends[-1].get("reason"))
+    return BatchJob(
+        id=found["jobId"],
+        stage=stage,
+        status=found["status"],
+        reason=": ".join(filter(None, reasons)),
+        definition=found["jobDefinition"],
+        nodes=int((found.get("nodeProperties") or {}).get("numNodes", 1)),
+        created_at=datetime.fromtimestamp(found["createdAt"] / 1000, UTC),
+        started_at=datetime.fromtimestamp(found["startedAt"] / 1000, UTC) if found.get("startedAt") else None,
+        attempts=tuple(each.get("exitCode") for each in ends),
+        log_streams=tuple(dict.fromkeys(filter(None, streams))),
+        is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),
+    )
 
 
 def _read_definition(found: Request) -> Definition:

@@ -1,35 +1,49 @@
-"""Resolves a deploy request for AWS Batch: the deployment, its job queue and its job definition, in a frozen value."""
+"""Resolves a request for AWS Batch: its job queue, job definition and plan, in a frozen value."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.batch.config import Config, JobQueue
 from deploy.batch.job_definition import (
     DEPLOYMENT_TAG,
-    BatchDeployment,
+    JobSpec,
     Request,
+    describe_definition,
     queue_of,
-    read_container,
     render_job_definition,
 )
 from deploy.batch.jobs import Definition, Jobs
 from deploy.client.instance_type import check_instance_type
+from deploy.client.one_off_request import (
+    OneOffRequest,
+    complete_words,
+    describe_judge,
+    identify,
+    needs_recipe,
+    require_known,
+)
 from deploy.client.outline import Outline
 from deploy.client.request import RETRIES, DeployRequest
-from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe
+from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
 from deploy.reservation import explain_end
 from deploy.stage_contract import size_variable
 from images.platforms import find_variant
+from images.registry import find_labels
 from images.versions import describe_build
+from infra.shapes import Shape
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 
 DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")
 """The recipe of a request that names none."""
+TIME_LIMIT = "--train.time_limit_seconds"
+"""The option that ends every trainer before Batch ends its attempt."""
 MAX_ATTEMPTS = 10
 """Batch's limit for the attempts of one job."""
 LEAST_ATTEMPT_SECONDS = 60
@@ -43,15 +57,14 @@ CHANGE_SHAPE = "TRAINIUM_SHAPE in config.txt, of another compute environment (ma
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A deployment that passed every check that needs no job."""
+    """A deployment or a one-off that passed every check that needs no job."""
 
     queue: JobQueue
-    deployment: BatchDeployment
-    outline: Outline
-    own_limit_seconds: float | None
-    """The recipe's `train.time_limit_seconds`, which the outline's may be below."""
+    spec: JobSpec
     body: Request
     """The request that registers the job definition."""
+    plan: str
+    """The plan for a person, one fact a line, the cost first."""
 
     @property
     def identity(self) -> str:
@@ -68,34 +81,75 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
     stage, recipe = request.stage, request.find_recipe(DEFAULT_RECIPE)
     if not request.tag:
         recipe.require_known()
-    retries, attempt_seconds = _resolve_retries(request), _resolve_attempt_seconds(request, recipe.outline)
-    own_limit_seconds = recipe.outline.train.time_limit_seconds
-    if stage == "trainer":
-        recipe = _end_before(recipe, attempt_seconds)
+    attempts = 1 + (RETRIES if request.retries is None else request.retries)
+    if attempts > MAX_ATTEMPTS:
+        raise RecipeError(f"RETRIES={attempts - 1}: at most {MAX_ATTEMPTS - 1} on Batch; the command may be repeated")
+    attempt_seconds = _resolve_attempt_seconds(request, recipe.outline)
+    own_limit = recipe.outline.train.time_limit_seconds
+    if stage == "trainer":  # at its limit it commits a checkpoint and ends with 75: after Batch's there is no attempt
+        most = attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
+        recipe = recipe.with_arguments(f"{TIME_LIMIT}={min(own_limit or most, most)}")
     outline = recipe.outline
     nodes = outline.nodes_of(stage)
     is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
     queue = queue_of(config, stage, is_compiler_on_trainium=is_on_device)
     _require_capacity(config, queue, stage, nodes, outline)
-    deployment = BatchDeployment(
-        stage=stage,
-        image=find_image(config, jobs, stage, request.tag),
-        nodes=nodes,
-        recipe=outline.name,
-        recipe_text=recipe.text,
-        arguments=recipe.arguments,
-        attempts=1 + retries,
-        attempt_seconds=attempt_seconds,
-    )
-    body = render_job_definition(config, queue, deployment)
-    return ResolvedJob(queue, deployment, outline, own_limit_seconds, body)
+    spec = JobSpec(stage, find_image(config, jobs, stage, request.tag), recipe, attempt_seconds, nodes, attempts)
+    plan = [
+        f"cost        {_describe_cost(queue.shape, nodes, attempt_seconds / 3600)}",
+        f"nodes       queue {queue.name}: they start for the job and stop some minutes after it",
+        f"stage       {stage}: {outline.describe_topology(stage, nodes, 'nodes')}",
+        f"image       {spec.image}",
+        f"recipe      {outline.name}, {recipe.digest[:10]}",
+        f"arguments   {' '.join(recipe.arguments) or 'none'}",
+        f"attempts    {spec.attempts}: after exit code 75, or after the main node lost its host",
+        f"limit       {_describe_limit(spec, outline, own_limit)}",
+    ]
+    return ResolvedJob(queue, spec, render_job_definition(config, queue, spec), "\n".join(plan))
+
+
+def resolve_one_off(config: Config, jobs: Jobs, request: OneOffRequest) -> ResolvedJob:
+    """Image and recipe are those of the newest deployment where the request names none, else the defaults.
+
+    Registers nothing. Raises `RecipeError` for a wrong request, `DeviceError` for one that cannot be served.
+    """
+    stage, newest = request.stage, next(iter(jobs.definitions(request.stage)), None)
+    image = find_image(config, jobs, stage, request.tag) if request.tag or not newest else newest.container["image"]
+    labels = find_labels(image)
+    require_known(request, image, labels)
+    recipe = None
+    if needs_recipe(request):
+        recipe = request.recipe or (read_recipe(newest) if newest else read_requested_recipe(DEFAULT_RECIPE))
+        recipe = recipe.with_overrides_only()
+    words = complete_words(request, recipe)
+    digest = identify(request, image, words, recipe)
+    spec = JobSpec(stage, image, recipe, request.seconds, words=words, digest=digest)
+    plan = [
+        f"cost        {_describe_cost(config.cpu.shape, 1, request.hours)}",
+        f"nodes       queue {config.cpu.name}: one node starts for the job and stops some minutes after it",
+        f"runs        {stage}: {shlex.join(words)}",
+        f"image       {image}",
+        f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
+        describe_judge(labels),
+    ]
+    body = render_job_definition(config, config.cpu, spec)
+    return ResolvedJob(config.cpu, spec, body, "\n".join(filter(None, plan)))
+
+
+def describe_changes(body: Request, before: Definition | None) -> str:
+    """What a job definition changes of the newest one, as the lines of a diff."""
+    if before is None:
+        return f"definition  {body['jobDefinitionName']} is new"
+    old, new = (describe_definition(each).splitlines() for each in (before.body, body))
+    changes = [line for line in difflib.unified_diff(old, new, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
+    title = f"definition  {body['jobDefinitionName']}, as revision {before.revision}"
+    return "\n".join([f"{title} except for" if changes else title, *changes])
 
 
 def read_recipe(definition: Definition) -> RequestedRecipe:
     """Recipe and requested options of a deployment. Raises `RecipeError` for a job definition that holds no recipe."""
-    container = read_container(definition.body)
-    words = container["command"]
-    packed = [each["value"] for each in container["environment"] if each["name"] == RECIPE_VARIABLE]
+    words = definition.container["command"]
+    packed = [each["value"] for each in definition.container["environment"] if each["name"] == RECIPE_VARIABLE]
     if "--root" not in words or not packed:
         raise RecipeError(
             f"{definition.arn}, the newest job definition, runs no stage with a recipe in {RECIPE_VARIABLE}, so there "
@@ -104,7 +158,7 @@ def read_recipe(definition: Definition) -> RequestedRecipe:
     origin = f"job definition {definition.arn.rpartition('/')[2]}"
     recipe = parse_requested_recipe(unpack_recipe(packed[0]).decode(), origin)
     arguments = words[words.index("--root") + 2 :]
-    if arguments[-1:] == [_limit_option(definition.body.get("timeout", {}).get("attemptDurationSeconds", 0))]:
+    if arguments and arguments[-1].startswith(f"{TIME_LIMIT}="):
         arguments.pop()  # it follows from the attempt's limit
     return recipe.with_arguments(*arguments)
 
@@ -117,7 +171,7 @@ def find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
     if not found:
         raise DeviceError(
             f"{config.image_of(stage)} has no image {wanted}: make images STAGE={stage} VARIANT={variant} "
-            f"PUSH={config.repository.partition('/')[0]}, or name another with TAG="
+            f"PUSH={config.ecr_repo.partition('/')[0]}, or name another with TAG="
         )
     return found
 
@@ -130,63 +184,49 @@ def _require_capacity(config: Config, queue: JobQueue, stage: Stage, nodes: int,
             f"{queue.shape.name}, so the job would never start. Use fewer nodes, or more in the stack's tfvars, then: "
             f"make infra-up STACK=batch"
         )
-    if queue is config.trainium and (ended := explain_end(config.capacity_ends_at, CHANGE_END)):
+    if queue == config.trainium and (ended := explain_end(config.capacity_ends_at, CHANGE_END)):
         raise DeviceError(ended)
     if problem := check_instance_type(stage, outline, queue.shape.name, CHANGE_SHAPE):
         raise DeviceError(problem)
-    if stage == "trainer" and (problem := _explain_large_checkpoint(config, outline)):
-        raise DeviceError(problem)
-
-
-def _explain_large_checkpoint(config: Config, outline: Outline) -> str:
-    """The reason why a stopped trainer would be killed before it commits its checkpoint; empty where it is not."""
-    size = outline.checkpoint_gb
-    if size is None or config.checkpoint_gb is None or size <= config.checkpoint_gb:
-        return ""
-    return (
-        f"a checkpoint of recipe {outline.name} has {size:,.0f} GB, but the stop timeout of the machines suffices for "
-        f"{config.checkpoint_gb:g} GB (CHECKPOINT_GB in config.txt): a trainer that is stopped would be killed before "
-        f"it commits its checkpoint. Set checkpoint_gb = {math.ceil(size)} in the stack's tfvars, then: make infra-up "
-        f"STACK=batch"
-    )
-
-
-def _end_before(recipe: RequestedRecipe, attempt_seconds: int) -> RequestedRecipe:
-    """The trainer's recipe with a time limit below that of its attempt, after which Batch would not try again.
-
-    At its own limit the trainer commits a checkpoint and ends with 75, and Batch starts the next attempt.
-    """
-    limit = recipe.outline.train.time_limit_seconds
-    is_earlier = limit and limit <= _trainer_seconds(attempt_seconds)
-    return recipe if is_earlier else recipe.with_arguments(_limit_option(attempt_seconds))
-
-
-def _limit_option(attempt_seconds: int) -> str:
-    return f"--train.time_limit_seconds={_trainer_seconds(attempt_seconds)}"
-
-
-def _trainer_seconds(attempt_seconds: int) -> int:
-    return attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
-
-
-def _resolve_retries(request: DeployRequest) -> int:
-    retries = RETRIES if request.retries is None else request.retries
-    if retries >= MAX_ATTEMPTS:
-        raise RecipeError(
-            f"RETRIES={retries}: Batch makes at most {MAX_ATTEMPTS} attempts of a job, so RETRIES is at most "
-            f"{MAX_ATTEMPTS - 1}. Repeat the command after that: the stage continues"
+    size = outline.checkpoint_gb if stage == "trainer" and config.checkpoint_gb else None
+    if size and size > config.checkpoint_gb:
+        raise DeviceError(
+            f"a checkpoint of recipe {outline.name} has {size:,.0f} GB, but the stop timeout of the machines suffices "
+            f"for {config.checkpoint_gb:g} GB (CHECKPOINT_GB in config.txt): a trainer that is stopped would be killed "
+            f"before it commits its checkpoint. Set checkpoint_gb = {math.ceil(size)} in the stack's tfvars, then: "
+            f"make infra-up STACK=batch"
         )
-    return retries
 
 
 def _resolve_attempt_seconds(request: DeployRequest, outline: Outline) -> int:
     if request.hours is not None:
         seconds = round(request.hours * 3600)
         if seconds < LEAST_ATTEMPT_SECONDS:
-            raise RecipeError(
-                f"HOURS={request.hours:g} is {seconds} s, but Batch's shortest limit of an attempt is "
-                f"{LEAST_ATTEMPT_SECONDS} s"
-            )
+            raise RecipeError(f"HOURS={request.hours:g}: Batch's shortest attempt has {LEAST_ATTEMPT_SECONDS} s")
         return seconds
     limit = outline.train.time_limit_seconds if request.stage == "trainer" else None
     return math.ceil(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
+
+
+def _describe_limit(spec: JobSpec, outline: Outline, own_limit: float | None) -> str:
+    """What follows when an attempt exceeds its limit. How long a run takes is unknown here: `plan` estimates it."""
+    seconds = outline.train.time_limit_seconds
+    if spec.stage != "trainer" or not seconds:
+        return f"Batch ends an attempt of more than {spec.attempt_seconds / 3600:g} h, and makes no further one"
+    text = (
+        f"{seconds / 3600:g} h of training an attempt, then a checkpoint, exit code 75 and the next attempt: "
+        f"{spec.attempts * seconds / 3600:g} h at most (services.trainer plan estimates what the run needs)"
+    )
+    if own_limit and own_limit > seconds:
+        text += f". WARNING: HOURS is below the recipe's train.time_limit_seconds, {own_limit / 3600:g} h an attempt"
+    return text
+
+
+def _describe_cost(shape: Shape, nodes: int, hours: float) -> str:
+    if shape.price is None:
+        return f"{nodes} x {shape.name}, whose price no public list has; an attempt ends after {hours:g} h"
+    of_all = nodes * shape.price.dollars_per_hour
+    return (
+        f"{nodes} x {shape.name} x ${shape.price.dollars_per_hour:,.2f} = ${of_all:,.2f} an hour; an attempt ends "
+        f"after {hours:g} h: ${of_all * hours:,.2f} at most ({shape.price.describe_origin()})"
+    )

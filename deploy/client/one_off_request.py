@@ -7,11 +7,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from deploy.client.request import require_stage_name
-from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
-from deploy.client.variables import read_hours, read_number, read_switch, read_words
+from deploy.client.requested_recipe import RequestedRecipe
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.subcommands import LABEL, names_of, reads_recipe, require_subcommand
 from services.common.recipe.schema import Stage
@@ -20,12 +17,14 @@ HOURS = 6.0
 """Limit of a one-off whose request has none, in hours."""
 MAX_HOURS = 48
 """Longest limit of a one-off, in hours. On KubeRay the admission policy `millrace-jobs` enforces it for Jobs."""
-OWN_OPTIONS = ("--recipe", "--root")
 
 
 @dataclass(frozen=True)
 class OneOffRequest:
-    """The variables of `make stage-run`; None, or empty, for each that was not given."""
+    """The variables of `make stage-run`; None, or empty, for each that was not given.
+
+    Raises `RecipeError` for a subcommand or a limit that cannot be.
+    """
 
     stage: Stage
     words: tuple[str, ...]
@@ -38,37 +37,17 @@ class OneOffRequest:
     is_dry_run: bool = False
     is_followed: bool = True
 
+    def __post_init__(self) -> None:
+        if not self.words:
+            raise RecipeError(f"COMMAND= is empty: expected one of {', '.join(names_of(self.stage))}")
+        if own := {word.partition("=")[0] for word in self.words} & {"--recipe", "--root"}:
+            raise RecipeError(f"COMMAND: stage-run itself sets {', '.join(own)}; RECIPE= names a recipe")
+        if not 60 <= self.seconds <= MAX_HOURS * 3600:
+            raise RecipeError(f"HOURS={self.hours:g}: a one-off takes from a minute to {MAX_HOURS} hours")
+
     @property
     def seconds(self) -> int:
         return round(self.hours * 3600)
-
-
-def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
-    """The request that these variables make. Raises `RecipeError` for a value that cannot be used."""
-    stage = require_stage_name(environment.get("STAGE", ""))
-    words = read_words("COMMAND", environment.get("COMMAND", ""))
-    if not words:
-        known = ", ".join(names_of(stage))
-        raise RecipeError(f'COMMAND= is not given: make stage-run STAGE={stage} COMMAND="...", with one of {known}')
-    for word in words:
-        if word.partition("=")[0] in OWN_OPTIONS:
-            raise RecipeError(f"COMMAND: stage-run itself sets {word.partition('=')[0]}; RECIPE= names a recipe")
-    recipe = environment.get("RECIPE")
-    hours = read_hours(environment)
-    hours = HOURS if hours is None else hours
-    if not 60 <= hours * 3600 <= MAX_HOURS * 3600:
-        raise RecipeError(f"HOURS={hours:g}: a one-off takes from a minute to {MAX_HOURS} hours")
-    return OneOffRequest(
-        stage=stage,
-        words=words,
-        recipe=read_requested_recipe(Path(recipe)) if recipe else None,
-        tag=environment.get("TAG", ""),
-        hours=hours,
-        memory_gib=read_number(environment, "MEMORY", least=1),
-        start_timeout_seconds=read_number(environment, "WAIT"),
-        is_dry_run=read_switch(environment, "DRY_RUN"),
-        is_followed=read_switch(environment, "FOLLOW", "1"),
-    )
 
 
 def require_known(request: OneOffRequest, image: str, labels: Mapping[str, str]) -> None:

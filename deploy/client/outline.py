@@ -1,82 +1,54 @@
 """The outline of a recipe: the few values that the client needs. The stage's image checks all the others.
 
-The client's checkout and the image may be of different versions: a key that is new in the image is unknown here. Keys
-that both know have their defaults from `Recipe`.
+The client's checkout and the image may be of different versions: a key that is new in the image is unknown here.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from services.common.errors import RecipeError
 from services.common.recipe.cluster import Cluster
 from services.common.recipe.compilation import Compile
 from services.common.recipe.memory_estimate import checkpoint_bytes_of
-from services.common.recipe.schema import Model, Parallel, Stage
-from services.common.recipe.section import Positive, Section
-from services.common.recipe.training import Train
+from services.common.recipe.schema import Batch, Model, Parallel, Stage
 
 
-def _default(section: type[Section], key: str) -> Any:
-    """The default that a key has in `Recipe`."""
-    return section.model_fields[key].default
+class OutlineParallel(Parallel, extra="ignore"):
+    """The section `parallel`."""
 
 
-class _Outline(BaseModel):
-    """A section of which only some keys are read."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+class OutlineBatch(Batch, extra="ignore"):
+    """The section `batch`."""
 
 
-class OutlineParallel(_Outline):
-    data_parallel_size: Positive = _default(Parallel, "data_parallel_size")
-    tensor_parallel_size: Positive = _default(Parallel, "tensor_parallel_size")
-    device: str = _default(Parallel, "device")
-
-    @property
-    def num_workers(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size
-
-
-class OutlineBatch(_Outline):
-    micro_batch_size: Positive = 1
-    global_batch_size: Positive = 1
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one optimizer step; 1 where the recipe has no batch sizes."""
-        return self.global_batch_size // self.micro_batch_size
-
-
-class OutlineCompile(_Outline):
-    enabled: bool = _default(Compile, "enabled")
-    trace_on: str = _default(Compile, "trace_on")
-    num_workers: Positive = _default(Compile, "num_workers")
-    task_cpus: Positive = _default(Compile, "task_cpus")
-    task_memory_gib: Annotated[float, Field(gt=0)] = _default(Compile, "task_memory_gib")
+class OutlineCompile(Compile, extra="ignore"):
+    """The section `compile`, whose tasks decide the compiler's nodes."""
 
 
 class OutlineModel(Model, extra="ignore"):
     """The section `model`, from which the size of a checkpoint follows."""
 
 
-class OutlineTrain(_Outline):
-    time_limit_seconds: float | None = _default(Train, "time_limit_seconds")
+class OutlineTrain(BaseModel, extra="ignore", frozen=True, strict=True):
+    """The one key that the client needs of the section `train`."""
+
+    time_limit_seconds: float | None = None
 
 
 class OutlineCluster(Cluster, extra="ignore"):
     """The section `cluster`, which describes the nodes."""
 
 
-class Outline(_Outline):
+class Outline(BaseModel, extra="ignore", frozen=True, strict=True):
     """A recipe's name, and the values that decide how many nodes it needs, and for how long."""
 
     name: str
     parallel: OutlineParallel = OutlineParallel()
-    batch: OutlineBatch = OutlineBatch()
+    batch: OutlineBatch = OutlineBatch(micro_batch_size=1, global_batch_size=1)
     compile: OutlineCompile = OutlineCompile()
     train: OutlineTrain = OutlineTrain()
     cluster: OutlineCluster = OutlineCluster()

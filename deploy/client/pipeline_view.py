@@ -38,6 +38,7 @@ State = Literal["waiting", "running", "published", "skipped", "failed", "stopped
 PLAIN_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 REDRAWS_PER_SECOND = 4
+DONE = ("published", "skipped")
 BAR_CHARACTERS = 12
 LEAST_BAR_COLUMNS = 100
 """Columns of the narrowest terminal that shows bars; a narrower one needs the space for the progress in words."""
@@ -55,7 +56,6 @@ STYLES: dict[State, str] = {
 class _Row:
     """A stage of the pipeline, as the table shows it."""
 
-    stage: str
     state: State = "waiting"
     detail: str = ""
     """Reason of the state, such as the stage before, or the folder of the artifact."""
@@ -74,20 +74,24 @@ class _Row:
     def dollars(self) -> float | None:
         return None if self.dollars_per_hour is None else self.dollars_per_hour * self.total_seconds / 3600
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds left of the present phase, less the age of the record that says so."""
-        record = self.progress
-        if self.state != "running" or record is None or record.seconds_left is None:
-            return None
-        return max(0.0, record.seconds_left - max(0.0, time.time() - record.time))
+    def cells(self) -> tuple[str, str, str, str]:
+        """Progress, time left of the present phase, time and cost; empty where they are not known."""
+        record, left, words = self.progress, "", self.detail
+        if self.state == "running" and record:
+            amounts = f"{record.done:,.0f}/{record.total:,.0f} {record.unit}" if record.total else ""
+            words = ", ".join(filter(None, (f"{record.phase} {amounts}".strip(), record.note)))
+            if record.seconds_left is not None:
+                left = write_duration(round(max(0.0, record.seconds_left - max(0.0, time.time() - record.time))))
+        cost = "" if self.dollars is None else f"${self.dollars:,.2f}"
+        return words, left, write_duration(round(self.total_seconds)), cost
 
-    def describe_progress(self) -> str:
+    def draw_bar(self) -> ProgressBar | str:
         record = self.progress
-        if self.state != "running" or record is None:
-            return self.detail
-        amounts = f"{record.done:,.0f}/{record.total:,.0f} {record.unit}" if record.total else ""
-        return ", ".join(filter(None, (" ".join(filter(None, (record.phase, amounts))), record.note)))
+        if self.state in DONE:
+            return ProgressBar(total=1, completed=1, width=BAR_CHARACTERS)
+        if record and record.total:
+            return ProgressBar(total=record.total, completed=record.done, width=BAR_CHARACTERS)
+        return ProgressBar(total=None, width=BAR_CHARACTERS, pulse=True) if self.state == "running" else ""
 
 
 class PipelineView:
@@ -98,12 +102,10 @@ class PipelineView:
 
         `prices` names the table of prices, its region and date, for targets whose stages cost something.
         """
-        self._rows = {stage: _Row(stage) for stage in stages}
+        self._rows = {stage: _Row() for stage in stages}
         self._repetition, self._prices = repetition, prices
         self._console = Console()
-        self._live = Live(
-            get_renderable=self._draw, console=self._console, refresh_per_second=REDRAWS_PER_SECOND, transient=False
-        )
+        self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
         self.is_live = is_redrawable(self._console)
         self._lock = threading.RLock()
         self._said_at = dict.fromkeys(stages, time.monotonic())
@@ -119,15 +121,15 @@ class PipelineView:
         if self.is_live:
             self._live.stop()
         else:
-            self._say(self._summarize())
-        is_done = all(row.state in ("published", "skipped") for row in self._rows.values())
+            ends = [f"{stage} {row.state} in {row.cells()[2]}" for stage, row in self._rows.items()]
+            self._say("; ".join(ends + self._total()))
+        is_done = all(row.state in DONE for row in self._rows.values())
         has_advice = error is not None and not isinstance(error, KeyboardInterrupt)
         if self._repetition and not is_done and not has_advice:
             _print(f"Published artifacts and checkpoints stay. Continue with: {self._repetition}", sys.stderr)
 
     def wait(self, stage: str, reason: str) -> None:
         """Show why a stage does not run yet, or not any more for now."""
-        self._pause(stage)
         self._change(stage, "waiting", reason)
 
     def begin(
@@ -144,13 +146,11 @@ class PipelineView:
 
     def skip(self, stage: str, detail: str) -> None:
         """Show a stage as skipped, because its artifact is published already."""
-        self._pause(stage)
         self._change(stage, "skipped", detail)
 
     def end(self, stage: str, exit_code: int, reason: str = "") -> None:
         """Show the end of a stage. A stage that has found its artifact published counts as skipped."""
         record = self._rows[stage].progress
-        self._pause(stage)
         if exit_code == 0 and record and record.phase == ALREADY_PUBLISHED:
             self.skip(stage, f"already published: {record.note}")
         elif exit_code == 0:
@@ -168,7 +168,9 @@ class PipelineView:
             if self.is_live or row.state != "running" or not is_due:
                 return
             self._said_at[stage] = time.monotonic()
-        self._say(f"{stage}: {self._describe(row)}")
+            words, left, _, cost = row.cells()
+        told = (row.state, words, left and f"{left} left", cost and f"{cost} so far")
+        self._say(f"{stage}: {', '.join(filter(None, told))}")
 
     def take_line(self, stage: str, line: str, output: TextIO | None = None) -> None:
         """Print a line of a stage's log to `output`, by default stdout; a line of its progress is shown instead."""
@@ -186,6 +188,8 @@ class PipelineView:
     def _change(self, stage: str, state: State, detail: str) -> None:
         with self._lock:
             row = self._rows[stage]
+            if state != "running":
+                row.seconds, row.began_at = row.total_seconds, None
             if (row.state, row.detail) == (state, detail):
                 return
             row.state, row.detail = state, detail
@@ -193,65 +197,28 @@ class PipelineView:
         if not self.is_live:
             self._say(f"{stage}: {state}{f', {detail}' if detail else ''}")
 
-    def _pause(self, stage: str) -> None:
-        with self._lock:
-            row = self._rows[stage]
-            row.seconds, row.began_at = row.total_seconds, None
-
     def _say(self, text: str) -> None:
         _print(f"pipeline: {text}", sys.stdout)
-
-    def _describe(self, row: _Row) -> str:
-        left, dollars = row.seconds_left, row.dollars
-        return ", ".join(
-            filter(
-                None,
-                (
-                    row.state,
-                    row.describe_progress(),
-                    "" if left is None else f"{write_duration(round(left))} left",
-                    "" if dollars is None else f"${dollars:,.2f} so far",
-                ),
-            )
-        )
-
-    def _summarize(self) -> str:
-        rows = self._rows.values()
-        return "; ".join(
-            [f"{row.stage} {row.state} in {write_duration(round(row.total_seconds))}" for row in rows] + self._total()
-        )
 
     def _total(self) -> list[str]:
         dollars = [row.dollars for row in self._rows.values() if row.dollars is not None]
         return [f"${sum(dollars):,.2f} so far ({self._prices})"] if dollars else []
 
     def _draw(self) -> Table:
-        rows = list(self._rows.values())
-        has_cost = any(row.dollars_per_hour is not None for row in rows)
         has_bar = self._console.width >= LEAST_BAR_COLUMNS
+        has_cost = any(row.dollars_per_hour is not None for row in self._rows.values())
         table = Table(expand=True, caption="; ".join(self._total()) or None, caption_justify="left")
-        table.add_column("stage", no_wrap=True)
-        table.add_column("state", no_wrap=True)
-        if has_bar:
-            table.add_column("", width=BAR_CHARACTERS)
+        for title in ("stage", "state", *([""] if has_bar else [])):
+            table.add_column(title, no_wrap=True)
         table.add_column("progress", ratio=1, no_wrap=True, overflow="ellipsis")
-        table.add_column("left", justify="right", no_wrap=True)
-        table.add_column("time", justify="right", no_wrap=True)
-        if has_cost:
-            table.add_column("cost", justify="right", no_wrap=True)
-        for row in rows:
-            left, dollars = row.seconds_left, row.dollars
-            cells: list[RenderableType] = [
-                row.stage,
-                Text(row.state, style=STYLES[row.state]),
-                *([_draw_bar(row)] if has_bar else []),
-                Text(row.describe_progress()),  # as text: rich would read [notify] as markup
-                "" if left is None else write_duration(round(left)),
-                write_duration(round(row.total_seconds)),
-            ]
-            if has_cost:
-                cells.append("" if dollars is None else f"${dollars:,.2f}")
-            table.add_row(*cells)
+        for title in ("left", "time", *(["cost"] if has_cost else [])):
+            table.add_column(title, justify="right", no_wrap=True)
+        for stage, row in self._rows.items():
+            words, left, seconds, cost = row.cells()
+            first: list[RenderableType] = [stage, Text(row.state, style=STYLES[row.state])]
+            first += [row.draw_bar()] if has_bar else []
+            # As text: rich would read [notify] as markup.
+            table.add_row(*first, Text(words), left, seconds, *([cost] if has_cost else []))
         return table
 
 
@@ -268,14 +235,3 @@ def _print(line: str, output: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, output.fileno())
         os.close(nowhere)
-
-
-def _draw_bar(row: _Row) -> ProgressBar | str:
-    record = row.progress
-    if row.state in ("published", "skipped"):
-        return ProgressBar(total=1, completed=1, width=BAR_CHARACTERS)
-    if row.state == "running" and (record is None or not record.total):
-        return ProgressBar(total=None, width=BAR_CHARACTERS, pulse=True)
-    if record is None or not record.total:
-        return ""
-    return ProgressBar(total=record.total, completed=record.done, width=BAR_CHARACTERS)

@@ -1,146 +1,309 @@
-"""Deploys stages: `python -m deploy.commands COMMAND`, on the target that TARGET names, `kuberay` or `batch`.
+"""Deploys stages: `python -m deploy.commands COMMAND`, on KubeRay, on AWS Batch, or a pipeline on this machine.
 
-With TARGET=local, `pipeline` runs the three stages on this machine; `demo` does so, and shows the run.
-
-The Makefile's targets call it. It reads its variables from the environment; `make help TARGET=deploy-stage` lists them.
+Each variable of make is an option and an environment variable. None is ignored silently: a command refuses one that
+does not apply to its target, and names on make's own command line that it does not have.
 """
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
-from deploy.client.one_off_request import read_one_off_request
-from deploy.client.request import read_deploy_request, require_stage_name
-from deploy.client.variables import (
-    DEMO,
-    LOCAL,
-    PIPELINE,
-    describe_repetition,
-    read_switch,
-    read_target,
-    require_taken,
-)
-from deploy.local.local_pipeline import DEMO_RECIPE, DEMO_ROOT, LocalPipeline, run_local_pipeline, show_run
+import typer
+from typer.core import TyperCommand
+
+from deploy.client.one_off_request import OneOffRequest
+from deploy.client.request import DeployRequest
+from deploy.client.requested_recipe import read_requested_recipe
+from deploy.stage_contract import ClusterMode
 from services.common.errors import RecipeError
+from services.common.process.command_line import make_app, positive, run_app
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import STAGES, Stage
 
 if TYPE_CHECKING:
     from deploy.batch.batch_target import BatchTarget
+    from deploy.local.local_pipeline import LocalPipeline
     from k8s.client.kuberay_target import KubeRayTarget
 
-
-def main(argv: list[str]) -> int:
-    commands = {
-        "deploy-stage": deploy_stage,
-        "stage-status": show_status,
-        "stage-logs": show_log,
-        "stop-stage": stop_stage,
-        "rollback-stage": roll_back_stage,
-        "pipeline": run_pipeline,
-        "stage-run": run_one_off,
-        "demo": run_demo,
-    }
-    parser = argparse.ArgumentParser(prog="python -m deploy.commands", description=__doc__)
-    parser.add_argument("command", choices=commands)
-    command = parser.parse_args(argv).command
-    require_taken(command, os.environ)
-    return commands[command]()
+Target = Literal["kuberay", "batch", "local"]
+TARGETS: tuple[Target, ...] = ("kuberay", "batch", "local")
+NAMED_IN_MAKE = "MAKE_VARIABLES"
+"""The variable in which the Makefile passes the names that make's own command line set."""
+OTHER_PROGRAMS = re.compile(
+    r"[^A-Z].*|\w*_PROXY|(TORCH|UV|PIP|AWS|SSL|REQUESTS|GIT)_\w*|TORCH|PYTHON|PYENV_ROOT|CXX|CA_BUNDLE|KUBECONFIG|"
+    r"HOME|PATH|SHELL|TMPDIR"
+)
+"""Names that make's command line may set for other programs: `./bootstrap`, and the libraries for AWS and Kubernetes.
+The Makefile's own variables begin with a lower-case letter."""
 
 
-def deploy_stage() -> int:
-    request = read_deploy_request(os.environ, _read_stage())
-    with _open_output(request.is_dry_run) as output:
-        return _connect().deploy(request, output)
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    kind: Any
+    default: Any
+    option: Any
 
 
-def show_status() -> int:
-    return _connect().show_status()
+def _variable(name: str, kind: Any, text: str, default: Any = None, **settings: Any) -> Variable:
+    option = f"--{name.lower().replace('_', '-')}"
+    option += f"/--no{option[1:]}" if default is True else ""
+    settings |= {"envvar": name, "help": text, "show_default": default not in (None, False)}
+    value = default if "default_factory" not in settings else ...
+    return Variable(name, kind | None if default is None else kind, default, typer.Option(value, option, **settings))
 
 
-def show_log() -> int:
-    stage = _read_stage()
-    return _connect().show_log(stage)
+VARIABLES = {
+    "stage": _variable("STAGE", Stage, "the stage", ...),
+    "words": _variable("COMMAND", str, "the subcommand and its options, without --recipe and --root", ...),
+    "target": _variable("TARGET", Target, "where stages run; local, this machine: a pipeline alone", "kuberay"),
+    "recipe": _variable("RECIPE", Path, "the recipe", metavar="FILE"),
+    "root": _variable("ROOT", Path, "the folder for all artifacts", metavar="FOLDER"),
+    "tag": _variable("TAG", str, "the stage's image", metavar="TAG|DIGEST|IMAGE"),
+    "nodes": _variable("NODES", int, "the trainer's nodes, also for the compiler; the tokenizer's own", min=1),
+    # An empty ARGS= is given, too: rollback-stage then repeats no options. The environment's empty values are not.
+    "arguments": _variable(
+        "ARGS", str, "recipe overrides and other options of the stage", default_factory=lambda: os.environ.get("ARGS")
+    ),
+    "retries": _variable("RETRIES", int, "further attempts after exit code 75", min=0),
+    "is_dry_run": _variable("DRY_RUN", bool, "show the plan, and change nothing", False),
+    "output": _variable("OUTPUT", Literal["yaml"], "with DRY_RUN=1: write what would be applied to stdout"),
+    "is_followed": _variable("FOLLOW", bool, "follow the stage to its end", True),
+    "hours": _variable("HOURS", float, "limit of a stage, of its attempt, or of a subcommand", callback=positive),
+    "memory_gib": _variable("MEMORY", int, "memory of the subcommand, in GiB", min=1),
+    "mode": _variable("MODE", ClusterMode, "isolated: a Ray cluster for this stage alone"),
+    "start_timeout_seconds": _variable("WAIT", int, "limit for placing the nodes at first, in seconds", min=0),
+    "loss_timeout_seconds": _variable("WAIT_AFTER_LOSS", int, "limit for replacing lost nodes, in seconds", min=0),
+    "drain_seconds": _variable("DRAIN", int, "notice before a pod ends, for a checkpoint, in seconds", min=1),
+    "is_kept": _variable("KEEP", bool, "leave the pods and their nodes up after the stage", False),
+    "is_again": _variable("AGAIN", bool, "redeploy even if it already succeeded", False),
+    "config": _variable("CONFIG", Path, "the account's queues and roles", metavar="FILE"),
+}
+"""The variables, by the attribute of the request that they set."""
+CLUSTERS, KUBERAY, BATCH, LOCAL = TARGETS[:2], TARGETS[:1], TARGETS[1:2], TARGETS[2:]
+ONLY_ON: dict[str, tuple[tuple[Target, ...], str]] = {
+    "ROOT": (LOCAL, "the cluster's manifests, or CONFIG on Batch, name the root"),
+    "NODES": (CLUSTERS, "ARGS=--parallel.data_parallel_size=... sets the workers of a trainer on this machine"),
+    "RETRIES": (CLUSTERS, "repeat the command, which continues"),
+    "OUTPUT": (CLUSTERS, "nothing is applied on this machine"),
+    "FOLLOW": (CLUSTERS, "a pipeline on this machine ends with its command"),
+    "HOURS": (CLUSTERS, "on this machine the recipe's train.time_limit_seconds limits the trainer"),
+    "MEMORY": (KUBERAY, "on Batch a subcommand has a whole node of CPU_QUEUE"),
+    "MODE": (KUBERAY, "on Batch each job has a Ray cluster of its own"),
+    "WAIT": (KUBERAY, "on Batch the queue limits the wait (2 hours without capacity); make stop-stage ends it"),
+    "WAIT_AFTER_LOSS": (KUBERAY, "on Batch a job that lost a host returns all hosts, and waits in the queue again"),
+    "DRAIN": (KUBERAY, "on Batch the stop timeout of the machines is the notice"),
+    "KEEP": (KUBERAY, "on Batch a job's nodes stop some minutes after the job"),
+    "AGAIN": (BATCH, "on KubeRay the stage itself ends at once where its artifact is published"),
+    "CONFIG": (BATCH, "on KubeRay KUBECONFIG names the cluster"),
+}
+"""Variables that apply to some targets alone, and the advice for a person who gives them for another."""
+NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as python -m services.STAGE --recipe FILE"
 
 
-def stop_stage() -> int:
-    stage = _read_stage()
-    return _connect().stop(stage)
+def explain_inapplicable(name: str, command: str, target: Target) -> str:
+    """The advice for a variable that does not apply to the command on the target; empty for one that does."""
+    if target == "local" and command != "pipeline":
+        return NOT_LOCAL
+    targets, advice = ONLY_ON.get(name, (TARGETS, ""))
+    return "" if target in targets else advice
 
 
-def roll_back_stage() -> int:
-    request = read_deploy_request(os.environ, _read_stage())
-    with _open_output(request.is_dry_run) as output:
-        return _connect().roll_back(request, output)
+def refuse_unknown(command: str, known: Sequence[str]) -> None:
+    """Raise `RecipeError` for a name on make's own command line that the command does not have.
+
+    Only there it is certain that a person meant this command: the environment may have names for others.
+    """
+    for name in os.environ.get(NAMED_IN_MAKE, "").split():
+        if name not in known and not OTHER_PROGRAMS.fullmatch(name):
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise RecipeError(f"{command} has no variable {name}: {meant}")
 
 
-def run_pipeline() -> int:
-    if read_target(os.environ) == LOCAL:
-        return run_local_pipeline(_read_local_pipeline(PIPELINE), is_dry_run=read_switch(os.environ, "DRY_RUN"))
-    request = read_deploy_request(os.environ, STAGES[0])
-    request = replace(request, repetition=describe_repetition(PIPELINE, os.environ))
-    with _open_output(request.is_dry_run) as output:
-        return _connect().run_pipeline(request, output)
+def refuse_inapplicable(command: str, target: Target, given: Mapping[str, str]) -> None:
+    """Raise `RecipeError` for a variable that does not apply to the command on the target."""
+    for name, value in sorted(given.items(), key=lambda each: each[0] != "TARGET"):
+        if advice := explain_inapplicable(name, command, target):
+            raise RecipeError(f"{name}={value} does not apply to {command} with TARGET={target}: {advice}")
 
 
-def run_demo() -> int:
-    pipeline = _read_local_pipeline(DEMO)
+def write_given(values: Mapping[str, Any]) -> dict[str, str]:
+    """The variables with another value than their default, as a person types them."""
+    given = {VARIABLES[each]: value for each, value in values.items() if value not in (None, VARIABLES[each].default)}
+    return {each.name: shlex.quote(str(int(v) if isinstance(v, bool) else v)) for each, v in given.items()}
+
+
+Request = TypeVar("Request", DeployRequest, OneOffRequest)
+app = make_app()
+DEMO_RECIPE, DEMO_ROOT = Path("recipes/tiny-cpu.toml"), Path("fsx")
+DEPLOYING = (
+    *("target", "recipe", "nodes", "arguments", "retries", "is_dry_run", "output", "is_followed", "mode"),
+    *("start_timeout_seconds", "loss_timeout_seconds", "drain_seconds", "hours", "is_again", "config"),
+)
+
+
+class Given:
+    """The variables of a command, which apply to its target."""
+
+    def __init__(self, command: str, values: dict[str, Any]) -> None:
+        self._values, given = values, write_given(values)
+        self.target = values.get("target", "local")
+        if command != "demo":
+            refuse_inapplicable(command, self.target, given)
+        self.repetition = " ".join(["make", command, *(f"{name}={value}" for name, value in given.items())])
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def request(self, kind: type[Request], **changes: Any) -> Request:
+        """The request for a target. Raises `RecipeError` for a recipe or words that cannot be read."""
+        given = {each.name: value for each in fields(kind) if (value := self._values.get(each.name)) is not None}
+        if "recipe" in given:
+            given["recipe"] = read_requested_recipe(given["recipe"])
+        for name in given.keys() & {"arguments", "words"}:
+            given[name] = _split(VARIABLES[name].name, given[name])
+        return kind(**given | changes)
+
+    def local_pipeline(self) -> LocalPipeline:
+        from deploy.local.local_pipeline import LocalPipeline  # noqa: PLC0415 - with rich, only where it runs
+
+        arguments = self.request(DeployRequest, stage=STAGES[0], recipe=None).arguments or ()
+        return LocalPipeline(self["recipe"] or DEMO_RECIPE, self["root"] or DEMO_ROOT, arguments, self.repetition)
+
+    def connect(self) -> KubeRayTarget | BatchTarget:
+        if self.target == "kuberay":
+            # Each target needs libraries that the other can do without.
+            from k8s.client.kuberay_target import KubeRayTarget  # noqa: PLC0415
+            from k8s.objects.api import connect  # noqa: PLC0415
+
+            return KubeRayTarget(connect())
+        from deploy.batch.batch_target import connect_batch  # noqa: PLC0415
+
+        return connect_batch(self["config"])
+
+    @contextmanager
+    def output(self) -> Iterator[TextIO | None]:
+        """Open stdout for the manifests of OUTPUT=yaml, while messages go to stderr; None without OUTPUT=yaml."""
+        if self["output"] is None:
+            yield None
+            return
+        if not self["is_dry_run"]:
+            raise RecipeError("OUTPUT=yaml writes what would be applied, and needs DRY_RUN=1")
+        stdout = sys.stdout
+        with redirect_stdout(sys.stderr):
+            yield stdout
+
+
+class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_unknown(str(self.name), [str(each.envvar) for each in self.params if each.envvar])
+        return super().parse_args(ctx, args)
+
+
+def _command(name: str, *variables: str) -> Callable[[Callable[[Given], int]], Callable[[Given], int]]:
+    """Register a command that takes these variables, as options and from the environment."""
+    taken = {each: VARIABLES[each] for each in variables}
+
+    def register(run: Callable[[Given], int]) -> Callable[[Given], int]:
+        def call(**values: Any) -> int:
+            return run(Given(name, values))
+
+        call.__signature__ = Signature(  # type: ignore[attr-defined]
+            [
+                Parameter(each, Parameter.KEYWORD_ONLY, default=variable.option, annotation=variable.kind)
+                for each, variable in taken.items()
+            ]
+        )
+        app.command(name, cls=_Command, help=run.__doc__)(call)
+        return run
+
+    return register
+
+
+@_command("deploy-stage", "stage", "tag", *DEPLOYING, "is_kept")
+def deploy_stage(given: Given) -> int:
+    """Deploy a stage, and follow it to its end."""
+    with given.output() as output:
+        return given.connect().deploy(given.request(DeployRequest), output)
+
+
+@_command("rollback-stage", "stage", *DEPLOYING, "is_kept")
+def roll_back_stage(given: Given) -> int:
+    """Deploy the previous image with which a stage succeeded."""
+    with given.output() as output:
+        return given.connect().roll_back(given.request(DeployRequest), output)
+
+
+@_command("pipeline", "root", *DEPLOYING)
+def run_pipeline(given: Given) -> int:
+    """Run the three stages on a target, in one live view."""
+    if given.target == "local":
+        from deploy.local.local_pipeline import run_local_pipeline  # noqa: PLC0415
+
+        return run_local_pipeline(given.local_pipeline(), is_dry_run=given["is_dry_run"])
+    request = given.request(DeployRequest, stage=STAGES[0], repetition=given.repetition)
+    with given.output() as output:
+        return given.connect().run_pipeline(request, output)
+
+
+@_command("demo", "recipe", "root", "arguments")
+def run_demo(given: Given) -> int:
+    """Tokenize, compile and train a recipe on this machine, and show the run."""
+    from deploy.local.local_pipeline import run_local_pipeline, show_run  # noqa: PLC0415
+
+    pipeline = given.local_pipeline()
     return run_local_pipeline(pipeline) or show_run(pipeline)
 
 
-def run_one_off() -> int:
-    request = read_one_off_request(os.environ)
-    with _open_output(request.is_dry_run) as output:
-        return _connect().run_one_off(request, output)
+@_command(
+    *("stage-run", "stage", "words", "target", "recipe", "tag", "hours", "memory_gib", "start_timeout_seconds"),
+    *("is_dry_run", "output", "is_followed", "config"),
+)
+def run_one_off(given: Given) -> int:
+    """Run a subcommand of a stage in a short job on a CPU node."""
+    with given.output() as output:
+        return given.connect().run_one_off(given.request(OneOffRequest), output)
 
 
-def _connect() -> KubeRayTarget | BatchTarget:
-    if read_target(os.environ) == "kuberay":
-        # Each target needs libraries that the other can do without.
-        from k8s.client.kuberay_target import KubeRayTarget  # noqa: PLC0415
-        from k8s.objects.api import connect  # noqa: PLC0415
-
-        return KubeRayTarget(connect())
-    from deploy.batch.batch_target import connect_batch  # noqa: PLC0415
-
-    return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
+@_command("stage-status", "target", "config")
+def show_status(given: Given) -> int:
+    """Show which stages are deployed, their progress, and how the last ended."""
+    return given.connect().show_status()
 
 
-def _read_local_pipeline(command: str) -> LocalPipeline:
-    request = read_deploy_request(os.environ, STAGES[0])
-    return LocalPipeline(
-        recipe=Path(os.environ.get("RECIPE") or DEMO_RECIPE),
-        root=Path(os.environ.get("ROOT") or DEMO_ROOT),
-        arguments=request.arguments or (),
-        repetition=describe_repetition(command, os.environ),
-    )
+@_command("stage-logs", "stage", "target", "config")
+def show_log(given: Given) -> int:
+    """Follow a stage that is deployed."""
+    return given.connect().show_log(given["stage"])
 
 
-@contextmanager
-def _open_output(is_dry_run: bool) -> Iterator[TextIO | None]:
-    """Open stdout for the manifests of OUTPUT=yaml, while messages go to stderr; None without OUTPUT=yaml."""
-    output = os.environ.get("OUTPUT", "")
-    if output not in ("", "yaml"):
-        raise RecipeError(f"OUTPUT={output}: expected yaml")
-    if output and not is_dry_run:
-        raise RecipeError("OUTPUT=yaml writes what would be applied, and needs DRY_RUN=1")
-    if not output:
-        yield None
-        return
-    stdout = sys.stdout
-    with redirect_stdout(sys.stderr):
-        yield stdout
+@_command("stop-stage", "stage", "target", "config")
+def stop_stage(given: Given) -> int:
+    """Let a stage commit a checkpoint, then end its deployment."""
+    return given.connect().stop(given["stage"])
 
 
-def _read_stage() -> Stage:
-    return require_stage_name(os.environ.get("STAGE", ""))
+def _split(name: str, text: str) -> tuple[str, ...]:
+    """The words of a variable, split as a shell splits them; no shell sees them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise RecipeError(f"{name}={text}: {error}") from error
+
+
+def main(argv: list[str]) -> int:
+    return run_app(app, argv, "deploy.commands")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, TextIO
 
 from deploy.client.pipeline_view import PipelineView
@@ -30,10 +29,8 @@ from services.common.process.shutdown import exit_code_after, on_stop_signal
 from services.common.recipe.file import read_override
 from services.common.recipe.schema import STAGES, Stage
 
-FIRST_STAGES: tuple[Stage, ...] = ("tokenizer", "compiler")
-"""Stages that read no artifact."""
-LATER_STAGES: tuple[Stage, ...] = ("trainer",)
-DEMO_RECIPE, DEMO_ROOT = "recipes/tiny-cpu.toml", "fsx"
+ORDER: tuple[tuple[Stage, ...], ...] = (("tokenizer", "compiler"), ("trainer",))
+"""Stages that run side by side, since they need nothing of each other."""
 POLL_SECONDS = 0.2
 LAST_LINES_SECONDS = 5.0
 """Seconds to wait for the output of an ended stage: a process that it has left behind may hold the pipes open."""
@@ -64,10 +61,10 @@ def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False) -> 
         print("\n".join(shlex.join(pipeline.command_of(stage)) for stage in STAGES))
         print("\nDRY_RUN=1: nothing was changed")
         return 0
-    with PipelineView(STAGES, pipeline.repetition) as view, ExitStack() as stack:
-        runner = _Runner(pipeline, view, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-"))))
-        stack.enter_context(on_stop_signal(runner.pass_on, again=runner.pass_on))
-        return runner.run()
+    with PipelineView(STAGES, pipeline.repetition) as view, TemporaryDirectory(prefix="millrace-") as folder:
+        runner = _Runner(pipeline, view, Path(folder))
+        with on_stop_signal(runner.pass_on, again=runner.pass_on):
+            return runner.run()
 
 
 def show_run(pipeline: LocalPipeline) -> int:
@@ -88,17 +85,16 @@ class _Runner:
 
     def run(self) -> int:
         try:
-            for stages in (FIRST_STAGES, LATER_STAGES):
+            for stages in ORDER:
                 if self._signum is not None:
                     return exit_code_after(self._signum)
                 if exit_code := self._run_side_by_side(stages):
                     return exit_code
             return 0
         finally:  # an error of this program must not leave stages behind
+            self.pass_on(signal.SIGTERM)
             for each in self._running:
-                each.stop(signal.SIGTERM)
-            for each in self._running:
-                each.wait()
+                each.process.wait()
 
     def pass_on(self, signum: int) -> None:
         """Pass a stop signal on. A terminal sends Ctrl-C to the stages, too; they count both as one."""
@@ -115,13 +111,13 @@ class _Runner:
             for each in self._running:
                 if self._signum is not None and not each.was_signalled:  # it started while the signal came
                     each.stop(self._signum)
-                each.look()
-                if each.has_ended and each.stage not in codes:
+                each.show_progress()
+                if each.stage not in codes and each.process.poll() is not None:
                     codes[each.stage] = each.finish()
         self._running = []
         failed = [code for stage in stages if (code := codes[stage])]
-        if self._signum is not None and all(code in (EXIT_AGAIN, EXIT_INTERRUPTED) for code in failed):
-            return exit_code_after(self._signum) if failed else 0
+        if failed and self._signum is not None and {*failed} <= {EXIT_AGAIN, EXIT_INTERRUPTED}:
+            return exit_code_after(self._signum)
         return failed[0] if failed else 0
 
 
@@ -132,13 +128,13 @@ class _StageProcess:
         self.stage, self._view = stage, view
         self._progress_file = folder / f"{stage}.json"
         self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._seen: ProgressRecord | None = None
+        self._shown: ProgressRecord | None = None
         self.was_signalled = False
         """Whether the stage was sent a stop signal."""
-        environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
-        self._process = subprocess.Popen(
+        changes = {PROGRESS_FILE_VARIABLE: str(self._progress_file), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
             command,
-            env={**environment, PROGRESS_FILE_VARIABLE: str(self._progress_file), "PYTHONUNBUFFERED": "1"},
+            env={name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | changes,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -146,40 +142,28 @@ class _StageProcess:
             errors="backslashreplace",
         )
         view.begin(stage)
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._readers = [
-            threading.Thread(target=self._copy, args=each, name=f"{stage} output", daemon=True)
-            for each in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
-        ]
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._readers = [threading.Thread(target=self._copy, args=each, daemon=True) for each in streams]
         for reader in self._readers:
             reader.start()
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def stop(self, signum: int) -> None:
         self.was_signalled = True
-        self._process.send_signal(signum)
+        self.process.send_signal(signum)
 
-    def wait(self) -> None:
-        self._process.wait()
-
-    def look(self) -> None:
-        """Show the newest progress."""
+    def show_progress(self) -> None:
         record = read_progress(self._progress_file)
-        if record and record != self._seen:
-            self._seen = record
+        if record and record != self._shown:
+            self._shown = record
             self._view.report(self.stage, record)
 
     def finish(self) -> int:
         """Show the end of a program that has ended, and return its exit code; 75 where a signal killed it."""
         for reader in self._readers:
             reader.join(LAST_LINES_SECONDS)
-        self._seen = None  # the last lines of the log may have been shown after the newest record
-        self.look()
-        exit_code = resolve_exit_code(self._process.returncode)
+        self._shown = None  # the last lines of the log may have been shown after the newest record
+        self.show_progress()
+        exit_code = resolve_exit_code(self.process.returncode)
         reason = find_error_line("".join(self._last_lines)) if exit_code and self._last_lines else ""
         self._view.end(self.stage, exit_code, reason)
         return exit_code

@@ -46,6 +46,8 @@ _ONLY_AT_HOME = {"tokenizer": ("pin",)}
 """Subcommands that no cluster runs, and that `services.common.process.subcommands` therefore leaves out."""
 _OTHERS = (
     *(Command("services.common.artifacts", name) for name in ("list", "verify", "show", "gc")),
+    *(Command("deploy.commands", name) for name in ("deploy-stage", "rollback-stage", "pipeline", "stage-run")),
+    *(Command("deploy.commands", name) for name in ("stage-status", "stage-logs", "stop-stage", "demo")),
     Command("services.common.hardware.image_platform"),
     Command("benchmarks.tokenizer"),
     Command("benchmarks.trainer"),

@@ -21,7 +21,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from deploy.client.variables import COMMANDS, TARGETS, VARIABLES
 from docs.site.commands import list_commands, read_help
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -114,7 +113,7 @@ def metrics() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """The help of `make`, the variables of the deploy commands, and the help of each program."""
+    """The help of `make`, and that of each program."""
     yield "# Commands"
     yield "\n## make\n"
     listed = _read_make_help()
@@ -124,13 +123,6 @@ def commands() -> Iterator[str]:
     explained = [_read_make_help(f"TARGET={target}") for target in targets]
     variables = "\n".join(text for text in explained if text.count("\n") > 1)
     yield f"```text\n{variables}```"
-    yield "\n## Variables of the deploy commands\n"
-    yield "The commands that take each variable, on each target; any other command refuses it.\n"
-    yield f"| variable | {' | '.join(f'`TARGET={target}`' for target in TARGETS)} |"
-    yield f"|---|{'---|' * len(TARGETS)}"
-    for name, variable in VARIABLES.items():
-        takers = [", ".join(each for each in COMMANDS if variable.is_taken(each, target)) for target in TARGETS]
-        yield f"| `{name}` | {' | '.join(takers)} |"
     for command in list_commands():
         yield f"\n## {command}\n"
         yield f"```text\n{read_help(command)}```"

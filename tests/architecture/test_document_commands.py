@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.client.variables import COMMANDS, DEMO, LOCAL, TARGETS, VARIABLES
+from deploy.commands.__main__ import TARGETS, explain_inapplicable
 from images.platforms import REPOSITORY
 from services.common.recipe.file import read_override
 from tests.architecture.documents import Document, read_documents
+from tests.deploy.typed import COMMANDS
 from tests.makefile import read_rules, read_variables
 
 DOCUMENTS = read_documents()
@@ -82,9 +83,9 @@ def problems_of_make(words: list[str]) -> list[str]:
 
 def takes(target: str, variable: str, deploy_target: str) -> bool:
     """Does the target's help explain the variable, and does a deploy command take it on the named deploy target?"""
-    if target in COMMANDS and variable in VARIABLES:
-        given = deploy_target if deploy_target in TARGETS else TARGETS[0]
-        return VARIABLES[variable].is_taken(target, LOCAL if target == DEMO else given)
+    if target in COMMANDS and target != "demo":
+        named = next((each for each in TARGETS if each == deploy_target), TARGETS[0])
+        return variable in COMMANDS[target] and not explain_inapplicable(variable, target, named)
     return variable in read_variables(target)
 
 

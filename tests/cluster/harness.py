@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.client.variables import DEPLOYING
 from images.build import build_images
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
@@ -63,7 +62,7 @@ class Harness:
         return done.said
 
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
-        own = {"RECIPE": str(self.recipe)} if command in DEPLOYING else {}
+        own = {"RECIPE": str(self.recipe)} if command in ("deploy-stage", "rollback-stage", "pipeline") else {}
         environment = os.environ | {"OVERLAY": str(self.overlay)} | own | variables
         return subprocess.Popen(
             [sys.executable, "-m", "k8s.client" if command.startswith("cluster-") else "deploy.commands", command],

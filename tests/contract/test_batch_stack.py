@@ -20,7 +20,7 @@ from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import plain, read_hcl
-from tests.deploy.batch.builders import job_deployment_of
+from tests.deploy.batch.builders import job_spec_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
@@ -104,8 +104,6 @@ def test_a_node_prepares_the_folders_that_a_job_mounts(
     assert module["folders"] == {"file_system": ROOT.path, "scratch": SCRATCH.path}
     assert set(module["folders"].values()) == set(HOST_FOLDERS.values())
     for stage in STAGES:
-        container = read_container(
-            render_job_definition(config, queue_of(config, stage, False), job_deployment_of(stage))
-        )
+        container = read_container(render_job_definition(config, queue_of(config, stage, False), job_spec_of(stage)))
         sources = {each["host"]["sourcePath"] for each in container["volumes"]}
         assert sources == set(module["folders"].values())

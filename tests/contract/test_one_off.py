@@ -10,13 +10,16 @@ import pytest
 import typer
 from kubernetes.utils.quantity import parse_quantity
 
-from deploy.batch.job_definition import BatchOneOff, read_container, render_one_off_definition
+from deploy.batch.job_definition import JobSpec, read_container, render_job_definition
+from deploy.client.requested_recipe import parse_requested_recipe
 from images.registry import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.process.command_line import StageGroup
 from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
+from services.common.recipe.packed_recipe import pack_recipe
 from services.common.recipe.schema import STAGES, Stage
+from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import config_of
 from tests.images.dockerfiles import labels_of_image, read_dockerfile
 from tests.k8s.builders import DIGEST
@@ -41,15 +44,16 @@ def test_an_image_s_label_has_them(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_one_off_gets_the_same_on_both_targets(eks: Thing, stage: Stage) -> None:
-    told = {"stage": stage, "digest": "0" * 16, "image": f"millrace/{stage}@sha256:{DIGEST}", "seconds": 3_600}
-    asked = {"words": ("sample", "--prompt", "If the"), "recipe": "packed"}
+    recipe, image = parse_requested_recipe(recipe_text(), "a file"), f"millrace/{stage}@sha256:{DIGEST}"
+    told = {"stage": stage, "digest": "0" * 16, "image": image, "words": ("sample", "--prompt", "If the")}
     job = render_one_off_job(
         worker_group_of(eks, stage),
         cpu_group_of(eks),
-        OneOff(id="abc123", user="somebody", **told, **asked),  # type: ignore[arg-type]
+        OneOff(id="abc123", user="somebody", recipe=pack_recipe(recipe.text.encode()), seconds=3_600, **told),  # type: ignore[arg-type]
     )
     pod = job["spec"]["template"]["spec"]["containers"][0]
-    definition = render_one_off_definition(config_of(), BatchOneOff(**told, **asked))  # type: ignore[arg-type]
+    spec = JobSpec(recipe=recipe, attempt_seconds=3_600, **told)  # type: ignore[arg-type]
+    definition = render_job_definition(config_of(), config_of().cpu, spec)
     container = read_container(definition)
 
     # Batch appends to the image's entry point. Its jobs check the host's mount, where a pod waits for its claim.

@@ -14,9 +14,8 @@ import pytest
 import infra.__main__
 from deploy.batch.resolved_job import DEFAULT_RECIPE as NEURON_RECIPE
 from deploy.client.instance_type import check_instance_type
-from deploy.client.one_off_request import OneOffRequest, read_one_off_request
-from deploy.client.request import DeployRequest, read_deploy_request, require_stage_name
-from deploy.client.variables import require_taken
+from deploy.client.one_off_request import OneOffRequest
+from deploy.client.request import DeployRequest
 from images.platforms import REPOSITORY
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
@@ -25,6 +24,7 @@ from k8s.objects.worker_group import worker_group_of
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
+from tests.deploy.typed import request_of
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing
 
@@ -71,8 +71,8 @@ def deployments(target: Target) -> list[Typed]:
 
 def read_request(typed: Typed) -> DeployRequest:
     """Return the deploy tool's request for a typed command."""
-    require_taken(typed.target, typed.variables)
-    return read_deploy_request(typed.variables, require_stage_name(typed.variables["STAGE"]))
+    request: DeployRequest = request_of(typed.target, typed.variables)
+    return request
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_the_stages_run_in_order_and_what_was_made_is_exported_and_taken_down(ta
 def read_export(target: Target) -> OneOffRequest:
     """Return the request of the export, the last step before infra-down, for an image that has been pushed."""
     [typed] = [each for each in read_road(target) if each.target == "stage-run"]
-    require_taken(typed.target, typed.variables)
-    return read_one_off_request(typed.variables)
+    request: OneOffRequest = request_of(typed.target, typed.variables)
+    return request
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -131,7 +131,7 @@ def test_the_stages_of_the_batch_road_are_submitted(
             assert cloud.target.deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
         with monkeypatch.context() as patch:
-            patch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: {})
+            patch.setattr("deploy.batch.resolved_job.find_labels", lambda image: {})
             assert cloud.target.run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
         queues = [job["jobQueue"] for job in cloud.submitted]
     said = capsys.readouterr().out

@@ -32,7 +32,7 @@ from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Recipe, Stage
-from tests.deploy.batch.builders import config_of, job_deployment_of
+from tests.deploy.batch.builders import config_of, job_spec_of
 from tests.k8s.builders import DIGEST, deployment_of
 
 Thing = dict[str, Any]
@@ -61,12 +61,12 @@ def group_of(manifests: list[Thing], stage: Stage, shape: str) -> WorkerGroup:
 
 def definition_of(stage: Stage, config: Config) -> Request:
     pool = queue_of(config, stage, is_compiler_on_trainium=True)  # as the overlay has it
-    return render_job_definition(config, pool, job_deployment_of(stage))
+    return render_job_definition(config, pool, job_spec_of(stage))
 
 
 def on_kuberay(group: WorkerGroup) -> Thing:
     """Return the settings of the container in a worker group's pod, with the command of its RayJob."""
-    deployment = deployment_of(group.name, arguments=job_deployment_of(group.name).arguments, drain_seconds=0)  # type: ignore[arg-type]
+    deployment = deployment_of(group.name, arguments=("--train.max_steps=5",), drain_seconds=0)
     container, pod = group.container, group.pod
     command = shlex.split(render_rayjob(group, deployment, 1, deployment.nodes)["spec"]["entrypoint"])
     volumes = {each["name"]: each for each in pod["volumes"]}
@@ -148,10 +148,12 @@ def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(manife
 
     def resolved(stage: Stage, nodes: int | None) -> tuple[Recipe, int]:
         request = DeployRequest(stage, RECIPE, IMAGE, nodes)
-        found: Any = resolve_job(config_of(), images, request)
         if target == "kuberay":
-            found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request)
-        return RECIPE.source.validate(recipe_overrides(found.deployment.arguments)), found.deployment.nodes
+            found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request).deployment
+            return RECIPE.source.validate(recipe_overrides(found.arguments)), found.nodes
+        spec = resolve_job(config_of(), images, request).spec
+        assert spec.recipe
+        return RECIPE.source.validate(recipe_overrides(spec.recipe.arguments)), spec.nodes
 
     (compiler, its_nodes), (trainer, nodes) = resolved("compiler", 2), resolved("trainer", 2)
     assert (nodes, trainer.parallel.num_workers) == (2, 2 * trainer.cluster.trainer_workers_per_node)

@@ -21,7 +21,8 @@ def stop(signum, frame):
     sys.exit(130 if signum == signal.SIGINT else 75)
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(signum, stop)
-open(f"{folder}/{stage}.begun", "w").write(" ".join(sorted(os.listdir(folder))))
+with open(f"{folder}/{stage}.begun", "w") as begun:  # a signal in a destructor would be lost
+    begun.write(" ".join(sorted(os.listdir(folder))))
 def report(phase, note):
     record = {"stage": stage, "phase": phase, "note": note}
     open(os.environ["MILLRACE_PROGRESS_FILE"] + "~", "w").write(json.dumps(record))

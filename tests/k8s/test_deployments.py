@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deploy.client.instance_type import check_instance_type
-from deploy.client.request import DeployRequest, read_deploy_request
+from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import Watch
@@ -79,7 +79,7 @@ def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -
 )
 def test_options_that_a_deployment_sets_itself_are_refused(arguments: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
-        read_deploy_request({"ARGS": arguments}, "trainer")
+        DeployRequest("trainer", arguments=tuple(arguments.split()))
 
 
 def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:

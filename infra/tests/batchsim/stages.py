@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from deploy.batch.job_definition import BatchOneOff, read_container, render_job_definition, render_one_off_definition
+from deploy.batch.job_definition import JobSpec, read_container, render_job_definition
 from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.subcommands import ON_BATCH
 from services.common.recipe.schema import Stage
-from tests.deploy.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
+from tests.deploy.batch.builders import DIGEST, REGISTRY, config_of, job_spec_of
 
 # As many as one trainer takes; torch spins where there are more threads than cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
@@ -30,8 +30,8 @@ def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **sett
     What Batch's host does is done here: the image's entry point goes before the command, and /fsx is `root`.
     """
     config = config_of()
-    changes = {"nodes": 2, "recipe_text": recipe.read_text(encoding="utf-8"), "arguments": arguments}
-    body = render_job_definition(config, config.cpu, job_deployment_of(stage, **changes))
+    spec = job_spec_of(stage, recipe.read_text(encoding="utf-8"), arguments)
+    body = render_job_definition(config, config.cpu, spec)
     container = read_container(body)
     at = container["command"].index("--")
     words = [re.sub("^/fsx", str(root), word) for word in container["command"][at:]]
@@ -48,10 +48,10 @@ def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **sett
     )
 
 
-def define_one_off(stage: Stage, root: Path, *words: str, recipe: str = "") -> JobDefinition:
+def define_one_off(stage: Stage, root: Path, *words: str) -> JobDefinition:
     """The job definition of a subcommand that the deploy tool registers, on one node, with /fsx at `root`."""
-    one_off = BatchOneOff(stage, "0" * 16, f"{REGISTRY}/{stage}@sha256:{DIGEST}", words, recipe, seconds=3_600)
-    container = read_container(render_one_off_definition(config_of(), one_off))
+    spec = JobSpec(stage, f"{REGISTRY}/{stage}@sha256:{DIGEST}", None, 3_600, words=words, digest="0" * 16)
+    container = read_container(render_job_definition(config_of(), config_of().cpu, spec))
     return JobDefinition(
         ("python", "-m", f"services.{stage}", *(re.sub("^/fsx", str(root), word) for word in container["command"])),
         num_nodes=1,

@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from deploy.batch.config import Config, read_config
-from deploy.batch.job_definition import BatchDeployment
+from deploy.batch.job_definition import JobSpec
 from deploy.client.request import DeployRequest
+from deploy.client.requested_recipe import parse_requested_recipe
 from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
 
@@ -57,15 +58,18 @@ def config_of(**changes: str) -> Config:
         return read_config(write_config(Path(folder) / "config.txt", **changes))
 
 
-def job_deployment_of(stage: Stage = "trainer", **changes: Any) -> BatchDeployment:
+def job_spec_of(
+    stage: Stage = "trainer",
+    text: str = recipe_text(),
+    arguments: tuple[str, ...] = ("--train.max_steps=5",),
+    **changes: Any,
+) -> JobSpec:
     fields: dict[str, Any] = {
         "stage": stage,
         "image": f"{REGISTRY}/{stage}@sha256:{DIGEST}",
-        "nodes": 2,
-        "recipe": "tiny",
-        "recipe_text": recipe_text(),
-        "arguments": ("--train.max_steps=5",),
-        "attempts": 3,
+        "recipe": parse_requested_recipe(text, "a file").with_arguments(*arguments),
         "attempt_seconds": 86_400,
+        "nodes": 2,
+        "attempts": 3,
     }
-    return BatchDeployment(**fields | changes)
+    return JobSpec(**fields | changes)

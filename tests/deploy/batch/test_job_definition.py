@@ -13,44 +13,23 @@ from services.common.errors import RecipeError
 from services.common.launch.batch.node import deliver_recipe, read_command
 from services.common.recipe.packed_recipe import MAX_RECIPE_CHARACTERS, RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, Stage
-from tests.deploy.batch.builders import VALUES, config_of, job_deployment_of
+from services.common.testing.recipes import recipe_text
+from tests.deploy.batch.builders import VALUES, config_of, job_spec_of
 
 
 def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = False, **changes: Any) -> Request:
     config = config_of(**changes.pop("config", {}))
     pool = queue_of(config, stage, is_compiler_on_trainium)
-    return render_job_definition(config, pool, job_deployment_of(stage, **changes))
+    return render_job_definition(config, pool, job_spec_of(stage, **changes))
 
 
-def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:
+def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes_that_retries_a_lost_host_and_75() -> None:
     assert {definition_of(stage, nodes=1)["type"] for stage in STAGES} == {"multinode"}
-    nodes = definition_of(nodes=3)["nodeProperties"]
+    definition = definition_of(nodes=3, attempts=4, attempt_seconds=7_200)
+    nodes = definition["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"], len(nodes["nodeRangeProperties"])) == (3, 0, 1)
     assert nodes["nodeRangeProperties"][0]["targetNodes"] == "0:"  # one with an end would fix the number
-
-
-@pytest.mark.parametrize(
-    ("shape", "cards"), [("trn1.32xlarge", 8), ("trn1n.32xlarge", 16), ("trn2.48xlarge", 16), ("trn2u.48xlarge", 16)]
-)
-def test_a_container_has_every_device_of_its_node(shape: str, cards: int) -> None:
-    devices = read_container(definition_of(config={"TRAINIUM_SHAPE": shape}))["linuxParameters"]["devices"]
-    paths = {each["hostPath"] for each in devices}
-    assert paths == {f"/dev/neuron{n}" for n in range(16)} | {f"/dev/infiniband/uverbs{n}" for n in range(cards)}
-    assert {tuple(each["permissions"]) for each in devices} == {("READ", "WRITE", "MKNOD")}
-    assert "devices" not in read_container(definition_of("tokenizer"))["linuxParameters"]
-
-
-def test_a_container_may_pin_memory_and_share_it_and_has_a_process_that_reaps() -> None:
-    container = read_container(definition_of())
-    limits = {each["name"]: each["hardLimit"] for each in container["ulimits"]}
-    assert (limits["memlock"], limits["nofile"], limits["stack"]) == (-1, 1_048_576, 64 * 2**20)
-    assert container["linuxParameters"]["initProcessEnabled"]
-    assert container["linuxParameters"]["sharedMemorySize"] >= 65_536
-    assert not container["privileged"]
-
-
-def test_only_a_lost_host_and_75_are_tried_again_within_a_time() -> None:
-    definition = definition_of(attempts=4, attempt_seconds=7_200)
+    assert definition["timeout"] == {"attemptDurationSeconds": 7_200}
     assert definition["retryStrategy"] == {
         "attempts": 4,
         "evaluateOnExit": [
@@ -59,15 +38,22 @@ def test_only_a_lost_host_and_75_are_tried_again_within_a_time() -> None:
             {"onExitCode": "*", "action": "EXIT"},
         ],
     }
-    assert definition["timeout"] == {"attemptDurationSeconds": 7_200}
 
 
-def test_each_stage_has_a_role_and_a_log_group_of_its_own() -> None:
-    containers = {stage: read_container(definition_of(stage)) for stage in STAGES}
-    for stage, container in containers.items():
-        assert container["jobRoleArn"].endswith(f"role/{stage}")
-        options = container["logConfiguration"]["options"]
-        assert (options["awslogs-group"], options["awslogs-stream-prefix"]) == (f"/millrace/{stage}", stage)
+@pytest.mark.parametrize(("shape", "cards"), [("trn1.32xlarge", 8), ("trn2.48xlarge", 16)])
+def test_a_container_has_its_node_s_devices_and_may_pin_memory_and_share_it(shape: str, cards: int) -> None:
+    container = read_container(definition_of(config={"TRAINIUM_SHAPE": shape}))
+    devices = container["linuxParameters"]["devices"]
+    paths = {each["hostPath"] for each in devices}
+    assert paths == {f"/dev/neuron{n}" for n in range(16)} | {f"/dev/infiniband/uverbs{n}" for n in range(cards)}
+    assert {tuple(each["permissions"]) for each in devices} == {("READ", "WRITE", "MKNOD")}
+    assert "devices" not in read_container(definition_of("tokenizer"))["linuxParameters"]
+    limits = {each["name"]: each["hardLimit"] for each in container["ulimits"]}
+    assert (limits["memlock"], limits["nofile"], limits["stack"]) == (-1, 1_048_576, 64 * 2**20)
+    assert container["linuxParameters"]["initProcessEnabled"]
+    assert container["linuxParameters"]["sharedMemorySize"] >= 65_536
+    assert container["logConfiguration"]["options"]["awslogs-group"] == "/millrace/trainer"
+    assert container["jobRoleArn"].endswith("role/trainer")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,7 +86,6 @@ def test_a_stage_is_told_of_its_notice(stage: Stage, of_the_machines: str, told:
 
 
 def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None:
-    deployment = job_deployment_of()
     container = read_container(definition_of())
     variables = {each["name"]: each["value"] for each in container["environment"]}
     words = [
@@ -108,16 +93,23 @@ def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None
     ]
     command = read_command(words[words.index("--") + 1 :])
     deliver_recipe(command, variables)
-    assert command.recipe.read_text() == deployment.recipe_text
+    assert command.recipe.read_text() == recipe_text()
     with pytest.raises(RecipeError, match="16,384"):
-        definition_of(recipe_text="".join(f"# {number**9}\n" for number in range(4_000)))
-    assert len(variables[RECIPE_VARIABLE]) < len(deployment.recipe_text) * 2
+        definition_of(text=recipe_text() + "".join(f"# {number**9}\n" for number in range(4_000)))
+    assert len(variables[RECIPE_VARIABLE]) < len(recipe_text()) * 2
 
 
 def test_what_runs_the_same_is_known_again() -> None:
     tags = [
         definition_of(**changes)["tags"][DEPLOYMENT_TAG]
-        for changes in ({}, {}, {"nodes": 3}, {"arguments": ()}, {"image": "other@sha256:1"}, {"recipe_text": "x"})
+        for changes in (
+            {},
+            {},
+            {"nodes": 3},
+            {"arguments": ()},
+            {"image": "other@sha256:1"},
+            {"text": recipe_text() + "# x"},
+        )
     ]
     assert tags[0] == tags[1]
     assert len(set(tags)) == 5

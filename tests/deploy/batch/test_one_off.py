@@ -32,7 +32,7 @@ AskOneOff = Callable[..., OneOffRequest]
 def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Labels of the image, as its registry returns them."""
     told: dict[str, str] = {}
-    monkeypatch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: told)
+    monkeypatch.setattr("deploy.batch.resolved_job.find_labels", lambda image: told)
     return told
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deploy.batch.batch_target import BatchTarget
-from deploy.batch.job_plan import describe_plan
 from deploy.batch.resolved_job import find_image, resolve_job
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
@@ -76,7 +74,11 @@ def test_a_dry_run_shows_cost_definition_and_what_is_new_and_changes_nothing(
     capsys.readouterr()
     assert cloud.target.deploy(ask(arguments=("--train.max_steps=9",), hours=2.0, is_dry_run=True), None) == 0
     said = capsys.readouterr().out
-    for shown in ("$43.00", "--train.max_steps=9", "timeout.attemptDurationSeconds: 86400 -> 7200"):
+    for shown in (
+        "$43.00",
+        "--train.max_steps=9",
+        '-    "attemptDurationSeconds": 86400\n+    "attemptDurationSeconds": 7200',
+    ):
         assert shown in said
     assert (len(cloud.submitted), len(cloud.jobs.definitions("trainer"))) == (1, 1)
     file = io.StringIO()
@@ -195,9 +197,11 @@ def test_a_trainer_commits_a_checkpoint_before_batch_ends_its_attempt_for_good(
     """The plan warns where HOURS is too short for the recipe's limit."""
     arguments = (f"--train.time_limit_seconds={of_recipe}",) if of_recipe else ()
     found = resolve_job(cloud.config, cloud.jobs, ask(arguments=arguments, hours=hours))
-    assert (found.deployment.attempt_seconds, found.outline.train.time_limit_seconds) == (of_attempt, of_trainer)
-    assert ("WARNING" in describe_plan(found, None)) == ((of_recipe or 0) > of_trainer)
-    tokenizer = resolve_job(cloud.config, cloud.jobs, ask("tokenizer", hours=hours)).deployment
+    assert found.spec.recipe
+    assert (found.spec.attempt_seconds, found.spec.recipe.outline.train.time_limit_seconds) == (of_attempt, of_trainer)
+    assert ("WARNING" in found.plan) == ((of_recipe or 0) > of_trainer)
+    tokenizer = resolve_job(cloud.config, cloud.jobs, ask("tokenizer", hours=hours)).spec.recipe
+    assert tokenizer
     assert tokenizer.arguments == ()
 
 
@@ -213,7 +217,7 @@ def test_the_images_are_of_the_variant_that_computes_on_the_trainium_nodes(
     ("end", "said"), [("2026-01-31T12:00:00Z", "2026-01-31T11:20Z"), ("soon", "'soon', .*CAPACITY_ENDS_AT")]
 )
 def test_after_a_reservation_s_end_no_job_is_sent(cloud: Cloud, ask: Ask, end: str, said: str) -> None:
-    late = BatchTarget(replace(cloud.config, capacity_ends_at=end), cloud.jobs)
+    late = BatchTarget(cloud.config.model_copy(update={"capacity_ends_at": end}), cloud.jobs)
     with pytest.raises(DeviceError, match=said):
         late.deploy(ask(), None)
     assert cloud.submitted == []
