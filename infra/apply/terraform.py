@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ class Change:
 
     address: str
     actions: tuple[str, ...]
-    changed: frozenset[str] = frozenset()
-    """Arguments with another value or one that is not known yet, such as `launch_template.version`."""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)
+    """Without the values that are not known before the apply."""
 
     @property
     def is_loss(self) -> bool:
@@ -144,35 +145,12 @@ def without_indices(address: str) -> str:
 def read_plan(shown: dict[str, Any]) -> Plan:
     """Reads the JSON of `terraform show`."""
     changes = [
-        Change(each["address"], tuple(each["change"]["actions"]), frozenset(_list_changed(each["change"])))
+        Change(each["address"], tuple(change["actions"]), change.get("before") or {}, change.get("after") or {})
         for each in shown.get("resource_changes", [])
-        if each["mode"] == "managed" and each["change"]["actions"] != ["no-op"]
+        if each["mode"] == "managed" and (change := each["change"])["actions"] != ["no-op"]
     ]
     outputs = shown.get("output_changes", {}).values()
     return Plan(tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
-
-
-def _list_changed(change: dict[str, Any]) -> Iterator[str]:
-    """Paths of the changed arguments, without the indices of blocks."""
-    before, after, unknown = (_flatten(change.get(key)) for key in ("before", "after", "after_unknown"))
-    for path in before.keys() | after.keys() | unknown.keys():
-        if before.get(path) != after.get(path) or True in unknown.get(path, ()):
-            yield path
-
-
-def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
-    """Values by path; repeated blocks share a path."""
-    if isinstance(value, dict):
-        parts = [(f"{path}.{key}" if path else key, each) for key, each in value.items()]
-    elif isinstance(value, list):
-        parts = [(path, each) for each in value]
-    else:
-        return {} if value is None else {path: [value]}
-    found: dict[str, list[Any]] = {}
-    for key, part in parts:
-        for place, values in _flatten(part, key).items():
-            found.setdefault(place, []).extend(values)
-    return found
 
 
 def describe_plan(plan: Plan) -> str:

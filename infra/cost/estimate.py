@@ -45,28 +45,27 @@ def control_plane_price(version: str, support: str, today: date) -> str:
 def list_standing(inputs: Inputs, today: date) -> list[Line]:
     """Everything that AWS bills from `infra-up` to `infra-down`, used or not."""
     lines = []
-    if inputs.has_cluster:
-        price = control_plane_price(inputs.kubernetes_version, inputs.kubernetes_support, today)
-        lines.append(_priced("EKS control plane", 1, price))
-        lines.append(_nodes("core", inputs.core_shape, inputs.core_nodes))
+    if core := inputs.core_nodes:
+        control_plane = control_plane_price(inputs.kubernetes_version, inputs.kubernetes_support, today)
+        lines += [_priced("EKS control plane", 1, control_plane), _nodes("core", core.shape, core.nodes)]
     gateways = int(not inputs.subnet_id)
     lines.append(_priced("NAT gateway", gateways, "nat_gateway_hour"))
     lines.append(_priced("NAT gateway's public address", gateways, "public_address_hour"))
     lines.append(_priced("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"))
-    if inputs.fsx:
-        of_fsx = read_prices()[fsx_gb_month(inputs.fsx.megabytes_per_second_per_tib)]
-        hourly = inputs.fsx.gib * of_fsx.dollars / HOURS_OF_A_MONTH
-        lines.append(Line(f"FSx for Lustre, {inputs.fsx}", hourly, price_region(), of_fsx.dated, of_fsx.source))
-    if inputs.capacity_kind == "reservation":  # only the account knows its size
-        lines.append(_nodes("trainium, reserved", inputs.trainium_shape, inputs.trainium_max_nodes))
+    if size := inputs.lustre_size:
+        price = read_prices()[fsx_gb_month(size.megabytes_per_second_per_tib)]
+        hourly = size.gib * price.dollars / HOURS_OF_A_MONTH
+        lines.append(Line(f"FSx for Lustre, {size}", hourly, price_region(), price.dated, price.source))
+    if inputs.capacity.kind == "reservation":  # only the account knows its size
+        lines.append(_nodes("trainium, reserved", inputs.trainium.shape, inputs.trainium.max_nodes))
     return [line for line in lines if line.dollars_per_hour != 0]
 
 
 def list_running(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> list[Line]:
     """Everything that AWS bills in addition while a deployment has nodes, except reserved nodes."""
-    lines = [_nodes("cpu", inputs.cpu_shape, cpu_nodes)]
-    if inputs.capacity_kind == "on_demand":
-        lines.insert(0, _nodes("trainium", inputs.trainium_shape, trainium_nodes))
+    lines = [_nodes("cpu", inputs.cpu_nodes.shape, cpu_nodes)]
+    if inputs.capacity.kind == "on_demand":
+        lines.insert(0, _nodes("trainium", inputs.trainium.shape, trainium_nodes))
     return [line for line in lines if line.dollars_per_hour != 0]
 
 
@@ -90,8 +89,8 @@ def describe_cost(
     if trainium_nodes or cpu_nodes:
         text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}")
     text += _describe_support(inputs, today)
-    if inputs.fsx:
-        text.append(describe_checkpoints(inputs.fsx, recipe))
+    if size := inputs.lustre_size:
+        text.append(describe_checkpoints(size, recipe))
     text.append(
         f"Not included: traffic through the NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
         f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs ({_money(dollars('log_gb'), 3)} a GB "
@@ -130,7 +129,7 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
 def require_budget(inputs: Inputs, today: date) -> None:
     """Raises `RecipeError` for a budget below the cost of the idle stack, whose action would stop deployments."""
     standing = _sum(list_standing(inputs, today)) * HOURS_OF_A_MONTH
-    monthly_dollars = inputs.budget_monthly_dollars
+    monthly_dollars = inputs.budget.monthly_dollars
     if monthly_dollars is not None and monthly_dollars <= standing:
         raise RecipeError(
             f"budget.monthly_dollars = {monthly_dollars:g}, and the idle stack costs about {_money(standing)} a month: "
@@ -168,12 +167,12 @@ def _describe_gaps(inputs: Inputs, trainium_nodes: int, lines: list[Line]) -> It
         yield f"WARNING: the stack is in {inputs.region}, and prices of {', '.join(others)} are shown: look up its own."
     if missing := [line.what for line in lines if line.dollars_per_hour is None]:
         yield f"WARNING: no price is known of {', '.join(missing)}, which no sum below has: ask AWS, add it to the sums"
-    if inputs.capacity_kind == "capacity_block":
+    if inputs.capacity.kind == "capacity_block":
         yield (
-            f"{trainium_nodes} x {inputs.trainium_shape} belong to a Capacity Block, which was paid for in "
+            f"{trainium_nodes} x {inputs.trainium.shape} belong to a Capacity Block, which was paid for in "
             f"full when it was bought"
         )
-    if inputs.capacity_kind == "reservation":
+    if inputs.capacity.kind == "reservation":
         yield (
             "An On-Demand Capacity Reservation is billed until it ends or is cancelled, used or not. Its size is taken "
             "to be max_nodes; make infra-preflight shows the real one"

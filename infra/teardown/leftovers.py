@@ -111,10 +111,10 @@ def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
 
 def _batch(account: Account, stack: str) -> Iterator[Leftover]:
     for queue in list_queues(account, stack):
-        jobs = len(list(list_job_ids(account, queue.name)))
-        yield Leftover("job queue", queue.name, f"jobs that have not ended: {jobs}", 0)
-    for each in list_environments(account, stack):
-        yield Leftover("compute environment", each.name, "", 0)
+        jobs = len(list(list_job_ids(account, queue)))
+        yield Leftover("job queue", queue, f"jobs that have not ended: {jobs}", 0)
+    for name in list_environments(account, stack):
+        yield Leftover("compute environment", name, "", 0)
     names = [arn.rpartition("/")[2].rpartition(":")[0] for arn in list_definitions(account, stack)]
     for name in sorted(set(names)):
         yield Leftover("job definition", name, f"revisions: {names.count(name)}", 0, is_data=True)

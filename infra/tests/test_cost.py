@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import hcl2
 import pytest
 
 from infra import __main__ as commands
-from infra.apply.inputs import ENDPOINTS, read_inputs
+from infra.apply.inputs import ENDPOINTS, Budget, Inputs, read_inputs
 from infra.apply.terraform import STACK
 from infra.apply.variables import read_variables
 from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
@@ -145,12 +144,14 @@ def test_a_reservation_is_billed_while_nobody_uses_it(
 
 
 def test_a_budget_that_is_spent_with_nothing_running_is_refused() -> None:
-    inputs = read_inputs(read_variables(None), needs_place=False)
+    def with_budget(dollars: float | None) -> Inputs:
+        inputs = read_inputs(read_variables(None), needs_place=False)
+        return inputs.model_copy(update={"budget": Budget(monthly_dollars=dollars)})
 
-    require_budget(inputs, IN_STANDARD_SUPPORT)
-    require_budget(replace(inputs, budget_monthly_dollars=STANDING * 730 + 1), IN_STANDARD_SUPPORT)
+    for enough in (None, STANDING * 730 + 1):
+        require_budget(with_budget(enough), IN_STANDARD_SUPPORT)
     with pytest.raises(RecipeError, match=rf"monthly_dollars = 1400, .*\${STANDING * 730:,.2f} a month"):
-        require_budget(replace(inputs, budget_monthly_dollars=1400), IN_STANDARD_SUPPORT)
+        require_budget(with_budget(1400), IN_STANDARD_SUPPORT)
 
 
 @pytest.mark.parametrize(("name", "value"), [("NODES", "many"), ("HOURS", "-1"), ("HOURS", "inf"), ("CPU_NODES", "a")])

@@ -1,6 +1,6 @@
 """Adds to moto what the stacks need and moto lacks.
 
-That is a machine image of one release; EKS' add-ons, identities and access entries; placement groups; FSx' data
+That is two machine images; EKS' add-ons, identities and access entries; placement groups; FSx' data
 repositories; the subscribers, tags and actions of budgets; and Batch's compute environments whose groups are in their
 launch template. They only store and return their arguments. `install` adds them to moto in this process.
 """
@@ -25,10 +25,11 @@ from moto.eks import urls as eks_urls
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
 
-from infra.aws_releases import read_ecs_machine_images
+from infra.aws_releases import ECS, read_machine_images
 
 ACCOUNT = "123456789012"  # moto's
 TRAINIUM_AMI = "ami-0123456789abcdef0"
+EKS_AMI = "amazon-eks-node-al2023-x86_64-neuron-1.34-v20260505"
 CREATED = 1735689600.0  # a time as AWS' JSON has it
 LUSTRE_VERSION = "2.15"
 Store = dict[str, dict[str, Any]]
@@ -36,7 +37,7 @@ Reply = tuple[int, dict[str, str], str]
 
 
 def install() -> None:
-    _add_machine_image()
+    _add_machine_images()
     _add_placement_groups()
     _add_fsx()
     _add_budgets()
@@ -44,15 +45,15 @@ def install() -> None:
     _add_eks()
 
 
-def _add_machine_image() -> None:
-    """The release of ECS' AMI that the stack names: moto has others."""
+def _add_machine_images() -> None:
+    """The releases of AWS' images that the stacks name: moto has others."""
     load = AmiBackend._load_amis
+    names = {TRAINIUM_AMI: read_machine_images()[ECS].default, "ami-1": EKS_AMI}
 
     def load_amis(backend: AmiBackend) -> None:
         load(backend)
-        backend.amis[TRAINIUM_AMI] = Ami(
-            backend, TRAINIUM_AMI, name=read_ecs_machine_images().default, owner_id="591542846629", owner_alias="amazon"
-        )
+        for key, name in names.items():
+            backend.amis[key] = Ami(backend, key, name=name, owner_id="591542846629", owner_alias="amazon")
 
     _extend(AmiBackend, _load_amis=load_amis)
 
