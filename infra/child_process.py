@@ -1,4 +1,4 @@
-"""Runs programs that must end by themselves: terraform has to write its state, helm has to roll back."""
+"""Runs terraform, kubectl and helm. What changes resources ends by itself: terraform writes its state, helm rolls back."""
 
 from __future__ import annotations
 
@@ -11,13 +11,35 @@ from pathlib import Path
 from services.common.errors import DeviceError, Interrupted, TryAgain
 from services.common.process.shutdown import name_signal, on_stop_signal
 
+PROGRAMS = {
+    "terraform": "makes the account's resources. Get 1.10 or newer from "
+    "https://developer.hashicorp.com/terraform/install",
+    "kubectl": "reads and changes the cluster. Get 1.27 or newer from https://kubernetes.io/docs/tasks/tools",
+    "helm": "installs the cluster's add-ons. Get 3.13 or newer from https://helm.sh/docs/intro/install",
+}
 
-def find_program(name: str, purpose: str, source: str) -> str:
+
+def find_program(name: str) -> str:
     """Returns a program's path. Raises `DeviceError` with what it is for and where it is from, when PATH lacks it."""
     path = shutil.which(name)
     if path is None:
-        raise DeviceError(f"no {name} on PATH, which {purpose}. Get {source}")
+        raise DeviceError(f"no {name} on PATH, which {PROGRAMS[name]}")
     return path
+
+
+def read_output(
+    name: str, *arguments: str, written: str = "", good_codes: tuple[int, ...] = (0,), advice: str = ""
+) -> str:
+    """Runs a program with `written` as its standard input, and returns its output.
+
+    Raises `DeviceError` with the program's message and the advice for any exit code that is not among `good_codes`.
+    """
+    command = [find_program(name), *arguments]
+    done = subprocess.run(command, input=written, capture_output=True, text=True, check=False)
+    if done.returncode not in good_codes:
+        shown = " ".join((name, *arguments[:4]))
+        raise DeviceError(f"{shown} ended with {done.returncode}: {done.stderr.strip()}. {advice}".rstrip())
+    return done.stdout
 
 
 def run_to_its_end(command: Sequence[str]) -> int:

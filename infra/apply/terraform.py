@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.child_process import find_program, run_to_its_end
+from infra.child_process import find_program, read_output, run_to_its_end
 from services.common.errors import DeviceError, RecipeError
 
 STACK = Path(__file__).parents[1] / "stacks/eks"
@@ -58,7 +57,6 @@ class Stack:
     def __init__(self, folder: Path = STACK, variables: Path | None = None) -> None:
         self._folder = folder
         self._variables = [f"-var-file={variables.resolve()}"] if variables else []
-        self._terraform = find_terraform()
 
     def init(self) -> None:
         """Initialises the folder, with the providers in TF_PLUGIN_MIRROR if that is set."""
@@ -72,10 +70,10 @@ class Stack:
         """Makes the plan that `apply` carries out. Unless `is_quiet`, terraform prints the whole plan."""
         command = ["plan", "-input=false", f"-out={PLAN}", *self._variables, *options]
         if is_quiet:
-            self._read(command, "was not planned")
+            self._read(*command)
         else:
             self._run(command, "was not planned")
-        return read_plan(json.loads(self._read(["show", "-json", PLAN], "has an unreadable plan")))
+        return read_plan(json.loads(self._read("show", "-json", PLAN)))
 
     def apply(self) -> None:
         """Carries out the plan and deletes it."""
@@ -88,48 +86,34 @@ class Stack:
 
     def outputs(self) -> dict[str, Any]:
         """Values of the outputs; empty if nothing is applied."""
-        answer = json.loads(self._read(["output", "-json"], "did not return its outputs"))
-        return {name: output["value"] for name, output in answer.items()}
+        return {name: output["value"] for name, output in json.loads(self._read("output", "-json")).items()}
 
     def resources(self) -> list[str]:
         """Addresses of the resources in terraform's state, without data sources; empty if there is no state yet.
 
         Raises `DeviceError` if the state cannot be read, because that is not the same as an empty one.
         """
-        command = [self._terraform, f"-chdir={self._folder}", "state", "list"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode and "No state file was found" not in done.stderr:
-            raise DeviceError(f"terraform's state in {self._folder} could not be read: {done.stderr.strip()}")
-        addresses = done.stdout.splitlines() if done.returncode == 0 else []
-        return [address for address in addresses if not f".{address}".count(".data.")]
+        shown = json.loads(self._read("show", "-json")).get("values", {})
+        return sorted(_list_addresses(shown.get("root_module", {})))
 
     def _run(self, arguments: list[str], outcome: str) -> None:
         command, *options = arguments
         colour = [] if sys.stdout.isatty() else ["-no-color"]
-        exit_code = run_to_its_end([self._terraform, f"-chdir={self._folder}", command, *colour, *options])
+        exit_code = run_to_its_end([find_program("terraform"), f"-chdir={self._folder}", command, *colour, *options])
         if exit_code:
             raise DeviceError(
                 f"terraform {arguments[0]} ended with {exit_code}; its output is above. {self._folder} {outcome}. Run "
                 f"the same command again to continue"
             )
 
-    def _read(self, arguments: list[str], outcome: str) -> str:
-        command = [self._terraform, f"-chdir={self._folder}", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DeviceError(
-                f"{self._folder} {outcome}: terraform {arguments[0]} ended with {done.returncode}:\n"
-                f"{done.stderr.strip()}"
-            )
-        return done.stdout
+    def _read(self, *arguments: str) -> str:
+        return read_output("terraform", f"-chdir={self._folder}", *arguments)
 
 
-def find_terraform() -> str:
-    return find_program(
-        "terraform",
-        "makes the account's resources",
-        "1.10 or newer from https://developer.hashicorp.com/terraform/install",
-    )
+def _list_addresses(module: dict[str, Any]) -> Iterator[str]:
+    yield from (each["address"] for each in module.get("resources", []) if each["mode"] == "managed")
+    for child in module.get("child_modules", []):
+        yield from _list_addresses(child)
 
 
 def type_of(address: str) -> str:

@@ -24,7 +24,6 @@ MARK = "millrace.dev/installed-by=make-addons"
 KUBECTL = """
 case "$*" in
 "get "*) if [ -e "OBJECTS/$2.json" ]; then cat "OBJECTS/$2.json"; fi ;;
-"label "*) while read -r line; do echo "$line, marked"; done ;;
 "apply "*) cat >>OBJECTS/applied.txt ;;
 "diff "*) echo "+++ /tmp/MERGED-1/group.v1.Kind..a.ray.io 2026-11-24"; echo "+a line"; exit DIFFERS ;;
 esac"""
@@ -77,14 +76,6 @@ def program(name: str, namespace: str, image: str, release: str = "") -> dict[st
     }
 
 
-def definition(name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    return {
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": name, "labels": labels or {}},
-        "spec": {"group": name.partition(".")[2]},
-    }
-
-
 @pytest.fixture(params=["", "1"], ids=["install", "dry run"])
 def dry_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of the command."""
@@ -114,11 +105,9 @@ def test_add_ons_are_installed_in_order_marked_and_after_their_definitions(
     assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
     apply = "kubectl apply --server-side --force-conflicts"
     assert calls[-2:] == [upgrades[-1], f"{apply} --kustomize {REPOSITORY / 'k8s/monitoring'}"]
-    assert cluster.applied == "definitions of kuberay-operator, marked\ndefinitions of kube-prometheus-stack, marked\n"
+    assert cluster.applied == "definitions of kuberay-operator\ndefinitions of kube-prometheus-stack\n"
     first = calls.index(f"helm show crds kuberay-operator --repo {kuberay.repository} --version {kuberay.version}")
-    mark = f"kubectl label --local --filename - --output json {MARK}"
-    assert calls[first + 1 : first + 3] == [mark, f"{apply} --filename -"]
-    assert calls[first + 3] == upgrades[0]
+    assert calls[first + 1 : first + 3] == [f"{apply} --filename -", upgrades[0]]
 
 
 def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(run_infra: RunInfra, cluster: Installed) -> None:
@@ -155,28 +144,32 @@ def test_an_add_on_that_there_is_not_names_the_nearest_one(
     assert cluster.programs.calls == []
 
 
-THEIRS: dict[str, dict[str, list[Any]]] = {
-    "a release of its name": {"releases": [("volcano", "batch", "volcano-1.12.0")]},
-    "a release of its chart": {"releases": [("scheduling", "batch", "volcano-v1.12.0")]},
-    "a release of its name and namespace": {"releases": [("volcano", "volcano-system", "volcano-1.14.1")]},
-    "a program without a release": {"programs": [program("scheduler", "batch", "here:5000/vc-scheduler:v1@sha256:00")]},
-    "definitions of its kinds alone": {"definitions": [definition("queues.scheduling.volcano.sh")]},
-}
-
-
-@pytest.mark.parametrize("case", THEIRS)
+@pytest.mark.parametrize(
+    ("release", "image"),
+    [
+        (("scheduling", "batch", "volcano-v1.12.0"), "docker.io/volcanosh/vc-scheduler:v1.12.0"),
+        (("volcano", "volcano-system", "volcano-1.14.1"), "docker.io/volcanosh/vc-scheduler:v1.14.1"),
+        (None, "here:5000/vc-scheduler:v1@sha256:00"),
+    ],
+    ids=["a release", "a release of the same name and namespace", "no release"],
+)
 def test_what_somebody_else_installed_is_named_and_left(
-    run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch, case: str
+    run_infra: RunInfra,
+    cluster: Installed,
+    monkeypatch: pytest.MonkeyPatch,
+    release: tuple[str, str, str] | None,
+    image: str,
 ) -> None:
-    found = THEIRS[case]
-    cluster.install(*found.get("releases", []))
-    cluster.put("deployments,daemonsets", program("other", "batch", "volcano:1"), *found.get("programs", []))
-    cluster.put("customresourcedefinitions", definition("queues.other.example"), *found.get("definitions", []))
+    name, namespace, chart = release or ("", "batch", "")
+    cluster.install(*([release] if release else []))
+    other = program("other", "batch", "volcano:1")
+    cluster.put("deployments,daemonsets", other, program("scheduler", namespace, image, name))
 
     refused = run_infra("addons", exit_code=4)
 
     assert refused.stderr.count("  - ") == 1
-    assert "  - volcano: " in refused.stderr
+    assert f"  - volcano: Deployment scheduler in {namespace}" in refused.stderr
+    assert chart in refused.stderr
     assert cluster.upgraded == []
     assert cluster.applied == ""
     rest = "kuberay,neuron,efa,monitoring"
@@ -189,15 +182,10 @@ def test_what_somebody_else_installed_is_named_and_left(
 
 
 def test_what_make_addons_installed_is_upgraded(run_infra: RunInfra, cluster: Installed) -> None:
-    """An earlier make infra-down may have removed the release and left the definitions."""
     [volcano] = [release for release in read_releases() if release.name == "volcano"]
     cluster.install(ours=((volcano.name, volcano.namespace, "volcano-1.13.0"),))
     image = "docker.io/volcanosh/vc-scheduler:v1.13.0"
     cluster.put("deployments,daemonsets", program("scheduler", volcano.namespace, image, volcano.name))
-    own = dict([MARK.split("=")])
-    cluster.put(
-        "customresourcedefinitions", definition("rayclusters.ray.io", own), definition("queues.scheduling.volcano.sh")
-    )
 
     run_infra("addons")
 
@@ -234,6 +222,8 @@ esac""",
         (each.name, each.namespace, each.chart) for each in read_releases() if each.name in "kuberay neuron efa"
     )
     cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"), ours=ours)
+    operator = program("operator", "metrics", "quay.io/prometheus-operator/prometheus-operator:v0.80", "prometheus")
+    cluster.put("deployments,daemonsets", operator)
 
     done = run_infra("addons")
 

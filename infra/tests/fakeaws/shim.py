@@ -1,6 +1,6 @@
 """Adds to moto what the stacks need and moto lacks.
 
-That is two machine images; EKS' add-ons, identities and access entries; placement groups; FSx' data
+That is machine images; EKS' add-ons, identities and access entries; placement groups; FSx' data
 repositories; the subscribers, tags and actions of budgets; and Batch's compute environments whose groups are in their
 launch template. They only store and return their arguments. `install` adds them to moto in this process.
 """
@@ -29,7 +29,7 @@ from infra.aws_releases import ECS, read_machine_images
 
 ACCOUNT = "123456789012"  # moto's
 TRAINIUM_AMI = "ami-0123456789abcdef0"
-EKS_AMI = "amazon-eks-node-al2023-x86_64-neuron-1.34-v20260505"
+EKS_AMIS = [f"amazon-eks-node-al2023-x86_64-neuron-1.34-v{day}" for day in ("20260505", "20260610")]
 CREATED = 1735689600.0  # a time as AWS' JSON has it
 LUSTRE_VERSION = "2.15"
 Store = dict[str, dict[str, Any]]
@@ -48,7 +48,7 @@ def install() -> None:
 def _add_machine_images() -> None:
     """The releases of AWS' images that the stacks name: moto has others."""
     load = AmiBackend._load_amis
-    names = {TRAINIUM_AMI: read_machine_images()[ECS].default, "ami-1": EKS_AMI}
+    names = {TRAINIUM_AMI: read_machine_images()[ECS].default} | {f"ami-{name[-8:]}": name for name in EKS_AMIS}
 
     def load_amis(backend: AmiBackend) -> None:
         load(backend)
