@@ -1,4 +1,4 @@
-"""Runs terraform, kubectl and helm. What changes resources ends by itself: terraform writes its state, helm rolls back."""
+"""Runs terraform, kubectl and helm. Those that change something end by themselves: terraform writes its state then."""
 
 from __future__ import annotations
 
