@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infra.account.session import Account
 from infra.apply.terraform import Stack, type_of, without_indices
 from infra.teardown.leftovers import list_unused_interfaces
-from infra.teardown.neighbours import Neighbour, describe_neighbours
+from infra.teardown.neighbours import describe_neighbours
 from infra.workloads.batch_workloads import BatchWorkloads
 from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.errors import DeviceError
@@ -45,14 +45,18 @@ class Teardown:
         Raises `DeviceError` if some of it would be destroyed with the cluster, or would stop terraform halfway.
         """
         neighbours = self.workloads.find_neighbours()
-        in_the_way = [each for each in neighbours if self._is_in_the_way(each)]
-        if in_the_way:
-            raise DeviceError(self._describe_refusal(in_the_way))
-        if neighbours:
-            print(
-                f"{len(neighbours)} resources belong to others, and stay:\n{describe_neighbours(neighbours)}",
-                flush=True,
+        # With the data the network stays as well, and with the cluster everything.
+        in_the_way = [each for each in neighbours if each.is_on_cluster or not self.is_data_kept]
+        if in_the_way and not self.is_cluster_kept:
+            keep = "KEEP_CLUSTER=true" if any(each.is_on_cluster for each in in_the_way) else "without KEEP_DATA=false"
+            raise DeviceError(
+                f"{len(in_the_way)} resources beside {self.name} belong to others, and would be destroyed with it or "
+                f"stop its destruction halfway. Nothing was taken down:\n{describe_neighbours(in_the_way)}\n"
+                f"make infra-down {keep} leaves them. Or their owners remove them, with the commands above"
             )
+        if neighbours:
+            shown = describe_neighbours(neighbours)
+            print(f"{len(neighbours)} resources belong to others, and stay:\n{shown}", flush=True)
 
     def run(self) -> None:
         """Takes the stack down.
@@ -71,28 +75,6 @@ class Teardown:
         else:
             print(f"gone        {self.workloads.place}, with everything that ran there", flush=True)
         self._destroy()
-
-    def _is_in_the_way(self, neighbour: Neighbour) -> bool:
-        """Whether the teardown would destroy the resource or fail on it. With the data, the network stays as well."""
-        if self.is_cluster_kept:
-            return False
-        return neighbour.is_on_cluster or not self.is_data_kept
-
-    def _describe_refusal(self, in_the_way: list[Neighbour]) -> str:
-        lines = [f"{len(in_the_way)} resources beside {self.name} belong to others. Nothing was taken down:"]
-        lines.append(describe_neighbours(in_the_way))
-        if any(each.is_on_cluster for each in in_the_way):
-            lines.append(
-                f"Those on {self.workloads.place} would be destroyed with it, or keep EKS from deleting it. make "
-                f"infra-down KEEP_CLUSTER=true removes only what Millrace made on it."
-            )
-        if any(not each.is_on_cluster for each in in_the_way):
-            lines.append(
-                "Those in the network would keep EC2 from deleting it, after the data is destroyed. Without "
-                "KEEP_DATA=false the network stays."
-            )
-        lines.append("Or their owners move or remove them, with the commands above. Then make infra-down again.")
-        return "\n".join(lines)
 
     def _require_state(self) -> None:
         """Raises `DeviceError` if terraform's state is empty, because all resources would be left and billed."""
