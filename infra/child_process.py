@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.errors import DeviceError, Interrupted, TryAgain
 from services.common.process.shutdown import name_signal, on_stop_signal
 
+POLL_SECONDS = 0.2
 PROGRAMS = {
     "terraform": "makes the account's resources. Get 1.10 or newer from "
     "https://developer.hashicorp.com/terraform/install",
@@ -50,20 +52,15 @@ def run_to_its_end(command: Sequence[str]) -> int:
     `Interrupted` or `TryAgain` if the program ended after a signal.
     """
     received: list[int] = []
-    passed_on: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def pass_on(signum: int) -> None:
-        received.append(signum)
-        if process is not None:
-            passed_on.append(signum)
-            process.send_signal(signal.SIGINT)
-
-    with on_stop_signal(pass_on, pass_on):
+    with on_stop_signal(received.append, received.append):
         process = subprocess.Popen(list(command), process_group=0)
-        if received and not passed_on:  # a signal came before there was a process to pass it on to
-            process.send_signal(signal.SIGINT)
-        exit_code = process.wait()
+        is_told = False
+        while (exit_code := process.poll()) is None:
+            if received and not is_told:
+                process.send_signal(signal.SIGINT)
+                is_told = True
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_SECONDS)
     if received:
         message = (
             f"{name_signal(received[0])}: {Path(command[0]).name} ended by itself with {exit_code}. Its changes stay; "

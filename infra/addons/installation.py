@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from images.registry import repository_of
-from infra.account.polling import shorten
 from infra.addons.releases import MARK, MARKED, TIMEOUT, Release
 from infra.child_process import find_program, read_output, run_to_its_end
 from infra.workloads.kubernetes_cluster import KubernetesObject, list_kinds, list_objects, release_of, run_kubectl
 from services.common.errors import DeviceError
+from services.common.problem_list import list_names
 
 PART_OF, MILLRACE = "app.kubernetes.io/part-of", "millrace"  # on every object of k8s/base
 BUILT_IN_QUEUES = ("default", "root")  # which Volcano itself makes
@@ -91,7 +91,7 @@ def remove_releases(releases: list[Release], installed: list[Installed], own_nam
         if (release.namespace, release.name) not in ours:
             continue
         if users := _find_users(release, own_namespaces, ours):
-            print(f"left        add-on {release.name}, which others use with {shorten(users)}", flush=True)
+            print(f"left        add-on {release.name}, which others use with {list_names(users)}", flush=True)
             continue
         print(f"removing    {release.name} from {release.namespace}", flush=True)
         if release.manifests:

@@ -8,7 +8,7 @@ from datetime import date
 
 from infra.apply.inputs import Inputs
 from infra.aws_releases import read_standard_support_end
-from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.cost.prices import HOURS_OF_A_MONTH, ListPrice, dollars, fsx_gb_month, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
@@ -28,12 +28,13 @@ class Line:
     """A line of the bill."""
 
     what: str
-    dollars_per_hour: float | None
-    """Dollars an hour for all of the line; None if no public list has the price."""
-    region: str
-    """Region of the price; other regions have other prices. Empty without a price."""
-    dated: str
-    source: str
+    count: float
+    price: ListPrice | None
+    """Price of an hour; None if no public list has it."""
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.count * self.price.dollars if self.price else 0
 
 
 def control_plane_price(version: str, support: str, today: date) -> str:
@@ -44,21 +45,22 @@ def control_plane_price(version: str, support: str, today: date) -> str:
 
 def list_standing(inputs: Inputs, today: date) -> list[Line]:
     """Everything that AWS bills from `infra-up` to `infra-down`, used or not."""
-    lines = []
+    prices, gateways, lines = read_prices(), int(not inputs.subnet_id), []
     if core := inputs.core_nodes:
         control_plane = control_plane_price(inputs.kubernetes_version, inputs.kubernetes_support, today)
-        lines += [_priced("EKS control plane", 1, control_plane), _nodes("core", core.shape, core.nodes)]
-    gateways = int(not inputs.subnet_id)
-    lines.append(_priced("NAT gateway", gateways, "nat_gateway_hour"))
-    lines.append(_priced("NAT gateway's public address", gateways, "public_address_hour"))
-    lines.append(_priced("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"))
+        lines += [Line("1 x EKS control plane", 1, prices[control_plane]), _nodes("core", core.shape, core.nodes)]
+    for what, count, name in (
+        ("NAT gateway", gateways, "nat_gateway_hour"),
+        ("NAT gateway's public address", gateways, "public_address_hour"),
+        ("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"),
+    ):
+        lines.append(Line(f"{count} x {what}", count, prices[name]))
     if size := inputs.lustre_size:
-        price = read_prices()[fsx_gb_month(size.megabytes_per_second_per_tib)]
-        hourly = size.gib * price.dollars / HOURS_OF_A_MONTH
-        lines.append(Line(f"FSx for Lustre, {size}", hourly, price_region(), price.dated, price.source))
+        price = prices[fsx_gb_month(size.megabytes_per_second_per_tib)]
+        lines.append(Line(f"FSx for Lustre, {size}", size.gib / HOURS_OF_A_MONTH, price))
     if inputs.capacity.kind == "reservation":  # only the account knows its size
         lines.append(_nodes("trainium, reserved", inputs.trainium.shape, inputs.trainium.max_nodes))
-    return [line for line in lines if line.dollars_per_hour != 0]
+    return [line for line in lines if line.count]
 
 
 def list_running(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> list[Line]:
@@ -66,7 +68,7 @@ def list_running(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> list[Li
     lines = [_nodes("cpu", inputs.cpu_nodes.shape, cpu_nodes)]
     if inputs.capacity.kind == "on_demand":
         lines.insert(0, _nodes("trainium", inputs.trainium.shape, trainium_nodes))
-    return [line for line in lines if line.dollars_per_hour != 0]
+    return [line for line in lines if line.count]
 
 
 def describe_cost(
@@ -98,7 +100,7 @@ def describe_cost(
         f"and CloudWatch Container Insights, billed by metric and mostly while nodes are up (idle_alarm = null and "
         f"enable_pod_logs = false turn it off)."
     )
-    text += ["Sources of the prices:", *(f"  {line.what}: {line.source}" for line in [*standing, *running])]
+    text += ["Sources of the prices:", *(_describe_source(line) for line in [*standing, *running])]
     return "\n".join(text)
 
 
@@ -162,10 +164,10 @@ def _fits_notice(size: LustreSize, recipe: Recipe) -> bool:
 
 def _describe_gaps(inputs: Inputs, trainium_nodes: int, lines: list[Line]) -> Iterator[str]:
     """Warns of prices of other regions and of lines without a price, and explains nodes that no line bills by use."""
-    others = sorted({line.region for line in lines if line.region} - {inputs.region})
+    others = sorted({line.price.region for line in lines if line.price} - {inputs.region})
     if inputs.region and others:
         yield f"WARNING: the stack is in {inputs.region}, and prices of {', '.join(others)} are shown: look up its own."
-    if missing := [line.what for line in lines if line.dollars_per_hour is None]:
+    if missing := [line.what for line in lines if line.price is None]:
         yield f"WARNING: no price is known of {', '.join(missing)}, which no sum below has: ask AWS, add it to the sums"
     if inputs.capacity.kind == "capacity_block":
         yield (
@@ -179,21 +181,18 @@ def _describe_gaps(inputs: Inputs, trainium_nodes: int, lines: list[Line]) -> It
         )
 
 
-def _priced(what: str, count: int, price: str) -> Line:
-    found = read_prices()[price]
-    return Line(f"{count} x {what}", count * found.dollars, price_region(), found.dated, found.source)
-
-
 def _nodes(pool: str, shape_name: str, count: int) -> Line:
-    price = find_shape(shape_name).price
-    what = f"{count} x {shape_name} ({pool})"
-    if price is None:
-        return Line(what, None if count else 0, region="", dated="", source="none: no public list has the type")
-    return Line(what, count * price.dollars_per_hour, price.region, price.dated, price.source)
+    found = find_shape(shape_name).price
+    price = ListPrice(found.dollars_per_hour, found.dated, found.source, found.region) if found else None
+    return Line(f"{count} x {shape_name} ({pool})", count, price)
+
+
+def _describe_source(line: Line) -> str:
+    return f"  {line.what}: {line.price.source if line.price else 'none: no public list has the type'}"
 
 
 def _sum(lines: list[Line]) -> float:
-    return sum(line.dollars_per_hour or 0 for line in lines)
+    return sum(line.dollars_per_hour for line in lines)
 
 
 def _table(title: str, lines: list[Line]) -> list[str]:
@@ -201,8 +200,8 @@ def _table(title: str, lines: list[Line]) -> list[str]:
     return [
         title,
         *(
-            f"  {line.what:{width}}  {_money(line.dollars_per_hour, 3):>10}/hour  {line.region}, {line.dated}"
-            if line.dollars_per_hour is not None
+            f"  {line.what:{width}}  {_money(line.dollars_per_hour, 3):>10}/hour  {price.region}, {price.dated}"
+            if (price := line.price)
             else f"  {line.what:{width}}  {'unknown':>10}"
             for line in lines
         ),

@@ -15,7 +15,7 @@ from infra.account.batch_queues import list_definitions, list_environments, list
 from infra.account.load_balancers import list_load_balancers
 from infra.account.session import STACK_TAG, Account
 from infra.cost.estimate import control_plane_price
-from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")
@@ -46,10 +46,9 @@ def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> st
     if not leftovers:
         return f"no resource of {stack} is left in {region}"
     kind_width, width = (max(len(getattr(each, field)) for each in leftovers) for field in ("kind", "name"))
-    elsewhere = "" if region == price_region() else ", not this region's"
-    lines = [
-        f"{len(leftovers)} resources of {stack} in {region}; prices are list prices of {price_region()}{elsewhere}"
-    ]
+    [of_prices] = {each.region for each in read_prices().values()}
+    elsewhere = "" if region == of_prices else ", not this region's"
+    lines = [f"{len(leftovers)} resources of {stack} in {region}; prices are list prices of {of_prices}{elsewhere}"]
     for each in leftovers:
         price = "by use" if each.dollars_per_month is None else f"${each.dollars_per_month:,.2f}/month"
         kept = "  data" if each.is_data else ""

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from infra.aws_releases import read_addon_pins
 from infra.preflight.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
-from infra.tests.site import Site, make_cluster
+from infra.tests.site import EKS_STACK, Site, make_cluster
 from tests.command import call
 
 REGION = "us-west-2"
@@ -34,6 +34,7 @@ ACCOUNT = "123456789012"  # moto's
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
 HAS_TERRAFORM = shutil.which("terraform") is not None
 RunInfra = Callable[..., subprocess.CompletedProcess[str]]
+MakeSite = Callable[[Mapping[str, str]], Site]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -207,16 +208,24 @@ def aws(moto_server: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
-    programs.add_real("terraform")
-    programs.add_real("sh")
-    site = Site(tmp_path, programs)
-    monkeypatch.setenv("STACK", str(site.stack))
-    monkeypatch.setenv("OVERLAY", str(site.overlay))
-    monkeypatch.setenv("YES", "1")
-    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
-    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
-    return site
+def make_site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> MakeSite:
+    def make(stack: Mapping[str, str]) -> Site:
+        programs.add_real("terraform")
+        programs.add_real("sh")
+        site = Site(tmp_path, programs, stack)
+        for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("CONFIG", site.config), ("YES", 1)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
+        monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
+        monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+        return site
+
+    return make
+
+
+@pytest.fixture
+def site(make_site: MakeSite) -> Site:
+    return make_site(EKS_STACK)
 
 
 @pytest.fixture

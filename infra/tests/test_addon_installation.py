@@ -16,24 +16,11 @@ import pytest
 from infra.addons.releases import read_releases
 from infra.tests.conftest import RunInfra
 from infra.tests.programs import Programs
-from infra.tests.site import Cluster
+from infra.tests.site import KUBECTL, Cluster
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = [release.name for release in read_releases()]
 MARK = "millrace.dev/installed-by=make-addons"
-KUBECTL = """
-case "$*" in
-"get "*) if [ -e "OBJECTS/$2.json" ]; then cat "OBJECTS/$2.json"; fi ;;
-"apply "*) cat >>OBJECTS/applied.txt ;;
-"diff "*) echo "+++ /tmp/MERGED-1/group.v1.Kind..a.ray.io 2026-11-24"; echo "+a line"; exit DIFFERS ;;
-esac"""
-HELM = """
-case "$*" in
-"list"*"--selector MARK"*) cat OBJECTS/own-releases.json ;;
-"list"*) cat OBJECTS/releases.json ;;
-"show crds "*) echo "definitions of $3" ;;
-esac
-"""
 
 
 class Installed(Cluster):
@@ -42,12 +29,6 @@ class Installed(Cluster):
     def __init__(self, folder: Path, programs: Programs) -> None:
         super().__init__(folder, programs)
         self.answer()
-
-    def answer(self, helm: str = "", difference: int = 0) -> None:
-        """`helm`: more of its body, in bash. `difference`: what kubectl diff ends with."""
-        answer = KUBECTL.replace("OBJECTS", str(self.folder)).replace("DIFFERS", str(difference))
-        self.programs.add("kubectl", answer)
-        self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)).replace("MARK", MARK) + helm)
 
     @property
     def applied(self) -> str:
@@ -193,7 +174,7 @@ def test_what_make_addons_installed_is_upgraded(run_infra: RunInfra, cluster: In
 
 
 def test_a_release_that_fails_stops_the_rest_and_is_named(run_infra: RunInfra, cluster: Installed) -> None:
-    cluster.answer('[[ "$*" != *"--install volcano"* ]] || { echo "helm: timed out" >&2; exit 1; }')
+    cluster.answer(helm='[[ "$*" != *"--install volcano"* ]] || { echo "helm: timed out" >&2; exit 1; }')
 
     done = run_infra("addons", exit_code=4)
 
@@ -208,7 +189,7 @@ def test_a_dry_run_shows_what_would_change(
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     cluster.answer(
-        """
+        helm="""
 case "$*" in
 "list"*|"show"*) ;;
 "get manifest efa"*) echo "image: v0.5.20" ;;
@@ -239,7 +220,7 @@ esac""",
 
 @pytest.mark.usefixtures("dry_run")
 def test_a_cluster_that_does_not_answer_is_no_new_installation(run_infra: RunInfra, cluster: Installed) -> None:
-    cluster.answer('[[ "$*" != "list"* ]] || { echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }')
+    cluster.answer(helm='[[ "$*" != "list"* ]] || { echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }')
 
     done = run_infra("addons", exit_code=4)
 
@@ -254,7 +235,7 @@ def test_a_stop_signal_lets_helm_roll_back(
     """A killed helm would leave a release that no later upgrade may touch."""
     began, ended = tmp_path / "began", tmp_path / "ended"
     cluster.answer(
-        f"""[ "$1" = upgrade ] || exit 0
+        helm=f"""[ "$1" = upgrade ] || exit 0
 trap 'echo rolled back >>"{ended}"; exit 1' INT
 echo began >"{began}"
 while :; do sleep 0.05; done""",

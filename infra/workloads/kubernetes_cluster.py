@@ -48,14 +48,6 @@ def require_context(account: Account, cluster: str) -> None:
         )
 
 
-def has_namespace(name: str) -> bool:
-    return bool(run_kubectl(["get", "namespace", name, "--ignore-not-found", "--output", "name"]).strip())
-
-
-def has_raycluster(namespace: str) -> bool:
-    return bool(run_kubectl(["--namespace", namespace, "get", "rayclusters", "--output", "name"]).strip())
-
-
 def list_kinds(group: str) -> list[str]:
     """The kinds of an API group that can be listed, spelled as in `rayclusters.ray.io`."""
     return run_kubectl(["api-resources", f"--api-group={group}", "--verbs=list", "--output=name"]).split()
