@@ -30,15 +30,16 @@ IN_PLACE = ("max_vcpus", "min_vcpus", "desired_vcpus")  # of compute_resources; 
 
 def list_renewed_pools(plan: Plan) -> list[str]:
     """Addresses of the pools whose nodes the plan would replace; a new pool has none."""
-    return [
-        change.address
-        for change in plan.changes
-        if change.before and (arguments := OF_NODES.get(type_of(change.address)))
-        if change.is_loss or any(_read(change.before, name) != _read(change.after, name) for name in arguments)
-    ]
+    renewed = []
+    for change in plan.changes:
+        arguments = OF_NODES.get(type_of(change.address)) if change.before else None
+        sides = [[value_for_nodes(side, name) for name in arguments or ()] for side in (change.before, change.after)]
+        if arguments and (change.is_loss or sides[0] != sides[1]):
+            renewed.append(change.address)
+    return renewed
 
 
-def _read(values: Mapping[str, Any], name: str) -> Any:
+def value_for_nodes(values: Mapping[str, Any], name: str) -> Any:
     """The argument without the parts of its blocks that are changed in place."""
     value = values.get(name)
     if not isinstance(value, list):
