@@ -148,7 +148,7 @@ infra-cost: infra-environment ## Show what the infrastructure costs, by list pri
 #? RECIPE=FILE  The recipe whose checkpoints must fit. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
-infra-preflight: infra-environment ## Check AWS zone, quota, addresses, reservation and images before infra-up.
+infra-preflight: infra-environment ## Check AWS quotas, reservation, Kubernetes and images before infra-up.
 #? STACK VARS
 #? NODES=NUMBER  Trainium nodes to check for. Default: the most that the stack allows.
 #? TAG=TAG  Tag of the images to look for. Default: the tag that make images gives them.

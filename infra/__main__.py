@@ -19,14 +19,14 @@ from infra.addons.installation import install_releases, print_differences
 from infra.addons.releases import choose_releases, read_releases
 from infra.apply.inputs import Inputs, read_inputs
 from infra.apply.overlay_settings import SETTINGS, write_settings
-from infra.apply.renewal import judge_renewal, list_renewed_pools
+from infra.apply.renewal import check_renewal, list_renewed_pools
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
 from infra.apply.variables import read_variables
 from infra.confirmation import require_yes
 from infra.cost.estimate import describe_cost, require_budget
-from infra.preflight.checks import judge_device, run_preflight
-from infra.preflight.machine_images import judge_machine_image
-from infra.preflight.requirement import require_fit
+from infra.preflight.checks import run_preflight
+from infra.preflight.machine_images import check_machine_image
+from infra.preflight.requirement import require_met
 from infra.teardown.leftovers import describe_leftovers, find_leftovers
 from infra.teardown.sequence import Teardown, Workloads
 from infra.workloads.batch_workloads import BatchWorkloads
@@ -88,7 +88,7 @@ def cost() -> None:
 def preflight() -> None:
     """Reads NODES (the stack's maximum), TAG (the working tree's) and VARS."""
     inputs = _read_inputs()
-    require_fit(run_preflight(Account(inputs.region), inputs, _nodes(inputs), _images(inputs), _addresses_per_node))
+    require_met(run_preflight(Account(inputs.region), inputs, _nodes(inputs), _images(inputs)))
     print("all requirements that can be checked from here are met")
 
 
@@ -109,7 +109,7 @@ def up() -> None:
             f"KEEP_DATA=false"
         )
     if renewed := list_renewed_pools(found):
-        require_fit(judge_renewal(Account(inputs.region), inputs, renewed))
+        require_met(check_renewal(Account(inputs.region), inputs, renewed))
     if not found.is_empty:
         require_yes(f"Apply this plan in {inputs.region}?")
         stack.apply()
@@ -128,7 +128,7 @@ def _make_plan(is_quiet: bool) -> tuple[Stack, Plan, Inputs]:
     found = stack.plan(is_quiet=is_quiet)
     print(_describe_cost(inputs))
     require_budget(inputs, _today())
-    require_fit([*judge_device(inputs), *judge_machine_image(inputs)])
+    require_met(check_machine_image(inputs)[1])
     return stack, found, inputs
 
 
@@ -144,7 +144,7 @@ def _write_addresses(stack: Stack, inputs: Inputs) -> None:
         [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
     print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes; its addresses are in {path}. Next:")
     names = {"region": inputs.region, "name": inputs.name, "registry": registry, "bucket": outputs["bucket"]}
-    print(f"{commands}\n{VOCABULARY}".format(**names, variant=find_variant(inputs.trainium_shape)))
+    print(f"{commands}\n{VOCABULARY}".format(**names, variant=find_variant(inputs.trainium.shape)))
 
 
 def down() -> None:
@@ -196,20 +196,14 @@ def _today() -> date:
 
 
 def _nodes(inputs: Inputs) -> int:
-    return _whole_number("NODES", inputs.trainium_max_nodes)
-
-
-def _addresses_per_node() -> int | None:
-    """Addresses that a node takes in the applied Trainium subnet; None if terraform's state is elsewhere."""
-    found = _stack().outputs().get("addresses_per_node")
-    return None if found is None else int(found)
+    return _whole_number("NODES", inputs.trainium.max_nodes)
 
 
 def _images(inputs: Inputs) -> dict[str, str]:
     """Maps repositories to the tags that `make deploy-stage` and `make cluster-up` would use. Batch needs no head."""
     chosen = os.environ.get("TAG", "")
     services = SERVICES if inputs.has_cluster else STAGES
-    variant = find_variant(inputs.trainium_shape)
+    variant = find_variant(inputs.trainium.shape)
     return {f"{inputs.repositories}/{each}": chosen or describe_build(each, variant).commit_tag for each in services}
 
 

@@ -1,4 +1,4 @@
-"""Runs programs that must end by themselves: terraform has to write its state, helm has to roll back."""
+"""Runs terraform, kubectl and helm. Those that change something end by themselves: terraform writes its state then."""
 
 from __future__ import annotations
 
@@ -6,18 +6,42 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.errors import DeviceError, Interrupted, TryAgain
 from services.common.process.shutdown import name_signal, on_stop_signal
 
+POLL_SECONDS = 0.2
+PROGRAMS = {
+    "terraform": "makes the account's resources. Get 1.10 or newer from "
+    "https://developer.hashicorp.com/terraform/install",
+    "kubectl": "reads and changes the cluster. Get 1.27 or newer from https://kubernetes.io/docs/tasks/tools",
+    "helm": "installs the cluster's add-ons. Get 3.13 or newer from https://helm.sh/docs/intro/install",
+}
 
-def find_program(name: str, purpose: str, source: str) -> str:
+
+def find_program(name: str) -> str:
     """Returns a program's path. Raises `DeviceError` with what it is for and where it is from, when PATH lacks it."""
     path = shutil.which(name)
     if path is None:
-        raise DeviceError(f"no {name} on PATH, which {purpose}. Get {source}")
+        raise DeviceError(f"no {name} on PATH, which {PROGRAMS[name]}")
     return path
+
+
+def read_output(
+    name: str, *arguments: str, written: str = "", good_codes: tuple[int, ...] = (0,), advice: str = ""
+) -> str:
+    """Runs a program with `written` as its standard input, and returns its output.
+
+    Raises `DeviceError` with the program's message and the advice for any exit code that is not among `good_codes`.
+    """
+    command = [find_program(name), *arguments]
+    done = subprocess.run(command, input=written, capture_output=True, text=True, check=False)
+    if done.returncode not in good_codes:
+        shown = " ".join((name, *arguments[:4]))
+        raise DeviceError(f"{shown} ended with {done.returncode}: {done.stderr.strip()}. {advice}".rstrip())
+    return done.stdout
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
@@ -28,20 +52,15 @@ def run_to_its_end(command: Sequence[str]) -> int:
     `Interrupted` or `TryAgain` if the program ended after a signal.
     """
     received: list[int] = []
-    passed_on: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def pass_on(signum: int) -> None:
-        received.append(signum)
-        if process is not None:
-            passed_on.append(signum)
-            process.send_signal(signal.SIGINT)
-
-    with on_stop_signal(pass_on, pass_on):
+    with on_stop_signal(received.append, received.append):
         process = subprocess.Popen(list(command), process_group=0)
-        if received and not passed_on:  # a signal came before there was a process to pass it on to
-            process.send_signal(signal.SIGINT)
-        exit_code = process.wait()
+        is_told = False
+        while (exit_code := process.poll()) is None:
+            if received and not is_told:
+                process.send_signal(signal.SIGINT)
+                is_told = True
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_SECONDS)
     if received:
         message = (
             f"{name_signal(received[0])}: {Path(command[0]).name} ended by itself with {exit_code}. Its changes stay; "

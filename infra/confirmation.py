@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from services.common.errors import Interrupted, RecipeError
+from services.common.errors import RecipeError
 
 
 def require_yes(question: str) -> None:
@@ -18,9 +18,6 @@ def require_yes(question: str) -> None:
         return
     if not sys.stdin.isatty():
         raise RecipeError(f"{question} There is no terminal to ask on; set YES=1 to answer yes")
-    try:
-        answer = input(f"{question} Type yes to continue: ")
-    except EOFError:
-        raise Interrupted("No answer. Nothing was changed.") from None
-    if answer.strip() != "yes":
-        raise RecipeError(f"{answer.strip()!r} is not yes. Nothing was changed.")
+    print(f"{question} Type yes to continue: ", end="", flush=True)
+    if (answer := sys.stdin.readline().strip()) != "yes":
+        raise RecipeError(f"{answer!r} is not yes. Nothing was changed.")

@@ -12,7 +12,7 @@ are our own. Instance types with GPUs serve only the trainer's plan: no stack ma
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,36 +40,21 @@ class Price:
 
 @dataclass(frozen=True)
 class Shape:
-    """An EC2 instance type."""
+    """The facts of an EC2 instance type that Python uses; Terraform reads further ones."""
 
     name: str
     vcpus: int
     memory_gib: int
-    architecture: str
-    """EC2's name of the processor architecture: x86_64 or arm64."""
     neuron_devices: int
     """Number of Neuron chips, which the resource aws.amazon.com/neuron counts."""
     neuron_cores: int
     """Number of physical NeuronCores."""
-    logical_core_size: int | None
-    """Default number of physical NeuronCores per logical one (Neuron's LNC); None if there is no choice."""
     gpus: int
-    """Number of NVIDIA GPUs, each for one worker. Types with GPUs serve only plans; no pod runs there."""
-    device_memory_gib: int
-    """Memory of one Neuron chip or GPU."""
-    peak_bf16_tflops: float
-    """Dense peak of the whole node."""
-    network_cards: int
+    """Number of NVIDIA GPUs. Types with GPUs serve only plans; no pod runs there."""
     efa_cards: int
     """Maximum number of EFA interfaces, one per card, which the resource vpc.amazonaws.com/efa counts."""
-    interfaces_per_card: int
-    nvme_gb: int
     huge_pages_gib: int | None
     """Memory in pages of 2 MiB that the EFA driver reserves at boot; None if unknown, because no pod runs there."""
-    supports_capacity_block: bool
-    supports_placement_group: bool
-    zone_ids: dict[str, tuple[str, ...]]
-    """Zone ids by region, for the regions with Trainium. Zone names differ between accounts, ids do not."""
     pod: Resources | None
     """What the system, the kubelet and the daemons leave for a stage's pod; None if no stage runs on this type."""
     price: Price | None
@@ -104,8 +89,7 @@ def find_shape(name: str) -> Shape:
 
 
 def _read_shape(name: str, facts: dict[str, Any]) -> Shape:
-    zone_ids = {region: tuple(zones) for region, zones in facts["zone_ids"].items()}
+    kept = {each.name: facts[each.name] for each in fields(Shape) if each.name != "name"}
     counted = {key: facts[key] for key in ("neuron_devices", "neuron_cores", "efa_cards")}
     pod = Resources(**facts["pod"], **counted) if facts["pod"] else None
-    price = Price(**facts["price"]) if facts["price"] else None
-    return Shape(name, **facts | {"zone_ids": zone_ids, "pod": pod, "price": price})
+    return Shape(name, **kept | {"pod": pod, "price": Price(**facts["price"]) if facts["price"] else None})

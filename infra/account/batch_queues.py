@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from infra.account.session import STACK_TAG, Account
@@ -12,58 +11,30 @@ from services.common.recipe.schema import STAGES
 ACTIVE_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 
 
-@dataclass(frozen=True)
-class ComputeEnvironment:
-    """A compute environment, in which Batch starts the nodes of a queue."""
-
-    name: str
-    subnet_ids: tuple[str, ...]
-    ami_ids: tuple[str, ...]
-    """Machine images chosen for its nodes; empty if Batch chooses."""
-    problem: str
-    """Batch's explanation why the environment accepts no job; empty while it does."""
-
-
-@dataclass(frozen=True)
-class Queue:
-    """A job queue."""
-
-    name: str
-    environment_arns: tuple[str, ...]
-    problem: str
-    """Batch's explanation why the queue gives no job to nodes; empty while it does."""
-
-
-def list_queues(account: Account, stack: str) -> list[Queue]:
-    """The queues with the stack's tag."""
+def list_queues(account: Account, stack: str) -> list[str]:
+    """Names of the queues with the stack's tag."""
     found = account.pages("batch", "describe_job_queues", "jobQueues")
-    return sorted((_read_queue(each) for each in found if _is_of(each, stack)), key=lambda queue: queue.name)
+    return sorted(each["jobQueueName"] for each in found if _is_of(each, stack))
 
 
-def find_queue(account: Account, name: str) -> Queue | None:
-    found = account.client("batch").describe_job_queues(jobQueues=[name])["jobQueues"]
-    return _read_queue(found[0]) if found else None
-
-
-def list_environments(account: Account, stack: str) -> list[ComputeEnvironment]:
-    """The compute environments with the stack's tag."""
+def list_environments(account: Account, stack: str) -> list[str]:
+    """Names of the compute environments with the stack's tag."""
     found = account.pages("batch", "describe_compute_environments", "computeEnvironments")
-    return [_read_environment(each) for each in found if _is_of(each, stack)]
-
-
-def environments_of(account: Account, queue: Queue) -> list[ComputeEnvironment]:
-    found = account.client("batch").describe_compute_environments(computeEnvironments=list(queue.environment_arns))
-    return [_read_environment(each) for each in found["computeEnvironments"]]
+    return [each["computeEnvironmentName"] for each in found if _is_of(each, stack)]
 
 
 def explain_queue(account: Account, name: str) -> str:
     """Explains why a queue gives no job to nodes; empty while it does."""
-    queue = find_queue(account, name)
-    if queue is None:
+    batch = account.client("batch")
+    queues = batch.describe_job_queues(jobQueues=[name])["jobQueues"]
+    if not queues:
         return f"job queue {name} does not exist in {account.region}: make infra-up STACK=batch makes it"
-    if queue.problem:
-        return queue.problem
-    return "; ".join(each.problem for each in environments_of(account, queue) if each.problem)
+    if problem := _explain_state("job queue", queues[0]["jobQueueName"], queues[0]):
+        return problem
+    arns = [each["computeEnvironment"] for each in queues[0]["computeEnvironmentOrder"]]
+    found = batch.describe_compute_environments(computeEnvironments=arns)["computeEnvironments"]
+    problems = (_explain_state("compute environment", each["computeEnvironmentName"], each) for each in found)
+    return "; ".join(filter(None, problems))
 
 
 def list_job_ids(
@@ -84,19 +55,6 @@ def list_definitions(account: Account, stack: str) -> list[str]:
 
 def _is_of(found: dict[str, Any], stack: str) -> bool:
     return bool((found.get("tags") or {}).get(STACK_TAG) == stack)
-
-
-def _read_queue(found: dict[str, Any]) -> Queue:
-    name, environments = found["jobQueueName"], found["computeEnvironmentOrder"]
-    arns = tuple(each["computeEnvironment"] for each in environments)
-    return Queue(name, arns, _explain_state("job queue", name, found))
-
-
-def _read_environment(found: dict[str, Any]) -> ComputeEnvironment:
-    name, resources = found["computeEnvironmentName"], found.get("computeResources") or {}
-    chosen = (each.get("imageIdOverride") for each in resources.get("ec2Configuration") or ())
-    problem = _explain_state("compute environment", name, found)
-    return ComputeEnvironment(name, tuple(resources.get("subnets") or ()), tuple(filter(None, chosen)), problem)
 
 
 def _explain_state(what: str, name: str, found: dict[str, Any]) -> str:

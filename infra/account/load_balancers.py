@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from infra.account.session import Account
 
 # Kubernetes' own controller tags with the first of each pair, the AWS Load Balancer Controller with the second.
 CLUSTER_TAGS = {"kubernetes.io/cluster/{cluster}": None, "elbv2.k8s.aws/cluster": "{cluster}"}
 SERVICE_TAGS = ("kubernetes.io/service-name", "service.k8s.aws/stack")
-BATCH = 20
-"""Number of load balancers whose tags AWS returns in one answer."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +41,21 @@ class LoadBalancer:
 
 
 def list_load_balancers(account: Account) -> Iterator[LoadBalancer]:
-    """Lists all load balancers in the account's region, in two requests and another one per 20 load balancers."""
-    newer = {
-        each["LoadBalancerArn"]: each for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers")
+    """Lists all load balancers in the account's region."""
+    tagged = account.pages(
+        "resourcegroupstaggingapi",
+        "get_resources",
+        "ResourceTagMappingList",
+        ResourceTypeFilters=["elasticloadbalancing:loadbalancer"],
+    )
+    # The last part of an ARN is net/NAME/ID or app/NAME/ID, and NAME of a classic one.
+    tags = {
+        each["ResourceARN"].partition("loadbalancer/")[2]: {pair["Key"]: pair["Value"] for pair in each["Tags"]}
+        for each in tagged
     }
-    for each, tags in _read_tags(account, "elbv2", "ResourceArns", "ResourceArn", newer):
-        yield LoadBalancer(each["LoadBalancerName"], each["LoadBalancerArn"], each.get("VpcId", ""), tags)
-    older = {
-        each["LoadBalancerName"]: each
-        for each in account.pages("elb", "describe_load_balancers", "LoadBalancerDescriptions")
-    }
-    for each, tags in _read_tags(account, "elb", "LoadBalancerNames", "LoadBalancerName", older):
-        yield LoadBalancer(each["LoadBalancerName"], "", each.get("VPCId", ""), tags)
-
-
-def _read_tags(
-    account: Account, service: str, argument: str, key: str, found: dict[str, dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    names = list(found)
-    for start in range(0, len(names), BATCH):
-        answer = account.client(service).describe_tags(**{argument: names[start : start + BATCH]})
-        for each in answer["TagDescriptions"]:
-            yield found[each[key]], {pair["Key"]: pair["Value"] for pair in each["Tags"]}
+    for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers"):
+        name, arn = each["LoadBalancerName"], each["LoadBalancerArn"]
+        yield LoadBalancer(name, arn, each.get("VpcId", ""), tags.get(arn.partition("loadbalancer/")[2], {}))
+    for each in account.pages("elb", "describe_load_balancers", "LoadBalancerDescriptions"):
+        name = each["LoadBalancerName"]
+        yield LoadBalancer(name, "", each.get("VPCId", ""), tags.get(name, {}))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from infra.account.session import STACK_TAG, Account
 
-# The stack and k8s/ have the same label and pools; a contract test compares them.
+# The stack and k8s/ have the same label and pool; a contract test compares them.
 POOL_LABEL = "millrace.dev/pool"
-CORE, TRAINIUM = "core", "trainium"
+CORE = "core"
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,8 @@ class NodeGroup:
     """Pool of the stages whose pods run on the group; empty without the label."""
     stack: str
     """Name of the stack that made the group, from its tag; empty if somebody else made it."""
-    subnet_ids: tuple[str, ...]
     desired_nodes: int
     min_nodes: int
-    ami_release: str
-    """Release of the machine image, such as 1.34.7-20260505; empty if EKS does not report it."""
 
 
 def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
@@ -43,8 +40,6 @@ def _find(account: Account, cluster: str, name: str) -> NodeGroup | None:
         name=name,
         pool=(found.get("labels") or {}).get(POOL_LABEL, ""),
         stack=(found.get("tags") or {}).get(STACK_TAG, ""),
-        subnet_ids=tuple(found["subnets"]),
         desired_nodes=size["desiredSize"],
         min_nodes=size["minSize"],
-        ami_release=found.get("releaseVersion") or "",
     )

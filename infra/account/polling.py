@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from services.common.errors import TryAgain
+from services.common.problem_list import list_names
 
 POLL_SECONDS = 10.0
 
@@ -18,7 +19,7 @@ def wait_until_none(what: str, find: Callable[[], list[str]], timeout_seconds: f
     deadline = time.monotonic() + timeout_seconds
     said = ""
     while left := find():
-        state = f"waiting     until these {what} are gone: {shorten(left)}"
+        state = f"waiting     until these {what} are gone: {list_names(left)}"
         if state != said:
             print(state, flush=True)
             said = state
@@ -28,8 +29,3 @@ def wait_until_none(what: str, find: Callable[[], list[str]], timeout_seconds: f
                 f"again to continue"
             )
         time.sleep(POLL_SECONDS)
-
-
-def shorten(names: list[str]) -> str:
-    """The first five names, and the number of the others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

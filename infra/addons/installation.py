@@ -5,16 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from images.registry import repository_of
-from infra.account.polling import shorten
 from infra.addons.releases import MARK, MARKED, TIMEOUT, Release
-from infra.child_process import find_program, run_to_its_end
+from infra.child_process import find_program, read_output, run_to_its_end
 from infra.workloads.kubernetes_cluster import KubernetesObject, list_kinds, list_objects, release_of, run_kubectl
 from services.common.errors import DeviceError
+from services.common.problem_list import list_names
 
 PART_OF, MILLRACE = "app.kubernetes.io/part-of", "millrace"  # on every object of k8s/base
 BUILT_IN_QUEUES = ("default", "root")  # which Volcano itself makes
@@ -22,8 +21,6 @@ BUILT_IN_QUEUES = ("default", "root")  # which Volcano itself makes
 STATES = ("--deployed", "--failed", "--pending", "--uninstalling")
 REVISION = "rollme/helm-revision:"  # Volcano's chart writes the release's revision into a pod
 DIFFERS = 1  # exit code of kubectl diff if there is a difference
-# JSON, because kubectl 1.34 prints several objects as YAML without separators, and only the last would be applied.
-MARK_CRDS = ["label", "--local", "--filename", "-", "--output", "json", f"{MARK}={MARKED}"]
 # Server-side, because definitions and dashboards are too long for the annotation of a client-side apply; with force,
 # because helm owns the fields that it created.
 SERVER_SIDE = ["--server-side", "--force-conflicts"]
@@ -49,14 +46,14 @@ def install_releases(releases: list[Release]) -> None:
 
     Raises `DeviceError`, before anything is installed, if somebody else has installed one of the add-ons.
     """
-    helm = _find_helm()
     if others := _find_others(releases, list_installed()):
         raise DeviceError(_describe_others(releases, others))
     for release in releases:
         print(f"== {release.name} {release.version} in {release.namespace}", flush=True)
         if release.crds == "folder":
-            print(run_kubectl(["apply", *SERVER_SIDE, "--filename", "-"], _read_crds(release)), end="", flush=True)
-        if exit_code := run_to_its_end([helm, *release.upgrade, "--atomic", "--timeout", TIMEOUT]):
+            definitions = _run_helm("show", "crds", *release.source)
+            print(run_kubectl(["apply", *SERVER_SIDE, "--filename", "-"], definitions), end="", flush=True)
+        if exit_code := run_to_its_end([find_program("helm"), *release.upgrade, "--atomic", "--timeout", TIMEOUT]):
             raise _failure(release, exit_code, "was rolled back; the add-ons before it stay")
         if release.manifests:
             print(run_kubectl(["apply", *SERVER_SIDE, *release.kustomization]), end="", flush=True)
@@ -86,7 +83,6 @@ def remove_releases(releases: list[Release], installed: list[Installed], own_nam
     Also leaves an add-on while other namespaces than `own_namespaces` have objects of its kinds: its programs serve
     these objects, and helm would delete the definitions in a chart's templates, with every object of the kind.
     """
-    helm = _find_helm()
     ours = {(each.namespace, each.name) for each in installed if each.is_ours}
     for each in installed:
         if not each.is_ours:
@@ -95,13 +91,13 @@ def remove_releases(releases: list[Release], installed: list[Installed], own_nam
         if (release.namespace, release.name) not in ours:
             continue
         if users := _find_users(release, own_namespaces, ours):
-            print(f"left        add-on {release.name}, which others use with {shorten(users)}", flush=True)
+            print(f"left        add-on {release.name}, which others use with {list_names(users)}", flush=True)
             continue
         print(f"removing    {release.name} from {release.namespace}", flush=True)
         if release.manifests:
             run_kubectl(["delete", "--ignore-not-found", *release.kustomization])
         options = ["--namespace", release.namespace, "--ignore-not-found", "--wait", "--timeout", TIMEOUT]
-        if exit_code := run_to_its_end([helm, "uninstall", release.name, *options]):
+        if exit_code := run_to_its_end([find_program("helm"), "uninstall", release.name, *options]):
             raise _failure(release, exit_code, "may still be installed")
 
 
@@ -109,7 +105,7 @@ def list_installed() -> list[Installed]:
     """The releases in all namespaces. Raises `DeviceError` if helm is missing or fails."""
     command = ["list", "--all-namespaces", *STATES, "--max", "0", "--output", "json"]
     everyone, ours = (
-        json.loads(_run_helm(command + options) or "[]") or [] for options in ([], ["--selector", f"{MARK}={MARKED}"])
+        json.loads(_run_helm(*command, *more) or "[]") or [] for more in ([], ["--selector", f"{MARK}={MARKED}"])
     )
     marked = {(each["namespace"], each["name"]) for each in ours}
     return [
@@ -119,46 +115,23 @@ def list_installed() -> list[Installed]:
 
 
 def _find_others(releases: list[Release], installed: list[Installed]) -> dict[str, list[str]]:
-    """Describes what somebody else has installed of these add-ons, by the add-on's name.
-
-    That is a release with their name or chart, or a program that runs their images, or else definitions of their kinds.
-    """
+    """Describes the programs of others that run an add-on's images, by the add-on's name."""
     ours = {(each.namespace, each.name) for each in installed if each.is_ours}
-    wanted = [release for release in releases if (release.namespace, release.name) not in ours]
-    programs = list_objects("deployments", "daemonsets") if wanted else []
-    definitions = list_objects("customresourcedefinitions") if wanted else []
+    named: dict[tuple[str, str] | None, str] = {(each.namespace, each.name): f" of {each}" for each in installed}
+    programs = [each for each in list_objects("deployments", "daemonsets") if release_of(each) not in ours]
     others = {}
-    for release in wanted:
-        chart = re.compile(rf"{re.escape(release.chart)}-v?\d.*")
-        taken = [
-            each
-            for each in installed
-            if not each.is_ours and (each.name == release.name or chart.fullmatch(each.chart))
+    for release in releases:
+        endings = tuple(f"/{name}" for name in release.images)
+        found = [
+            f"{each['kind']} {each['metadata']['name']} in {each['metadata']['namespace']}, which runs "
+            f"{container['image']}{named.get(release_of(each), '')}"
+            for each in programs
+            for container in each["spec"]["template"]["spec"]["containers"]
+            if f"/{repository_of(container['image'])}".endswith(endings)
         ]
-        known = ours | {(each.namespace, each.name) for each in taken}
-        found = [*map(str, taken), *_programs_of(release, [each for each in programs if release_of(each) not in known])]
-        rest = [each for each in definitions if release_of(each) not in known]
-        if found := found or _definitions_of(release, rest):
+        if found:
             others[release.name] = found
     return others
-
-
-def _programs_of(release: Release, programs: list[KubernetesObject]) -> list[str]:
-    return [
-        f"{each['kind']} {each['metadata']['name']} in {each['metadata']['namespace']}, which runs {container['image']}"
-        for each in programs
-        for container in each["spec"]["template"]["spec"]["containers"]
-        if f"/{repository_of(container['image'])}".endswith(tuple(f"/{name}" for name in release.images))
-    ]
-
-
-def _definitions_of(release: Release, definitions: list[KubernetesObject]) -> list[str]:
-    names = [
-        each["metadata"]["name"]
-        for each in definitions
-        if each["spec"]["group"] in release.groups and (each["metadata"].get("labels") or {}).get(MARK) != MARKED
-    ]
-    return [f"custom resource definitions without a release: {', '.join(names)}"] if names else []
 
 
 def _find_users(release: Release, own_namespaces: Collection[str], ours: Collection[tuple[str, str]]) -> list[str]:
@@ -194,38 +167,20 @@ def _describe_others(releases: list[Release], others: dict[str, list[str]]) -> s
 
 def _list_differences(release: Release, is_there: bool) -> Iterator[str]:
     if release.crds == "folder":
-        shown = run_kubectl(["diff", *SERVER_SIDE, "--filename", "-"], _read_crds(release), (0, DIFFERS))
+        definitions = _run_helm("show", "crds", *release.source)
+        shown = run_kubectl(["diff", *SERVER_SIDE, "--filename", "-"], definitions, (0, DIFFERS))
         # Names alone, because KubeRay's definitions have 71,000 lines.
         yield from (f"definition {name} differs" for name in re.findall(r"^\+\+\+ \S*\.\.(\S+)", shown, re.MULTILINE))
-    before = _run_helm(["get", "manifest", release.name, "--namespace", release.namespace]) if is_there else ""
-    after = json.loads(_run_helm([*release.upgrade, "--dry-run=server", "--output", "json"]))["manifest"]
+    before = _run_helm("get", "manifest", release.name, "--namespace", release.namespace) if is_there else ""
+    after = json.loads(_run_helm(*release.upgrade, "--dry-run=server", "--output", "json"))["manifest"]
     old, new = ([line for line in side.strip().splitlines() if REVISION not in line] for side in (before, after))
     yield from difflib.unified_diff(old, new, "installed", "addons.yaml", lineterm="")
     if release.manifests and is_there:
-        shown = run_kubectl(["diff", *SERVER_SIDE, *release.kustomization], good_codes=(0, DIFFERS))
-        yield from shown.splitlines()
+        yield from run_kubectl(["diff", *SERVER_SIDE, *release.kustomization], good_codes=(0, DIFFERS)).splitlines()
 
 
-def _read_crds(release: Release) -> str:
-    """Prints the definitions in the chart's folder crds/, each with the label that `make addons` sets."""
-    return run_kubectl(MARK_CRDS, _run_helm(["show", "crds", *release.source]))
-
-
-def _find_helm() -> str:
-    return find_program(
-        "helm", "installs the cluster's add-ons", "3.13 or newer from https://helm.sh/docs/intro/install"
-    )
-
-
-def _run_helm(arguments: list[str]) -> str:
-    """Runs helm for its output. Raises `DeviceError` with its message if it fails."""
-    done = subprocess.run([_find_helm(), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DeviceError(
-            f"helm {' '.join(arguments[:3])} ended with {done.returncode}: {done.stderr.strip()}. No add-on was "
-            f"installed or removed by it. kubectl get namespaces shows whether the cluster answers"
-        )
-    return done.stdout
+def _run_helm(*arguments: str) -> str:
+    return read_output("helm", *arguments, advice="kubectl get namespaces shows whether the cluster answers")
 
 
 def _failure(release: Release, exit_code: int, outcome: str) -> DeviceError:

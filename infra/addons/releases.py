@@ -13,7 +13,7 @@ from services.common.errors import RecipeError
 ADDONS = Path(__file__).parent
 REPOSITORY = ADDONS.parents[1]
 TIMEOUT = "10m"
-# helm keeps this label on a release's Secret, and `make addons` puts it on custom resource definitions, too.
+# helm keeps this label on a release's Secret.
 MARK, MARKED = "millrace.dev/installed-by", "make-addons"
 
 

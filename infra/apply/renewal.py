@@ -9,14 +9,14 @@ MINIMAL, which terminates nodes first. So a pool is replaced only while nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from infra.account.batch_queues import list_job_ids, list_queues
 from infra.account.managed_node_groups import CORE, list_node_groups
 from infra.account.session import Account
 from infra.apply.inputs import Inputs
-from infra.apply.terraform import Change, Plan, type_of
-from infra.preflight.requirement import Finding
+from infra.apply.terraform import Plan, type_of
 from infra.teardown.leftovers import list_pool_instances
 from infra.workloads.kubernetes_cluster import find_endpoint
 
@@ -25,59 +25,51 @@ OF_NODES = {
     "aws_eks_node_group": ("launch_template", "version", "release_version"),
     "aws_batch_compute_environment": ("compute_resources",),
 }
-# Arguments that EKS and Batch change in place.
-IN_PLACE = ("compute_resources.max_vcpus", "compute_resources.min_vcpus", "compute_resources.desired_vcpus")
+IN_PLACE = ("max_vcpus", "min_vcpus", "desired_vcpus")  # of compute_resources; Batch changes them under a job
 
 
 def list_renewed_pools(plan: Plan) -> list[str]:
-    """Addresses of the pools whose nodes the plan would replace."""
-    return [change.address for change in plan.changes if _is_renewal(change)]
+    """Addresses of the pools whose nodes the plan would replace; a new pool has none."""
+    renewed = []
+    for change in plan.changes:
+        arguments = OF_NODES.get(type_of(change.address)) if change.before else None
+        sides = [[value_for_nodes(side, name) for name in arguments or ()] for side in (change.before, change.after)]
+        if arguments and (change.is_loss or sides[0] != sides[1]):
+            renewed.append(change.address)
+    return renewed
 
 
-def judge_renewal(account: Account, inputs: Inputs, renewed: list[str]) -> list[Finding]:
-    """Findings for the nodes and jobs that have to end before these pools are replaced; empty if there are none."""
-    in_use = list(_nodes_in_use(account, inputs) if inputs.has_cluster else _jobs(account, inputs))
-    if not in_use:
-        return []
+def value_for_nodes(values: Mapping[str, Any], name: str) -> Any:
+    """The argument without the parts of its blocks that are changed in place."""
+    value = values.get(name)
+    if not isinstance(value, list):
+        return value
+    return [{key: each for key, each in block.items() if key not in IN_PLACE} for block in value]
+
+
+def check_renewal(account: Account, inputs: Inputs, renewed: list[str]) -> list[str]:
+    """Describes the nodes and jobs that have to end before these pools are replaced."""
     target = "" if inputs.has_cluster else " TARGET=batch"
     return [
-        Finding(
-            what="the plan would replace nodes while the stack is in use",
-            where=f"{inputs.name}, {account.region}; {', '.join(renewed)}",
-            got=use,
-            expected="no node of a stage, and no job",
-            command=(
-                f"make stage-status{target} shows what runs. Wait for it, or stop it: make stop-stage "
-                f"STAGE=...{target} lets a trainer commit a checkpoint, from which the next deployment resumes. Then "
-                f"run the same command again"
-            ),
-        )
-        for use in in_use
+        f"the plan would replace nodes of {', '.join(renewed)}, and {use}. make stage-status{target} shows what runs. "
+        f"Wait for it, or stop it: make stop-stage STAGE=...{target} lets a trainer commit a checkpoint. Then run the "
+        f"same command again"
+        for use in (_nodes_in_use if inputs.has_cluster else _jobs)(account, inputs.name)
     ]
 
 
-def _is_renewal(change: Change) -> bool:
-    """Whether the change replaces nodes; a new pool has none."""
-    kept = OF_NODES.get(type_of(change.address))
-    if kept is None or change.actions == ("create",):
-        return False
-    changed = [path for path in change.changed if path not in IN_PLACE]
-    return change.is_loss or any(f"{path}.".startswith(f"{name}.") for path in changed for name in kept)
-
-
-def _nodes_in_use(account: Account, inputs: Inputs) -> Iterator[str]:
+def _nodes_in_use(account: Account, stack: str) -> Iterator[str]:
     """Describes the stages' nodes in the stack's groups. Core nodes are always up, and EKS replaces them one by one."""
-    if find_endpoint(account, inputs.name) is None:
+    if find_endpoint(account, stack) is None:
         return
-    for group in list_node_groups(account, inputs.name):
-        if group.pool == CORE or group.stack != inputs.name:
+    for group in list_node_groups(account, stack):
+        if group.pool == CORE or group.stack != stack:
             continue
-        nodes = max(group.desired_nodes, len(list_pool_instances(account, inputs.name, group.name)))
-        if nodes:
+        if nodes := max(group.desired_nodes, len(list_pool_instances(account, stack, group.name))):
             yield f"node group {group.name} has {nodes} nodes"
 
 
-def _jobs(account: Account, inputs: Inputs) -> Iterator[str]:
-    for queue in list_queues(account, inputs.name):
-        if names := [name for _, name in list_job_ids(account, queue.name)]:
-            yield f"job queue {queue.name} has {', '.join(names)}"
+def _jobs(account: Account, stack: str) -> Iterator[str]:
+    for queue in list_queues(account, stack):
+        if names := [name for _, name in list_job_ids(account, queue)]:
+            yield f"job queue {queue} has {', '.join(names)}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.child_process import find_program, run_to_its_end
+from infra.child_process import find_program, read_output, run_to_its_end
 from services.common.errors import DeviceError, RecipeError
 
 STACK = Path(__file__).parents[1] / "stacks/eks"
@@ -26,8 +25,9 @@ class Change:
 
     address: str
     actions: tuple[str, ...]
-    changed: frozenset[str] = frozenset()
-    """Arguments with another value or one that is not known yet, such as `launch_template.version`."""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)
+    """Without the values that are not known before the apply."""
 
     @property
     def is_loss(self) -> bool:
@@ -57,7 +57,6 @@ class Stack:
     def __init__(self, folder: Path = STACK, variables: Path | None = None) -> None:
         self._folder = folder
         self._variables = [f"-var-file={variables.resolve()}"] if variables else []
-        self._terraform = find_terraform()
 
     def init(self) -> None:
         """Initialises the folder, with the providers in TF_PLUGIN_MIRROR if that is set."""
@@ -71,10 +70,10 @@ class Stack:
         """Makes the plan that `apply` carries out. Unless `is_quiet`, terraform prints the whole plan."""
         command = ["plan", "-input=false", f"-out={PLAN}", *self._variables, *options]
         if is_quiet:
-            self._read(command, "was not planned")
+            self._read(*command)
         else:
             self._run(command, "was not planned")
-        return read_plan(json.loads(self._read(["show", "-json", PLAN], "has an unreadable plan")))
+        return read_plan(json.loads(self._read("show", "-json", PLAN)))
 
     def apply(self) -> None:
         """Carries out the plan and deletes it."""
@@ -87,48 +86,34 @@ class Stack:
 
     def outputs(self) -> dict[str, Any]:
         """Values of the outputs; empty if nothing is applied."""
-        answer = json.loads(self._read(["output", "-json"], "did not return its outputs"))
-        return {name: output["value"] for name, output in answer.items()}
+        return {name: output["value"] for name, output in json.loads(self._read("output", "-json")).items()}
 
     def resources(self) -> list[str]:
         """Addresses of the resources in terraform's state, without data sources; empty if there is no state yet.
 
         Raises `DeviceError` if the state cannot be read, because that is not the same as an empty one.
         """
-        command = [self._terraform, f"-chdir={self._folder}", "state", "list"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode and "No state file was found" not in done.stderr:
-            raise DeviceError(f"terraform's state in {self._folder} could not be read: {done.stderr.strip()}")
-        addresses = done.stdout.splitlines() if done.returncode == 0 else []
-        return [address for address in addresses if not f".{address}".count(".data.")]
+        shown = json.loads(self._read("show", "-json")).get("values", {})
+        return sorted(_list_addresses(shown.get("root_module", {})))
 
     def _run(self, arguments: list[str], outcome: str) -> None:
         command, *options = arguments
         colour = [] if sys.stdout.isatty() else ["-no-color"]
-        exit_code = run_to_its_end([self._terraform, f"-chdir={self._folder}", command, *colour, *options])
+        exit_code = run_to_its_end([find_program("terraform"), f"-chdir={self._folder}", command, *colour, *options])
         if exit_code:
             raise DeviceError(
                 f"terraform {arguments[0]} ended with {exit_code}; its output is above. {self._folder} {outcome}. Run "
                 f"the same command again to continue"
             )
 
-    def _read(self, arguments: list[str], outcome: str) -> str:
-        command = [self._terraform, f"-chdir={self._folder}", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DeviceError(
-                f"{self._folder} {outcome}: terraform {arguments[0]} ended with {done.returncode}:\n"
-                f"{done.stderr.strip()}"
-            )
-        return done.stdout
+    def _read(self, *arguments: str) -> str:
+        return read_output("terraform", f"-chdir={self._folder}", *arguments)
 
 
-def find_terraform() -> str:
-    return find_program(
-        "terraform",
-        "makes the account's resources",
-        "1.10 or newer from https://developer.hashicorp.com/terraform/install",
-    )
+def _list_addresses(module: dict[str, Any]) -> Iterator[str]:
+    yield from (each["address"] for each in module.get("resources", []) if each["mode"] == "managed")
+    for child in module.get("child_modules", []):
+        yield from _list_addresses(child)
 
 
 def type_of(address: str) -> str:
@@ -144,35 +129,12 @@ def without_indices(address: str) -> str:
 def read_plan(shown: dict[str, Any]) -> Plan:
     """Reads the JSON of `terraform show`."""
     changes = [
-        Change(each["address"], tuple(each["change"]["actions"]), frozenset(_list_changed(each["change"])))
+        Change(each["address"], tuple(change["actions"]), change.get("before") or {}, change.get("after") or {})
         for each in shown.get("resource_changes", [])
-        if each["mode"] == "managed" and each["change"]["actions"] != ["no-op"]
+        if each["mode"] == "managed" and (change := each["change"])["actions"] != ["no-op"]
     ]
     outputs = shown.get("output_changes", {}).values()
     return Plan(tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
-
-
-def _list_changed(change: dict[str, Any]) -> Iterator[str]:
-    """Paths of the changed arguments, without the indices of blocks."""
-    before, after, unknown = (_flatten(change.get(key)) for key in ("before", "after", "after_unknown"))
-    for path in before.keys() | after.keys() | unknown.keys():
-        if before.get(path) != after.get(path) or True in unknown.get(path, ()):
-            yield path
-
-
-def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
-    """Values by path; repeated blocks share a path."""
-    if isinstance(value, dict):
-        parts = [(f"{path}.{key}" if path else key, each) for key, each in value.items()]
-    elif isinstance(value, list):
-        parts = [(path, each) for each in value]
-    else:
-        return {} if value is None else {path: [value]}
-    found: dict[str, list[Any]] = {}
-    for key, part in parts:
-        for place, values in _flatten(part, key).items():
-            found.setdefault(place, []).extend(values)
-    return found
 
 
 def describe_plan(plan: Plan) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from infra.apply.terraform import STACK, find_terraform
+from infra.apply.terraform import STACK
+from infra.child_process import find_program
 from services.common.errors import RecipeError
 
 FILES = ("terraform.tfvars", "terraform.tfvars.json", "*.auto.tfvars", "*.auto.tfvars.json")
@@ -69,7 +70,7 @@ def _isolate(block: str) -> str:
 
 
 def _run(folder: str, *arguments: str) -> str:
-    command = [find_terraform(), f"-chdir={folder}", *arguments]
+    command = [find_program("terraform"), f"-chdir={folder}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 

@@ -8,7 +8,7 @@ from datetime import date
 
 from infra.apply.inputs import Inputs
 from infra.aws_releases import read_standard_support_end
-from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.cost.prices import HOURS_OF_A_MONTH, ListPrice, dollars, fsx_gb_month, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
@@ -28,12 +28,13 @@ class Line:
     """A line of the bill."""
 
     what: str
-    dollars_per_hour: float | None
-    """Dollars an hour for all of the line; None if no public list has the price."""
-    region: str
-    """Region of the price; other regions have other prices. Empty without a price."""
-    dated: str
-    source: str
+    count: float
+    price: ListPrice | None
+    """Price of an hour; None if no public list has it."""
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.count * self.price.dollars if self.price else 0
 
 
 def control_plane_price(version: str, support: str, today: date) -> str:
@@ -44,30 +45,30 @@ def control_plane_price(version: str, support: str, today: date) -> str:
 
 def list_standing(inputs: Inputs, today: date) -> list[Line]:
     """Everything that AWS bills from `infra-up` to `infra-down`, used or not."""
-    lines = []
-    if inputs.has_cluster:
-        price = control_plane_price(inputs.kubernetes_version, inputs.kubernetes_support, today)
-        lines.append(_priced("EKS control plane", 1, price))
-        lines.append(_nodes("core", inputs.core_shape, inputs.core_nodes))
-    gateways = int(not inputs.subnet_id)
-    lines.append(_priced("NAT gateway", gateways, "nat_gateway_hour"))
-    lines.append(_priced("NAT gateway's public address", gateways, "public_address_hour"))
-    lines.append(_priced("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"))
-    if inputs.fsx:
-        of_fsx = read_prices()[fsx_gb_month(inputs.fsx.megabytes_per_second_per_tib)]
-        hourly = inputs.fsx.gib * of_fsx.dollars / HOURS_OF_A_MONTH
-        lines.append(Line(f"FSx for Lustre, {inputs.fsx}", hourly, price_region(), of_fsx.dated, of_fsx.source))
-    if inputs.capacity_kind == "reservation":  # only the account knows its size
-        lines.append(_nodes("trainium, reserved", inputs.trainium_shape, inputs.trainium_max_nodes))
-    return [line for line in lines if line.dollars_per_hour != 0]
+    prices, gateways, lines = read_prices(), int(not inputs.subnet_id), []
+    if core := inputs.core_nodes:
+        control_plane = control_plane_price(inputs.kubernetes_version, inputs.kubernetes_support, today)
+        lines += [Line("1 x EKS control plane", 1, prices[control_plane]), _nodes("core", core.shape, core.nodes)]
+    for what, count, name in (
+        ("NAT gateway", gateways, "nat_gateway_hour"),
+        ("NAT gateway's public address", gateways, "public_address_hour"),
+        ("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"),
+    ):
+        lines.append(Line(f"{count} x {what}", count, prices[name]))
+    if size := inputs.lustre_size:
+        price = prices[fsx_gb_month(size.megabytes_per_second_per_tib)]
+        lines.append(Line(f"FSx for Lustre, {size}", size.gib / HOURS_OF_A_MONTH, price))
+    if inputs.capacity.kind == "reservation":  # only the account knows its size
+        lines.append(_nodes("trainium, reserved", inputs.trainium.shape, inputs.trainium.max_nodes))
+    return [line for line in lines if line.count]
 
 
 def list_running(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> list[Line]:
     """Everything that AWS bills in addition while a deployment has nodes, except reserved nodes."""
-    lines = [_nodes("cpu", inputs.cpu_shape, cpu_nodes)]
-    if inputs.capacity_kind == "on_demand":
-        lines.insert(0, _nodes("trainium", inputs.trainium_shape, trainium_nodes))
-    return [line for line in lines if line.dollars_per_hour != 0]
+    lines = [_nodes("cpu", inputs.cpu_nodes.shape, cpu_nodes)]
+    if inputs.capacity.kind == "on_demand":
+        lines.insert(0, _nodes("trainium", inputs.trainium.shape, trainium_nodes))
+    return [line for line in lines if line.count]
 
 
 def describe_cost(
@@ -90,8 +91,8 @@ def describe_cost(
     if trainium_nodes or cpu_nodes:
         text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}")
     text += _describe_support(inputs, today)
-    if inputs.fsx:
-        text.append(describe_checkpoints(inputs.fsx, recipe))
+    if size := inputs.lustre_size:
+        text.append(describe_checkpoints(size, recipe))
     text.append(
         f"Not included: traffic through the NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
         f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs ({_money(dollars('log_gb'), 3)} a GB "
@@ -99,7 +100,7 @@ def describe_cost(
         f"and CloudWatch Container Insights, billed by metric and mostly while nodes are up (idle_alarm = null and "
         f"enable_pod_logs = false turn it off)."
     )
-    text += ["Sources of the prices:", *(f"  {line.what}: {line.source}" for line in [*standing, *running])]
+    text += ["Sources of the prices:", *(_describe_source(line) for line in [*standing, *running])]
     return "\n".join(text)
 
 
@@ -130,7 +131,7 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
 def require_budget(inputs: Inputs, today: date) -> None:
     """Raises `RecipeError` for a budget below the cost of the idle stack, whose action would stop deployments."""
     standing = _sum(list_standing(inputs, today)) * HOURS_OF_A_MONTH
-    monthly_dollars = inputs.budget_monthly_dollars
+    monthly_dollars = inputs.budget.monthly_dollars
     if monthly_dollars is not None and monthly_dollars <= standing:
         raise RecipeError(
             f"budget.monthly_dollars = {monthly_dollars:g}, and the idle stack costs about {_money(standing)} a month: "
@@ -163,38 +164,35 @@ def _fits_notice(size: LustreSize, recipe: Recipe) -> bool:
 
 def _describe_gaps(inputs: Inputs, trainium_nodes: int, lines: list[Line]) -> Iterator[str]:
     """Warns of prices of other regions and of lines without a price, and explains nodes that no line bills by use."""
-    others = sorted({line.region for line in lines if line.region} - {inputs.region})
+    others = sorted({line.price.region for line in lines if line.price} - {inputs.region})
     if inputs.region and others:
         yield f"WARNING: the stack is in {inputs.region}, and prices of {', '.join(others)} are shown: look up its own."
-    if missing := [line.what for line in lines if line.dollars_per_hour is None]:
+    if missing := [line.what for line in lines if line.price is None]:
         yield f"WARNING: no price is known of {', '.join(missing)}, which no sum below has: ask AWS, add it to the sums"
-    if inputs.capacity_kind == "capacity_block":
+    if inputs.capacity.kind == "capacity_block":
         yield (
-            f"{trainium_nodes} x {inputs.trainium_shape} belong to a Capacity Block, which was paid for in "
+            f"{trainium_nodes} x {inputs.trainium.shape} belong to a Capacity Block, which was paid for in "
             f"full when it was bought"
         )
-    if inputs.capacity_kind == "reservation":
+    if inputs.capacity.kind == "reservation":
         yield (
             "An On-Demand Capacity Reservation is billed until it ends or is cancelled, used or not. Its size is taken "
             "to be max_nodes; make infra-preflight shows the real one"
         )
 
 
-def _priced(what: str, count: int, price: str) -> Line:
-    found = read_prices()[price]
-    return Line(f"{count} x {what}", count * found.dollars, price_region(), found.dated, found.source)
-
-
 def _nodes(pool: str, shape_name: str, count: int) -> Line:
-    price = find_shape(shape_name).price
-    what = f"{count} x {shape_name} ({pool})"
-    if price is None:
-        return Line(what, None if count else 0, region="", dated="", source="none: no public list has the type")
-    return Line(what, count * price.dollars_per_hour, price.region, price.dated, price.source)
+    found = find_shape(shape_name).price
+    price = ListPrice(found.dollars_per_hour, found.dated, found.source, found.region) if found else None
+    return Line(f"{count} x {shape_name} ({pool})", count, price)
+
+
+def _describe_source(line: Line) -> str:
+    return f"  {line.what}: {line.price.source if line.price else 'none: no public list has the type'}"
 
 
 def _sum(lines: list[Line]) -> float:
-    return sum(line.dollars_per_hour or 0 for line in lines)
+    return sum(line.dollars_per_hour for line in lines)
 
 
 def _table(title: str, lines: list[Line]) -> list[str]:
@@ -202,8 +200,8 @@ def _table(title: str, lines: list[Line]) -> list[str]:
     return [
         title,
         *(
-            f"  {line.what:{width}}  {_money(line.dollars_per_hour, 3):>10}/hour  {line.region}, {line.dated}"
-            if line.dollars_per_hour is not None
+            f"  {line.what:{width}}  {_money(line.dollars_per_hour, 3):>10}/hour  {price.region}, {price.dated}"
+            if (price := line.price)
             else f"  {line.what:{width}}  {'unknown':>10}"
             for line in lines
         ),

@@ -18,18 +18,14 @@ class ListPrice:
     dollars: float
     dated: str
     source: str
+    region: str
 
 
 @cache
 def read_prices() -> dict[str, ListPrice]:
-    table = json.loads(PRICES_JSON.read_text(encoding="utf-8"))["prices"]
-    return {name: ListPrice(**entry) for name, entry in table.items()}
-
-
-def price_region() -> str:
-    """Region of all prices in the table."""
-    region: str = json.loads(PRICES_JSON.read_text(encoding="utf-8"))["region"]
-    return region
+    """All prices by name, which are of one region."""
+    table = json.loads(PRICES_JSON.read_text(encoding="utf-8"))
+    return {name: ListPrice(region=table["region"], **entry) for name, entry in table["prices"].items()}
 
 
 def dollars(name: str) -> float:

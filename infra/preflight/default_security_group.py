@@ -9,56 +9,42 @@ from __future__ import annotations
 from typing import Any
 
 from infra.account.session import Account
-from infra.apply.inputs import Inputs
-from infra.preflight.requirement import CheckResult, Finding
+from infra.preflight.requirement import CheckResult
 
-EVERYTHING, EVERYWHERE = "-1", "0.0.0.0/0"
-HTTPS = 443
+EVERYTHING, EVERYWHERE, HTTPS = "-1", "0.0.0.0/0", 443
 
 
-def check_default_group(account: Account, inputs: Inputs) -> list[CheckResult]:
-    """Checks the default group; empty on EKS, and if the stack makes the VPC."""
-    if inputs.has_cluster or not inputs.subnet_id:
-        return []
+def check_default_group(account: Account, subnet_id: str) -> CheckResult:
+    """Checks the default group of the subnet's VPC for traffic from and to itself, and HTTPS to the internet."""
     ec2 = account.client("ec2")
-    [subnet] = ec2.describe_subnets(SubnetIds=[inputs.subnet_id])["Subnets"]
-    vpc = [{"Name": "vpc-id", "Values": [subnet["VpcId"]]}, {"Name": "group-name", "Values": ["default"]}]
-    [group] = ec2.describe_security_groups(Filters=vpc)["SecurityGroups"]
-    name, inward, outward = group["GroupId"], group["IpPermissions"], group["IpPermissionsEgress"]
+    [subnet] = ec2.describe_subnets(SubnetIds=[subnet_id])["Subnets"]
+    of_vpc = [{"Name": "vpc-id", "Values": [subnet["VpcId"]]}, {"Name": "group-name", "Values": ["default"]}]
+    [group] = ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]
+    name = group["GroupId"]
+    of_group = [{"Name": "group-id", "Values": [name]}]
+    rules = list(account.pages("ec2", "describe_security_group_rules", "SecurityGroupRules", Filters=of_group))
+    inward, outward = ([each for each in rules if each["IsEgress"] == is_out] for is_out in (False, True))
     itself = f"--group-id {name} --protocol -1 --source-group {name}"
     https = f"--group-id {name} --protocol tcp --port {HTTPS} --cidr {EVERYWHERE}"
-    rules = (
-        ("all traffic from itself", f"ingress {itself}", any(_admits_itself(rule, name) for rule in inward)),
-        ("all traffic to itself", f"egress {itself}", any(_admits_itself(rule, name) for rule in outward)),
+    wanted = (
+        ("all traffic from itself", f"ingress {itself}", any(_admits_all(rule, name) for rule in inward)),
+        ("all traffic to itself", f"egress {itself}", any(_admits_all(rule, name) for rule in outward)),
         ("HTTPS to the internet", f"egress {https}", any(_admits_https(rule) for rule in outward)),
     )
-    where = f"security group {name}, the default one of {subnet['VpcId']}"
-    findings = [
-        Finding(
-            what=f"containers on Trainium nodes, which may be in {name}, lack {what}",
-            where=where,
-            got="no such rule",
-            expected=f"a rule for {what}: child nodes of a job join its main node, and stages call AWS",
-            command=f"aws ec2 authorize-security-group-{options}",
-        )
-        for what, options, is_there in rules
+    return f"{name}, the default one of {subnet['VpcId']}", [
+        f"security group {name}, the default one of {subnet['VpcId']}, in which containers on Trainium nodes may be, "
+        f"lacks a rule for {what}: aws ec2 authorize-security-group-{command}"
+        for what, command, is_there in wanted
         if not is_there
     ]
-    state = f"lacks {len(findings)} of {len(rules)} rules for" if findings else "admits"
-    return [(f"{name}, the default one of {subnet['VpcId']}, {state} the containers' traffic", findings)]
 
 
-def _admits_itself(rule: dict[str, Any], group: str) -> bool:
+def _admits_all(rule: dict[str, Any], group: str) -> bool:
     """Whether the rule admits all traffic from the group itself or from everywhere."""
-    is_itself = any(pair.get("GroupId") == group for pair in rule.get("UserIdGroupPairs") or ())
-    return rule["IpProtocol"] == EVERYTHING and (is_itself or _is_for_everywhere(rule))
+    is_itself = rule.get("ReferencedGroupInfo", {}).get("GroupId") == group
+    return rule["IpProtocol"] == EVERYTHING and (is_itself or rule.get("CidrIpv4") == EVERYWHERE)
 
 
 def _admits_https(rule: dict[str, Any]) -> bool:
-    """Whether the rule admits HTTPS to everywhere; a rule for all protocols has no ports."""
     is_tcp = rule["IpProtocol"] == "tcp" and rule["FromPort"] <= HTTPS <= rule["ToPort"]
-    return (is_tcp or rule["IpProtocol"] == EVERYTHING) and _is_for_everywhere(rule)
-
-
-def _is_for_everywhere(rule: dict[str, Any]) -> bool:
-    return any(block["CidrIp"] == EVERYWHERE for block in rule.get("IpRanges") or ())
+    return (is_tcp or rule["IpProtocol"] == EVERYTHING) and rule.get("CidrIpv4") == EVERYWHERE

@@ -1,37 +1,16 @@
-"""Describes requirements that are not met."""
+"""Requirements that are not met: each a text that says what, got, expected, and the next command."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from services.common.errors import DeviceError
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A requirement that is not met."""
-
-    what: str
-    where: str
-    got: str
-    expected: str
-    command: str
-    """The command to run, or the value to write, next."""
-
-    @property
-    def text(self) -> str:
-        return (
-            f"{self.what}\n      where     {self.where}\n      got       {self.got}\n"
-            f"      expected  {self.expected}\n      next      {self.command}"
-        )
+CheckResult = tuple[str, list[str]]  # what was seen, in one line, and the requirements that are not met
 
 
-CheckResult = tuple[str, list[Finding]]  # what was seen, in one line, and the requirements that are not met
-
-
-def require_fit(findings: list[Finding]) -> None:
-    """Raises `DeviceError` with all findings, if there are any."""
-    if findings:
-        lines = "".join(f"\n  - {finding.text}" for finding in findings)
-        are = "requirement is" if len(findings) == 1 else "requirements are"
-        raise DeviceError(f"{len(findings)} {are} not met; nothing was changed:{lines}")
+def require_met(problems: Iterable[str]) -> None:
+    """Raises `DeviceError` with all problems, if there are any."""
+    if lines := [f"\n  - {each}" for each in problems]:
+        are = "requirement is" if len(lines) == 1 else "requirements are"
+        raise DeviceError(f"{len(lines)} {are} not met; nothing was changed:{''.join(lines)}")

@@ -325,6 +325,8 @@ locals {
     throughput = coalesce(var.fsx.throughput, local.facts.file_system.megabytes_per_second_per_tib)
   }
 
+  instance_types = distinct(concat([var.trainium.shape], local.cpu_shapes))
+
   # Both are empty where a validation refuses the shape.
   trainium_shape    = try(merge(local.shapes[var.trainium.shape], { name = var.trainium.shape }), null)
   trainium_zone_ids = try(local.trainium_shape.zone_ids[var.region], [])
@@ -352,3 +354,26 @@ locals {
 data "aws_caller_identity" "current" {}
 
 data "aws_partition" "current" {}
+
+# EC2's own answer, which may be newer than infra/shapes.json. Node groups of 0 nodes are made in any zone, and only a deployment
+# would meet the refusal.
+data "aws_ec2_instance_type_offerings" "zone" {
+  location_type = "availability-zone-id"
+
+  filter {
+    name   = "location"
+    values = [var.zone_id]
+  }
+
+  filter {
+    name   = "instance-type"
+    values = local.instance_types
+  }
+
+  lifecycle {
+    postcondition {
+      condition     = length(setsubtract(local.instance_types, self.instance_types)) == 0
+      error_message = "zone_id = \"${var.zone_id}\": EC2 does not offer ${join(", ", setsubtract(local.instance_types, self.instance_types))} there, whatever infra/shapes.json says. Choose another zone_id (and region), and correct the table."
+    }
+  }
+}

@@ -15,7 +15,7 @@ from infra.account.batch_queues import list_definitions, list_environments, list
 from infra.account.load_balancers import list_load_balancers
 from infra.account.session import STACK_TAG, Account
 from infra.cost.estimate import control_plane_price
-from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")
@@ -37,12 +37,7 @@ class Leftover:
 
 def find_leftovers(account: Account, stack: str) -> list[Leftover]:
     """Every resource of the stack; those that only the tagging API finds come last."""
-    found: list[Leftover] = []
-    for find in (
-        *(_clusters, _batch, _instances, _volumes, _interfaces, _load_balancers, _gateways),
-        *(_file_systems, _repositories, _log_groups, _schedules, _buckets, _iam, _budgets),
-    ):
-        found += find(account, stack)
+    found = [each for find in (_compute, _network, _data, _named) for each in find(account, stack)]
     found += _tagged(account, stack, {each.name for each in found})
     return found
 
@@ -51,10 +46,9 @@ def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> st
     if not leftovers:
         return f"no resource of {stack} is left in {region}"
     kind_width, width = (max(len(getattr(each, field)) for each in leftovers) for field in ("kind", "name"))
-    elsewhere = "" if region == price_region() else ", not this region's"
-    lines = [
-        f"{len(leftovers)} resources of {stack} in {region}; prices are list prices of {price_region()}{elsewhere}"
-    ]
+    [of_prices] = {each.region for each in read_prices().values()}
+    elsewhere = "" if region == of_prices else ", not this region's"
+    lines = [f"{len(leftovers)} resources of {stack} in {region}; prices are list prices of {of_prices}{elsewhere}"]
     for each in leftovers:
         price = "by use" if each.dollars_per_month is None else f"${each.dollars_per_month:,.2f}/month"
         kept = "  data" if each.is_data else ""
@@ -101,27 +95,25 @@ def list_instances(account: Account, filters: list[dict[str, Any]]) -> Iterator[
         yield from (each for each in reservation["Instances"] if each["State"]["Name"] not in GONE)
 
 
-def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
+def _list_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
+    filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
+    yield from account.pages("ec2", "describe_volumes", "Volumes", Filters=filters)
+
+
+def _compute(account: Account, stack: str) -> Iterator[Leftover]:
     if answer := account.find("eks", "describe_cluster", name=stack):
         found = answer["cluster"]
         version, policy = found.get("version") or "", (found.get("upgradePolicy") or {}).get("supportType", "")
         hourly = dollars(control_plane_price(version, policy, datetime.now(UTC).date()))
         yield Leftover("EKS cluster", stack, f"control plane, Kubernetes {version}", hourly * HOURS_OF_A_MONTH)
-
-
-def _batch(account: Account, stack: str) -> Iterator[Leftover]:
     for queue in list_queues(account, stack):
-        jobs = len(list(list_job_ids(account, queue.name)))
-        yield Leftover("job queue", queue.name, f"jobs that have not ended: {jobs}", 0)
-    for each in list_environments(account, stack):
-        yield Leftover("compute environment", each.name, "", 0)
+        jobs = len(list(list_job_ids(account, queue)))
+        yield Leftover("job queue", queue, f"jobs that have not ended: {jobs}", 0)
+    for name in list_environments(account, stack):
+        yield Leftover("compute environment", name, "", 0)
     names = [arn.rpartition("/")[2].rpartition(":")[0] for arn in list_definitions(account, stack)]
     for name in sorted(set(names)):
         yield Leftover("job definition", name, f"revisions: {names.count(name)}", 0, is_data=True)
-
-
-def _instances(account: Account, stack: str) -> Iterator[Leftover]:
-    shapes = read_shapes()
     # EKS tags its nodes even if the user's own launch template does not.
     living = {
         each["InstanceId"]: each
@@ -129,112 +121,78 @@ def _instances(account: Account, stack: str) -> Iterator[Leftover]:
         for each in list_instances(account, [{"Name": f"tag:{tag}", "Values": [stack]}])
     }
     for name, each in living.items():
-        shape = shapes.get(each["InstanceType"])
+        shape = read_shapes().get(each["InstanceType"])
         price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape and shape.price else None
         yield Leftover("instance", name, f"{each['InstanceType']}, {each['State']['Name']}", price)
-
-
-def _volumes(account: Account, stack: str) -> Iterator[Leftover]:
     for each in _list_volumes(account, stack):
         detail = f"{each['Size']} GiB, {each['State']}, made for a claim"
         yield Leftover("volume", each["VolumeId"], detail, each["Size"] * dollars("volume_gb_month"))
 
 
-def _list_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
-    filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
-    yield from account.pages("ec2", "describe_volumes", "Volumes", Filters=filters)
-
-
-def _interfaces(account: Account, stack: str) -> Iterator[Leftover]:
+def _network(account: Account, stack: str) -> Iterator[Leftover]:
     for name in list_unused_interfaces(account, stack):
         yield Leftover("interface", name, "unused; keeps its subnet from deletion", 0)
-
-
-def _load_balancers(account: Account, stack: str) -> Iterator[Leftover]:
-    price = dollars("load_balancer_hour") * HOURS_OF_A_MONTH
     for each in list_load_balancers(account):
         if each.is_of(stack):
-            yield Leftover("load balancer", each.name, f"of a Service{', classic' if each.is_classic else ''}", price)
-
-
-def _gateways(account: Account, stack: str) -> Iterator[Leftover]:
+            detail, price = f"of a Service{', classic' if each.is_classic else ''}", dollars("load_balancer_hour")
+            yield Leftover("load balancer", each.name, detail, price * HOURS_OF_A_MONTH)
     filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
     hourly = dollars("nat_gateway_hour") + dollars("public_address_hour")
-    for each in account.pages("ec2", "describe_nat_gateways", "NatGateways", Filters=filters):
-        if each["State"] not in ("deleted", "deleting"):
-            yield Leftover("NAT gateway", each["NatGatewayId"], each["State"], hourly * HOURS_OF_A_MONTH)
+    for gateway in account.pages("ec2", "describe_nat_gateways", "NatGateways", Filters=filters):
+        if gateway["State"] not in ("deleted", "deleting"):
+            yield Leftover("NAT gateway", gateway["NatGatewayId"], gateway["State"], hourly * HOURS_OF_A_MONTH)
 
 
-def _file_systems(account: Account, stack: str) -> Iterator[Leftover]:
+def _data(account: Account, stack: str) -> Iterator[Leftover]:
     for each in account.pages("fsx", "describe_file_systems", "FileSystems"):
-        if not has_stack_tag(each.get("Tags"), stack):
-            continue
-        throughput = (each.get("LustreConfiguration") or {}).get("PerUnitStorageThroughput") or 0
-        price = read_prices().get(fsx_gb_month(throughput))
-        monthly = each["StorageCapacity"] * price.dollars if price else None
-        yield Leftover("FSx", each["FileSystemId"], f"{each['StorageCapacity']} GiB", monthly, is_data=True)
-
-
-def _repositories(account: Account, stack: str) -> Iterator[Leftover]:
+        if has_stack_tag(each.get("Tags"), stack):
+            throughput = (each.get("LustreConfiguration") or {}).get("PerUnitStorageThroughput") or 0
+            price = read_prices().get(fsx_gb_month(throughput))
+            monthly = each["StorageCapacity"] * price.dollars if price else None
+            yield Leftover("FSx", each["FileSystemId"], f"{each['StorageCapacity']} GiB", monthly, is_data=True)
     for each in account.pages("ecr", "describe_repositories", "repositories"):
         tags = account.client("ecr").list_tags_for_resource(resourceArn=each["repositoryArn"])["tags"]
         if has_stack_tag(tags, stack):
             yield Leftover("ECR", each["repositoryName"], "images", None, is_data=True)
 
 
-def _log_groups(account: Account, stack: str) -> Iterator[Leftover]:
+def _named(account: Account, stack: str) -> Iterator[Leftover]:
+    """Resources by name: AWS makes some log groups, and others have no tags or the tagging API does not list them."""
     for prefix in (f"/aws/eks/{stack}/", f"/aws/containerinsights/{stack}/", f"/aws/fsx/{stack}", f"/{stack}/"):
         for each in account.pages("logs", "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
             gigabytes = each.get("storedBytes", 0) / 1e9
             price = gigabytes * dollars("log_gb_month")
             yield Leftover("log group", each["logGroupName"], f"{gigabytes:.1f} GB", price)
-
-
-def _schedules(account: Account, stack: str) -> Iterator[Leftover]:
-    """Schedules by name, because they have no tags."""
     for each in account.pages("scheduler", "list_schedules", "Schedules", NamePrefix=f"{stack}-export-"):
-        yield Leftover("schedule", each["Name"], each["State"].lower(), 0.0)
-
-
-def _buckets(account: Account, stack: str) -> Iterator[Leftover]:
-    for arn in _tagged_arns(account, stack, ["s3"]):
-        yield Leftover("bucket", arn.rpartition(":")[2], "objects", None, is_data=True)
-
-
-def _iam(account: Account, stack: str) -> Iterator[Leftover]:
-    """Roles and policies by name, because the tagging API does not list IAM's resources."""
+        yield Leftover("schedule", each["Name"], each["State"].lower(), 0)
+    start = f"{stack}-{account.region}"
     for each in account.pages("iam", "list_roles", "Roles"):
-        if each["RoleName"].startswith(f"{stack}-{account.region}-"):
-            yield Leftover("IAM role", each["RoleName"], "", 0.0)
+        if each["RoleName"].startswith(f"{start}-"):
+            yield Leftover("IAM role", each["RoleName"], "", 0)
     for each in account.pages("iam", "list_policies", "Policies", Scope="Local"):
-        if each["PolicyName"].startswith(f"{stack}-{account.region}-"):
+        if each["PolicyName"].startswith(f"{start}-"):
             detail = f"attached to {each['AttachmentCount']}" if each["AttachmentCount"] else ""
-            yield Leftover("IAM policy", each["PolicyName"], detail, 0.0)
-
-
-def _budgets(account: Account, stack: str) -> Iterator[Leftover]:
-    owner, name = account.client("sts").get_caller_identity()["Account"], f"{stack}-{account.region}"
-    if account.find("budgets", "describe_budget", AccountId=owner, BudgetName=name):
-        yield Leftover("budget", name, "of the whole account", 0.0)
+            yield Leftover("IAM policy", each["PolicyName"], detail, 0)
+    owner = account.client("sts").get_caller_identity()["Account"]
+    if account.find("budgets", "describe_budget", AccountId=owner, BudgetName=start):
+        yield Leftover("budget", start, "of the whole account", 0)
 
 
 def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:
-    """Other resources with the stack's tag: a VPC and its parts, keys, alarms."""
-    for arn in _tagged_arns(account, stack, []):
+    """Other resources with the stack's tag: a bucket, a VPC and its parts, keys, alarms."""
+    filters = [{"Key": STACK_TAG, "Values": [stack]}]
+    found = account.pages("resourcegroupstaggingapi", "get_resources", "ResourceTagMappingList", TagFilters=filters)
+    for arn in (each["ResourceARN"] for each in found):
         _, _, service, _, _, resource = arn.split(":", 5)
-        # A deleted NAT gateway keeps its tags for an hour; `_gateways` lists the others.
+        # A deleted NAT gateway keeps its tags for an hour; `_network` lists the others.
         name = re.split("[/:]", resource.removesuffix(":*"), maxsplit=1)[-1]
         if name in known or resource.startswith("natgateway/"):
             continue
-        detail, price = "", 0.0
-        if resource.startswith("key/"):
-            is_going = account.client("kms").describe_key(KeyId=arn)["KeyMetadata"]["KeyState"] == "PendingDeletion"
-            detail, price = ("AWS deletes it within 30 days", 0.0) if is_going else ("", dollars("key_month"))
-        yield Leftover(service, resource, detail, price)
-
-
-def _tagged_arns(account: Account, stack: str, types: list[str]) -> Iterator[str]:
-    filters = [{"Key": STACK_TAG, "Values": [stack]}]
-    asked = {"TagFilters": filters, "ResourceTypeFilters": types}
-    found = account.pages("resourcegroupstaggingapi", "get_resources", "ResourceTagMappingList", **asked)
-    yield from (each["ResourceARN"] for each in found)
+        if service == "s3":
+            yield Leftover("bucket", resource, "objects", None, is_data=True)
+        elif not resource.startswith("key/"):
+            yield Leftover(service, resource, "", 0)
+        elif account.client("kms").describe_key(KeyId=arn)["KeyMetadata"]["KeyState"] == "PendingDeletion":
+            yield Leftover(service, resource, "AWS deletes it within 30 days", 0)
+        else:
+            yield Leftover(service, resource, "", dollars("key_month"))

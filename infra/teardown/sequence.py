@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infra.account.session import Account
 from infra.apply.terraform import Stack, type_of, without_indices
 from infra.teardown.leftovers import list_unused_interfaces
-from infra.teardown.neighbours import Neighbour, describe_neighbours
+from infra.teardown.neighbours import describe_neighbours
 from infra.workloads.batch_workloads import BatchWorkloads
 from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.errors import DeviceError
@@ -45,14 +45,18 @@ class Teardown:
         Raises `DeviceError` if some of it would be destroyed with the cluster, or would stop terraform halfway.
         """
         neighbours = self.workloads.find_neighbours()
-        in_the_way = [each for each in neighbours if self._is_in_the_way(each)]
-        if in_the_way:
-            raise DeviceError(self._describe_refusal(in_the_way))
-        if neighbours:
-            print(
-                f"{len(neighbours)} resources belong to others, and stay:\n{describe_neighbours(neighbours)}",
-                flush=True,
+        # With the data the network stays as well, and with the cluster everything.
+        in_the_way = [each for each in neighbours if each.is_on_cluster or not self.is_data_kept]
+        if in_the_way and not self.is_cluster_kept:
+            keep = "KEEP_CLUSTER=true" if any(each.is_on_cluster for each in in_the_way) else "without KEEP_DATA=false"
+            raise DeviceError(
+                f"{len(in_the_way)} resources beside {self.name} belong to others, and would be destroyed with it or "
+                f"stop its destruction halfway. Nothing was taken down:\n{describe_neighbours(in_the_way)}\n"
+                f"make infra-down {keep} leaves them. Or their owners remove them, with the commands above"
             )
+        if neighbours:
+            shown = describe_neighbours(neighbours)
+            print(f"{len(neighbours)} resources belong to others, and stay:\n{shown}", flush=True)
 
     def run(self) -> None:
         """Takes the stack down.
@@ -64,39 +68,20 @@ class Teardown:
             print(f"kept        {self.workloads.place}, its core nodes and network, and the data", flush=True)
             print("            make addons and make cluster-up restore the rest", flush=True)
             return
-        is_there = self.workloads.is_there()
-        if is_there:
+        self.stack.init()
+        if self.workloads.is_there():
             self._require_state()
             self.workloads.stop()
         else:
             print(f"gone        {self.workloads.place}, with everything that ran there", flush=True)
-        self._destroy()
-
-    def _is_in_the_way(self, neighbour: Neighbour) -> bool:
-        """Whether the teardown would destroy the resource or fail on it. With the data, the network stays as well."""
-        if self.is_cluster_kept:
-            return False
-        return neighbour.is_on_cluster or not self.is_data_kept
-
-    def _describe_refusal(self, in_the_way: list[Neighbour]) -> str:
-        lines = [f"{len(in_the_way)} resources beside {self.name} belong to others. Nothing was taken down:"]
-        lines.append(describe_neighbours(in_the_way))
-        if any(each.is_on_cluster for each in in_the_way):
-            lines.append(
-                f"Those on {self.workloads.place} would be destroyed with it, or keep EKS from deleting it. make "
-                f"infra-down KEEP_CLUSTER=true removes only what Millrace made on it."
-            )
-        if any(not each.is_on_cluster for each in in_the_way):
-            lines.append(
-                "Those in the network would keep EC2 from deleting it, after the data is destroyed. Without "
-                "KEEP_DATA=false the network stays."
-            )
-        lines.append("Or their owners move or remove them, with the commands above. Then make infra-down again.")
-        return "\n".join(lines)
+        self._detach_stop_policy()
+        if self.is_data_kept:
+            self._destroy_around_data()
+        else:
+            self._destroy_all()
 
     def _require_state(self) -> None:
         """Raises `DeviceError` if terraform's state is empty, because all resources would be left and billed."""
-        self.stack.init()
         if not self.stack.resources():
             raise DeviceError(
                 f"{self.workloads.place} exists, but terraform's state here is empty, so nothing was stopped. By "
@@ -116,26 +101,16 @@ class Teardown:
                 print(f"policy      {policy} detached from role {role['RoleName']}", flush=True)
                 iam.detach_role_policy(RoleName=role["RoleName"], PolicyArn=arn)
 
-    def _destroy(self) -> None:
-        self._detach_stop_policy()
-        self.stack.init()
-        if self.is_data_kept:
-            self._destroy_around_data()
-        else:
-            self._destroy_all()
-
     def _destroy_around_data(self) -> None:
         """Destroys everything except the data and its network, but also the parts of the network billed by the hour."""
-        targets = list_targets_around_data(self.stack.resources())
-        if targets:
+        if targets := list_targets_around_data(self.stack.resources()):
             self._persist(lambda: self._destroy_targets(targets))
         print("kept        bucket, file system, registry, their key, and their network")
         print("            make infra-up restores the rest around them; KEEP_DATA=false destroys them", flush=True)
 
     def _destroy_targets(self, targets: list[str]) -> None:
         plan = self.stack.plan("-destroy", *(f"-target={target}" for target in targets), is_quiet=True)
-        lost = [change.address for change in plan.changes if change.is_loss_of_data]
-        if lost:
+        if lost := [change.address for change in plan.changes if change.is_loss_of_data]:
             raise DeviceError(
                 f"terraform would also destroy {', '.join(lost)}, and data has to stay. Nothing was destroyed. "
                 f"KEEP_DATA=false destroys data as well"
@@ -169,23 +144,15 @@ class Teardown:
 
 
 def list_targets_around_data(addresses: Iterable[str]) -> list[str]:
-    """Terraform's targets for a teardown of everything except the data and its network."""
-    return sorted({_target_of(address) for address in addresses if not _is_kept(address)})
+    """Terraform's targets for a teardown of everything except the data and its network.
 
-
-def _is_kept(address: str) -> bool:
-    plain = without_indices(address)
-    is_paid = type_of(address) in PAID_BY_THE_HOUR or plain.startswith(INTERFACE_ENDPOINTS)
-    return _module_of(plain) in KEPT_MODULES and not is_paid
-
-
-def _target_of(address: str) -> str:
-    """The whole module if nothing in it is kept, because terraform then orders the destruction."""
-    module = _module_of(address)
-    is_of_kept = without_indices(module) in KEPT_MODULES
-    return address if is_of_kept or not module.startswith("module.") else module
-
-
-def _module_of(address: str) -> str:
-    """The module in an address: `module.network[0]` in `module.network[0].aws_subnet.nodes`."""
-    return ".".join(address.split(".")[:2])
+    A module of which nothing is kept is one target, because terraform then orders the destruction.
+    """
+    targets = set()
+    for address in addresses:
+        module = ".".join(address.split(".")[:2])  # module.network[0] in module.network[0].aws_subnet.nodes
+        is_of_kept = without_indices(module) in KEPT_MODULES
+        is_paid = type_of(address) in PAID_BY_THE_HOUR or without_indices(address).startswith(INTERFACE_ENDPOINTS)
+        if is_paid or not is_of_kept:
+            targets.add(address if is_of_kept or not module.startswith("module.") else module)
+    return sorted(targets)

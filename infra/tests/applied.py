@@ -64,6 +64,11 @@ class Applied:
         self.run("plan", "-input=false", f"-out={file}", *options)
         return read_plan(json.loads(self.run("show", "-json", str(file))))
 
+    def plan_resource(self, address: str, *options: str) -> Mapping[str, Any]:
+        """The planned values of a resource. moto forgets some values, so that every plan changes it."""
+        [found] = [each.after for each in self.plan(*options).changes if each.address == address]
+        return found
+
     def plan_down(self) -> tuple[Change, ...]:
         """Plans the changes with which `infra-down` destroys everything around the data."""
         targets = list_targets_around_data(Stack(self.folder).resources())

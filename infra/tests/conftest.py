@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,17 @@ from urllib.parse import parse_qs, urlparse
 import boto3
 import pytest
 import requests
-from moto.ec2.models import ec2_backends
 from moto.ec2.responses import EC2Response
 from moto.eks import urls as eks_urls
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.account.session import STACK_TAG
-from infra.aws_releases import name_of_eks_release, read_addon_pins, read_ecs_machine_images
+from infra.aws_releases import read_addon_pins
 from infra.preflight.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
-from infra.tests.site import Site, make_cluster
+from infra.tests.site import EKS_STACK, Site, make_cluster
 from tests.command import call
 
 REGION = "us-west-2"
@@ -35,6 +34,7 @@ ACCOUNT = "123456789012"  # moto's
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
 HAS_TERRAFORM = shutil.which("terraform") is not None
 RunInfra = Callable[..., subprocess.CompletedProcess[str]]
+MakeSite = Callable[[Mapping[str, str]], Site]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,18 +95,6 @@ class Aws:
         }
         self.addons = {name: ["v1.2.0-eksbuild.1", "v1.1.0-eksbuild.1"] for name in ADDONS}
         self.addons["kube-proxy"] = ["v1.34.9-eksbuild.1", *read_addon_pins("1.34").values()]
-
-    def publish_machine_images(self) -> None:
-        """Publishes the machine images that the stacks take by default, and a newer one."""
-        for release in ("1.34.7-20260505", "1.35.4-20260505", "1.34.8-20260610"):
-            self.publish_image(name_of_eks_release(release))
-        self.publish_image(read_ecs_machine_images().default)
-
-    def publish_image(self, name: str) -> str:
-        """A machine image of Amazon's; its id."""
-        made = str(self.client("ec2").register_image(Name=name, RootDeviceName="/dev/xvda")["ImageId"])
-        ec2_backends[ACCOUNT][REGION].amis[made].owner_alias = "amazon"
-        return made
 
     def push_images(self, *repositories: str, tag: str) -> None:
         """Makes the repositories, and in each of them an image of that tag."""
@@ -186,13 +174,14 @@ def moto_server() -> Iterator[Aws]:
         return 200, {}, json.dumps({"clusterVersions": found})
 
     def describe_addon_versions(request: Any, full_url: str, headers: Any) -> tuple[int, dict[str, str], str]:
-        asked = parse_qs(urlparse(full_url).query)
-        [name], [version] = asked["addonName"], asked["kubernetesVersion"]
-        found = [
-            {"addonVersion": each, "compatibilities": [{"clusterVersion": version, "defaultVersion": number == 0}]}
-            for number, each in enumerate(aws.addons.get(name, []))
-        ]
-        return 200, {}, json.dumps({"addons": [{"addonName": name, "addonVersions": found}] if found else []})
+        [version] = parse_qs(urlparse(full_url).query)["kubernetesVersion"]
+
+        def describe(versions: list[str]) -> list[dict[str, Any]]:
+            fits = [[{"clusterVersion": version, "defaultVersion": each == versions[0]}] for each in versions]
+            return [{"addonVersion": each, "compatibilities": fit} for each, fit in zip(versions, fits, strict=True)]
+
+        addons = [{"addonName": name, "addonVersions": describe(versions)} for name, versions in aws.addons.items()]
+        return 200, {}, json.dumps({"addons": addons})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(eks_urls.url_paths, "{0}/cluster-versions$", describe_cluster_versions)
@@ -219,16 +208,24 @@ def aws(moto_server: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
-    programs.add_real("terraform")
-    programs.add_real("sh")
-    site = Site(tmp_path, programs)
-    monkeypatch.setenv("STACK", str(site.stack))
-    monkeypatch.setenv("OVERLAY", str(site.overlay))
-    monkeypatch.setenv("YES", "1")
-    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
-    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
-    return site
+def make_site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> MakeSite:
+    def make(stack: Mapping[str, str]) -> Site:
+        programs.add_real("terraform")
+        programs.add_real("sh")
+        site = Site(tmp_path, programs, stack)
+        for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("CONFIG", site.config), ("YES", 1)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
+        monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
+        monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+        return site
+
+    return make
+
+
+@pytest.fixture
+def site(make_site: MakeSite) -> Site:
+    return make_site(EKS_STACK)
 
 
 @pytest.fixture

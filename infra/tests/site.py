@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.account.session import STACK_TAG
-from infra.addons.releases import read_releases
+from infra.addons.releases import MARK, MARKED, read_releases
 from infra.tests.programs import Programs
 
 if TYPE_CHECKING:
@@ -17,15 +18,16 @@ VARIABLES = """
 variable "region" { default = "us-west-2" }
 variable "name" { default = "millrace" }
 variable "zone_id" { default = "usw2-az4" }
-variable "kubernetes_version" { default = "1.34" }
-variable "kubernetes_support" { default = "STANDARD" }
 variable "trainium" { default = { shape = "trn1.32xlarge", max_nodes = 4 } }
 variable "cpu_nodes" { default = { shape = "m7i.8xlarge", max_nodes = 2 } }
-variable "core_nodes" { default = { shape = "m7i.2xlarge", nodes = 2 } }
 variable "fsx" { default = { gib = 1200, throughput = 250 } }
 variable "keep_data" { default = true }
-variable "api_public_cidrs" { default = [] }
 variable "budget" { default = {} }
+"""
+EKS_VARIABLES = """
+variable "kubernetes_version" { default = "1.34" }
+variable "kubernetes_support" { default = "STANDARD" }
+variable "core_nodes" { default = { shape = "m7i.2xlarge", nodes = 2 } }
 """
 MAIN = """
 module "network" { source = "./network" }
@@ -78,19 +80,54 @@ resource "terraform_data" "cluster" {
 }
 """
 SETTINGS = "# A comment that stays.\nREGION=CHANGE-ME\nFSX_ID=CHANGE-ME\nTRAINIUM_SHAPE=trn1.32xlarge\n"
+EKS_STACK = {
+    "variables.tf": VARIABLES + EKS_VARIABLES,
+    "main.tf": MAIN,
+    "network/main.tf": NETWORK,
+    "storage/main.tf": STORAGE,
+    "eks/main.tf": EKS,
+}
+BATCH_CONFIG = (
+    "REGION=us-west-2\nNAME=millrace\nECR_REPO=123456789012.dkr.ecr.us-west-2.amazonaws.com/millrace\n"
+    "NOTICE_SECONDS=20000\n"
+)
+BATCH_MAIN = f"""
+resource "terraform_data" "given" {{}}
+module "network" {{
+  source = "./network"
+  count  = 1
+}}
+module "storage" {{
+  source    = "./storage"
+  subnet    = module.network[0].subnet
+  zone_id   = var.zone_id
+  keep_data = var.keep_data
+}}
+module "batch" {{
+  source = "./eks"
+  bucket = module.storage.bucket
+}}
+output "config" {{ value = {json.dumps(BATCH_CONFIG)} }}
+output "bucket" {{ value = "millrace-123456789012" }}
+"""
+BATCH_STACK = EKS_STACK | {"variables.tf": VARIABLES, "main.tf": BATCH_MAIN}
+
 # A file a kind of object holds what `get` answers; `kinds.txt` what the cluster knows of.
 KUBECTL = """
 case "$*" in
 "config view"*) echo '{"clusters": [{"cluster": {"server": "SERVER"}}]}' ;;
 "api-resources"*) group="${2#*=}"; grep "[.]$group$" OBJECTS/kinds.txt || true ;;
-"get namespace "*) grep -qx "$3" OBJECTS/namespaces.txt && echo "namespace/$3" || true ;;
 "get "*"--all-namespaces"*) if [ -e "OBJECTS/$2.json" ]; then cat "OBJECTS/$2.json"; fi ;;
+"apply "*) cat >>OBJECTS/applied.txt ;;
+"diff "*) echo "+++ /tmp/MERGED-1/group.v1.Kind..a.ray.io 2026-11-24"; echo "+a line"; exit DIFFERS ;;
 esac"""
-HELM = """
+HELM = f"""
 case "$*" in
-"list"*"--selector"*) cat OBJECTS/own-releases.json ;;
+"list"*"--selector {MARK}={MARKED}"*) cat OBJECTS/own-releases.json ;;
 "list"*) cat OBJECTS/releases.json ;;
-esac"""
+"show crds "*) echo "definitions of $3" ;;
+esac
+"""
 
 ADDONS = tuple((each.name, each.namespace, f"{each.chart}-{each.version}") for each in read_releases())
 
@@ -100,6 +137,7 @@ class Cluster:
 
     def __init__(self, folder: Path, programs: Programs) -> None:
         self.folder, self.programs = folder, programs
+        (folder / "kinds.txt").touch()
         self.install()
 
     def put(self, kinds: str, *things: dict[str, Any]) -> None:
@@ -113,26 +151,24 @@ class Cluster:
             listed = [dict(zip(keys, each, strict=True)) for each in found]
             (self.folder / file).write_text(json.dumps(listed), encoding="utf-8")
 
+    def answer(self, endpoint: str = "", helm: str = "", difference: int = 0) -> None:
+        """kubectl talks to the cluster at `endpoint`, and its diff ends with `difference`; `helm` is more bash."""
+        kubectl = KUBECTL.replace("SERVER", endpoint).replace("DIFFERS", str(difference))
+        self.programs.add("kubectl", kubectl.replace("OBJECTS", str(self.folder)))
+        self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)) + helm)
+
 
 class Site(Cluster):
-    """A stack, an overlay, and the programs that a person has."""
+    """A stack that is not applied yet, an overlay, the place of `config.txt`, and the programs that a person has."""
 
-    def __init__(self, folder: Path, programs: Programs) -> None:
+    def __init__(self, folder: Path, programs: Programs, stack: Mapping[str, str]) -> None:
         super().__init__(folder, programs)
-        self.stack, self.overlay = folder / "stack", folder / "overlay"
-        files = {
-            "stack/variables.tf": VARIABLES,
-            "stack/main.tf": MAIN,
-            "stack/network/main.tf": NETWORK,
-            "stack/storage/main.tf": STORAGE,
-            "stack/eks/main.tf": EKS,
-            "overlay/settings.env": SETTINGS,
-            "kinds.txt": "",
-            "namespaces.txt": "",
-        }
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(content, encoding="utf-8")
+        self.stack, self.overlay, self.config = folder / "stack", folder / "overlay", folder / "config.txt"
+        for name, content in stack.items():
+            (self.stack / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.stack / name).write_text(content, encoding="utf-8")
+        self.overlay.mkdir()
+        (self.overlay / "settings.env").write_text(SETTINGS, encoding="utf-8")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -141,15 +177,9 @@ class Site(Cluster):
 
     @property
     def addresses(self) -> list[str]:
+        """The resources in terraform's state."""
         state = json.loads((self.stack / "terraform.tfstate").read_text(encoding="utf-8"))
-        return sorted(f"{each['module']}.{each['type']}.{each['name']}" for each in state["resources"])
-
-    def answer_as(self, endpoint: str, *cases: str) -> None:
-        """kubectl and helm talk to the cluster at this address; `cases` of bash come before kubectl's own answers."""
-        answer = KUBECTL.replace("SERVER", endpoint).replace("OBJECTS", str(self.folder))
-        answer = answer.replace('case "$*" in', "\n".join(['case "$*" in', *cases]))
-        self.programs.add("kubectl", answer)
-        self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)))
+        return sorted(f"{each.get('module')}.{each['type']}.{each['name']}" for each in state["resources"])
 
 
 def make_cluster(site: Site, aws: Aws) -> Site:
@@ -159,7 +189,7 @@ def make_cluster(site: Site, aws: Aws) -> Site:
     aws.make_cluster(subnets)
     for pool in ("core", "trainium"):
         aws.make_node_group(pool, subnets, size=2)
-    site.answer_as(aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"])
+    site.answer(aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"])
     site.install(ours=ADDONS)
     return site
 

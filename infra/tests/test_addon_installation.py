@@ -16,25 +16,11 @@ import pytest
 from infra.addons.releases import read_releases
 from infra.tests.conftest import RunInfra
 from infra.tests.programs import Programs
-from infra.tests.site import Cluster
+from infra.tests.site import KUBECTL, Cluster
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = [release.name for release in read_releases()]
 MARK = "millrace.dev/installed-by=make-addons"
-KUBECTL = """
-case "$*" in
-"get "*) if [ -e "OBJECTS/$2.json" ]; then cat "OBJECTS/$2.json"; fi ;;
-"label "*) while read -r line; do echo "$line, marked"; done ;;
-"apply "*) cat >>OBJECTS/applied.txt ;;
-"diff "*) echo "+++ /tmp/MERGED-1/group.v1.Kind..a.ray.io 2026-11-24"; echo "+a line"; exit DIFFERS ;;
-esac"""
-HELM = """
-case "$*" in
-"list"*"--selector MARK"*) cat OBJECTS/own-releases.json ;;
-"list"*) cat OBJECTS/releases.json ;;
-"show crds "*) echo "definitions of $3" ;;
-esac
-"""
 
 
 class Installed(Cluster):
@@ -43,12 +29,6 @@ class Installed(Cluster):
     def __init__(self, folder: Path, programs: Programs) -> None:
         super().__init__(folder, programs)
         self.answer()
-
-    def answer(self, helm: str = "", difference: int = 0) -> None:
-        """`helm`: more of its body, in bash. `difference`: what kubectl diff ends with."""
-        answer = KUBECTL.replace("OBJECTS", str(self.folder)).replace("DIFFERS", str(difference))
-        self.programs.add("kubectl", answer)
-        self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)).replace("MARK", MARK) + helm)
 
     @property
     def applied(self) -> str:
@@ -74,14 +54,6 @@ def program(name: str, namespace: str, image: str, release: str = "") -> dict[st
         "kind": "Deployment",
         "metadata": {"name": name, "namespace": namespace, "annotations": annotations if release else {}},
         "spec": {"template": {"spec": {"containers": [{"image": image}]}}},
-    }
-
-
-def definition(name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    return {
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": name, "labels": labels or {}},
-        "spec": {"group": name.partition(".")[2]},
     }
 
 
@@ -114,11 +86,9 @@ def test_add_ons_are_installed_in_order_marked_and_after_their_definitions(
     assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
     apply = "kubectl apply --server-side --force-conflicts"
     assert calls[-2:] == [upgrades[-1], f"{apply} --kustomize {REPOSITORY / 'k8s/monitoring'}"]
-    assert cluster.applied == "definitions of kuberay-operator, marked\ndefinitions of kube-prometheus-stack, marked\n"
+    assert cluster.applied == "definitions of kuberay-operator\ndefinitions of kube-prometheus-stack\n"
     first = calls.index(f"helm show crds kuberay-operator --repo {kuberay.repository} --version {kuberay.version}")
-    mark = f"kubectl label --local --filename - --output json {MARK}"
-    assert calls[first + 1 : first + 3] == [mark, f"{apply} --filename -"]
-    assert calls[first + 3] == upgrades[0]
+    assert calls[first + 1 : first + 3] == [f"{apply} --filename -", upgrades[0]]
 
 
 def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(run_infra: RunInfra, cluster: Installed) -> None:
@@ -155,28 +125,32 @@ def test_an_add_on_that_there_is_not_names_the_nearest_one(
     assert cluster.programs.calls == []
 
 
-THEIRS: dict[str, dict[str, list[Any]]] = {
-    "a release of its name": {"releases": [("volcano", "batch", "volcano-1.12.0")]},
-    "a release of its chart": {"releases": [("scheduling", "batch", "volcano-v1.12.0")]},
-    "a release of its name and namespace": {"releases": [("volcano", "volcano-system", "volcano-1.14.1")]},
-    "a program without a release": {"programs": [program("scheduler", "batch", "here:5000/vc-scheduler:v1@sha256:00")]},
-    "definitions of its kinds alone": {"definitions": [definition("queues.scheduling.volcano.sh")]},
-}
-
-
-@pytest.mark.parametrize("case", THEIRS)
+@pytest.mark.parametrize(
+    ("release", "image"),
+    [
+        (("scheduling", "batch", "volcano-v1.12.0"), "docker.io/volcanosh/vc-scheduler:v1.12.0"),
+        (("volcano", "volcano-system", "volcano-1.14.1"), "docker.io/volcanosh/vc-scheduler:v1.14.1"),
+        (None, "here:5000/vc-scheduler:v1@sha256:00"),
+    ],
+    ids=["a release", "a release of the same name and namespace", "no release"],
+)
 def test_what_somebody_else_installed_is_named_and_left(
-    run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch, case: str
+    run_infra: RunInfra,
+    cluster: Installed,
+    monkeypatch: pytest.MonkeyPatch,
+    release: tuple[str, str, str] | None,
+    image: str,
 ) -> None:
-    found = THEIRS[case]
-    cluster.install(*found.get("releases", []))
-    cluster.put("deployments,daemonsets", program("other", "batch", "volcano:1"), *found.get("programs", []))
-    cluster.put("customresourcedefinitions", definition("queues.other.example"), *found.get("definitions", []))
+    name, namespace, chart = release or ("", "batch", "")
+    cluster.install(*([release] if release else []))
+    other = program("other", "batch", "volcano:1")
+    cluster.put("deployments,daemonsets", other, program("scheduler", namespace, image, name))
 
     refused = run_infra("addons", exit_code=4)
 
     assert refused.stderr.count("  - ") == 1
-    assert "  - volcano: " in refused.stderr
+    assert f"  - volcano: Deployment scheduler in {namespace}" in refused.stderr
+    assert chart in refused.stderr
     assert cluster.upgraded == []
     assert cluster.applied == ""
     rest = "kuberay,neuron,efa,monitoring"
@@ -189,15 +163,10 @@ def test_what_somebody_else_installed_is_named_and_left(
 
 
 def test_what_make_addons_installed_is_upgraded(run_infra: RunInfra, cluster: Installed) -> None:
-    """An earlier make infra-down may have removed the release and left the definitions."""
     [volcano] = [release for release in read_releases() if release.name == "volcano"]
     cluster.install(ours=((volcano.name, volcano.namespace, "volcano-1.13.0"),))
     image = "docker.io/volcanosh/vc-scheduler:v1.13.0"
     cluster.put("deployments,daemonsets", program("scheduler", volcano.namespace, image, volcano.name))
-    own = dict([MARK.split("=")])
-    cluster.put(
-        "customresourcedefinitions", definition("rayclusters.ray.io", own), definition("queues.scheduling.volcano.sh")
-    )
 
     run_infra("addons")
 
@@ -205,7 +174,7 @@ def test_what_make_addons_installed_is_upgraded(run_infra: RunInfra, cluster: In
 
 
 def test_a_release_that_fails_stops_the_rest_and_is_named(run_infra: RunInfra, cluster: Installed) -> None:
-    cluster.answer('[[ "$*" != *"--install volcano"* ]] || { echo "helm: timed out" >&2; exit 1; }')
+    cluster.answer(helm='[[ "$*" != *"--install volcano"* ]] || { echo "helm: timed out" >&2; exit 1; }')
 
     done = run_infra("addons", exit_code=4)
 
@@ -220,7 +189,7 @@ def test_a_dry_run_shows_what_would_change(
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     cluster.answer(
-        """
+        helm="""
 case "$*" in
 "list"*|"show"*) ;;
 "get manifest efa"*) echo "image: v0.5.20" ;;
@@ -234,6 +203,8 @@ esac""",
         (each.name, each.namespace, each.chart) for each in read_releases() if each.name in "kuberay neuron efa"
     )
     cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"), ours=ours)
+    operator = program("operator", "metrics", "quay.io/prometheus-operator/prometheus-operator:v0.80", "prometheus")
+    cluster.put("deployments,daemonsets", operator)
 
     done = run_infra("addons")
 
@@ -249,7 +220,7 @@ esac""",
 
 @pytest.mark.usefixtures("dry_run")
 def test_a_cluster_that_does_not_answer_is_no_new_installation(run_infra: RunInfra, cluster: Installed) -> None:
-    cluster.answer('[[ "$*" != "list"* ]] || { echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }')
+    cluster.answer(helm='[[ "$*" != "list"* ]] || { echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }')
 
     done = run_infra("addons", exit_code=4)
 
@@ -264,7 +235,7 @@ def test_a_stop_signal_lets_helm_roll_back(
     """A killed helm would leave a release that no later upgrade may touch."""
     began, ended = tmp_path / "began", tmp_path / "ended"
     cluster.answer(
-        f"""[ "$1" = upgrade ] || exit 0
+        helm=f"""[ "$1" = upgrade ] || exit 0
 trap 'echo rolled back >>"{ended}"; exit 1' INT
 echo began >"{began}"
 while :; do sleep 0.05; done""",

@@ -9,15 +9,9 @@ import pytest
 from images.platforms import NeuronNode, read_neuron_nodes
 from infra.apply.terraform import STACK
 from infra.apply.variables import read_variables
-from infra.aws_releases import (
-    MachineImages,
-    name_of_eks_release,
-    read_addon_pins,
-    read_ecs_machine_images,
-    read_eks_machine_images,
-)
+from infra.aws_releases import ECS, MachineImages, read_addon_pins, read_machine_images
 
-TABLES = {**read_eks_machine_images(), "ECS": read_ecs_machine_images()}
+TABLES = read_machine_images()
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +46,14 @@ def test_the_default_is_the_newest_release_with_the_images_own_driver(images: Ma
     assert images.default == max(own, key=lambda release: re.findall(r"\d{8}", release))
 
 
-@pytest.mark.parametrize("version", read_eks_machine_images())
+@pytest.mark.parametrize("version", TABLES.keys() - {ECS})
 def test_releases_are_of_their_version_of_kubernetes(version: str) -> None:
-    releases = read_eks_machine_images()[version].drivers
+    releases = TABLES[version].drivers
     assert all(re.fullmatch(rf"{re.escape(version)}\.\d+-\d{{8}}", release) for release in releases)
     assert all(pin.startswith(f"v{version}.") for pin in read_addon_pins(version).values())
-    assert name_of_eks_release(f"{version}.7-20260505") == f"amazon-eks-node-al2023-x86_64-neuron-{version}-v20260505"
 
 
 def test_the_stack_takes_a_version_that_is_in_the_table() -> None:
     variables = read_variables(None, STACK)
-    assert variables["kubernetes_version"] in read_eks_machine_images()
+    assert variables["kubernetes_version"] in TABLES
     assert (variables["ami_release"], variables["cpu_ami_release"]) == (None, None)

@@ -4,81 +4,20 @@ real one's names and nothing of AWS, and queues, jobs and definitions in moto.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from infra.account.session import STACK_TAG
 from infra.teardown.sequence import list_targets_around_data
-from infra.tests.conftest import REGION, Aws, RunInfra
+from infra.tests.conftest import REGION, Aws, MakeSite, RunInfra
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
-from infra.tests.programs import Programs
+from infra.tests.site import BATCH_CONFIG, BATCH_STACK, Site
 from infra.workloads import batch_workloads
-
-REGISTRY = f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
-VARIABLES = {
-    "region": f'"{REGION}"',
-    "name": '"millrace"',
-    "zone_id": '"usw2-az4"',
-    "trainium": '{ shape = "trn1.32xlarge", max_nodes = 4 }',
-    "cpu_nodes": '{ shape = "m7i.8xlarge", max_nodes = 2 }',
-    "fsx": "{ gib = 1200, throughput = 250 }",
-    "budget": "{}",
-    "keep_data": "true",
-}
-MAIN = f"""
-resource "terraform_data" "given" {{}}
-module "network" {{
-  source = "./plain"
-  count  = 1
-}}
-module "storage" {{
-  source = "./plain"
-  input  = module.network[0].id
-}}
-module "batch" {{
-  source = "./plain"
-  input  = module.storage.id
-}}
-output "config" {{ value = "REGION={REGION}\\nNAME=millrace\\nECR_REPO={REGISTRY}/millrace\\n" }}
-output "bucket" {{ value = "millrace-123456789012" }}
-"""
-PLAIN = """
-variable "input" { default = null }
-resource "terraform_data" "this" { input = var.input }
-output "id" { value = terraform_data.this.id }
-"""
-
-
-class Site:
-    """A stack that is not applied yet, and where `config.txt` will be."""
-
-    def __init__(self, folder: Path) -> None:
-        self.stack, self.config = folder / "stacks/batch", folder / "config.txt"
-        (self.stack / "plain").mkdir(parents=True)
-        declared = [f'variable "{name}" {{ default = {default} }}' for name, default in VARIABLES.items()]
-        (self.stack / "variables.tf").write_text("\n".join(declared), encoding="utf-8")
-        (self.stack / "main.tf").write_text(MAIN, encoding="utf-8")
-        (self.stack / "plain/main.tf").write_text(PLAIN, encoding="utf-8")
-
-    @property
-    def modules(self) -> list[str]:
-        """The modules with resources in terraform's state."""
-        state = json.loads((self.stack / "terraform.tfstate").read_text(encoding="utf-8"))
-        return sorted(each.get("module", "") for each in state["resources"])
 
 
 @pytest.fixture
-def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
-    programs.add_real("terraform")
+def site(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> Site:
     keep_jobs_still(monkeypatch)
-    monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
-    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
-    site = Site(tmp_path)
-    for name, value in (("STACK", str(site.stack)), ("CONFIG", str(site.config)), ("YES", "1")):
-        monkeypatch.setenv(name, value)
-    return site
+    return make_site(BATCH_STACK)
 
 
 def state_of(aws: Aws, queue: str) -> str:
@@ -92,8 +31,8 @@ def status_of(aws: Aws, job_id: str) -> str:
 def test_up_writes_what_deployments_read(run_infra: RunInfra, site: Site) -> None:
     done = run_infra("up")
 
-    assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=millrace\nECR_REPO={REGISTRY}/millrace\n"
-    assert f"--password-stdin {REGISTRY}\n" in done.stdout
+    assert site.config.read_text(encoding="utf-8") == BATCH_CONFIG
+    assert "--password-stdin 123456789012.dkr.ecr.us-west-2.amazonaws.com\n" in done.stdout
     assert "make deploy-stage STAGE=tokenizer TARGET=batch" in done.stdout
 
 
@@ -118,14 +57,14 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
         "DISABLED",
         "ENABLED",
     ]
-    assert site.modules == ["module.network[0]", "module.storage"]
+    assert site.addresses == ["module.network[0].terraform_data.subnet", "module.storage.terraform_data.bucket"]
     assert site.config.exists()
 
     run_infra("up")
     monkeypatch.setenv("KEEP_DATA", "false")
     done = run_infra("down")
 
-    assert site.modules == []
+    assert site.addresses == []
     assert "deregister  millrace-trainer:1" in done.stdout
     definitions = aws.client("batch").describe_job_definitions(status="ACTIVE")["jobDefinitions"]
     assert [each["jobDefinitionName"] for each in definitions] == ["other-trainer"]
@@ -146,17 +85,17 @@ def test_down_takes_down_nothing_while_a_job_has_not_ended(
 ) -> None:
     """The job is a trainer that commits its checkpoint."""
     monkeypatch.setattr("infra.workloads.batch_workloads.JOBS_SECONDS", 0.0)
-    monkeypatch.setattr("infra.workloads.batch_workloads.AFTER_NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr("infra.workloads.batch_workloads.AFTER_NOTICE_SECONDS", -20_000)
     make_queue(aws.client, "millrace-trainium")
     job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
     run_infra("up")
-    before = site.modules
+    before = site.addresses
     with monkeypatch.context() as patch:
         patch.setattr("moto.batch.models.Job.terminate", lambda job, reason: None)
         done = run_infra("down", exit_code=75)
 
     assert f"after 0 s: {job}" in done.stderr
-    assert site.modules == before
+    assert site.addresses == before
     run_infra("down")
 
 
@@ -164,8 +103,6 @@ def test_jobs_get_their_whole_notice_before_infra_down_gives_up(
     run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of 4.7 TB takes hours on a slow file system."""
-    main = site.stack / "main.tf"
-    main.write_text(main.read_text(encoding="utf-8").replace("NAME=", "NOTICE_SECONDS=20000\\nNAME="), encoding="utf-8")
     waits = []
     monkeypatch.setattr(batch_workloads, "wait_until_none", lambda what, find, seconds, advice: waits.append(seconds))
     make_queue(aws.client, "millrace-trainium")

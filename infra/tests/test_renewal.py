@@ -17,7 +17,6 @@ from infra.tests.programs import Programs
 TRAINIUM = "module.trainium.aws_eks_node_group.this"
 ENVIRONMENT = 'module.batch.aws_batch_compute_environment.pool["trainium"]'
 GROUP: dict[str, Any] = {
-    "labels": {"millrace.dev/pool": "trainium"},
     "launch_template": [{"id": "lt-0", "version": "1"}],
     "release_version": "1.34.7-20260505",
     "scaling_config": [{"desired_size": 2, "max_size": 4, "min_size": 0}],
@@ -42,57 +41,27 @@ PLACE = f'region = "{REGION}"\nzone_id = "usw2-az4"\n'
 UPDATE, REPLACE = ["update"], ["create", "delete"]
 
 
-def change_of(
-    address: str, before: Any, actions: list[str] | None = None, unknown: Any = None, **after: Any
-) -> dict[str, Any]:
-    """Makes a resource change of a plan, as `terraform show -json` prints it."""
-    return {
-        "address": address,
-        "mode": "managed",
-        "change": {
-            "actions": actions or UPDATE,
-            "before": before,
-            "after": {**before, **after} if before else after,
-            "after_unknown": unknown or {},
-        },
-    }
+def change_of(address: str, before: dict[str, Any], actions: list[str] | None = None, **after: Any) -> dict[str, Any]:
+    """Makes a resource change of a plan, as `terraform show -json` prints it; what is not known yet is not in it."""
+    change = {"actions": actions or UPDATE, "before": before or None, "after": before | after}
+    return {"address": address, "mode": "managed", "change": change}
 
 
-def resources_with(**changes: Any) -> list[dict[str, Any]]:
-    return [RESOURCES["compute_resources"][0] | changes]
+def environment_with(**changes: Any) -> dict[str, Any]:
+    return change_of(ENVIRONMENT, RESOURCES, compute_resources=[RESOURCES["compute_resources"][0] | changes])
 
 
 @pytest.mark.parametrize(
     ("change", "is_renewal"),
     [
-        (
-            change_of(
-                TRAINIUM, GROUP, unknown={"launch_template": [{"version": True}]}, launch_template=[{"id": "lt-0"}]
-            ),
-            True,
-        ),
+        (change_of(TRAINIUM, GROUP, launch_template=[{"id": "lt-0"}]), True),
         (change_of(TRAINIUM, GROUP, release_version="1.34.8-20260610"), True),
         (change_of(TRAINIUM, GROUP, REPLACE), True),
-        (change_of(TRAINIUM, None, ["create"], release_version="1.34.7-20260505"), False),
+        (change_of(TRAINIUM, {}, ["create"], release_version="1.34.7-20260505"), False),
         (change_of(TRAINIUM, GROUP, scaling_config=[{"desired_size": 2, "max_size": 8, "min_size": 0}]), False),
-        (
-            change_of(
-                ENVIRONMENT,
-                RESOURCES,
-                compute_resources=resources_with(ec2_configuration=[{"image_id_override": "ami-1"}]),
-            ),
-            True,
-        ),
-        (
-            change_of(
-                ENVIRONMENT,
-                RESOURCES,
-                unknown={"compute_resources": [{"launch_template": [{"version": True}]}]},
-                compute_resources=resources_with(launch_template=[{"launch_template_id": "lt-0"}]),
-            ),
-            True,
-        ),
-        (change_of(ENVIRONMENT, RESOURCES, compute_resources=resources_with(max_vcpus=1024)), False),
+        (environment_with(ec2_configuration=[{"image_id_override": "ami-1"}]), True),
+        (environment_with(launch_template=[{"launch_template_id": "lt-0"}]), True),
+        (environment_with(max_vcpus=1024), False),
         (change_of("module.storage.aws_s3_bucket.this", {"tags": {}}, tags={"team": "research"}), False),
     ],
 )
@@ -109,7 +78,7 @@ def terraform(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setenv(name, value)
     changes = [
         change_of(TRAINIUM, GROUP, release_version="1.34.8-20260610"),
-        change_of(ENVIRONMENT, RESOURCES, compute_resources=resources_with(subnets=["subnet-1"])),
+        environment_with(subnets=["subnet-1"]),
     ]
     (tmp_path / "plan.json").write_text(json.dumps({"resource_changes": changes}), encoding="utf-8")
     (tmp_path / "mine.tfvars").write_text(PLACE, encoding="utf-8")
@@ -140,8 +109,8 @@ def test_nodes_of_a_run_are_not_taken_from_it(run_infra: RunInfra, aws: Aws, ter
 
     assert not is_applied(terraform)
     assert "Apply this plan" not in done.stdout
-    assert f"where     millrace, {REGION}; {TRAINIUM}" in done.stderr
-    assert "got       node group trainium has 4 nodes\n" in done.stderr
+    assert TRAINIUM in done.stderr
+    assert "node group trainium has 4 nodes" in done.stderr
     assert "others" not in done.stderr, "a group of others, which the plan does not touch"
     assert "make stop-stage STAGE=... " in done.stderr
 
@@ -149,15 +118,9 @@ def test_nodes_of_a_run_are_not_taken_from_it(run_infra: RunInfra, aws: Aws, ter
     eks.update_nodegroup_config(clusterName="millrace", nodegroupName="trainium", scalingConfig={"desiredSize": 0})
     leaving = aws.run_instance("trn1.32xlarge", {"eks:cluster-name": "millrace", "eks:nodegroup-name": "trainium"})
 
-    assert "got       node group trainium has 1 nodes\n" in run_infra("up", exit_code=4).stderr
+    assert "node group trainium has 1 nodes" in run_infra("up", exit_code=4).stderr
 
     aws.client("ec2").terminate_instances(InstanceIds=[leaving])
-    run_infra("up")
-
-    assert is_applied(terraform)
-
-
-def test_a_cluster_that_is_not_there_yet_is_in_nobodys_use(run_infra: RunInfra, aws: Aws, terraform: Programs) -> None:
     run_infra("up")
 
     assert is_applied(terraform)
@@ -174,7 +137,7 @@ def test_a_compute_environment_is_not_replaced_under_a_job(
     done = run_infra("up", exit_code=4)
 
     assert not is_applied(terraform)
-    assert "got       job queue millrace-trainium has millrace-trainer-a\n" in done.stderr
+    assert "job queue millrace-trainium has millrace-trainer-a" in done.stderr
     assert "make stop-stage STAGE=... TARGET=batch " in done.stderr
 
     aws.client("batch").terminate_job(jobId=job, reason="over")
@@ -205,5 +168,5 @@ def test_a_type_whose_images_take_no_listed_driver_is_refused_before_anything_is
 
     assert not is_applied(terraform)
     assert "trn2.48xlarge" in done.stderr
-    assert f"where     variable {'ami_release' if stack == 'eks' else 'ami_id'}\n" in done.stderr
-    assert "expected  aws-neuronx-dkms from 2.31.7.0 on" in done.stderr
+    assert f"for {'ami_release' if stack == 'eks' else 'ami_id'};" in done.stderr
+    assert "aws-neuronx-dkms from 2.31.7.0 on" in done.stderr

@@ -200,7 +200,7 @@ def test_down_takes_back_what_the_budget_attached_before_it_destroys(run_infra: 
 
 
 def test_another_cluster_is_never_touched(run_infra: RunInfra, cluster: Site, aws: Aws) -> None:
-    cluster.answer_as("https://production.example.com")
+    cluster.answer("https://production.example.com")
 
     run_infra("up")
     done = run_infra("down", exit_code=4)
@@ -216,10 +216,9 @@ def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
     run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deploy tool finds no cluster here: what it ends with is what infra-down ends with."""
-    endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
-    cluster.answer_as(endpoint, '"--namespace millrace get rayclusters"*) echo raycluster.ray.io/millrace ;;')
     (cluster.folder / "kinds.txt").write_text("rayclusters.ray.io\n", encoding="utf-8")
-    (cluster.folder / "namespaces.txt").write_text("millrace\n", encoding="utf-8")
+    cluster.put("rayclusters.ray.io", thing("RayCluster", "millrace", "millrace"))
+    cluster.put("namespaces", thing("Namespace", "millrace"))
     monkeypatch.setenv("KUBECONFIG", str(cluster.folder / "absent"))
 
     run_infra("up")
@@ -238,7 +237,6 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     The pods of add-ons, which hold claims, are gone before.
     """
     monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
-    monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
     cluster.put(
         "services",
         thing("Service", "a-service", "millrace", type="LoadBalancer"),

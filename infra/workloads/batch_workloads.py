@@ -45,7 +45,7 @@ class BatchWorkloads:
         Raises `TryAgain` if one has not ended within the longer of `JOBS_SECONDS` and its notice.
         """
         batch = self.account.client("batch")
-        names = [queue.name for queue in list_queues(self.account, self.stack)]
+        names = list_queues(self.account, self.stack)
         for name in names:
             batch.update_job_queue(jobQueue=name, state="DISABLED")  # nobody can submit another job meanwhile
             for job_id, job in list_job_ids(self.account, name):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.account.load_balancers import list_load_balancers
-from infra.account.managed_node_groups import CORE, NodeGroup, list_node_groups
-from infra.account.polling import shorten, wait_until_none
+from infra.account.managed_node_groups import CORE, list_node_groups
+from infra.account.polling import wait_until_none
 from infra.account.session import Account
 from infra.addons.installation import remove_releases
 from infra.addons.releases import read_releases
@@ -22,6 +22,7 @@ from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
 from infra.teardown.neighbours import Neighbour, find_in_account
 from infra.workloads import kubernetes_cluster
 from services.common.errors import MillraceError
+from services.common.problem_list import list_names
 from services.common.recipe.schema import STAGES
 
 NAMESPACE = "millrace"  # the stages' namespace; a contract test compares it with the stack's
@@ -82,10 +83,12 @@ class ClusterWorkloads:
     def _stop_deployments(self) -> None:
         """Stops the stages, so that the trainer commits a checkpoint before its nodes are removed."""
         has_kuberay = "rayclusters.ray.io" in kubernetes_cluster.list_kinds("ray.io")
-        if not has_kuberay or not kubernetes_cluster.has_namespace(NAMESPACE):
+        spaces = {each["metadata"]["name"] for each in kubernetes_cluster.list_objects("namespaces")}
+        if not has_kuberay or NAMESPACE not in spaces:
             print(f"deployments none: there is no namespace {NAMESPACE}, or no KubeRay", flush=True)
             return
-        if kubernetes_cluster.has_raycluster(NAMESPACE):
+        clusters = kubernetes_cluster.list_objects("rayclusters.ray.io")
+        if any(each["metadata"]["namespace"] == NAMESPACE for each in clusters):
             for stage in STAGES:
                 self._run("deploy.commands", "stop-stage", STAGE=stage, TARGET="kuberay")
         # With FORCE, because nodes that KEEP=1 left do not matter: the next step empties the pools.
@@ -104,10 +107,14 @@ class ClusterWorkloads:
             if group.stack != self.cluster:
                 print(f"left        node group {group.name}: not made by this stack", flush=True)
             elif pods := pods_of_others.get(group.name) if group.pool != CORE else None:
-                print(f"left        nodes of {group.name}, with pods of others: {shorten(pods)}", flush=True)
+                print(f"left        nodes of {group.name}, with pods of others: {list_names(pods)}", flush=True)
             elif group.pool != CORE:
-                self._empty(group)
                 emptied.append(group.name)
+                if group.desired_nodes or group.min_nodes:
+                    print(f"nodes       {group.name}: {group.desired_nodes} -> 0", flush=True)
+                    # maxSize stays, because EKS does not accept 0.
+                    size, eks = {"minSize": 0, "desiredSize": 0}, self.account.client("eks")
+                    eks.update_nodegroup_config(clusterName=self.cluster, nodegroupName=group.name, scalingConfig=size)
         wait_until_none(
             "nodes",
             lambda: [each for name in emptied for each in list_pool_instances(self.account, self.cluster, name)],
@@ -115,14 +122,6 @@ class ClusterWorkloads:
             f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... shows why they stay",
         )
         print(f"nodes       0 in {', '.join(emptied) or 'no pool'}", flush=True)
-
-    def _empty(self, group: NodeGroup) -> None:
-        if group.desired_nodes or group.min_nodes:
-            print(f"nodes       {group.name}: {group.desired_nodes} -> 0", flush=True)
-            # maxSize stays, because EKS does not accept 0.
-            self.account.client("eks").update_nodegroup_config(
-                clusterName=self.cluster, nodegroupName=group.name, scalingConfig={"minSize": 0, "desiredSize": 0}
-            )
 
     def _delete_cloud_objects(self, owners: Owners) -> None:
         """Deletes Services and claims while the controllers run that delete their load balancers and volumes."""

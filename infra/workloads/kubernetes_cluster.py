@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 from infra.account.session import Account
-from infra.child_process import find_program
+from infra.child_process import read_output
 from services.common.errors import DeviceError
 
 KubernetesObject = dict[str, Any]
@@ -47,14 +46,6 @@ def require_context(account: Account, cluster: str) -> None:
             f"kubectl talks to {server}, and {cluster} is at {endpoint}. "
             f"Run aws eks update-kubeconfig --region {account.region} --name {cluster}, then the same command again"
         )
-
-
-def has_namespace(name: str) -> bool:
-    return bool(run_kubectl(["get", "namespace", name, "--ignore-not-found", "--output", "name"]).strip())
-
-
-def has_raycluster(namespace: str) -> bool:
-    return bool(run_kubectl(["--namespace", namespace, "get", "rayclusters", "--output", "name"]).strip())
 
 
 def list_kinds(group: str) -> list[str]:
@@ -97,17 +88,9 @@ def release_of(found: KubernetesObject) -> tuple[str, str] | None:
 
 
 def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, ...] = (0,)) -> str:
-    """Runs kubectl with `written` as its standard input, and returns its output.
-
-    Raises `DeviceError` with kubectl's message for any exit code that is not among `good_codes`.
-    """
-    source = "1.27 or newer from https://kubernetes.io/docs/tasks/tools"
-    kubectl = find_program("kubectl", "reads and changes the cluster", source)
-    done = subprocess.run([kubectl, *arguments], input=written, capture_output=True, text=True, check=False)
-    if done.returncode not in good_codes:
-        raise DeviceError(
-            f"kubectl {' '.join(arguments[:4])} ended with {done.returncode}: {done.stderr.strip()}. Check that the "
-            f"cluster's API is reachable from here (api_public_cidrs), and that you administer the cluster: whoever "
-            f"ran infra-up first does, and the stack's administrators do. Operators cannot read all namespaces"
-        )
-    return done.stdout
+    """Runs kubectl with `written` as its standard input. Raises `DeviceError` with kubectl's message."""
+    advice = (
+        "Check that the cluster's API is reachable from here (api_public_cidrs), and that you administer the cluster: "
+        "whoever ran infra-up first does, and the stack's administrators do. Operators cannot read all namespaces"
+    )
+    return read_output("kubectl", *arguments, written=written, good_codes=good_codes, advice=advice)

@@ -160,8 +160,7 @@ def _placement(own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> 
     yield Agreement("zones that pods select (the pool is in one)", set(), zones)
     yield Agreement("label of the pools, in the commands", label, POOL_LABEL)
     yield Agreement("label of the pools, in the commands of infra", managed_node_groups.POOL_LABEL, POOL_LABEL)
-    groups = {managed_node_groups.CORE: used["head"], managed_node_groups.TRAINIUM: used["trainer"]}
-    yield Agreement("pools, in the commands of infra", set(groups), set(groups.values()))
+    yield Agreement("pool of the head, in the commands of infra", managed_node_groups.CORE, used["head"])
     yield Agreement("taint of Trainium nodes, in the commands", taint["key"], NEURON)
     yield Agreement("label of node groups' shapes, in the commands", own["shape_label"], SHAPE_LABEL)
     for name in _groups(objects):

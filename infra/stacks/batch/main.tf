@@ -139,6 +139,10 @@ data "aws_subnet" "given" {
       error_message = "SUBNET=${self.id} is in zone ${self.availability_zone_id}, and zone_id = \"${var.zone_id}\". Set zone_id to the zone of the subnet."
     }
     postcondition {
+      condition     = pow(2, 32 - tonumber(split("/", self.cidr_block)[1])) - 5 >= var.trainium.max_nodes * local.addresses_per_node
+      error_message = "SUBNET=${self.id} is ${self.cidr_block}, of which AWS keeps 5 addresses, and ${var.trainium.max_nodes} Trainium nodes take ${local.addresses_per_node} each. Name a larger subnet, lower trainium.max_nodes, or set efa_layout to \"efa-only\"."
+    }
+    postcondition {
       condition     = !self.map_public_ip_on_launch
       error_message = "SUBNET=${self.id} assigns public addresses, which nodes with several interfaces and the containers of a job cannot have, so that they would not reach the internet. Name a private subnet with a route to a NAT gateway."
     }

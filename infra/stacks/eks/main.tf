@@ -19,10 +19,11 @@ locals {
   node_taints = { core = [], cpu = [], trainium = [local.taint] }
 
   # AWS' releases for this version of Kubernetes; null and empty where a validation refuses the version.
-  eks_releases   = jsondecode(file("${path.module}/../../aws_releases.json")).eks
-  ami_versions   = local.eks_releases.versions
-  ami_release    = try(local.ami_versions[var.kubernetes_version].default, null)
-  addon_versions = try(local.ami_versions[var.kubernetes_version].addons, {})
+  eks_releases     = jsondecode(file("${path.module}/../../aws_releases.json")).eks
+  ami_versions     = local.eks_releases.versions
+  ami_release      = try(local.ami_versions[var.kubernetes_version].default, null)
+  addon_versions   = try(local.ami_versions[var.kubernetes_version].addons, {})
+  trainium_release = coalesce(var.ami_release, local.ami_release, "none")
 
   # common.tf checks these.
   cpu_shapes    = [var.cpu_nodes.shape, var.core_nodes.shape]
@@ -70,6 +71,24 @@ locals {
     local.has_container_insights ? { container_insights = "/aws/containerinsights/${var.name}/performance" } : {},
     local.has_pod_logs ? { for name in keys(local.pod_files) : name => "/${var.name}/${name}" } : {},
   )
+}
+
+# EC2 knows an AMI release by its name alone, such as amazon-eks-node-al2023-x86_64-neuron-1.34-v20260505 for 1.34.7-20260505.
+data "aws_ami_ids" "trainium" {
+  owners             = ["amazon"]
+  include_deprecated = true
+
+  filter {
+    name   = "name"
+    values = [format("amazon-eks-node-al2023-x86_64-neuron-%s", replace(local.trainium_release, "/\\.\\d+-/", "-v"))]
+  }
+
+  lifecycle {
+    postcondition {
+      condition     = length(self.ids) > 0
+      error_message = "${var.region} has no AMI of the release ${local.trainium_release}; AWS may have withdrawn it. Write another of infra/aws_releases.json into ami_release."
+    }
+  }
 }
 
 # An access entry names the role behind a session.
@@ -196,7 +215,7 @@ module "trainium" {
   labels             = local.node_labels.trainium
   taint              = local.taint
   tags               = local.tags
-  ami_release        = try(coalesce(var.ami_release, local.ami_release), null)
+  ami_release        = local.trainium_release
 }
 
 module "guardrails" {

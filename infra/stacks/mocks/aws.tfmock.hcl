@@ -13,7 +13,15 @@ mock_data "aws_ami" {
 }
 
 mock_data "aws_subnet" {
-  defaults = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = false }
+  defaults = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", cidr_block = "10.0.0.0/20", availability_zone_id = "usw2-az4", map_public_ip_on_launch = false }
+}
+
+mock_data "aws_ami_ids" {
+  defaults = { ids = ["ami-0123456789abcdef0"] }
+}
+
+mock_data "aws_ec2_instance_type_offerings" {
+  defaults = { instance_types = ["trn1.32xlarge", "trn1n.32xlarge", "trn2.3xlarge", "trn2.48xlarge", "trn2u.48xlarge", "m7i.2xlarge", "m7i.4xlarge", "m7i.8xlarge", "m7i.16xlarge"] }
 }
 
 mock_data "aws_iam_session_context" {

@@ -1,6 +1,6 @@
 """Adds to moto what the stacks need and moto lacks.
 
-That is a machine image of one release; EKS' add-ons, identities and access entries; placement groups; FSx' data
+That is machine images; EKS' add-ons, identities and access entries; placement groups; FSx' data
 repositories; the subscribers, tags and actions of budgets; and Batch's compute environments whose groups are in their
 launch template. They only store and return their arguments. `install` adds them to moto in this process.
 """
@@ -25,18 +25,25 @@ from moto.eks import urls as eks_urls
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
 
-from infra.aws_releases import read_ecs_machine_images
+from infra.aws_releases import ECS, read_machine_images
 
 ACCOUNT = "123456789012"  # moto's
 TRAINIUM_AMI = "ami-0123456789abcdef0"
+EKS_AMIS = [f"amazon-eks-node-al2023-x86_64-neuron-1.34-v{day}" for day in ("20260505", "20260610")]
 CREATED = 1735689600.0  # a time as AWS' JSON has it
 LUSTRE_VERSION = "2.15"
+KINDS = {
+    "addons": "addon",
+    "pod-identity-associations": "association",
+    "access-entries": "accessEntry",
+    "access-policies": "associatedAccessPolicy",
+}
 Store = dict[str, dict[str, Any]]
 Reply = tuple[int, dict[str, str], str]
 
 
 def install() -> None:
-    _add_machine_image()
+    _add_machine_images()
     _add_placement_groups()
     _add_fsx()
     _add_budgets()
@@ -44,15 +51,15 @@ def install() -> None:
     _add_eks()
 
 
-def _add_machine_image() -> None:
-    """The release of ECS' AMI that the stack names: moto has others."""
+def _add_machine_images() -> None:
+    """The releases of AWS' images that the stacks name: moto has others."""
     load = AmiBackend._load_amis
+    names = {TRAINIUM_AMI: read_machine_images()[ECS].default} | {f"ami-{name[-8:]}": name for name in EKS_AMIS}
 
     def load_amis(backend: AmiBackend) -> None:
         load(backend)
-        backend.amis[TRAINIUM_AMI] = Ami(
-            backend, TRAINIUM_AMI, name=read_ecs_machine_images().default, owner_id="591542846629", owner_alias="amazon"
-        )
+        for key, name in names.items():
+            backend.amis[key] = Ami(backend, key, name=name, owner_id="591542846629", owner_alias="amazon")
 
     _extend(AmiBackend, _load_amis=load_amis)
 
@@ -189,98 +196,51 @@ def _is_same(details: dict[str, Any], asked: dict[str, Any]) -> bool:
 
 
 def _add_eks() -> None:
-    """Three collections of a cluster, each under its own path. What a caller sends is what it reads back."""
+    """Four kinds of a cluster's items, each under its own path. What a caller sends is what it reads back."""
     # EKS has none of these where a launch template has them; moto makes them up, and a plan would replace the group.
     for made_up in ("DEFAULT_REMOTE_ACCESS", "DEFAULT_DISK_SIZE", "DEFAULT_INSTANCE_TYPES"):
         setattr(eks_models, made_up, None)
+    items: Store = {}
 
-    identities = _Collection("pod-identity-associations", "association", _make_identity)
-
-    def make_addon(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """An add-on's identities are associations like any other, and it names them."""
-        made = [identities.create(cluster, region, each) for each in asked.get("podIdentityAssociations", [])]
-        name = asked["addonName"]
-        return name, {
-            **asked,
-            "addonArn": f"arn:aws:eks:{region}:{ACCOUNT}:addon/{cluster}/{name}/{uuid4()}",
-            "addonVersion": asked.get("addonVersion") or "v1.0.0-eksbuild.1",
+    def create(path: str, kind: str, region: str, asked: dict[str, Any]) -> dict[str, Any]:
+        cluster = path.split("/")[2]
+        name = next((asked[key] for key in ("addonName", "policyArn", "principalArn") if key in asked), uuid4().hex)
+        arn = f"arn:aws:eks:{region}:{ACCOUNT}:{KINDS[kind]}/{cluster}/{name}"
+        defaults = {"namespace": "kube-system", "type": "STANDARD", "addonVersion": "v1.0.0-eksbuild.1"}
+        times = dict.fromkeys(("createdAt", "modifiedAt", "associatedAt"), CREATED)
+        made: dict[str, Any] = {
+            "clusterName": cluster,
+            "status": "ACTIVE",
             "health": {"issues": []},
-            "podIdentityAssociations": [each["associationArn"] for each in made],
+            "username": name,
+            **times,
         }
+        arns = {"addonArn": arn, "accessEntryArn": arn, "associationArn": arn, "associationId": name}
+        if kind == "addons":  # its identities are associations like any other, and it names them
+            place, own = f"/clusters/{cluster}/pod-identity-associations", asked.get("podIdentityAssociations", [])
+            identities = [create(place, "pod-identity-associations", region, each) for each in own]
+            asked = asked | {"podIdentityAssociations": [each["associationArn"] for each in identities]}
+        items[f"{path}/{name}"] = defaults | made | times | asked | arns
+        return items[f"{path}/{name}"]
 
-    addons = _Collection("addons", "addon", make_addon)
-    entries = _AccessEntries("access-entries", "accessEntry", _make_entry)
-    for each in (identities, addons, entries):
-        eks_urls.url_paths[f"{{0}}/clusters/(?P<name>[^/]+)/{each.path}$"] = each.answer
-        eks_urls.url_paths[f"{{0}}/clusters/(?P<name>[^/]+)/{each.path}/(?P<item>.+)$"] = each.answer
-
-
-def _make_identity(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    name = f"a-{uuid4().hex[:17]}"
-    arn = f"arn:aws:eks:{region}:{ACCOUNT}:podidentityassociation/{cluster}/{name}"
-    return name, {"namespace": "kube-system", **asked, "associationArn": arn, "associationId": name}
-
-
-def _make_entry(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    name = asked["principalArn"]
-    arn = f"arn:aws:eks:{region}:{ACCOUNT}:access-entry/{cluster}/{name}"
-    return name, {"type": "STANDARD", "username": name, **asked, "accessEntryArn": arn}
-
-
-class _Collection:
-    """A cluster's items of one kind. `make` returns an item's name and the item."""
-
-    def __init__(
-        self, path: str, one: str, make: Callable[[str, str, dict[str, Any]], tuple[str, dict[str, Any]]]
-    ) -> None:
-        self.path = path
-        self._one = one
-        self._make = make
-        self._items: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def create(self, cluster: str, region: str, asked: dict[str, Any]) -> dict[str, Any]:
-        name, item = self._make(cluster, region, asked)
-        common = {"clusterName": cluster, "status": "ACTIVE", "createdAt": CREATED, "modifiedAt": CREATED}
-        self._items[cluster, name] = common | item
-        return self._items[cluster, name]
-
-    def answer(self, request: Any, full_url: str, headers: Any) -> Reply:
-        before, _, after = urlparse(full_url).path.partition(f"/{self.path}")
-        cluster, item = before.rpartition("/")[2], unquote(after.strip("/"))
+    def answer(request: Any, full_url: str, headers: Any) -> Reply:
+        path = unquote(urlparse(full_url).path)
+        kind = max(KINDS, key=path.rfind)
         asked = json.loads(request.data or b"{}")
-        if not item:
-            return _reply(200, {self._one: self.create(cluster, _region(request), asked)})
-        if (cluster, item) not in self._items:
-            return _reply(404, {"message": f"no {self._one} {item} in {cluster}"}, "ResourceNotFoundException")
-        if request.method == "DELETE":
-            return _reply(200, {self._one: self._items.pop((cluster, item))})
+        if path.endswith(f"/{kind}"):
+            if request.method == "POST":
+                return _reply(200, {KINDS[kind]: create(path, kind, _region(request), asked)})
+            listed = [item for place, item in items.items() if place.startswith(f"{path}/")]
+            return _reply(200, {"associatedAccessPolicies": listed})
+        if path not in items:
+            return _reply(404, {"message": f"no {path}"}, "ResourceNotFoundException")
         if request.method == "POST":
-            self._items[cluster, item].update(asked)
-        return _reply(200, {self._one: self._items[cluster, item]})
+            items[path].update(asked)
+        return _reply(200, {KINDS[kind]: items.pop(path) if request.method == "DELETE" else items[path]})
 
-
-class _AccessEntries(_Collection):
-    """Access entries with their associated access policies."""
-
-    def answer(self, request: Any, full_url: str, headers: Any) -> Reply:
-        before, marker, after = urlparse(full_url).path.partition("/access-policies")
-        if not marker:
-            return super().answer(request, full_url, headers)
-        path, _, principal = before.partition(f"/{self.path}/")
-        cluster, policy = path.rpartition("/")[2], unquote(after.strip("/"))
-        entry = self._items.get((cluster, unquote(principal)))
-        if entry is None:
-            return _reply(404, {"message": f"no access entry {principal} in {cluster}"}, "ResourceNotFoundException")
-        common = {"clusterName": cluster, "principalArn": entry["principalArn"]}
-        policies = entry.setdefault("policies", {})
-        if request.method == "DELETE":
-            policies.pop(policy)
-            return _reply(200, {})
-        if request.method == "POST":
-            asked = json.loads(request.data)
-            policies[asked["policyArn"]] = {**asked, "associatedAt": CREATED, "modifiedAt": CREATED}
-            return _reply(200, {**common, "associatedAccessPolicy": policies[asked["policyArn"]]})
-        return _reply(200, {**common, "associatedAccessPolicies": list(policies.values())})
+    for kind in KINDS.keys() - {"access-policies"}:  # which are below an entry
+        for rest in ("$", "/(?P<item>.+)$"):
+            eks_urls.url_paths[f"{{0}}/clusters/(?P<name>[^/]+)/{kind}{rest}"] = answer
 
 
 def _region(request: Any) -> str:

@@ -140,7 +140,20 @@ run "a_public_subnet" {
   }
   override_data {
     target = data.aws_subnet.given[0]
-    values = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = true }
+    values = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = true, cidr_block = "10.0.0.0/20" }
+  }
+  expect_failures = [data.aws_subnet.given]
+}
+
+run "a_subnet_that_is_too_small" {
+  command = plan
+  variables {
+    config   = "tests/configs/subnet.txt"
+    trainium = { max_nodes = 7 }
+  }
+  override_data {
+    target = data.aws_subnet.given[0]
+    values = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = false, cidr_block = "10.0.0.0/26" }
   }
   expect_failures = [data.aws_subnet.given]
 }

@@ -37,6 +37,19 @@ run "a_zone_that_offers_trn1_and_not_trn1n_and_an_unknown_kind_of_capacity" {
   expect_failures = [var.zone_id, var.capacity]
 }
 
+run "a_type_that_ec2_has_withdrawn_from_the_zone_and_an_ami_that_aws_has" {
+  command = plan
+  override_data {
+    target = data.aws_ec2_instance_type_offerings.zone
+    values = { instance_types = ["trn1.32xlarge"] }
+  }
+  override_data {
+    target = data.aws_ami_ids.trainium
+    values = { ids = [] }
+  }
+  expect_failures = [data.aws_ec2_instance_type_offerings.zone, data.aws_ami_ids.trainium]
+}
+
 run "trn2_in_a_region_without_it_and_a_reservation_that_nothing_would_use" {
   command = plan
   variables {
