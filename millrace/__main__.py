@@ -51,7 +51,8 @@ def start(call: Call) -> NoReturn:
     require_installed(call)
     sys.stdout.flush()
     environment = {**os.environ, **call.variables, "MAKE_VARIABLES": " ".join(call.variables)}
-    if str(SHIPPED.parent) in sys.path[1:]:  # installed: a folder `services` of where a person types this is not ours
+    # Installed, and not found by `python -m millrace` in the repository: a folder `services` beside a person is theirs.
+    if sys.flags.safe_path or str(SHIPPED.parent) in sys.path[1:]:
         environment["PYTHONSAFEPATH"] = "1"
     os.execve(sys.executable, [sys.executable, "-m", call.module, *call.words], environment)
 

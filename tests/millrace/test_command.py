@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import shlex
 import subprocess
 import sys
@@ -127,3 +128,17 @@ def test_importing_the_package_is_light() -> None:
     code = "import sys, millrace; print(sorted({'torch', 'pydantic', 'transformers'} & set(sys.modules)))"
     done = run_python(["-c", code])
     assert ast.literal_eval(done.stdout) == []
+
+
+def test_an_installed_command_runs_beside_a_package_services_of_the_person(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services/__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "millrace", "artifacts", "list", "."],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
