@@ -54,7 +54,8 @@ def start(call: Call) -> NoReturn:
     # Installed, and not found by `python -m millrace` in the repository: a folder `services` beside a person is theirs.
     if sys.flags.safe_path or str(SHIPPED.parent) in sys.path[1:]:
         environment["PYTHONSAFEPATH"] = "1"
-    os.execve(sys.executable, [sys.executable, "-m", call.module, *call.words], environment)
+    command = [sys.executable, "-m", call.module, *call.words]
+    os.execve(sys.executable, command, environment)  # nosec B606 # it replaces itself by the program
 
 
 def _add(parent: typer.Typer, name: str, program: Program, panel: str | None) -> None:

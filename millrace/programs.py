@@ -12,12 +12,8 @@ from services.common.errors import DeviceError
 
 RECIPE, DEPLOY = "--recipe", "deploy.commands"
 HELP = ("-h", "--help")
-_NEEDED = {
-    "services.tokenizer": ("sentencepiece", "tokenizer"),
-    "services.compiler": ("torch", "compiler"),
-    "services.trainer": ("transformers", "trainer"),
-}
-"""A library that a program imports, and the extra of the package that brings it and the others."""
+LIBRARIES = {"tokenizer": "numba", "compiler": "torch", "trainer": "transformers", "deploy": "kubernetes"}
+"""A library that only this extra of the package brings, or that stands for its others."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,21 @@ def read_variables(words: Sequence[str]) -> dict[str, str]:
 
 
 def require_installed(call: Call) -> None:
-    """Raise `DeviceError` where the libraries of the program are not installed."""
-    library, extra = _NEEDED.get(call.module, ("", ""))
-    if library and find_spec(library) is None:
+    """Raise `DeviceError` where libraries of the program are not installed."""
+    lacking = [extra for extra in list_extras(call) if find_spec(LIBRARIES[extra]) is None]
+    if lacking:
         raise DeviceError(
-            f"python -m {call.module} needs {library}, which is not installed: "
-            f"pip install -e '{SHIPPED.parent}[{extra}]'"
+            f"python -m {call.module} needs {', '.join(LIBRARIES[extra] for extra in lacking)}, expected from: "
+            f"pip install -e '{SHIPPED.parent}[{','.join(lacking)}]'"
         )
+
+
+def list_extras(call: Call) -> list[str]:
+    """Return the extras of the package whose libraries the program imports."""
+    if call.module == DEPLOY:
+        is_here = "demo" in call.words or call.variables.get("TARGET") == "local"
+        return ["tokenizer", "trainer"] if is_here else ["deploy"]
+    return [extra for extra in LIBRARIES if call.module == f"services.{extra}"]
 
 
 def _trainer(name: str, help: str, first: str = RECIPE) -> Program:

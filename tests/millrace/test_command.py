@@ -9,19 +9,27 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from docs.site.commands import list_commands
 from images.platforms import REPOSITORY
-from millrace.programs import DEPLOY_PROGRAMS, PROGRAMS, Program
+from millrace.programs import DEPLOY_PROGRAMS, PROGRAMS, Call, Program, require_installed
+from services.common.errors import DeviceError
 from services.common.process.subcommands import ARTIFACTS
 from services.common.testing.commands import run_python
 
 COMMANDS: dict[str, Program] = {name: each for group in PROGRAMS.values() for name, each in group.items()}
 TINY = str(REPOSITORY / "recipes/tiny-cpu.toml")
 HEAVY = {"torch", "ray", "pyarrow", "numpy", "transformers", "numba", "pydantic", "boto3", "kubernetes"}
+
+
+def call(line: str) -> Call:
+    name, *words = shlex.split(line)
+    program = DEPLOY_PROGRAMS[words.pop(0)] if name == "deploy" else COMMANDS[name]
+    return program.call(words)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +65,7 @@ HEAVY = {"torch", "ray", "pyarrow", "numpy", "transformers", "numba", "pydantic"
     ],
 )
 def test_a_command_starts_a_program_with_its_words(line: str, started: str) -> None:
-    name, *words = shlex.split(line)
-    program = DEPLOY_PROGRAMS[words.pop(0)] if name == "deploy" else COMMANDS[name]
-    assert str(program.call(words)) == started
+    assert str(call(line)) == started
 
 
 def test_every_subcommand_of_every_stage_has_a_command() -> None:
@@ -95,20 +101,26 @@ def test_an_exit_code_is_that_of_the_program(words: list[str], exit_code: int) -
     assert run_python(["-m", "millrace", *words]).returncode == exit_code
 
 
-def test_a_program_without_its_libraries_names_the_extra(tmp_path: Path) -> None:
-    """As after `pip install -e .`: no library of a stage can be imported."""
-    bare = [sys.executable, "-S", "-c"]
-    code = (
-        "import sys; from importlib.util import find_spec\n"
-        "from millrace.programs import Call, require_installed\n"
-        "from services.common.errors import DeviceError\n"
-        "for stage in ('tokenizer', 'compiler', 'trainer'):\n"
-        "    try: require_installed(Call(f'services.{stage}', ()))\n"
-        "    except DeviceError as error: assert f'[{stage}]' in str(error)\n"
-        "    else: sys.exit(1)\n"
-    )
-    done = subprocess.run([*bare, code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(
+    ("line", "extras"),
+    [
+        ("tokenize a.toml", "[tokenizer]"),
+        ("compile a.toml", "[compiler]"),
+        ("runs", "[trainer]"),
+        ("demo", "[tokenizer,trainer]"),
+        ("deploy status", "[deploy]"),
+        ("deploy pipeline --target local", "[tokenizer,trainer]"),
+        ("artifacts list", None),
+    ],
+)
+def test_a_program_without_its_libraries_names_the_extras(
+    line: str, extras: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `pip install -e .`: no library of a stage is found."""
+    monkeypatch.setattr("millrace.programs.find_spec", lambda name: None)
+    with pytest.raises(DeviceError) if extras else nullcontext() as raised:
+        require_installed(call(line))
+    assert raised is None or f"{extras}'" in str(raised.value)
 
 
 def test_the_package_names_a_command_that_exists_and_sources_of_its_extras() -> None:
