@@ -81,6 +81,7 @@ sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) or not has_headers)' && 
     return 1
 }
 has_docker() { docker --version; }
+has_skopeo() { skopeo --version; }
 has_kubectl() { kubectl version --client; }
 has_helm() { is_new_enough 3 13 "$(helm version --short)"; }
 has_terraform() { is_new_enough 1 10 "$(terraform version)"; }
@@ -96,7 +97,7 @@ require() { # USE CHECK NAME COMMAND
         echo "still missing: $3"
     else
         echo "missing, for $1: $3"
-        echo "    ${4:-by the names of this system}"
+        echo "    ${4:-by its own instructions: this system has no package that is known here}"
     fi
     missing=4
 }
@@ -126,6 +127,7 @@ require local has_python "Python 3.11 or 3.12 with its headers" "$(choose "$(dnf
     "$(apt "python3 python3-dev python3-venv")" "brew install python@3.12")"
 require images has_docker Docker "$(choose "$(dnf docker) && ${sudo}systemctl enable --now docker" \
     "$(apt docker.io)" "brew install --cask docker")"
+require images has_skopeo skopeo "$(choose "" "$(apt skopeo)" "brew install skopeo")"
 require kubernetes has_kubectl kubectl "$(choose "$kubectl" "$kubectl" "brew install kubernetes-cli")"
 require kubernetes has_helm "helm 3.13 or newer" "$(choose "$helm" "$helm" "brew install helm")"
 require aws has_terraform "Terraform 1.10 or newer" "$(choose "$terraform_dnf" "$terraform_apt" \
