@@ -84,8 +84,8 @@ cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on thi
 	$(if $(filter-out 0,$(DOWN)),@$(python) -m tests.cluster.kit down,$(cluster_local))
 
 clean: ## Remove virtual environments and caches; keep artifacts and images.
-	rm -rf .venv .venv.before .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-security-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
-	find $(wildcard services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv.before .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-security-checks .venv-docs .lm-eval .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist build millrace.egg-info
+	find $(wildcard millrace services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ##@ Deploy on KubeRay or AWS Batch
 

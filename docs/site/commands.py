@@ -45,6 +45,7 @@ def list_commands() -> list[Command]:
 _ONLY_AT_HOME = {"tokenizer": ("pin",)}
 """Subcommands that no cluster runs, and that `services.common.process.subcommands` therefore leaves out."""
 _OTHERS = (
+    Command("millrace"),
     *(Command("services.common.artifacts", name) for name in ("list", "verify", "show", "gc")),
     *(Command("deploy.commands", name) for name in ("deploy-stage", "rollback-stage", "pipeline", "stage-run")),
     *(Command("deploy.commands", name) for name in ("stage-status", "stage-logs", "stop-stage", "demo")),

@@ -73,7 +73,7 @@ class Document:
         ]
 
     def commands(self) -> Iterator[list[str]]:
-        """Commands with `make` or `python -m`, as words, from the program's name to the command's end."""
+        """Commands with `make`, `millrace` or `python -m`, as words, from the program's name to the command's end."""
         for line in self.code_lines():
             words = _split(line)
             for index, word in enumerate(words):
@@ -81,6 +81,8 @@ class Document:
                     continue
                 if word == "make" and index + 1 < len(words):
                     yield ["make", *_until_end(words[index + 1 :])]
+                elif word == "millrace" and index + 1 < len(words):
+                    yield ["millrace", *_until_end(words[index + 1 :])]
                 elif word.endswith("python") and words[index + 1 : index + 2] == ["-m"]:
                     yield ["python", *_until_end(words[index + 2 :])]
 

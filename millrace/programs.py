@@ -1,0 +1,149 @@
+"""The commands of `millrace`, and the program of the repository that each of them starts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from millrace.recipe import SHIPPED, find_recipe
+from services.common.errors import DeviceError
+
+RECIPE, DEPLOY = "--recipe", "deploy.commands"
+HELP = ("-h", "--help")
+LIBRARIES = {"tokenizer": "numba", "compiler": "torch", "trainer": "transformers", "deploy": "kubernetes"}
+"""A library that only this extra of the package brings, or that stands for its others."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The start of a program: `python -m MODULE WORDS`, with variables of the environment."""
+
+    module: str
+    words: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*variables, "python -m", self.module, shlex.join(self.words)]).rstrip()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a command of `millrace` starts. All options and recipe overrides are passed on."""
+
+    help: str
+    module: str
+    words: tuple[str, ...] = ()
+    """First words of the program: its subcommand."""
+    first: str = RECIPE
+    """The option that the first word of the command is the value of; empty where there is none."""
+    default: str = ""
+    """The first word where it is left out."""
+
+    @property
+    def usage(self) -> str:
+        first = self.first.lstrip("-").upper()
+        return f"[{first}] [OPTIONS]" if self.default else f"{first} [OPTIONS]".lstrip()
+
+    def call(self, words: Sequence[str]) -> Call:
+        """Return what the command starts when these words follow it."""
+        given = list(words)
+        if self.default and not (given and is_value(given[0])) and RECIPE not in {each.split("=")[0] for each in given}:
+            given.insert(0, self.default)
+        if self.first and given and is_value(given[0]):
+            value = str(find_recipe(given[0])) if self.first == RECIPE else given[0]
+            given[:1] = [self.first, value]
+        if self.module == DEPLOY:
+            return Call(DEPLOY, (*self.words, *filter(HELP.__contains__, given)), read_variables(given))
+        return Call(self.module, (*self.words, *given))
+
+
+def is_value(word: str) -> bool:
+    return not word.startswith("-")
+
+
+def read_variables(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables that the deploy commands read, from options: `--nodes 2 --keep` are NODES=2 and KEEP=1.
+
+    Recipe overrides, `--section.key=value`, become ARGS.
+    """
+    variables: dict[str, str] = {}
+    overrides = [word for word in words if "." in word.partition("=")[0] and word.startswith("--")]
+    rest = [word for word in words if word not in (*overrides, *HELP)]
+    while rest:
+        name, is_joined, value = rest.pop(0).partition("=")
+        if not is_joined:
+            value = rest.pop(0) if rest and is_value(rest[0]) else "1"
+        variables[name.lstrip("-").replace("-", "_").upper()] = value
+    if overrides:
+        variables["ARGS"] = shlex.join([*shlex.split(variables.get("ARGS", "")), *overrides])
+    return variables
+
+
+def require_installed(call: Call) -> None:
+    """Raise `DeviceError` where libraries of the program are not installed."""
+    lacking = [extra for extra in list_extras(call) if find_spec(LIBRARIES[extra]) is None]
+    if lacking:
+        raise DeviceError(
+            f"python -m {call.module} needs {', '.join(LIBRARIES[extra] for extra in lacking)}, expected from: "
+            f"pip install -e '{SHIPPED.parent}[{','.join(lacking)}]'"
+        )
+
+
+def list_extras(call: Call) -> list[str]:
+    """Return the extras of the package whose libraries the program imports."""
+    if call.module == DEPLOY:
+        is_here = "demo" in call.words or call.variables.get("TARGET") == "local"
+        return ["tokenizer", "trainer"] if is_here else ["deploy"]
+    return [extra for extra in LIBRARIES if call.module == f"services.{extra}"]
+
+
+def _trainer(name: str, help: str, first: str = RECIPE) -> Program:
+    return Program(help, "services.trainer", (name,), first)
+
+
+def _deploy(name: str, help: str, first: str = "--stage", default: str = "") -> Program:
+    return Program(help, DEPLOY, (name,), first, default)
+
+
+PROGRAMS: dict[str, dict[str, Program]] = {
+    "Run on this machine": {
+        "demo": _deploy("demo", "Tokenize, compile and train a recipe, and show the run.", RECIPE, "tiny-cpu"),
+        "tokenize": Program("Turn text into a corpus of packed token rows.", "services.tokenizer"),
+        "compile": Program("Compile all graphs of a recipe's program.", "services.compiler"),
+        "train": Program("Train the recipe's model, from the newest checkpoint on.", "services.trainer"),
+    },
+    "Before a run": {
+        "plan": _trainer("plan", "Estimate memory, time, cost and checkpoints of a run."),
+        "plan-compile": Program("Estimate time and price of compiling for Neuron.", "services.compiler", ("plan",)),
+        "doctor": _trainer("doctor", "Check all requirements of a run."),
+        "train-vocab": Program("Train a vocabulary.", "services.tokenizer", ("train-vocab",), ""),
+        "pin": Program("Pin the data sets of recipes to commits.", "services.tokenizer", ("pin",), ""),
+    },
+    "Runs and artifacts": {
+        "runs": _trainer("runs", "List runs and branches: state, steps, loss, cost.", ""),
+        "compare": _trainer("compare", "Compare runs: RUN,RUN.", "--runs"),
+        "report": _trainer("report", "Write the report of a run, also while it goes on.", "--run"),
+        "summary": _trainer("summary", "Print what the three stages made."),
+        "sample": _trainer("sample", "Let the newest checkpoint continue a prompt."),
+        "evaluate": _trainer("evaluate", "Evaluate a checkpoint on a corpus."),
+        "export": _trainer("export", "Write a checkpoint for Hugging Face or NxD."),
+        "import": _trainer("import", "Start a run with weights of Hugging Face, NxD or DCP."),
+        "inspect-checkpoint": _trainer("inspect-checkpoint", "Print the metadata and tensors of a checkpoint."),
+        "artifacts": Program("Verify, show, list or clean up artifacts.", "services.common.artifacts", (), ""),
+    },
+}
+"""Programs by their commands, in groups as the help shows them."""
+
+DEPLOY_PROGRAMS = {
+    "stage": _deploy("deploy-stage", "Deploy a stage, and follow it to its end."),
+    "pipeline": _deploy("pipeline", "Run the three stages, in one live view.", RECIPE),
+    "status": _deploy("stage-status", "Show which stages are deployed, and how the last ended.", ""),
+    "logs": _deploy("stage-logs", "Follow a stage that is deployed."),
+    "stop": _deploy("stop-stage", "Let a stage commit a checkpoint, then end its deployment."),
+    "rollback": _deploy("rollback-stage", "Deploy the previous image with which a stage succeeded."),
+    "run": _deploy("stage-run", "Run a subcommand of a stage in a short job: --command 'WORD ...'."),
+}
+"""The commands of `millrace deploy`."""

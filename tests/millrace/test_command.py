@@ -1,0 +1,156 @@
+"""The command `millrace`: what it starts, with which words, and that its help needs no heavy library."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from docs.site.commands import list_commands
+from images.platforms import REPOSITORY
+from millrace.programs import DEPLOY_PROGRAMS, PROGRAMS, Call, Program, require_installed
+from services.common.errors import DeviceError
+from services.common.process.subcommands import ARTIFACTS
+from services.common.testing.commands import run_python
+
+COMMANDS: dict[str, Program] = {name: each for group in PROGRAMS.values() for name, each in group.items()}
+TINY = str(REPOSITORY / "recipes/tiny-cpu.toml")
+HEAVY = {"torch", "ray", "pyarrow", "numpy", "transformers", "numba", "pydantic", "boto3", "kubernetes"}
+
+
+def call(line: str) -> Call:
+    name, *words = shlex.split(line)
+    program = DEPLOY_PROGRAMS[words.pop(0)] if name == "deploy" else COMMANDS[name]
+    return program.call(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "started"),
+    [
+        ("tokenize tiny-cpu", f"python -m services.tokenizer --recipe {TINY}"),
+        (
+            "compile recipes/mine.toml --root /data",
+            "python -m services.compiler --recipe recipes/mine.toml --root /data",
+        ),
+        ("train tiny-cpu.toml --train.max_steps=5", f"python -m services.trainer --recipe {TINY} --train.max_steps=5"),
+        ("train --recipe a.toml", "python -m services.trainer --recipe a.toml"),
+        ("plan-compile a.toml", "python -m services.compiler plan --recipe a.toml"),
+        ("export a.toml --output b", "python -m services.trainer export --recipe a.toml --output b"),
+        ("runs --json", "python -m services.trainer runs --json"),
+        ("report tiny", "python -m services.trainer report --run tiny"),
+        ("report --recipe a.toml --sample", "python -m services.trainer report --recipe a.toml --sample"),
+        ("compare a,b", "python -m services.trainer compare --runs a,b"),
+        ("artifacts verify fsx", "python -m services.common.artifacts verify fsx"),
+        ("demo", f"RECIPE={TINY} python -m deploy.commands demo"),
+        ("demo a.toml --root /data", "RECIPE=a.toml ROOT=/data python -m deploy.commands demo"),
+        ("deploy status --target batch", "TARGET=batch python -m deploy.commands stage-status"),
+        (
+            "deploy stage trainer --nodes 2 --keep --follow=0 --train.max_steps=5 --wait-after-loss 60",
+            "STAGE=trainer NODES=2 KEEP=1 FOLLOW=0 WAIT_AFTER_LOSS=60 ARGS=--train.max_steps=5 "
+            "python -m deploy.commands deploy-stage",
+        ),
+        (
+            "deploy run trainer --command 'sample --seed 1'",
+            "STAGE=trainer COMMAND='sample --seed 1' python -m deploy.commands stage-run",
+        ),
+        ("deploy stop trainer --help", "STAGE=trainer python -m deploy.commands stop-stage --help"),
+    ],
+)
+def test_a_command_starts_a_program_with_its_words(line: str, started: str) -> None:
+    assert str(call(line)) == started
+
+
+def test_every_subcommand_of_every_stage_has_a_command() -> None:
+    programs = {(each.module, " ".join(each.words)) for each in COMMANDS.values()}
+    stages = {(each.module, each.subcommand) for each in list_commands() if each.module.startswith("services.")}
+    shared = {each for each in stages if each[0].startswith("services.common.")}
+    assert stages - shared <= programs
+    assert COMMANDS[ARTIFACTS].module == "services.common.artifacts"
+
+
+def test_the_help_lists_every_command_and_imports_no_heavy_library() -> None:
+    listing = "import atexit, sys; atexit.register(lambda: print('MODULES', *sys.modules)); import runpy; "
+    run = "sys.argv = ['millrace', '--help']; runpy.run_module('millrace', run_name='__main__')"
+    done = run_python(["-c", listing + run], COLUMNS="100")
+    printed, _, modules = done.stdout.rpartition("MODULES")
+    assert done.returncode == 0
+    assert {each.split()[1] for each in printed.splitlines() if each.startswith("│")} >= {*COMMANDS, "deploy"}
+    assert {each.partition(".")[0] for each in modules.split()} & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code"),
+    [
+        (["artifacts", "list", "."], 0),
+        (["--help"], 0),
+        (["trian"], 2),
+        (["report", "no-such-run", "--root", "/no/such"], 2),
+        (["deploy", "stage", "trainer", "--node", "2"], 2),
+        (["artifacts", "show", "tests"], 3),
+    ],
+)
+def test_an_exit_code_is_that_of_the_program(words: list[str], exit_code: int) -> None:
+    assert run_python(["-m", "millrace", *words]).returncode == exit_code
+
+
+@pytest.mark.parametrize(
+    ("line", "extras"),
+    [
+        ("tokenize a.toml", "[tokenizer]"),
+        ("compile a.toml", "[compiler]"),
+        ("runs", "[trainer]"),
+        ("demo", "[tokenizer,trainer]"),
+        ("deploy status", "[deploy]"),
+        ("deploy pipeline --target local", "[tokenizer,trainer]"),
+        ("artifacts list", None),
+    ],
+)
+def test_a_program_without_its_libraries_names_the_extras(
+    line: str, extras: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `pip install -e .`: no library of a stage is found."""
+    monkeypatch.setattr("millrace.programs.find_spec", lambda name: None)
+    with pytest.raises(DeviceError) if extras else nullcontext() as raised:
+        require_installed(call(line))
+    assert raised is None or f"{extras}'" in str(raised.value)
+
+
+def test_the_package_names_a_command_that_exists_and_sources_of_its_extras() -> None:
+    package = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    module, name = package["project"]["scripts"]["millrace"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    dynamic = package["tool"]["setuptools"]["dynamic"]
+    extras = dynamic["optional-dependencies"]
+    assert {*extras} == {"tokenizer", "compiler", "trainer", "deploy", "infra", "dev"}
+    files = [each["file"] for each in (dynamic["version"], dynamic["dependencies"], *extras.values())]
+    for file in (name for each in files for name in ([each] if isinstance(each, str) else each)):
+        assert (REPOSITORY / file).is_file()
+
+
+def test_importing_the_package_is_light() -> None:
+    """The API's names are there before their libraries are imported."""
+    code = "import sys, millrace; print(sorted({'torch', 'pydantic', 'transformers'} & set(sys.modules)))"
+    done = run_python(["-c", code])
+    assert ast.literal_eval(done.stdout) == []
+
+
+def test_an_installed_command_runs_beside_a_package_services_of_the_person(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services/__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "millrace", "artifacts", "list", "."],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
