@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 deploy_app = typer.Typer(
     help="Deploy stages on KubeRay or AWS Batch: millrace deploy stage trainer --target batch --nodes 4",
-    epilog="Options are the variables of `make help TARGET=deploy-stage`: --nodes 4 is NODES=4, --keep is KEEP=1.",
+    epilog="`make deploy-stage NODES=4 KEEP=1` takes the same options as variables.",
     no_args_is_help=True,
     context_settings=_SETTINGS,
 )
@@ -50,7 +50,7 @@ def start(call: Call) -> NoReturn:
     """Take the place of this process. Raises `DeviceError` where the program's libraries are not installed."""
     require_installed(call)
     sys.stdout.flush()
-    environment = {**os.environ, **call.variables, "MAKE_VARIABLES": " ".join(call.variables)}
+    environment = dict(os.environ)
     # Installed, and not found by `python -m millrace` in the repository: a folder `services` beside a person is theirs.
     if sys.flags.safe_path or str(SHIPPED.parent) in sys.path[1:]:
         environment["PYTHONSAFEPATH"] = "1"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from millrace.recipe import SHIPPED, find_recipe
@@ -18,15 +18,13 @@ LIBRARIES = {"tokenizer": "numba", "compiler": "torch", "trainer": "transformers
 
 @dataclass(frozen=True)
 class Call:
-    """The start of a program: `python -m MODULE WORDS`, with variables of the environment."""
+    """The start of a program: `python -m MODULE WORDS`."""
 
     module: str
     words: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*variables, "python -m", self.module, shlex.join(self.words)]).rstrip()
+        return f"python -m {self.module} {shlex.join(self.words)}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Program:
             value = str(find_recipe(given[0])) if self.first == RECIPE else given[0]
             given[:1] = [self.first, value]
         if self.module == DEPLOY:
-            return Call(DEPLOY, (*self.words, *filter(HELP.__contains__, given)), read_variables(given))
+            given = join_overrides(given)
         return Call(self.module, (*self.words, *given))
 
 
@@ -64,22 +62,15 @@ def is_value(word: str) -> bool:
     return not word.startswith("-")
 
 
-def read_variables(words: Sequence[str]) -> dict[str, str]:
-    """Return the variables that the deploy commands read, from options: `--nodes 2 --keep` are NODES=2 and KEEP=1.
-
-    Recipe overrides, `--section.key=value`, become ARGS.
-    """
-    variables: dict[str, str] = {}
-    overrides = [word for word in words if "." in word.partition("=")[0] and word.startswith("--")]
-    rest = [word for word in words if word not in (*overrides, *HELP)]
-    while rest:
-        name, is_joined, value = rest.pop(0).partition("=")
-        if not is_joined:
-            value = rest.pop(0) if rest and is_value(rest[0]) else "1"
-        variables[name.lstrip("-").replace("-", "_").upper()] = value
-    if overrides:
-        variables["ARGS"] = shlex.join([*shlex.split(variables.get("ARGS", "")), *overrides])
-    return variables
+def join_overrides(words: Sequence[str]) -> list[str]:
+    """Return the words, with recipe overrides `--section.key=value` in `--args`, as deploy commands take them."""
+    overrides = [word for word in words if word.startswith("--") and "." in word.partition("=")[0]]
+    rest = [word for word in words if word not in overrides]
+    if overrides and "--args" in rest[:-1]:
+        at = rest.index("--args")
+        overrides = [*shlex.split(rest[at + 1]), *overrides]
+        del rest[at : at + 2]
+    return [*rest, "--args", shlex.join(overrides)] if overrides else rest
 
 
 def require_installed(call: Call) -> None:
@@ -95,7 +86,7 @@ def require_installed(call: Call) -> None:
 def list_extras(call: Call) -> list[str]:
     """Return the extras of the package whose libraries the program imports."""
     if call.module == DEPLOY:
-        is_here = "demo" in call.words or call.variables.get("TARGET") == "local"
+        is_here = "demo" in call.words or "local" in call.words or "--target=local" in call.words
         return ["tokenizer", "trainer"] if is_here else ["deploy"]
     return [extra for extra in LIBRARIES if call.module == f"services.{extra}"]
 

@@ -49,19 +49,19 @@ def call(line: str) -> Call:
         ("report --recipe a.toml --sample", "python -m services.trainer report --recipe a.toml --sample"),
         ("compare a,b", "python -m services.trainer compare --runs a,b"),
         ("artifacts verify fsx", "python -m services.common.artifacts verify fsx"),
-        ("demo", f"RECIPE={TINY} python -m deploy.commands demo"),
-        ("demo a.toml --root /data", "RECIPE=a.toml ROOT=/data python -m deploy.commands demo"),
-        ("deploy status --target batch", "TARGET=batch python -m deploy.commands stage-status"),
+        ("demo", f"python -m deploy.commands demo --recipe {TINY}"),
+        ("demo a.toml --root /data", "python -m deploy.commands demo --recipe a.toml --root /data"),
+        ("deploy status --target batch", "python -m deploy.commands stage-status --target batch"),
         (
-            "deploy stage trainer --nodes 2 --keep --follow=0 --train.max_steps=5 --wait-after-loss 60",
-            "STAGE=trainer NODES=2 KEEP=1 FOLLOW=0 WAIT_AFTER_LOSS=60 ARGS=--train.max_steps=5 "
-            "python -m deploy.commands deploy-stage",
+            "deploy stage trainer --nodes 2 --keep --train.max_steps=5 --no-follow --args --allow-changed-program",
+            "python -m deploy.commands deploy-stage --stage trainer --nodes 2 --keep --no-follow "
+            "--args '--allow-changed-program --train.max_steps=5'",
         ),
         (
             "deploy run trainer --command 'sample --seed 1'",
-            "STAGE=trainer COMMAND='sample --seed 1' python -m deploy.commands stage-run",
+            "python -m deploy.commands stage-run --stage trainer --command 'sample --seed 1'",
         ),
-        ("deploy stop trainer --help", "STAGE=trainer python -m deploy.commands stop-stage --help"),
+        ("deploy stop trainer --help", "python -m deploy.commands stop-stage --stage trainer --help"),
     ],
 )
 def test_a_command_starts_a_program_with_its_words(line: str, started: str) -> None:
