@@ -6,11 +6,14 @@
 python := .venv/bin/python
 # Names of variables on make's own command line. Deploy commands refuse names that they do not know.
 named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
-deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
-cluster = $(python) -m k8s.client
-infra = .venv-infra/bin/python -m infra
+# Commands that speak to AWS and Kubernetes run without torch, in an environment that is made in seconds.
+client = .venv-infra/bin/python
+deploy = MAKE_VARIABLES="$(named)" $(client) -m deploy.commands
+cluster = $(client) -m k8s.client
+infra = $(client) -m infra
+on_cluster = $(filter-out local,$(TARGET))
 # A subcommand of the trainer that reads runs: here, or in a short job on TARGET, which prints the path of its page.
-inspect = $(if $(filter-out local,$(TARGET)),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN COMPARE,$(named))" $(python) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
+inspect = $(if $(on_cluster),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN COMPARE,$(named))" $(client) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
 images = ./bootstrap python -m images
 # A virtual environment with exactly the packages of a lockfile: $(call environment,.venv-docs,docs).
 environment = ./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" $(1) && ./bootstrap uv pip sync --quiet --compile-bytecode --python $(1)/bin/python --require-hashes lockfiles/$(2).txt
@@ -23,7 +26,7 @@ parallel = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo runs report cluster-local clean cluster-up cluster-down deploy-stage pipeline stage-status \
 	stage-logs stop-stage rollback-stage stage-run infra-environment infra-cost infra-preflight infra-up infra-down \
-	infra-leftovers addons images lock release sbom check check-security test test-slow torch29 \
+	infra-leftovers eks-up addons images lock release check check-security test test-slow torch29 \
 	test-torch29 test-cluster test-cuda test-neuron test-batch soak check-infra test-infra docs docs-environment benchmark
 
 # Multi-line recipes that a variable of their target chooses.
@@ -65,21 +68,21 @@ demo: setup ## Tokenize, compile and train a recipe on this machine, and show th
 #? RECIPE=FILE  The recipe. Default: recipes/tiny-cpu.toml.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx.
 #? ARGS
-	@$(deploy) demo
+	@MAKE_VARIABLES="$(named)" $(python) -m deploy.commands demo
 
-runs: setup ## List runs and branches: state, steps, loss, cost; or compare some.
+runs: $(if $(on_cluster),infra-environment,setup) ## List runs and branches: state, steps, loss, cost; or compare some.
 #? COMPARE=RUN,RUN  Compare these runs, with a table of the recipe values that differ. Names or unique prefixes.
 #? TARGET=local|kuberay|batch  Where the runs are. Default: local.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
 	@$(call inspect,$(if $(COMPARE),compare --runs "$(COMPARE)",runs))
 
-report: setup ## Write the report of a run, also while it goes on.
+report: $(if $(on_cluster),infra-environment,setup) ## Write the report of a run, also while it goes on.
 #? RUN=NAME  The run, by its name or a unique prefix of it. Required.
 #? TARGET=local|kuberay|batch  Where the run is. Default: local.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
 	@$(call inspect,report --run "$(RUN)")
 
-cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
+cluster-local: setup infra-environment ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
 #? DOWN=1  Stop them instead; the artifacts stay in /var/lib/millrace/fsx.
 	$(if $(filter-out 0,$(DOWN)),@$(python) -m tests.cluster.kit down,$(cluster_local))
 
@@ -89,47 +92,47 @@ clean: ## Remove virtual environments and caches; keep artifacts and images.
 
 ##@ Deploy on KubeRay or AWS Batch
 
-cluster-up: setup ## Create or update the RayCluster in an existing Kubernetes.
+cluster-up: infra-environment ## Create or update the RayCluster in an existing Kubernetes.
 #? OVERLAY HEAD_TAG
 #? DRY_RUN=1  Print the manifests as YAML instead; the head's image is unset without HEAD_TAG.
 	@$(cluster) $(if $(filter-out 0,$(DRY_RUN)),cluster-manifests,cluster-up)
 
-cluster-down: setup ## Delete the RayCluster and its namespace; keep the artifacts.
+cluster-down: infra-environment ## Delete the RayCluster and its namespace; keep the artifacts.
 #? OVERLAY
 #? FORCE=1  Delete although a stage is deployed, or holds nodes of a node group.
 	@$(cluster) cluster-down
 
-deploy-stage: setup ## Deploy a stage, and follow it to its end.
+deploy-stage: infra-environment ## Deploy a stage, and follow it to its end.
 #? STAGE TARGET RECIPE TAG NODES ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN KEEP
 #? HOURS AGAIN CONFIG
 	@$(deploy) deploy-stage
 
-pipeline: setup ## Run the three stages on a target, in one live view.
+pipeline: $(if $(filter local,$(TARGET)),setup,infra-environment) ## Run the three stages on a target, in one live view.
 #? TARGET=kuberay|batch|local  Where the stages run; local is this machine. Default: kuberay.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
 #? NODES=NUMBER  Nodes of the trainer, whose graphs are compiled. Default: the recipe's.
 #? RECIPE ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN HOURS AGAIN CONFIG
-	@$(deploy) pipeline
+	@MAKE_VARIABLES="$(named)" $(if $(filter local,$(TARGET)),$(python),$(client)) -m deploy.commands pipeline
 
-stage-status: setup ## Show which stages are deployed, their progress, and how the last ended.
+stage-status: infra-environment ## Show which stages are deployed, their progress, and how the last ended.
 #? TARGET CONFIG
 	@$(deploy) stage-status
 
-stage-logs: setup ## Follow a stage that is deployed.
+stage-logs: infra-environment ## Follow a stage that is deployed.
 #? STAGE TARGET CONFIG
 	@$(deploy) stage-logs
 
-stop-stage: setup ## Let a stage commit a checkpoint, then end its deployment.
+stop-stage: infra-environment ## Let a stage commit a checkpoint, then end its deployment.
 #? STAGE TARGET CONFIG
 	@$(deploy) stop-stage
 
-rollback-stage: setup ## Deploy the previous image with which a stage succeeded.
+rollback-stage: infra-environment ## Deploy the previous image with which a stage succeeded.
 #? STAGE TARGET NODES RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN KEEP HOURS AGAIN CONFIG
 #? RECIPE=FILE  The recipe. Default: that of the stage's last deployment.
 #? ARGS="--section.key=value ..."  Recipe overrides and other options. Default: those of the last deployment.
 	@$(deploy) rollback-stage
 
-stage-run: setup ## Run a subcommand of a stage in a short job on a CPU node.
+stage-run: infra-environment ## Run a subcommand of a stage in a short job on a CPU node.
 #? STAGE TARGET COMMAND TAG MEMORY DRY_RUN OUTPUT FOLLOW WAIT CONFIG
 #? RECIPE=FILE  The recipe. Default: that of the stage's last deployment.
 #? HOURS=NUMBER  Limit of the subcommand, at most 48. Default: 6.
@@ -137,7 +140,7 @@ stage-run: setup ## Run a subcommand of a stage in a short job on a CPU node.
 
 ##@ Infrastructure on AWS
 
-infra-environment: # A small environment for the infrastructure's commands, which need no torch.
+infra-environment: # A small environment for commands that speak to AWS and Kubernetes, which need no torch.
 	@$(call environment,.venv-infra,infra)
 
 infra-cost: infra-environment ## Show what the infrastructure costs, by list prices.
@@ -160,6 +163,10 @@ infra-up: infra-environment ## Create or update the infrastructure, after showin
 #? OVERLAY=eks|FOLDER  With STACK=eks: the overlay whose settings.env is written. Default: eks.
 #? CONFIG=FILE  With STACK=batch: the file that is written. Default: deploy/batch/config.txt.
 	@$(infra) $(if $(filter-out 0,$(DRY_RUN)),plan,up)
+
+eks-up: infra-environment ## Make EKS, add-ons, images and the RayCluster, step by step.
+#? infra-up VARIANT
+	@infra/eks_up.sh
 
 infra-down: infra-environment ## Destroy the infrastructure in order, after asking; may be repeated.
 #? STACK VARS YES
@@ -188,8 +195,9 @@ images: $(if $(filter-out 0,$(LOAD)),setup) ## Build the images of this checkout
 #? LOAD=1  Copy the images to the node of the local cluster.
 #? DEBOOTSTRAP=1  First make their Python base image with debootstrap, without a registry.
 #? AGAIN=1  With DEBOOTSTRAP=1: replace a base image that exists.
+#? SBOM=1  Instead, write a CycloneDX bill of materials for each image into dist/sbom.
 	@$(if $(filter-out 0,$(DEBOOTSTRAP)),$(images) base)
-	@$(images) build
+	@$(images) $(if $(filter-out 0,$(SBOM)),sbom,build)
 	@$(if $(filter-out 0,$(LOAD)),$(python) -m tests.cluster.kit load $$($(images) names))
 
 lock: $(if $(filter-out 0,$(PIN)),setup) ## Resolve the requirements into lockfiles/, and keep pins that still fit.
@@ -202,11 +210,6 @@ release: setup ## Release a stage with a version of its own.
 #? STAGE=head|tokenizer|compiler|trainer  The stage. Required.
 #? VERSION=MAJOR.MINOR.PATCH  The new version. Required.
 	@$(python) -m images release
-
-sbom: ## Write a CycloneDX bill of materials for each image into dist/sbom.
-#? STAGE=head|tokenizer|compiler|trainer  The image. Default: all four.
-#? VARIANT
-	@$(images) sbom
 
 ##@ Checks, tests and benchmarks
 
@@ -222,7 +225,7 @@ check: setup ## Check lint rules, format, types and the layers of imports.
 
 check-security: setup ## Check the code with bandit, and the lockfiles' pins with pip-audit.
 	@$(call environment,.venv-security-checks,security-checks)
-	.venv-security-checks/bin/bandit --quiet --configfile pyproject.toml --recursive services deploy k8s infra images benchmarks docs
+	.venv-security-checks/bin/bandit --quiet --configfile pyproject.toml --recursive millrace services deploy k8s infra images benchmarks docs
 	@if timeout 5 bash -c ': >/dev/tcp/api.osv.dev/443' 2>/dev/null; then $(audit_locks); \
 	else echo "pip-audit: no pin was looked up, because api.osv.dev does not answer"; fi
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +25,23 @@ FILES = ("terraform.tfvars", "terraform.tfvars.json", "*.auto.tfvars", "*.auto.t
 DECLARATION = re.compile(r'^variable "(\w+)" \{(?:[^\n]*\}$|.*?^\})', re.MULTILINE | re.DOTALL)
 VALIDATION = re.compile(r"^  validation \{\n.*?^  \}\n", re.MULTILINE | re.DOTALL)
 BEYOND = re.compile(r"\b(local|data|module|path)\.|\bfileexists\(")  # which only the stack's own plan can check
+OF_BLUEPRINT = {
+    "eks_cluster_version": "kubernetes_version",
+    "vpc_cidr": "network",
+    "secondary_cidr_blocks": "network",
+    "trn1_32xl_min_size": "trainium.max_nodes, because deployments add the nodes",
+    "trn1_32xl_desired_size": "trainium.max_nodes, because deployments add the nodes",
+    "enable_volcano": "make addons, which installs Volcano",
+    "enable_kuberay_operator": "make addons, which installs KubeRay",
+    "enable_fsx_for_lustre": "enable_fsx, which is true by default",
+    "deploy_fsx_volume": "enable_fsx, which is true by default",
+    "enable_aws_fsx_csi_driver": "make addons, which installs the driver",
+    "enable_amazon_prometheus": "make addons, which installs Prometheus",
+    "enable_kube_prometheus_stack": "make addons, which installs Prometheus",
+    "enable_mpi_operator": "nothing: Ray Train starts the nodes",
+    "enable_torchx_etcd": "nothing: torch's own store joins the workers",
+}
+"""Variables of AWS's RayTrain blueprint, and what takes their place."""
 UNDECLARED = re.compile(r'declare a variable named "(\w+)" but a value was found in file "(.+)"\.')
 
 
@@ -45,7 +63,12 @@ def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
             raise RecipeError("\n".join(errors))
         shown = json.loads(_run(scratch, "show", "-json", "plan"))
     values: dict[str, Any] = shown["planned_values"]["outputs"]["values"]["value"]
-    if misspelt := [*_list_undeclared(diagnostics, values), *_list_unknown_attributes(shown["variables"], values)]:
+    misspelt = [
+        *_list_undeclared(diagnostics, values),
+        *_list_unknown_attributes(shown["variables"], values),
+        *_list_unknown_in_environment(values),
+    ]
+    if misspelt:
         raise RecipeError("\n".join(misspelt))
     return values
 
@@ -94,6 +117,16 @@ def _list_unknown_attributes(given: Mapping[str, Any], values: Mapping[str, Any]
         value = variable.get("value")
         for attribute in value.keys() - values[name].keys() if isinstance(value, dict) else ():
             yield _describe_unknown(f"{name}.{attribute}", values[name], f"attribute of {name}")
+
+
+def _list_unknown_in_environment(values: Mapping[str, Any]) -> Iterator[str]:
+    """Undeclared variables of the environment, which terraform ignores without a word."""
+    for name in sorted(os.environ):
+        if name.startswith("TF_VAR_") and (variable := name.removeprefix("TF_VAR_")) not in values:
+            if instead := OF_BLUEPRINT.get(variable):
+                yield f"{name}: a variable of the blueprint; expected {instead}"
+            else:
+                yield _describe_unknown(name, values, "variable of the stack")
 
 
 def _describe_unknown(name: str, known: Iterable[str], kind: str) -> str:

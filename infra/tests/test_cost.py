@@ -219,6 +219,18 @@ def test_the_commands_need_nothing_but_what_their_small_lock_has() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "instead"),
+    [("enable_volcano", "make addons"), ("eks_cluster_version", "kubernetes_version"), ("regoin", "region")],
+)
+def test_an_undeclared_variable_of_the_environment_is_refused(
+    variable: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"TF_VAR_{variable}", "true")
+    with pytest.raises(RecipeError, match=f"TF_VAR_{variable}.*{instead}"):
+        read_variables(None)
+
+
+@pytest.mark.parametrize(
     ("value", "wrong", "right"),
     [
         ('regoin = "us-west-2"', "regoin", "region"),

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.commands.__main__ import TARGETS, explain_inapplicable
 from images.platforms import REPOSITORY
-from millrace.programs import DEPLOY, DEPLOY_PROGRAMS, PROGRAMS
+from millrace.programs import DEPLOY_PROGRAMS, PROGRAMS
 from services.common.recipe.file import read_override
 from tests.architecture.documents import Document, read_documents
 from tests.deploy.typed import COMMANDS
@@ -58,7 +58,7 @@ def test_programs_exist_with_their_options(document: Document, helps: dict[str, 
 
 
 def started_by(words: list[str]) -> list[str]:
-    """The command that a command of `millrace` starts; deploy commands as those of make. Others are as they were."""
+    """The command that a command of `millrace` starts. Others are as they were."""
     if words[0] != "millrace":
         return words
     name, rest = words[1], words[2:]
@@ -70,8 +70,7 @@ def started_by(words: list[str]) -> list[str]:
     if name not in programs:
         return ["python", "millrace" if name.startswith("-") else f"millrace.{name}", *rest]
     call = programs[name].call(rest)
-    variables = [f"{variable}={value}" for variable, value in call.variables.items()]
-    return ["make", *call.words, *variables] if call.module == DEPLOY else ["python", call.module, *call.words]
+    return ["python", call.module, *call.words]
 
 
 def programs_in(words: list[str]) -> Iterator[list[str]]:

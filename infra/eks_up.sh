@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# From an AWS account to a RayCluster on EKS: `make eks-up`. Each step is a command of its own and may be repeated, so that
+# the same command continues after a step that failed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+overlay=${OVERLAY:-eks}
+[[ -d k8s/overlays/$overlay ]] && overlay=k8s/overlays/$overlay
+
+step() { # NUMBER COMMAND...
+    printf '\neks-up, %s of 6: %s\n' "$1" "${*:2}"
+    "${@:2}" || {
+        code=$?
+        echo "eks-up stopped at step $1 with exit code $code; the same command continues there" >&2
+        exit "$code"
+    }
+}
+
+log_in() {
+    aws ecr get-login-password --region "$REGION" | docker login --username AWS --password-stdin "${REGISTRY%%/*}"
+}
+
+step 1 make --no-print-directory infra-up STACK=eks
+# shellcheck source=/dev/null
+source "$overlay/settings.env"
+find_variant='import sys; from images.platforms import find_variant; print(find_variant(sys.argv[1]))'
+variant=${VARIANT:-$(.venv-infra/bin/python -c "$find_variant" "$TRAINIUM_SHAPE")}
+step 2 aws eks update-kubeconfig --region "$REGION" --name "$CLUSTER_NAME"
+step 3 make --no-print-directory addons
+step 4 log_in
+step 5 make --no-print-directory images VARIANT="$variant" PUSH="$REGISTRY"
+step 6 make --no-print-directory cluster-up OVERLAY="$overlay"

@@ -1,0 +1,59 @@
+"""`make eks-up`: six steps in order, with the names of the settings, and again after a step that failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.tests.programs import Programs
+
+SCRIPT = Path(__file__).parents[1] / "eks_up.sh"
+SETTINGS = """\
+REGION=us-west-2
+CLUSTER_NAME=mine
+REGISTRY=111122223333.dkr.ecr.us-west-2.amazonaws.com
+TRAINIUM_SHAPE=trn2.48xlarge
+"""
+STEPS = [
+    "make --no-print-directory infra-up STACK=eks",
+    "aws eks update-kubeconfig --region us-west-2 --name mine",
+    "make --no-print-directory addons",
+    "aws ecr get-login-password --region us-west-2",
+    "docker login --username AWS --password-stdin 111122223333.dkr.ecr.us-west-2.amazonaws.com",
+    "make --no-print-directory images VARIANT=trn2 PUSH=111122223333.dkr.ecr.us-west-2.amazonaws.com",
+    "make --no-print-directory cluster-up OVERLAY={overlay}",
+]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    found = Programs(tmp_path, monkeypatch)
+    found.add_real("dirname")
+    for name in ("make", "aws", "docker"):
+        found.add(name)
+    return found
+
+
+def run(overlay: Path) -> int:
+    environment = {**os.environ, "OVERLAY": str(overlay), "VARIANT": "trn2"}
+    return subprocess.run([SCRIPT], env=environment, check=False, timeout=60).returncode
+
+
+def test_it_takes_the_steps_in_order(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "settings.env").write_text(SETTINGS, encoding="utf-8")
+    assert run(tmp_path) == 0
+    # Two programs of one pipe start in any order.
+    assert sorted(programs.calls) == sorted(step.format(overlay=tmp_path) for step in STEPS)
+    assert [call for call in programs.calls if call.startswith("make")] == [
+        step.format(overlay=tmp_path) for step in STEPS if step.startswith("make")
+    ]
+
+
+def test_a_failed_step_ends_it_with_its_exit_code(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "settings.env").write_text(SETTINGS, encoding="utf-8")
+    programs.add("make", '[[ "$*" != *addons ]] || exit 75')
+    assert run(tmp_path) == 75
+    assert programs.calls[-1] == STEPS[2]
