@@ -175,7 +175,7 @@ def _read_tokens(task: PackTask) -> tuple[TokenIds, Offsets]:
         ):
             raise ArtifactError(
                 f"{path}: is not as its task wrote it ({len(own):,} of {last - first:,} tokens, or other bytes). "
-                f"Run the same command again, which encodes the partition anew."
+                f"Rerun the same command, which encodes the partition again."
             )
         at = first - task.begin
         tokens[at + low : at + high] = own[low:high]

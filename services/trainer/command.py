@@ -238,7 +238,7 @@ def print_sample(
     corpus_path: Corpus = None,
     prompt: Annotated[str, typer.Option(help="text to continue (default: start a document)")] = "",
     tokens: Annotated[int, typer.Option(help="most tokens to write")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
     seed: Annotated[int, typer.Option(help="seed of the random choices")] = 0,
 ) -> int:
     """Let the newest checkpoint continue a prompt."""

@@ -1,4 +1,4 @@
-"""Trains a run: from its newest checkpoint, or anew, to the recipe's max_steps."""
+"""Trains a run: from its newest checkpoint or from step 0, to the recipe's max_steps."""
 
 from __future__ import annotations
 

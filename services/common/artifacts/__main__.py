@@ -235,7 +235,7 @@ def _artifacts_of(run: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
             f"{run}: damaged: it does not name the artifacts of its run ({error}). "
-            f"Run the trainer's command again, which writes the file anew, or move the run's folder away."
+            f"Rerun the trainer's command, which rewrites the file, or move the run's folder away."
         ) from error
 
 

@@ -99,7 +99,7 @@ class RowFile(NamedTuple):
         is_list = 0 <= begin <= end <= len(self.starts)
         if not is_list or int(self.checks[at]) != check_row(split, row, ids, starts):
             raise ArtifactError(
-                f"{self.path}: row {at:,} of this file, row {row:,} of {split}, is damaged or in the place of another. "
+                f"{self.path}: row {at:,} of this file, row {row:,} of {split}, is damaged or at the wrong index. "
                 f"Do not train on it. {advise_verify(folder)}"
             )
         return Row(ids, starts)
@@ -194,7 +194,7 @@ def require_own_ids(path: Path, ids: npt.NDArray[Any], vocab_size: int) -> None:
     if ids.size and (largest := int(ids.max())) >= vocab_size:
         raise ArtifactError(
             f"{path}: has the id {largest:,}, and its vocabulary has {vocab_size:,} ids. Move the corpus away and run "
-            f"the tokenizer stage to make it anew."
+            f"the tokenizer stage to rebuild it."
         )
 
 

@@ -90,7 +90,7 @@ def require_undamaged(folder: Path, num_files: int, damages: Iterable[str]) -> N
         raise ArtifactError(
             f"{folder}: {len(found)} of {num_files} files are damaged:\n  "
             + "\n  ".join(list_problems(found, "damaged"))
-            + "\nDo not train on it. Move the folder away and run the stage again to make it anew."
+            + "\nDo not train on it. Move the folder away and rerun the stage to rebuild it."
         )
 
 

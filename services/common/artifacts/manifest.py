@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 
 def _require_relative(path: str) -> str:
     if path == MANIFEST or path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")):
-        raise ValueError(f"{path!r} is no path below the artifact's folder, such as 'train/shard-000000.arrow'")
+        raise ValueError(f"{path!r} is not a relative path inside the artifact, such as 'train/shard-000000.arrow'")
     return path
 
 

@@ -267,8 +267,8 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
         )
     if key is not None and manifest.identity_key != key:
         raise ArtifactError(
-            f"{path.parent / CURRENT}: names {path.name}, which is of another recipe. Remove {CURRENT}; it is made "
-            f"anew from the manifests."
+            f"{path.parent / CURRENT}: names {path.name}, which is of another recipe. Remove {CURRENT}; it is "
+            f"rebuilt from the manifests."
         )
     return artifact
 

@@ -137,5 +137,5 @@ def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
     except (LookupError, ValueError, OverflowError) as error:
         raise ArtifactError(
             f"{path}: does not have BOS {vocabulary.bos_id:,} and EOS {vocabulary.eos_id:,} of the manifest: {error}. "
-            f"Move the corpus away and run the tokenizer stage to make it anew."
+            f"Move the corpus away and run the tokenizer stage to rebuild it."
         ) from error

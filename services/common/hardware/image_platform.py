@@ -178,7 +178,7 @@ def _advice(library: str, variant: str) -> str:
         pinned = "images/platforms.toml" if variant == "neuron" else "images/torch-neuron.txt"
         return f"Build it as {pinned} says: make images VARIANT={variant}"
     if image_service():
-        return f"Build the image anew from its lock: make images STAGE={image_service()} VARIANT={variant}"
+        return f"Rebuild the image from its lock: make images STAGE={image_service()} VARIANT={variant}"
     return "Run `make setup`."
 
 

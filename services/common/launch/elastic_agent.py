@@ -1,6 +1,6 @@
 """Starts the workers of one node by torch's elastic agent, and starts them again where a worker was lost.
 
-The agents of all nodes meet by torch's c10d rendezvous, and a loss on one node starts the workers of all nodes anew.
+The agents of all nodes meet by torch's c10d rendezvous, and a loss on one node restarts the workers of all nodes.
 Three things differ from `torchrun`: the caller decides about each start, a worker's fatal error ends the group
 instead of restarting it, and workers are killed at once, because one that has lost a peer may wait for minutes.
 """
@@ -150,7 +150,7 @@ class NodeAgent(LocalElasticAgent):
         try:
             result = self.run()
         except (RendezvousError, DistError) as error:  # another node's agent has ended, or does not answer
-            raise self._published_error() or AgentsLost(f"the agents of the nodes lost each other: {error}") from error
+            raise self._published_error() or AgentsLost(f"agents of the nodes lost connection: {error}") from error
         finally:
             self._rendezvous_handler.shutdown()
         if result is None or result.is_failed():

@@ -152,7 +152,7 @@ class WorkerGroup:
     storage_path: Path | None = None
     """Folder with the folder of the run's checkpoints, which has the run's name; without one, the shared folder."""
     max_node_losses: int = 0
-    """Losses of nodes, and of the processes that start workers there, after which a cluster starts the group anew."""
+    """Losses of nodes, and of the processes that start workers there, after which a cluster restarts the group."""
     read_report: Callable[[], TrainingReport | None] = nothing
     """Called on node 0 every ten seconds and at the end, for what a cluster's API and metrics show."""
     stop: Callable[[], None] = nothing

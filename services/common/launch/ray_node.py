@@ -28,7 +28,7 @@ TICK_SECONDS = 2.0
 REPORT_SECONDS = 10.0
 """Seconds between two reports: each waits for the controller, which looks every two seconds."""
 LOSS_FILE = "lost-nodes"
-"""File in a group's shared folder with the loss after which Ray Train starts the nodes anew."""
+"""File in a group's shared folder with the loss after which Ray Train restarts the nodes."""
 
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,7 @@ def no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
 
     nodes = "".join(f"\n  {node['NodeManagerAddress']}  {show(node['Resources'])}" for node in live_nodes())
     return NoRoomForWorkers(
-        f"for {GROUP_START_SECONDS:.0f} s the Ray cluster had no room for {count} x ({show(demand)}), each on a node "
-        f"alone. Its live nodes have, free or in use:{nodes}\n"
+        f"for {GROUP_START_SECONDS:.0f} s the Ray cluster had no free resources for {count} x "
+        f"({show(demand)}), each on a node alone. Its live nodes have, free or in use:{nodes}\n"
         f"Add nodes to the stage's worker group, or stop other work on them, and run the same command again."
     )

@@ -1,6 +1,6 @@
 """Runs workers on a Ray cluster by Ray Train: one of its workers a node, which starts the node's elastic agent.
 
-Ray Train places the nodes as a gang, starts all of them anew where a node or its agent was lost, tells of preemption,
+Ray Train places the nodes as a gang, restarts all of them where a node or its agent was lost, tells of preemption,
 and lists the run in its API. A worker that was lost is started again by the agents, without Ray noticing.
 """
 

@@ -163,12 +163,12 @@ def _of_os_error(error: OSError) -> MillraceError | None:
     place = f"{name or 'the file system'}: {error.strerror}"
     if error.errno in _FULL_ERRNOS:
         return StorageError(
-            f"{place}{_free_space(name)}. Make room there; the same command then continues. "
+            f"{place}{_free_space(name)}. Free space there; the same command then continues. "
             f"`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR."
         )
     if error.errno in _PLACE_ERRNOS:
         return StorageError(
-            f"{place}. Move what is in that place, let this user write there, or pass another --root; the same "
+            f"{place}. Move the file at that path, let this user write there, or pass another --root; the same "
             f"command then continues."
         )
     if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):

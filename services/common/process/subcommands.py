@@ -58,6 +58,6 @@ def require_subcommand(stage: str, word: str, known: Sequence[str]) -> None:
     near = difflib.get_close_matches(word, known, n=1)
     meant = f" Do you mean {near[0]}?" if near else ""
     raise RecipeError(
-        f"{word[:60]!r} is no subcommand of the {stage}, which has {', '.join(known)}.{meant} The stage itself runs "
+        f"{word[:60]!r} is not a subcommand of the {stage}, which has {', '.join(known)}.{meant} The stage itself runs "
         f"on nodes of its own: make deploy-stage STAGE={stage}"
     )

@@ -2,7 +2,7 @@
 
 What a folder or a glob stands for follows the library `datasets`: a name that starts with a dot, and a folder that
 starts with `__`, are read where the pattern spells that out. Local links are followed. A remote search asks an object
-store once for 1,000 files; only a file for which it tells neither time nor tag, as a web server, is asked for alone.
+store once for 1,000 files; only a file without time or tag, as on a web server, is asked for alone.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _describe(file_system: Any, chosen: Iterable[tuple[FoundFile, Format]], base
     with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as pool:
         listing = FileListing.of((pool.map if is_asked else map)(describe, remote))
     if unversioned := sum(map(_has_only_size, listing)):
-        logger.warning("%s: the server tells neither time nor tag of %d files", listing[0].uri, unversioned)
+        logger.warning("%s: the server returns no Last-Modified or ETag for %d files", listing[0].uri, unversioned)
     return listing
 
 

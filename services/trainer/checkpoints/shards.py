@@ -56,7 +56,7 @@ def open_tensors(folder: Path, file: str, origin: ShardOrigin) -> Iterator[Any]:
             found = ShardOrigin.model_validate_json((tensors.metadata() or {})[ORIGIN])
             if found != origin:
                 raise ArtifactError(
-                    f"{path}: is a shard of another state than the manifest's: {compare_origins(found, origin)}. "
+                    f"{path}: shard of another checkpoint than the manifest's: {compare_origins(found, origin)}. "
                     f"{RESTORE_ADVICE}"
                 )
             yield tensors

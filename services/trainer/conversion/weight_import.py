@@ -41,7 +41,7 @@ def import_weights(job: Job, folder: Path) -> Path:
     """Write the checkpoint after step 0 with the folder's weights and configuration, and with moments of zero.
 
     Raises `RecipeError` if the folder has another model or vocabulary than the recipe, or if the recipe does not name
-    its weights. Raises `ArtifactError` if the folder cannot be read, or if the run has begun already.
+    its weights. Raises `ArtifactError` if the folder cannot be read, or if the run has already started.
     """
     recipe, address = job.recipe, job.checkpoint_address(0)
     shapes = parameter_shapes(recipe.model)
@@ -55,7 +55,7 @@ def import_weights(job: Job, folder: Path) -> Path:
             raise unreadable(error.filename or folder, error) from error
         if checkpoint_steps(address.collection):
             raise ArtifactError(
-                f"{address.collection}: the run has begun already. `train` with its recipe continues it."
+                f"{address.collection}: the run has already started. `train` with its recipe continues it."
             )
         state = CheckpointPayload(
             step=0,

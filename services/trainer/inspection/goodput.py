@@ -78,7 +78,7 @@ PARTS = (
     "until there is another node (--node-wait-minutes)",
     "to start",
     "to read the checkpoint",
-    "of steps done again",
+    "of recomputed steps",
 )
 
 

@@ -258,7 +258,7 @@ def require_commits(place: Path) -> None:
             other.rename(full)
         except OSError:
             return
-        raise StorageError(unfit.format(place, "a rename replaces a folder that has files in it"))
+        raise StorageError(unfit.format(place, "rename() overwrites a non-empty directory"))
 
 
 def measure_speed(place: Path, num_bytes: int) -> tuple[float, float, float]:

@@ -75,7 +75,7 @@ def require_drawable(num_tokens: int, temperature: float, seed: int) -> None:
 
 
 def choose_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw one of the TOP_TOKENS likeliest tokens; temperature 0 takes the likeliest."""
+    """Sample from the TOP_TOKENS most likely tokens; temperature 0 is greedy."""
     if not torch.isfinite(logits_V).all():
         raise ArtifactError("The checkpoint's weights give logits that are not finite: its training has diverged.")
     if temperature == 0:

@@ -30,14 +30,14 @@ def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | None) -> dict
     try:
         checkpoint = newest_checkpoint(checkpoint_collection(root, rows["run"]), verify_sizes)
     except ArtifactError as error:
-        return rows | {"begins at step": f"unknown: {error}"}
+        return rows | {"starts at step": f"unknown: {error}"}
     step = completed_step(checkpoint)
     if step >= recipe.train.max_steps:
-        return rows | {"begins at step": f"none: the run is complete, {step:,} of {last}"}
+        return rows | {"starts at step": f"none: the run is complete, {step:,} of {last}"}
     if checkpoint:
-        return rows | {"begins at step": f"{step:,} of {last}, from {checkpoint.path}"}
+        return rows | {"starts at step": f"{step:,} of {last}, from {checkpoint.path}"}
     first = lineage.parent.step if lineage.parent else 0
-    rows["begins at step"] = f"{first:,} of {last}: a new run"
+    rows["starts at step"] = f"{first:,} of {last}: a new run"
     if lineage.parent:
         rows["branches from"] = describe_parent(root, recipe, corpus, lineage)
     elif before := explain_new_run(root, recipe, corpus):

@@ -149,11 +149,11 @@ def test_the_same_recipe_continues_its_run_and_a_longer_one_too(
     run = checkpoint.parent.name
 
     complete = dry_run(trained, capfd, "--train.max_steps=2")
-    assert (complete["run"], complete["begins at step"]) == (run, "none: the run is complete, 2 of 2")
+    assert (complete["run"], complete["starts at step"]) == (run, "none: the run is complete, 2 of 2")
     longer = dry_run(
         trained, capfd, "--train.max_steps=4000", "--checkpoint.interval_steps=7", "--compile.num_workers=3"
     )
-    assert (longer["run"], longer["begins at step"]) == (run, f"2 of 4,000, from {checkpoint}")
+    assert (longer["run"], longer["starts at step"]) == (run, f"2 of 4,000, from {checkpoint}")
     assert "differs from" not in longer
 
 
@@ -166,7 +166,7 @@ def test_another_learning_rate_is_said_to_be_a_new_run_and_what_differs(
     shown = dry_run(trained, capfd, "--optimizer.learning_rate=0.5", "--model.hidden_size=64")
 
     assert shown["run"] != checkpoint.parent.name
-    assert shown["begins at step"].startswith("0 of ")
+    assert shown["starts at step"].startswith("0 of ")
     assert shown["differs from"].startswith(f"{checkpoint.parent.name}: ")
     for key, now in (("optimizer.learning_rate", 0.5), ("model.hidden_size", 64)):
         section, name = key.split(".")
@@ -179,7 +179,7 @@ def test_neither_a_missing_corpus_nor_a_damaged_run_is_an_obstacle(
     recipe = make_recipe(tmp_path)
     shown = dry_run(tmp_path, capfd)
     assert "tokenizer" in shown["run"]  # the next command
-    assert "begins at step" not in shown
+    assert "starts at step" not in shown
 
     make_corpus(tmp_path / "fsx", recipe)
     damaged = tmp_path / "fsx/run" / f"{recipe.name}-01234567"

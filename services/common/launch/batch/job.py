@@ -199,7 +199,7 @@ def _let_children_leave(node: BatchNode, nodes: RayNodes) -> None:
 
 
 def _run_child(node: BatchNode, command: StageCommand, resources: list[str], join_seconds: float) -> int:
-    """Join the main node's Ray and return 0 when the main node says that the work is over.
+    """Join the main node's Ray and return 0 when the main node says that the stage finished.
 
     Raises `TryAgain` when the main node does not answer.
     """
@@ -217,7 +217,7 @@ def _run_child(node: BatchNode, command: StageCommand, resources: list[str], joi
             try:
                 if _answers(host):
                     if nodes.is_over():
-                        _say(node, "the work is over")
+                        _say(node, "stage finished")
                         nodes.say_left(node.index)
                         return 0
                     heard_at = time.monotonic()

@@ -16,7 +16,7 @@ _NAMESPACE, _IS_OVER, _HAS_LEFT = b"millrace", b"is-over", b"has-left-"
 
 
 class RayNodes:
-    """The nodes that have joined a head, and the note at the head that the work is over.
+    """The nodes that have joined a head, and the note at the head that the stage finished.
 
     Every call raises `ConnectionError` when the head does not answer for CALL_SECONDS. Ray's library ends a process
     whose head has been silent for 60 s: callers check the head's port first, and leave earlier.
