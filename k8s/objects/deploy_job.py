@@ -4,7 +4,9 @@ the ConfigMap of the recipe, and short Jobs.
 
 from __future__ import annotations
 
-from deploy.stage_contract import RECIPE_FILE
+import shlex
+
+from deploy.stage_contract import RECIPE, RECIPE_FILE, ROOT
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
@@ -12,6 +14,7 @@ from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYER,
     DEPLOYMENT_LABEL,
+    PREFLIGHT,
     REGION_ANNOTATION,
     RUN_LABEL,
     STAGE_LABEL,
@@ -40,6 +43,17 @@ AWS_VARIABLES = (
 EXIT_ENDED_BADLY = 64
 """Exit code of the deploy Job's program after the outcome is written and everything is down. Kubernetes restarts the
 program after every other non-zero code, such as Python's own 1 and 2."""
+
+
+# The token of the deployer's account, which by default every container gets, that of the stage's image included.
+TOKEN = "token"
+TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"  # nosec B105 # where Kubernetes' clients look for it
+TOKEN_SOURCES = [
+    {"serviceAccountToken": {"path": "token"}},
+    {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+]
+# EKS would give the deployer's AWS account to every container, too.
+WITHOUT_AWS = {"eks.amazonaws.com/skip-containers": PREFLIGHT}
 
 
 def aws_variables(group: WorkerGroup) -> list[Object]:
@@ -127,8 +141,58 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
             # ever. The Lease keeps two pods from acting at once.
             "backoffLimit": MAX_FAILURES,
             "podReplacementPolicy": "TerminatingOrFailed",
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {
+                "metadata": {"labels": labels, "annotations": WITHOUT_AWS},
+                "spec": _with_preflight(pod, group, deployment),
+            },
         },
+    }
+
+
+def _with_preflight(pod: Object, group: WorkerGroup, deployment: Deployment) -> Object:
+    """The pod with an init container of the stage's image, which has no rights of the pod's account.
+
+    It writes its answer to its termination message, which kubelet cuts to the last 4 KiB: the controller reads no file
+    that the image could replace. It ends with 0 in any case, and its last line is the exit code of the check: a failed
+    pod would be replaced. It shares only the file system with the controller, whose HOME is on its own /scratch.
+    """
+    recipe = {"name": RECIPE.name, "configMap": {"name": recipe_name(group.name, deployment.recipe_digest)}}
+    command = [*("python", "-m", "services.common.process.readiness", "--stage", group.name)]
+    command += ["--recipe", f"{group.recipe_folder}/{RECIPE_FILE}", "--root", group.root, *deployment.arguments]
+    secrets = [each for place in (group.head_pod, group.pod) for each in place.get("imagePullSecrets", [])]
+    [container] = pod["containers"]
+    token = {"name": TOKEN, "mountPath": TOKEN_FOLDER, "readOnly": True}
+    init_container = {
+        "name": PREFLIGHT,
+        "image": deployment.image,
+        "imagePullPolicy": group.container["imagePullPolicy"],
+        "command": ["sh", "-c", f"{{ {shlex.join(command)}; echo $?; }} 2>&1 | tee /dev/termination-log"],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "resources": container["resources"],
+        "securityContext": group.container["securityContext"],
+        "volumeMounts": [
+            {"name": PREFLIGHT, "mountPath": "/scratch"},
+            {"name": ROOT.name, "mountPath": group.root},
+            {"name": RECIPE.name, "mountPath": group.recipe_folder, "readOnly": True},
+        ],
+    }
+    return pod | {
+        "automountServiceAccountToken": False,
+        **({"imagePullSecrets": secrets} if secrets else {}),
+        "volumes": [
+            *pod["volumes"],
+            recipe,
+            {"name": PREFLIGHT, "emptyDir": {"sizeLimit": "1Gi"}},
+            {"name": TOKEN, "projected": {"sources": TOKEN_SOURCES}},
+        ],
+        "initContainers": [init_container],
+        "containers": [
+            container
+            | {
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "volumeMounts": [*container["volumeMounts"], token],
+            }
+        ],
     }
 
 

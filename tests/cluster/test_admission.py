@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from k8s.client.probe import Probe, probe_head, probe_stage
 
 from images.platforms import REPOSITORY
 from k8s.client.overlay import write_overlay
-from k8s.client.probe import Probe, probe_head, probe_stage
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import RUN_LABEL
