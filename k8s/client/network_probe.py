@@ -45,7 +45,7 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     is_expected = (namespace["metadata"].get("annotations") or {}).get(POLICIES_ANNOTATION) != NOT_ENFORCED
     command = ["python", "-c", SCRIPT, str(PATIENCE_SECONDS if is_expected else 1)]
     group = WorkerGroup(STAGES[0], cluster, 0)
-    job = _render_job(group, command)
+    job = render_network_job(group, command)
     answers = {
         "a Job": run_setup_job(api, job),
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
@@ -67,7 +67,7 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     )
 
 
-def _render_job(group: WorkerGroup, command: list[str]) -> Object:
+def render_network_job(group: WorkerGroup, command: list[str]) -> Object:
     """A Job that runs the command in the head's image, beside the head."""
     head = group.head_pod
     container = {name: head["containers"][0][name] for name in ("image", "imagePullPolicy", "securityContext")}
