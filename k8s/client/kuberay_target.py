@@ -72,32 +72,37 @@ class KubeRayTarget:
         request: DeployRequest,
         output: TextIO | None,
         watch: Watch = PRINTING,
+        *,
+        is_replacing: bool = False,
     ) -> int:
+        """Deploy. An identical deployment that runs is followed; `is_replacing` stops what runs, after the checks."""
         running = read_running_record(self._api, request.stage)
-        if running and (running.stop or running.outcome or running.is_deleted):
+        is_ending = running and (running.stop or running.outcome or running.is_deleted)
+        if running and not is_ending and not is_replacing:
+            return self._attach(running, resolved.deployment, request, watch)
+        print(describe_plan(group, resolved.deployment, resolved.outline), flush=True)
+        if problems := check_cluster(self._api, group, resolved.deployment, resolved.outline):
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            raise NotDeployed(f"{group.name} is not deployed, nothing was changed:{lines}")
+        if request.is_dry_run:
+            print(
+                "\nDRY_RUN=1: nothing was changed. A deployment also asks the stage's image whether it accepts the "
+                "recipe and finds its artifacts, and EKS whether the node group fits, before nodes are added"
+            )
+            if output:
+                write_manifests(output, self._api, group, resolved.deployment, resolved.recipe.text)
+            return 0
+        if running and is_ending:
             print(f"waiting for the previous deployment of {request.stage} to end", flush=True)
             if not _wait_until_over(self._api, running):
                 raise DeviceError(
                     f"the previous deployment of {request.stage} does not end: make stop-stage STAGE={request.stage} "
                     f"removes it from this machine"
                 )
-            group = read_worker_group(self._api, request.stage)
         elif running:
-            return self._attach(running, resolved.deployment, request, watch)
-        self._check(group, resolved)
-        if request.is_dry_run:
-            return self._end_dry_run(group, resolved, output)
-        self._send(group, resolved.deployment, resolved.recipe.text)
+            self.stop(request.stage)
+        self._send(read_worker_group(self._api, request.stage), resolved.deployment, resolved.recipe.text)
         return self._follow(resolved.deployment, request, watch)
-
-    def _end_dry_run(self, group: WorkerGroup, resolved: ResolvedDeployment, output: TextIO | None) -> int:
-        print(
-            "\nDRY_RUN=1: nothing was changed. A deployment also asks the stage's image whether it accepts the recipe "
-            "and finds its artifacts, and EKS whether the node group fits, before nodes are added"
-        )
-        if output:
-            write_manifests(output, self._api, group, resolved.deployment, resolved.recipe.text)
-        return 0
 
     def stop(self, stage: Stage) -> int:
         """Let the stage commit a checkpoint and remove its pods; this client removes them if no deploy Job does."""
@@ -129,14 +134,7 @@ class KubeRayTarget:
         image = _image_before(group, present)
         print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
         again = replace(complete_from_record(self._api, group, request, record), tag=image)
-        resolved = resolve(self._api, group, again)
-        if record and not record.is_over:
-            self._check(group, resolved)
-            if request.is_dry_run:
-                return self._end_dry_run(group, resolved, output)
-            self.stop(request.stage)
-            group = read_worker_group(self._api, request.stage)
-        return self._deploy(group, resolved, again, output)
+        return self._deploy(group, resolve(self._api, group, again), again, output, is_replacing=True)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None = None) -> int:
         """Deploy the three stages, one after the other, up to the first that fails."""
@@ -175,13 +173,6 @@ class KubeRayTarget:
             raise DeviceError(f"{stage} has no deployment; logs of earlier deployments are in log/{stage} of the root")
         follow(self._api, stage, record.deployment.id)
         return 0
-
-    def _check(self, group: WorkerGroup, resolved: ResolvedDeployment) -> None:
-        """Show the plan and ask the API. Raises `NotDeployed` with every problem that was found."""
-        print(describe_plan(group, resolved.deployment, resolved.outline), flush=True)
-        if problems := check_cluster(self._api, group, resolved.deployment, resolved.outline):
-            lines = "".join(f"\n  - {problem}" for problem in problems)
-            raise NotDeployed(f"{group.name} is not deployed, nothing was changed:{lines}")
 
     def _send(self, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
         """Create the recipe's ConfigMap and the deploy Job, whose name is fixed: of two clients only one succeeds."""

@@ -5,6 +5,7 @@ What only a pod can see, an init container of the deploy Job checks (`k8s.object
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from deploy.client.instance_type import check_instance_type
@@ -22,8 +23,8 @@ from services.common.errors import DeviceError
 
 CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
-RIGHTS = ("create batch jobs", "patch batch jobs", "delete batch jobs", "create  configmaps", "get  pods/log")
-"""What the client does besides reading: the verb, the API group and the resource."""
+RIGHTS = ("create jobs.batch", "patch jobs.batch", "delete jobs.batch", "create configmaps", "get pods/log")
+"""What the client does besides reading objects, as for `kubectl auth can-i`."""
 
 
 def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[str]:
@@ -36,7 +37,6 @@ def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline:
         lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
         lambda: [check_size(group, deployment.nodes)],
         lambda: [check_queue(api, group, deployment.nodes)],
-        lambda: _check_claims(api, group),
         lambda: _check_objects(api, group),
         # The nodes of a pool are added for the deployment; the deploy Job checks the pool before that.
         lambda: [explain_end(group.capacity_ends_at) if group.node_pool else check_nodes(api, group, deployment.nodes)],
@@ -49,13 +49,12 @@ def _check_rights(api: Api) -> list[str]:
     """Rights that this user lacks, of which the API server would speak only at the write."""
     lacking = []
     for right in RIGHTS:
-        verb, group, resource = right.split(" ")
-        name, _, part = resource.partition("/")
-        asked = {"namespace": api.namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
+        verb, resource, group, part = re.findall(r"(\w+) (\w+)\.?(\w*)/?(\w*)", right)[0]
+        asked = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource, "subresource": part}
         version, kind = "authorization.k8s.io/v1", "SelfSubjectAccessReview"
         review = {"apiVersion": version, "kind": kind, "metadata": {}, "spec": {"resourceAttributes": asked}}
         if not api.create(review)["status"]["allowed"]:
-            lacking.append(f"{verb} {resource}")
+            lacking.append(right)
     return [f"this user may not {', '.join(lacking)} in namespace {api.namespace}. {ASK_FOR_RIGHTS}"] if lacking else []
 
 
@@ -83,34 +82,24 @@ def _check_head(api: Api, group: WorkerGroup) -> str:
     return f"the Ray head is not ready ({state}): kubectl -n {api.namespace} describe pods -l ray.io/node-type=head"
 
 
-def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
-    problems = []
-    for claim in group.claims.values():
-        found = api.find("PersistentVolumeClaim", claim)
-        if found is None:
-            others = [each["metadata"]["name"] for each in api.find_all("PersistentVolumeClaim")]
-            problems.append(
-                f"claim {claim}, which worker group {group.name} mounts, does not exist (found: "
-                f"{', '.join(others) or 'none'}): make cluster-up, or correct the name in k8s/stages/{group.name}"
-            )
-        elif found["status"].get("phase") != "Bound":
-            volume = found["spec"].get("volumeName", "any")
-            problems.append(
-                f"claim {claim} is {found['status'].get('phase')}, not Bound: its volume {volume} does not exist, is "
-                f"bound to another claim, or is smaller than the claim"
-            )
-    return problems
-
-
-def _check_objects(api: Api, group: WorkerGroup) -> list[str]:
+def _check_objects(api: Api, group: WorkerGroup) -> Iterable[str]:
     """Objects of the manifests that are missing. The operator makes the Secret, the Ray token, with the RayCluster."""
     needed = [
         ("Secret", CLUSTER),
         ("ServiceAccount", group.pod["serviceAccountName"]),
         ("ServiceAccount", DEPLOYER),
         ("PriorityClass", group.pod["priorityClassName"]),
+        *(("PersistentVolumeClaim", claim) for claim in group.claims.values()),
     ]
-    return [f"{kind} {name} does not exist: make cluster-up" for kind, name in needed if not api.find(kind, name)]
+    for kind, name in needed:
+        found = api.find(kind, name)
+        if found is None:
+            yield f"{kind} {name} does not exist: make cluster-up"
+        elif kind == "PersistentVolumeClaim" and found["status"].get("phase") != "Bound":
+            yield (
+                f"claim {name} is {found['status'].get('phase')}, not Bound: its volume "
+                f"{found['spec'].get('volumeName', 'any')} does not exist, is bound to another claim, or is smaller"
+            )
 
 
 def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:

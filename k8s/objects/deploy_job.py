@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shlex
 
-from deploy.stage_contract import RECIPE, RECIPE_FILE, ROOT
+from deploy.stage_contract import RECIPE, RECIPE_FILE, ROOT, SCRATCH
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
@@ -45,14 +45,12 @@ EXIT_ENDED_BADLY = 64
 program after every other non-zero code, such as Python's own 1 and 2."""
 
 
-# The token of the deployer's account, which by default every container gets, that of the stage's image included.
-TOKEN = "token"
-TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"  # nosec B105 # where Kubernetes' clients look for it
+# By default every container, the stage's image included, gets the token of the pod's account, and on EKS its AWS role.
+TOKEN = {"name": "token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
 TOKEN_SOURCES = [
     {"serviceAccountToken": {"path": "token"}},
     {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
 ]
-# EKS would give the deployer's AWS account to every container, too.
 WITHOUT_AWS = {"eks.amazonaws.com/skip-containers": PREFLIGHT}
 
 
@@ -152,47 +150,39 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
 def _with_preflight(pod: Object, group: WorkerGroup, deployment: Deployment) -> Object:
     """The pod with an init container of the stage's image, which has no rights of the pod's account.
 
-    It writes its answer to its termination message, which kubelet cuts to the last 4 KiB: the controller reads no file
-    that the image could replace. It ends with 0 in any case, and its last line is the exit code of the check: a failed
-    pod would be replaced. It shares only the file system with the controller, whose HOME is on its own /scratch.
+    It shares only the file system with the controller, whose HOME is on /scratch. It answers by its termination
+    message, of which kubelet keeps the last 4 KiB: the controller reads no file that the image could replace. The last
+    line is the exit code of the check, and the container ends with 0 in any case: a failed pod would be replaced.
     """
-    recipe = {"name": RECIPE.name, "configMap": {"name": recipe_name(group.name, deployment.recipe_digest)}}
-    command = [*("python", "-m", "services.common.process.readiness", "--stage", group.name)]
-    command += ["--recipe", f"{group.recipe_folder}/{RECIPE_FILE}", "--root", group.root, *deployment.arguments]
+    words = ["python", "-m", "services.common.process.readiness", "--stage", group.name, "--root", group.root]
+    words += ["--recipe", f"{group.recipe_folder}/{RECIPE_FILE}", *deployment.arguments]
     secrets = [each for place in (group.head_pod, group.pod) for each in place.get("imagePullSecrets", [])]
-    [container] = pod["containers"]
-    token = {"name": TOKEN, "mountPath": TOKEN_FOLDER, "readOnly": True}
-    init_container = {
+    [controller] = pod["containers"]
+    said = {"terminationMessagePolicy": "FallbackToLogsOnError"}  # the last lines of a program that crashed
+    asked = said | {
         "name": PREFLIGHT,
         "image": deployment.image,
         "imagePullPolicy": group.container["imagePullPolicy"],
-        "command": ["sh", "-c", f"{{ {shlex.join(command)}; echo $?; }} 2>&1 | tee /dev/termination-log"],
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "resources": container["resources"],
+        "command": ["sh", "-c", f"{{ {shlex.join(words)}; echo $?; }} 2>&1 | tee /dev/termination-log"],
+        "resources": controller["resources"],
         "securityContext": group.container["securityContext"],
         "volumeMounts": [
-            {"name": PREFLIGHT, "mountPath": "/scratch"},
+            {"name": PREFLIGHT, "mountPath": SCRATCH.path},
             {"name": ROOT.name, "mountPath": group.root},
             {"name": RECIPE.name, "mountPath": group.recipe_folder, "readOnly": True},
         ],
     }
+    volumes: list[Object] = [
+        {"name": RECIPE.name, "configMap": {"name": recipe_name(group.name, deployment.recipe_digest)}},
+        {"name": PREFLIGHT, "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": TOKEN["name"], "projected": {"sources": TOKEN_SOURCES}},
+    ]
     return pod | {
         "automountServiceAccountToken": False,
         **({"imagePullSecrets": secrets} if secrets else {}),
-        "volumes": [
-            *pod["volumes"],
-            recipe,
-            {"name": PREFLIGHT, "emptyDir": {"sizeLimit": "1Gi"}},
-            {"name": TOKEN, "projected": {"sources": TOKEN_SOURCES}},
-        ],
-        "initContainers": [init_container],
-        "containers": [
-            container
-            | {
-                "terminationMessagePolicy": "FallbackToLogsOnError",
-                "volumeMounts": [*container["volumeMounts"], token],
-            }
-        ],
+        "volumes": pod["volumes"] + volumes,
+        "initContainers": [asked],
+        "containers": [controller | said | {"volumeMounts": [*controller["volumeMounts"], TOKEN]}],
     }
 
 

@@ -41,7 +41,8 @@ class MemoryApi:
     def create(self, body: Thing) -> Thing:
         if body["kind"] == "SelfSubjectAccessReview":
             asked = body["spec"]["resourceAttributes"]
-            right = "/".join(filter(None, (f"{asked['verb']} {asked['resource']}", asked["subresource"])))
+            named = f"{asked['resource']}.{asked['group']}".rstrip(".")
+            right = f"{asked['verb']} {named}/{asked['subresource']}".rstrip("/")
             return body | {"status": {"allowed": right not in self.forbidden}}
         key = (body["kind"], body["metadata"]["name"])
         if key in self._objects:
