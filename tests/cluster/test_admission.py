@@ -125,7 +125,7 @@ def changed(thing: Object, fields: dict[str, object]) -> Object:
         elif value is None:
             del part[last]
         else:
-            part[last] = value
+            part[int(last) if isinstance(part, list) else last] = value
     return result
 
 
