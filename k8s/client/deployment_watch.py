@@ -19,6 +19,7 @@ from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
+from k8s.objects.placement import newest_event
 from k8s.objects.record import Acceptance, Record, read_record
 from services.common.errors import DeviceError, MillraceError
 
@@ -83,7 +84,10 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
                 return record.acceptance
             if record.is_over:
                 problem, code = record.outcome.message if record.outcome else waits, _exit_code(record)
-            for pod in [] if record.outcome else api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}"):
+            pods = [] if record.outcome else api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
+            if not pods:  # as where the quota is used up
+                waits = newest_event(api, {"metadata": {"uid": record.uid}}) or waits
+            for pod in pods:
                 waits = explain_wait(api, pod)
                 report(waits)
                 problem = problem or explain_crash(pod, (0, EXIT_ENDED_BADLY)) or pull.explain_end(pod, waits)
@@ -92,6 +96,7 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
             if problem and not record.is_over:
                 api.delete("Job", job_name(stage), uid=record.uid)
         except ApiUnreachable as error:
+            problem = ""
             report(f"{error}; the Job continues")
         if problem:
             raise NotDeployed(f"{stage} is not deployed, and no node was added:\n  - {problem}", code)

@@ -13,7 +13,8 @@ from k8s.objects.record import Acceptance, Outcome
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 from services.common.hardware.image_platform import describe_platform
 
-STAGE_CODES = (RecipeError.exit_code, ArtifactError.exit_code, StorageError.exit_code)
+STAGE_CODES = (RecipeError.exit_code, ArtifactError.exit_code, StorageError.exit_code, EXIT_AGAIN)
+"""Exit codes of the check itself, after which its last line says why; every other one is a crash."""
 
 
 def read_answer(api: Api, pod: str) -> str | None:
@@ -27,27 +28,19 @@ def read_answer(api: Api, pod: str) -> str | None:
 def judge(deployment: Deployment, answer: str) -> Acceptance | Outcome:
     """Whether the image accepts the recipe, finds its artifacts and may join the head, or the deployment's end."""
     *lines, code = answer.strip().splitlines() or [""]
-    exit_code = int(code) if code.isdigit() else DeviceError.exit_code
+    exit_code, image = int(code) if code.isdigit() else DeviceError.exit_code, deployment.image
     report = next(filter(None, map(_read_object, reversed(lines))), None)
-    if report is None:
-        return _explain_silence(deployment.image, lines, exit_code)
-    if problem := report["problem"]:
-        if exit_code == RecipeError.exit_code:
-            problem = (
-                f"the image {deployment.image} does not accept this recipe: {problem} Correct it with RECIPE= or ARGS=."
-            )
+    problem = report["problem"] if report else find_error_line("\n".join(lines))
+    if not report and exit_code not in STAGE_CODES:
+        return Outcome(DeviceError.exit_code, f"image {image} does not answer (exit code {exit_code}): {problem}")
+    if report and problem and exit_code == RecipeError.exit_code:
+        problem = f"the image {image} does not accept this recipe: {problem} Correct it with RECIPE= or ARGS=."
+    if not report or problem:
         return Outcome(exit_code, problem)
-    if deployment.mode == "shared" and (difference := _compare(deployment.image, report["platform"])):
+    if deployment.mode == "shared" and (difference := _compare(image, report["platform"])):
         return Outcome(DeviceError.exit_code, difference)
     upstream = tuple(f"{each['schema']} {each['name']}/{each['id']}" for each in report["upstream"])
     return Acceptance(report["platform"]["ray"], upstream)
-
-
-def _explain_silence(image: str, lines: list[str], exit_code: int) -> Outcome:
-    if exit_code in STAGE_CODES:
-        return Outcome(exit_code, find_error_line("\n".join(lines)))
-    said = f"image {image} does not answer (exit code {exit_code}): {' '.join(lines[-3:]) or 'nothing'}"
-    return Outcome(EXIT_AGAIN if exit_code == EXIT_AGAIN else DeviceError.exit_code, said)
 
 
 def _compare(image: str, found: dict[str, str]) -> str:

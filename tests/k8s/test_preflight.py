@@ -52,7 +52,7 @@ def answer(code: int = 0, noise: str = "a warning\n", **changes: Any) -> str:
         ("python: No module named services\n1\n", "shared", 4, [IMAGE, "No module named services"]),
         ("millrace: /fsx: Input/output error\n75\n", "shared", 75, ["Input/output error"]),
         ("millrace: no option --y\n2\n", "shared", 2, ["no option --y"]),
-        ("", "shared", 4, [IMAGE, "nothing"]),
+        ("", "shared", 4, [IMAGE, "no message"]),
     ],
 )
 def test_what_follows_from_an_answer(said: str, mode: str, code: int, words: list[str]) -> None:
