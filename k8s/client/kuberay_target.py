@@ -130,6 +130,8 @@ class KubeRayTarget:
         """
         group = read_worker_group(self._api, request.stage)
         record = read_record(self._api, request.stage)
+        if record and not record.acceptance:
+            record = None  # its image has not accepted it, so it has run nowhere
         present = record.deployment.image if record else group.image
         image = _image_before(group, present)
         print(f"rolling {request.stage} back: {present} -> {image}", flush=True)

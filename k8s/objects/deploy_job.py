@@ -27,10 +27,9 @@ JOB_MARGIN_SECONDS = 120
 MAX_FAILURES = 1000
 """Failures of a deploy Job's pods before Kubernetes gives the Job up: more than ever happen."""
 # Kubernetes' default is 300 s. A new pod continues the work of the lost one, and the gang needs it.
-LOST_NODE_SECONDS = 30
 LOST_NODE_TOLERATIONS = [
-    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
-    for state, seconds in (("not-ready", LOST_NODE_SECONDS), ("unreachable", LOST_NODE_SECONDS))
+    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    for state in ("not-ready", "unreachable")
 ]
 # The admission policy `millrace-jobs` accepts these alone: others, such as AWS_CONFIG_FILE, name programs to run.
 AWS_VARIABLES = (
@@ -43,8 +42,6 @@ AWS_VARIABLES = (
 EXIT_ENDED_BADLY = 64
 """Exit code of the deploy Job's program after the outcome is written and everything is down. Kubernetes restarts the
 program after every other non-zero code, such as Python's own 1 and 2."""
-
-
 # By default every container, the stage's image included, gets the token of the pod's account, and on EKS its AWS role.
 TOKEN = {"name": "token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
 TOKEN_SOURCES = [

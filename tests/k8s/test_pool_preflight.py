@@ -23,7 +23,7 @@ from k8s.objects.node_group import EksNodeGroup
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, deployment_of, outline_of
-from tests.k8s.cloud import POOL, Cloud, Refusal
+from tests.k8s.cloud import POOL, Cloud
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 
@@ -118,31 +118,14 @@ def test_a_recipe_for_other_nodes_is_named(
 
 
 @pytest.mark.parametrize(
-    ("pool", "refusal", "said"),
-    [
-        (POOL, (403, "AccessDeniedException"), "eks:UpdateNodegroupConfig"),
-        ("millrace/trn2", None, "CLUSTER_NAME"),
-        ("other/trainium", None, "other"),
-        ("trainium", None, "'trainium' names no node pool"),
-    ],
+    ("pool", "said"),
+    [("millrace/trn2", "CLUSTER_NAME"), ("other/trainium", "other"), ("trainium", "'trainium' names no node pool")],
 )
-def test_what_eks_refuses_ends_a_deployment(
-    trainer: WorkerGroup, pool: str, refusal: tuple[int, str] | None, said: str
-) -> None:
-    Cloud()
-    refused = Refusal("DescribeNodegroup", *refusal) if refusal else None
-    api: Any = MemoryApi()
-    found = NodePool(api, "trainer", pool).observe(2, trainer)
-    if refused:
-        refused.end()
-    assert said in found.refusal
-
-
-def test_a_pool_that_does_not_fit_is_never_scaled_up(trainer: WorkerGroup) -> None:
+def test_a_pool_that_eks_does_not_have_ends_a_deployment(trainer: WorkerGroup, pool: str, said: str) -> None:
+    """tests/k8s/test_node_pools.py has what EKS refuses, and that nothing is scaled then."""
     Cloud()
     api: Any = MemoryApi()
-    assert NodePool(api, "trainer", POOL).observe(2, trainer).refusal == ""
-    assert "NODES=5" in NodePool(api, "trainer", POOL).observe(5, trainer).refusal
+    assert said in NodePool(api, "trainer", pool).observe(2, trainer).refusal
 
 
 def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:

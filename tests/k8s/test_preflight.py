@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deploy.client.request import DeployRequest
 from k8s.client.deployment_watch import NotDeployed, await_acceptance
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.stage_preflight import check_cluster
@@ -18,6 +19,7 @@ from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.record import Acceptance, Outcome, read_record, record_of, write_outcome
 from k8s.objects.worker_group import worker_group_of
+from services.common.errors import DeviceError
 from services.common.hardware.image_platform import describe_platform
 from tests.k8s.builders import Clock, deployment_of, outline_of
 from tests.k8s.rendered import Thing
@@ -227,6 +229,16 @@ def test_a_client_waits_for_the_answer_and_tells_what_for(
     client = Client(world, waiting("ErrImagePull", "registry is down"))
     KubeRayTarget(world.api).stop("trainer")  # type: ignore[arg-type]
     assert read_record(world.api, "trainer") is None  # type: ignore[arg-type]
+
+
+def test_a_rollback_does_not_repeat_what_was_refused(world: World) -> None:
+    """The image that was refused has run nowhere, so the one that the worker group has is what is rolled back."""
+    group = worker_group_of(world.api.find("RayCluster", "millrace") or {}, "trainer")
+    good = json.dumps(["a@sha256:1", group.image])
+    world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": {"millrace.dev/trainer-good-images": good}}})
+    world.deploy(is_accepted=False)
+    with pytest.raises(DeviceError, match="RECIPE="):
+        KubeRayTarget(world.api).roll_back(DeployRequest("trainer"))  # type: ignore[arg-type]
 
 
 def test_a_missing_right_is_named_before_anything_is_written(world: World) -> None:
