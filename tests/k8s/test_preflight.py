@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from deploy.client.request import DeployRequest
+from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client.deployment_watch import NotDeployed, await_acceptance
 from k8s.client.kuberay_target import KubeRayTarget
+from k8s.client.resolved_deployment import DEFAULT_RECIPE
 from k8s.client.stage_preflight import check_cluster
 from k8s.client.status import describe_status
 from k8s.controller import job
 from k8s.controller.preflight import judge
+from k8s.controller.reconciler import Reconciler
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.record import Acceptance, Outcome, read_record, record_of, write_outcome
@@ -229,6 +232,66 @@ def test_a_client_waits_for_the_answer_and_tells_what_for(
     client = Client(world, waiting("ErrImagePull", "registry is down"))
     KubeRayTarget(world.api).stop("trainer")  # type: ignore[arg-type]
     assert read_record(world.api, "trainer") is None  # type: ignore[arg-type]
+
+
+def stand(world: World) -> None:
+    """Make what `make cluster-up` leaves in the namespace."""
+    cluster = world.api.find("RayCluster", "millrace") or {}
+    cluster["metadata"]["annotations"].pop("millrace.dev/trainer-node-pool", None)
+    world.api.replace(cluster)
+    group = worker_group_of(cluster, "trainer")
+    names = {
+        "Secret": ["millrace"],
+        "ServiceAccount": ["trainer", "deployer"],
+        "PriorityClass": [group.pod["priorityClassName"]],
+    }
+    for kind, each in names.items():
+        for name in each:
+            world.api.create({"kind": kind, "metadata": {"name": name}})
+    world.api.create({"kind": "Queue", "metadata": {"name": group.queue}, "spec": {}})
+    claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "fsx"}, "status": {"phase": "Bound"}}
+    world.api.create(claim)
+    labels = {"ray.io/cluster": "millrace", "ray.io/node-type": "head"}
+    status = {"conditions": [{"type": "Ready", "status": "True"}]}
+    head = {"kind": "Pod", "metadata": {"name": "head", "labels": labels}, "spec": group.head_pod, "status": status}
+    world.api.create(head)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"),
+    [(answer(), 0, "reads       corpus/4 notes"), (answer(3, problem="no corpus"), 3, "no corpus")],
+)
+def test_a_client_and_its_deploy_job_agree(
+    world: World,
+    reconcile: Reconcile,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    said: str,
+    code: int,
+    words: str,
+) -> None:
+    """The client, which does not follow, ends when the image has answered; the Job runs to its end by itself."""
+    stand(world)
+
+    def run_job(seconds: float) -> None:
+        ask(world, said)
+        record = world.record
+        if not record.is_over:
+            Reconciler(world.api, record.deployment, "pod").run()  # type: ignore[arg-type]
+            complete_job(world)
+
+    monkeypatch.setattr("time.sleep", run_job)
+    request = DeployRequest(
+        "trainer", read_requested_recipe(DEFAULT_RECIPE), "a/b@sha256:1", nodes=2, is_followed=False
+    )
+    try:
+        ended = KubeRayTarget(world.api).deploy(request)  # type: ignore[arg-type]
+    except NotDeployed as error:
+        print(error)
+        ended = error.exit_code
+    assert (ended, words in capsys.readouterr().out) == (code, True)
+    assert world.record.outcome
+    assert (world.record.outcome.exit_code, len(world.record.attempts)) == (code, 0 if code else 1)
 
 
 def test_a_rollback_does_not_repeat_what_was_refused(world: World) -> None:
