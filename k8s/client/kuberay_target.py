@@ -133,7 +133,12 @@ class KubeRayTarget:
         if record and not record.acceptance:
             record = None  # its image has not accepted it, so it has run nowhere
         present = record.deployment.image if record else group.image
-        image = _image_before(group, present)
+        image = find_image_before(group.good_images, present)
+        if image is None:
+            known = f"only {present} is known to be good" if group.good_images else "none has succeeded here yet"
+            raise DeviceError(
+                f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any image"
+            )
         print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
         again = replace(complete_from_record(self._api, group, request, record), tag=image)
         return self._deploy(group, resolve(self._api, group, again), again, output, is_replacing=True)
@@ -183,7 +188,7 @@ class KubeRayTarget:
         before = read_record(self._api, group.name)
         if before and before.is_over:
             self._api.delete("Job", job_name(group.name), uid=before.uid)
-            _wait_for_end(before, lambda: read_record(self._api, group.name), STOP_MARGIN_SECONDS)
+            _wait_until_over(self._api, before, read_record)
         try:
             self._api.create(render_deploy_job(group, deployment))
         except Conflict as error:
@@ -264,16 +269,6 @@ def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float 
     )
 
 
-def _image_before(group: WorkerGroup, present: str) -> str:
-    image = find_image_before(group.good_images, present)
-    if image is None:
-        known = f"only {present} is known to be good" if group.good_images else "no image of it has succeeded here yet"
-        raise DeviceError(
-            f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any"
-        )
-    return image
-
-
 def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before: Record | None) -> None:
     """Delete ConfigMaps of older recipes, except those that the group's pod template and a rollback still need."""
     digests = {each.recipe_digest for each in (deployment, before.deployment if before else None) if each}
@@ -283,16 +278,11 @@ def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before
             api.delete("ConfigMap", recipe["metadata"]["name"])
 
 
-def _wait_until_over(api: Api, record: Record) -> bool:
-    """Wait for the deployment's end. False if it takes longer than a stage may take to stop."""
-    return _wait_for_end(record, lambda: read_running_record(api, record.deployment.stage), _patience(record))
-
-
-def _wait_for_end(record: Record, read: Callable[[], Record | None], seconds: float) -> bool:
-    """Wait until `read` returns another record, or none. False if that takes longer than `seconds`."""
-    deadline = time.monotonic() + seconds
+def _wait_until_over(api: Api, record: Record, read: Callable[[Api, str], Record | None] = read_running_record) -> bool:
+    """Wait until `read` finds the deployment no more. False if that takes longer than a stage may take to stop."""
+    deadline = time.monotonic() + _patience(record)
     while time.monotonic() < deadline:
-        now = read()
+        now = read(api, record.deployment.stage)
         if now is None or now.uid != record.uid:
             return True
         time.sleep(POLL_SECONDS)

@@ -26,13 +26,13 @@ class PullWatch:
 
     def explain_end(self, pod: Object, waits: str) -> str:
         """The reason why the pod will never start; empty while it may. `waits` describes what it waits for."""
-        reason, image = waiting_container(pod)
+        name, reason = _waiting(pod)
         if reason in HOPELESS:
-            return f"{image} cannot run: {waits}"
+            return f"{_image_of(pod, name)} cannot run: {waits}"
         if reason not in PULL_ERRORS:
             return ""
         self._failing_since = self._failing_since or time.monotonic()
-        what = f"image {image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}"
+        what = f"image {_image_of(pod, name)} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}"
         if any(each in waits for each in OTHER_PROCESSOR):
             return f"{what}. It is built for another processor than the node's: {BUILD_ANOTHER}"
         if time.monotonic() - self._failing_since <= PULL_PATIENCE_SECONDS:
@@ -63,33 +63,26 @@ def explain_crash(pod: Object, ends: tuple[int, ...]) -> str:
 
 def explain_wait(api: Api, pod: Object) -> str:
     """Describe what a pod that has not started waits for, such as the pull of an image."""
-    for name, state in _states(pod):
-        if "waiting" not in state:
-            continue
-        if state["waiting"].get("reason", "") in PASSING:
-            events = api.find_all("Event", fields=f"involvedObject.uid={pod['metadata']['uid']}")
-            reasons = {
-                each["reason"] for each in events if f"{{{name}}}" in each["involvedObject"].get("fieldPath", "")
-            }
-            if "Pulling" in reasons and not reasons & {"Pulled", "Failed"}:
-                return f"pulling {_image_of(pod, name)} on {pod['spec'].get('nodeName')}"
-        break
+    name, reason = _waiting(pod)
+    if name and reason in PASSING:
+        events = api.find_all("Event", fields=f"involvedObject.uid={pod['metadata']['uid']}")
+        own = {each["reason"] for each in events if f"{{{name}}}" in each["involvedObject"].get("fieldPath", "")}
+        if "Pulling" in own and not own & {"Pulled", "Failed"}:
+            return f"pulling {_image_of(pod, name)} on {pod['spec'].get('nodeName')}"
     return explain_start(api, pod)
 
 
-def waiting_container(pod: Object) -> tuple[str, str]:
-    """kubelet's reason why the first waiting container of a pod waits, and its image; empty where none waits."""
-    for name, state in _states(pod):
-        if "waiting" in state:
-            return str(state["waiting"].get("reason", "")), _image_of(pod, name)
-    return "", ""
+def _waiting(pod: Object) -> tuple[str, str]:
+    """The first container of a pod that waits, and kubelet's reason for it; empty where none waits."""
+    waiting = [(name, str(state["waiting"].get("reason", ""))) for name, state in _states(pod) if "waiting" in state]
+    return waiting[0] if waiting else ("", "")
 
 
 def _states(pod: Object) -> list[tuple[str, Object]]:
     """The states of a pod's containers, in the order in which they run."""
     status = pod.get("status") or {}
     statuses = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
-    return [(each["name"], each["state"]) for each in statuses]
+    return [(each["name"], each.get("state") or {}) for each in statuses]
 
 
 def _image_of(pod: Object, container: str) -> str:
