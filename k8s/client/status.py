@@ -64,10 +64,7 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
     if record.outcome:
         lines.append(f"  outcome   exit code {record.outcome.exit_code}: {record.outcome.message}")
     elif not record.is_over and not record.acceptance:
-        pods = api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
-        lines.append(
-            f"  now       asking its image: {'; '.join(explain_wait(api, pod) for pod in pods) or 'no pod yet'}"
-        )
+        lines.append("  now       its image is asked whether it accepts the deployment")
     elif not record.is_over:
         number = len(record.attempts) + 1
         job = api.find("RayJob", deployment.rayjob_name(number))
@@ -78,6 +75,10 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         lines.append(f"  now       attempt {number}{on}: {state.lower()}{stopping}")
         missing = explain_placement(api, group, nodes) if deployment.mode == "shared" else ""
         lines += [f"  waits     {missing}"] if missing else []
+    if not record.is_over:
+        pods = api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
+        pending = [explain_wait(api, pod) for pod in pods if pod["status"].get("phase") == "Pending"]
+        lines += [f"  job       its pod has not started: {waits}" for waits in pending]
     return lines
 
 
