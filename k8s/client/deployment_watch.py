@@ -91,7 +91,7 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
                 waits = explain_wait(api, pod)
                 report(waits)
                 problem = problem or explain_crash(pod, (0, EXIT_ENDED_BADLY)) or pull.explain_end(pod, waits)
-            if not problem and time.monotonic() > deadline:
+            if not (problem or record.outcome) and time.monotonic() > deadline:
                 problem, code = f"image {deployment.image} did not answer in time: {waits}", EXIT_AGAIN
             if problem and not record.is_over:
                 api.delete("Job", job_name(stage), uid=record.uid)

@@ -36,10 +36,10 @@ def judge(deployment: Deployment, answer: str) -> Acceptance | Outcome:
     if report and problem and exit_code == RecipeError.exit_code:
         problem = f"the image {image} does not accept this recipe: {problem} Correct it with RECIPE= or ARGS=."
     if not report or problem:
-        return Outcome(exit_code, problem)
+        return Outcome(exit_code or DeviceError.exit_code, problem)
     if deployment.mode == "shared" and (difference := _compare(image, report["platform"])):
         return Outcome(DeviceError.exit_code, difference)
-    upstream = tuple(f"{each['schema']} {each['name']}/{each['id']}" for each in report["upstream"])
+    upstream = [f"{each['schema']} {each['name']}/{each['id']}" for each in report["upstream"]]
     return Acceptance(report["platform"]["ray"], upstream)
 
 

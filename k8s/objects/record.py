@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 
 from deploy.exit_codes import shorten_line
@@ -35,7 +35,7 @@ class Acceptance:
 
     ray_version: str = ""
     """The Ray version of the image."""
-    upstream: tuple[str, ...] = ()
+    upstream: list[str] = field(default_factory=list)
     """The artifacts that the stage will read, as `SCHEMA NAME/ID`."""
 
 
@@ -105,12 +105,8 @@ def record_of(job: Object) -> Record:
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
-        acceptance=_acceptance_of(**json.loads(accepted)) if accepted else None,
+        acceptance=Acceptance(**json.loads(accepted)) if accepted else None,
     )
-
-
-def _acceptance_of(ray_version: str, upstream: list[str]) -> Acceptance:
-    return Acceptance(ray_version, tuple(upstream))
 
 
 def _deployment_of(job: Object) -> Deployment:

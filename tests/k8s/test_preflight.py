@@ -63,7 +63,7 @@ def answer(code: int = 0, noise: str = "a warning\n", **changes: Any) -> str:
 def test_what_follows_from_an_answer(said: str, mode: str, code: int, words: list[str]) -> None:
     found = judge(deployment_of(mode=mode), said)
     if isinstance(found, Acceptance):
-        assert (found.upstream, code) == (("corpus/4 notes/cccccccccccccccc",), 0)
+        assert (found.upstream, code) == (["corpus/4 notes/cccccccccccccccc"], 0)
         assert found.ray_version == json.loads(said.splitlines()[1])["platform"]["ray"]
     else:
         assert found.exit_code == code
@@ -118,7 +118,7 @@ def test_an_image_is_heard_once(world: World, reconcile: Reconcile) -> None:
     said = iter([None, None, answer()])
     world.watch = lambda: ask(world, next(said, "Segmentation fault\n139\n"))
     assert reconcile(is_accepted=False).exit_code == 0
-    assert world.record.acceptance == Acceptance(PLATFORM["ray"], ("corpus/4 notes/cccccccccccccccc",))
+    assert world.record.acceptance == Acceptance(PLATFORM["ray"], ["corpus/4 notes/cccccccccccccccc"])
 
 
 @pytest.mark.parametrize(("version", "older"), [(RECORD_VERSION + 1, "HEAD_TAG="), (RECORD_VERSION - 1, "git pull")])
