@@ -205,8 +205,9 @@ def _take_down(observation: Observation) -> Action:
     names = [deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
     return TakeDown(
         ended_rayjobs=frozenset(names if is_patient else ()),
-        # Pods that were never placed are of no use, and would take nodes as soon as there are some.
-        are_pods_kept=deployment.keep and bool(record.attempts),
+        # Pods that were never placed are of no use, and would take nodes as soon as there are some. Those that an
+        # earlier deployment left up are not touched by one that its image does not accept.
+        are_pods_kept=(deployment.keep and bool(record.attempts)) or record.acceptance is None,
     )
 
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.reservation import explain_end
+from k8s.controller.node_pool_checks import check_pool
 from k8s.objects.api import Api
 from k8s.objects.node_group import (
     EksNodeGroup,
+    EksUnreachable,
     NodeGroupAbsent,
     NodeGroupBusy,
     NodeGroupDenied,
+    NodeGroupError,
     count_ready_nodes,
     describe_node_group,
     describe_resize,
@@ -26,6 +29,7 @@ from k8s.objects.node_group import (
     resize_node_group,
     take_lease,
 )
+from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 
 DESCRIBE_SECONDS = 15.0
@@ -58,8 +62,11 @@ class NodePool:
         self._note = ""
         self._rests_until = 0.0  # EKS was busy
 
-    def observe(self, nodes: int) -> PoolState:
-        """Observe the pool's progress towards so many nodes, without a change. Raises `NodeGroupError`."""
+    def observe(self, nodes: int, stage: WorkerGroup | None = None) -> PoolState:
+        """Observe the pool's progress towards so many nodes, without a change. Raises `NodeGroupError`.
+
+        A pool that must be scaled up is refused where it does not fit the worker group `stage`.
+        """
         if not self._name:
             return PoolState()
         if ended := explain_end(self._ends_at):
@@ -69,15 +76,18 @@ class NodePool:
             return PoolState(is_raised=False, report=f"node group {self._name} is held by {holder}")
         try:
             group = self._describe()
-        except (NodeGroupDenied, NodeGroupAbsent) as error:
+        except (NodeGroupBusy, EksUnreachable):
+            raise
+        except NodeGroupError as error:
             return PoolState(is_raised=False, refusal=str(error))
-        refusal = self._denied
-        if nodes > group.max_size:
+        must_rise = not holder or group.desired_size < nodes
+        refusal = self._denied or (check_pool(stage, nodes, group) if stage and must_rise else "")
+        if not refusal and nodes > group.max_size:
             refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
         if refusal:
             return PoolState(is_raised=False, refusal=refusal)
         issues = "".join(f"; {issue}" for issue in group.issues)
-        if not holder or group.desired_size < nodes:
+        if must_rise:
             report = f"node group {self._name}: {group.desired_size} -> {max(nodes, group.desired_size)} nodes"
             return PoolState(is_raised=False, report=report + self._note + issues)
         ready = count_ready_nodes(self._api, self._name)

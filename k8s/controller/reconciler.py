@@ -34,6 +34,7 @@ from k8s.controller.decision import (
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
 from k8s.controller.node_pool import NodePool, PoolState, describe_release, release_node_groups
 from k8s.controller.observation import Gang, Observation, State, has_progressed
+from k8s.controller.preflight import judge, read_answer
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.controller.stage_lease import LeaseHeld, StageLease
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
@@ -52,7 +53,17 @@ from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, NodeGroupError
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
-from k8s.objects.record import Outcome, Record, ask_to_stop, no_more_failures, read_record, write_attempt, write_outcome
+from k8s.objects.record import (
+    Acceptance,
+    Outcome,
+    Record,
+    ask_to_stop,
+    no_more_failures,
+    read_record,
+    write_acceptance,
+    write_attempt,
+    write_outcome,
+)
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
@@ -73,6 +84,7 @@ class Reconciler:
         self._api = api
         self._deployment = deployment
         self._stage = deployment.stage
+        self._pod = pod
         self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
         self._has_lease = False
         self._terminated = threading.Event()
@@ -129,6 +141,9 @@ class Reconciler:
     def _reconcile(self) -> Outcome | None:
         """Observe, decide and act once. Returns the outcome once everything is down."""
         record = self._read_record()
+        if not (record.acceptance or record.outcome or record.stop):
+            self._await_acceptance(record)
+            return None
         name = self._deployment.rayjob_name(len(record.attempts) + 1)
         rayjob = None if record.outcome else self._api.find("RayJob", name)
         lost = self._lost.remove(is_idle=rayjob is None)
@@ -140,6 +155,19 @@ class Reconciler:
             self._report(action.report)
         # A pod of the deploy Job on a lost node would keep the Job from ending.
         return record.outcome if is_done and not lost else None
+
+    def _await_acceptance(self, record: Record) -> None:
+        """Write what the stage's image answered, once: a later pod of the Job asks it again, and is not heard."""
+        answer = read_answer(self._api, self._pod)
+        if answer is None:
+            self._report(f"waiting for the answer of the {self._stage}'s image")
+            return
+        match judge(self._deployment, answer):
+            case Acceptance() as acceptance:
+                write_acceptance(self._api, record, acceptance)
+            case Outcome() as outcome:
+                write_outcome(self._api, record, outcome)
+        self._is_pass_due = True
 
     def _with_wait(self, seen: Observation) -> Observation:
         """The observation with the deployment's age, and the seconds that it has waited in its state."""
@@ -172,7 +200,7 @@ class Reconciler:
             pods=len(pods_of(self._api, self._stage)),
             is_up_to_date=self._deployment.mode == "shared" and wanted["template"] == group.spec["template"],
             room=count_room(self._api, group) if is_after_loss else 0,
-            pool=self._pool.observe(self._deployment.nodes),
+            pool=self._pool.observe(self._deployment.nodes, group),
             group=group,
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
@@ -221,7 +249,7 @@ class Reconciler:
             case ShrinkGang(nodes=nodes) if group:
                 self._ensure_pod_group(group, observation.attempt, nodes)
             case StartAttempt(nodes=nodes) if group:
-                self._start(group, observation.attempt, nodes)
+                self._start(group, observation, nodes)
             case StopDriver():
                 self._stop_driver(observation)
             case EndAttempt():
@@ -251,11 +279,12 @@ class Reconciler:
             patch = {"metadata": {"annotations": annotations}, "spec": wanted["spec"]}
             self._api.merge("PodGroup", group.pod_group, patch)
 
-    def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+    def _start(self, group: WorkerGroup, observation: Observation, nodes: int) -> None:
+        attempt, accepted = observation.attempt, observation.record.acceptance or Acceptance()
         self._ensure_pod_group(group, attempt, nodes)
         delete_rayjobs(self._api, self._stage)  # all of them have ended
         if self._deployment.mode == "isolated":
-            self._api.create(render_isolated_rayjob(group, self._deployment, attempt))
+            self._api.create(render_isolated_rayjob(group, self._deployment, attempt, accepted.ray_version))
         else:
             self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
 
@@ -377,7 +406,8 @@ class Reconciler:
     def _read_record(self) -> Record:
         """Read the deployment's record. When somebody has deleted the Job, it is a record that ends the deployment."""
         outcome = Outcome(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
-        return self._own_record() or Record(self._deployment, "", "", (), {}, outcome, "", False, True, "")
+        gone = Record(self._deployment, "", "", (), {}, outcome, "", False, True, "", Acceptance())
+        return self._own_record() or gone
 
     def _own_record(self) -> Record | None:
         """Read the record; None when the Job is gone, is being deleted, or belongs to another deployment."""

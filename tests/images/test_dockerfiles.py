@@ -27,7 +27,7 @@ def test_labels_name_schemas_that_exist_and_every_schema_has_one_image_that_writ
 
 def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:
     """The Dockerfile copies it, a build may read it, and Pants passes it."""
-    reached = closure_of(*(f"k8s.controller.{name}" for name in ("job", "one_off_nodes", "reaper", "head_facts")))
+    reached = closure_of(*(f"k8s.controller.{name}" for name in ("job", "one_off_nodes", "reaper")))
     ours = [module for module in reached if re.match(r"(deploy|k8s)\.", module)]
     sources = {f"{module.rpartition('.')[0].replace('.', '/')}/*.py" for module in ours}
     assert set(re.findall(r"^COPY ((?:deploy|k8s)\S*) ", read_dockerfile("head"), re.MULTILINE)) == sources
