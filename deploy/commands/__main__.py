@@ -11,9 +11,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
@@ -47,20 +47,13 @@ OTHER_PROGRAMS = re.compile(
 The Makefile's own variables begin with a lower-case letter."""
 
 
-@dataclass(frozen=True)
-class Variable:
-    name: str
-    kind: Any
-    default: Any
-    option: Any
-
-
-def _variable(name: str, kind: Any, text: str, default: Any = None, **settings: Any) -> Variable:
+def _variable(name: str, kind: Any, text: str, default: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """Type and option of a variable."""
     option = f"--{name.lower().replace('_', '-')}"
     option += f"/--no{option[1:]}" if default is True else ""
     settings |= {"envvar": name, "help": text, "show_default": default not in (None, False)}
     value = default if "default_factory" not in settings else ...
-    return Variable(name, kind | None if default is None else kind, default, typer.Option(value, option, **settings))
+    return kind | None if default is None else kind, typer.Option(value, option, **settings)
 
 
 VARIABLES = {
@@ -119,18 +112,6 @@ def explain_inapplicable(name: str, command: str, target: Target) -> str:
     return "" if target in targets else advice
 
 
-def refuse_unknown(command: str, known: Sequence[str]) -> None:
-    """Raise `RecipeError` for a name on make's own command line that the command does not have.
-
-    Only there it is certain that a person meant this command: the environment may have names for others.
-    """
-    for name in os.environ.get(NAMED_IN_MAKE, "").split():
-        if name not in known and not OTHER_PROGRAMS.fullmatch(name):
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-            raise RecipeError(f"{command} has no variable {name}: {meant}")
-
-
 def refuse_inapplicable(command: str, target: Target, given: Mapping[str, str]) -> None:
     """Raise `RecipeError` for a variable that does not apply to the command on the target."""
     for name, value in sorted(given.items(), key=lambda each: each[0] != "TARGET"):
@@ -140,8 +121,12 @@ def refuse_inapplicable(command: str, target: Target, given: Mapping[str, str]) 
 
 def write_given(values: Mapping[str, Any]) -> dict[str, str]:
     """The variables with another value than their default, as a person types them."""
-    given = {VARIABLES[each]: value for each, value in values.items() if value not in (None, VARIABLES[each].default)}
-    return {each.name: shlex.quote(str(int(v) if isinstance(v, bool) else v)) for each, v in given.items()}
+    given = {VARIABLES[each][1]: value for each, value in values.items()}
+    return {
+        option.envvar: shlex.quote(str(int(value) if isinstance(value, bool) else value))
+        for option, value in given.items()
+        if value not in (None, option.default)
+    }
 
 
 Request = TypeVar("Request", DeployRequest, OneOffRequest)
@@ -172,7 +157,10 @@ class Given:
         if "recipe" in given:
             given["recipe"] = read_requested_recipe(given["recipe"])
         for name in given.keys() & {"arguments", "words"}:
-            given[name] = _split(VARIABLES[name].name, given[name])
+            try:
+                given[name] = tuple(shlex.split(given[name]))  # no shell sees the words
+            except ValueError as error:
+                raise RecipeError(f"{VARIABLES[name][1].envvar}={given[name]}: {error}") from error
         return kind(**given | changes)
 
     def local_pipeline(self) -> LocalPipeline:
@@ -206,24 +194,31 @@ class Given:
 
 
 class _Command(TyperCommand):
+    """Refuses a name on make's own command line that it does not have.
+
+    Only there it is certain that a person meant this command: the environment may have names for others.
+    """
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        refuse_unknown(str(self.name), [str(each.envvar) for each in self.params if each.envvar])
+        known = [str(each.envvar) for each in self.params if each.envvar]
+        for name in os.environ.get(NAMED_IN_MAKE, "").split():
+            if name not in known and not OTHER_PROGRAMS.fullmatch(name):
+                near = difflib.get_close_matches(name, known, n=1)
+                meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+                raise RecipeError(f"{self.name} has no variable {name}: {meant}")
         return super().parse_args(ctx, args)
 
 
 def _command(name: str, *variables: str) -> Callable[[Callable[[Given], int]], Callable[[Given], int]]:
     """Register a command that takes these variables, as options and from the environment."""
-    taken = {each: VARIABLES[each] for each in variables}
 
     def register(run: Callable[[Given], int]) -> Callable[[Given], int]:
         def call(**values: Any) -> int:
             return run(Given(name, values))
 
+        taken = ((each, *VARIABLES[each]) for each in variables)
         call.__signature__ = Signature(  # type: ignore[attr-defined]
-            [
-                Parameter(each, Parameter.KEYWORD_ONLY, default=variable.option, annotation=variable.kind)
-                for each, variable in taken.items()
-            ]
+            [Parameter(each, Parameter.KEYWORD_ONLY, default=option, annotation=kind) for each, kind, option in taken]
         )
         app.command(name, cls=_Command, help=run.__doc__)(call)
         return run
@@ -292,14 +287,6 @@ def show_log(given: Given) -> int:
 def stop_stage(given: Given) -> int:
     """Let a stage commit a checkpoint, then end its deployment."""
     return given.connect().stop(given["stage"])
-
-
-def _split(name: str, text: str) -> tuple[str, ...]:
-    """The words of a variable, split as a shell splits them; no shell sees them."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise RecipeError(f"{name}={text}: {error}") from error
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ import typer
 from deploy.commands.__main__ import NAMED_IN_MAKE, VARIABLES, Given, app, main
 
 COMMANDS: dict[str, list[str]] = {
-    name: [VARIABLES[each.name].name for each in command.params]
+    name: [str(each.envvar) for each in command.params]
     for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
 }
 """The commands, and the variables of each."""
@@ -24,7 +24,7 @@ def run_command(command: str, variables: Mapping[str, str], *options: str) -> Ma
     for name in ("deploy", "roll_back", "run_pipeline", "run_one_off", "show_status", "show_log", "stop"):
         getattr(target, name).return_value = 0
     with pytest.MonkeyPatch.context() as environment, patch.object(Given, "connect", lambda given: target):
-        for name in (*(each.name for each in VARIABLES.values()), NAMED_IN_MAKE):
+        for name in (*(option.envvar for _, option in VARIABLES.values()), NAMED_IN_MAKE):
             environment.delenv(name, raising=False)
         for name, value in variables.items():
             environment.setenv(name, value)
