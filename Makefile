@@ -140,7 +140,7 @@ infra-cost: infra-environment ## Show what the infrastructure costs, by list pri
 #? NODES=NUMBER  Trainium nodes of the estimate. Default: those of the recipe.
 #? CPU_NODES=NUMBER  CPU nodes of the estimate. Default: 0.
 #? HOURS=NUMBER  Hours of the estimate. Default: 24.
-#? RECIPE=FILE  The recipe that is trained, and whose checkpoints must fit. Default: recipes/llama2-7b-trn1.toml.
+#? RECIPE=FILE  The recipe of the run. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
 infra-preflight: infra-environment ## Check AWS quotas, reservation, Kubernetes and images before infra-up.

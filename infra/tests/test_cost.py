@@ -56,6 +56,10 @@ def test_a_run_costs_what_its_parts_cost(run_infra: RunInfra, monkeypatch: pytes
     assert "logs ($0.500 a GB written, $0.030/GB and month" in excluded
     assert "WARNING" not in done.stdout  # nobody has chosen a region
 
+    monkeypatch.delenv("NODES")
+    monkeypatch.setenv("RECIPE", "recipes/tiny-cpu.toml")  # which has two nodes
+    assert f"a run of 10 hours: ${(STANDING + 43) * 10:,.2f}" in run_infra("cost").stdout
+
 
 @pytest.mark.parametrize(
     ("values", "said"),
