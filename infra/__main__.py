@@ -158,7 +158,7 @@ def up(given: Given) -> None:
         )
     if renewed := list_renewed_pools(found):
         require_met(check_renewal(Account(inputs.region), inputs, renewed))
-    if not found.is_empty:
+    if found.is_applyable:
         require_yes(f"Apply this plan in {inputs.region}?")
         stack.apply()
     _write_addresses(given, stack, inputs)
