@@ -145,10 +145,10 @@ infra-environment: # A small environment for commands that speak to AWS and Kube
 
 infra-cost: infra-environment ## Show what the infrastructure costs, by list prices.
 #? STACK VARS
-#? NODES=NUMBER  Trainium nodes of the estimate. Default: the most that the stack allows.
+#? NODES=NUMBER  Trainium nodes of the estimate. Default: those of the recipe.
 #? CPU_NODES=NUMBER  CPU nodes of the estimate. Default: 0.
 #? HOURS=NUMBER  Hours of the estimate. Default: 24.
-#? RECIPE=FILE  The recipe whose checkpoints must fit. Default: recipes/llama2-7b-trn1.toml.
+#? RECIPE=FILE  The recipe of the run. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
 infra-preflight: infra-environment ## Check AWS quotas, reservation, Kubernetes and images before infra-up.

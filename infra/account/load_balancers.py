@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.account.session import Account
+from infra.account.session import Account, tags_of
 
 # Kubernetes' own controller tags with the first of each pair, the AWS Load Balancer Controller with the second.
 CLUSTER_TAGS = {"kubernetes.io/cluster/{cluster}": None, "elbv2.k8s.aws/cluster": "{cluster}"}
@@ -49,10 +49,7 @@ def list_load_balancers(account: Account) -> Iterator[LoadBalancer]:
         ResourceTypeFilters=["elasticloadbalancing:loadbalancer"],
     )
     # The last part of an ARN is net/NAME/ID or app/NAME/ID, and NAME of a classic one.
-    tags = {
-        each["ResourceARN"].partition("loadbalancer/")[2]: {pair["Key"]: pair["Value"] for pair in each["Tags"]}
-        for each in tagged
-    }
+    tags = {each["ResourceARN"].partition("loadbalancer/")[2]: tags_of(each) for each in tagged}
     for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers"):
         name, arn = each["LoadBalancerName"], each["LoadBalancerArn"]
         yield LoadBalancer(name, arn, each.get("VpcId", ""), tags.get(arn.partition("loadbalancer/")[2], {}))

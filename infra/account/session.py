@@ -51,6 +51,11 @@ class Account:
         return answer
 
 
+def tags_of(found: dict[str, Any]) -> dict[str, str]:
+    """The tags of a resource as most services describe it."""
+    return {pair["Key"]: pair["Value"] for pair in found.get("Tags") or []}
+
+
 @contextmanager
 def explaining_refusals(what: str) -> Iterator[None]:
     """Turns missing credentials, rights and networks into errors that say what to do; `what` names the attempt.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from infra.apply.terraform import STACK
 from services.common.errors import RecipeError
@@ -16,40 +16,34 @@ REPOSITORIES = "millrace"  # as in infra/stacks/common.tf; a contract test compa
 ENDPOINTS = 10  # interface endpoints of modules/network, in one zone; a test counts them
 
 
-class Values(BaseModel):
-    """An object of HCL, whose other attributes are left out."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class Pool(Values):
+class Pool(BaseModel):
     shape: str
     max_nodes: int
 
 
-class CoreNodes(Values):
+class CoreNodes(BaseModel):
     shape: str
     nodes: int
 
 
-class Capacity(Values):
+class Capacity(BaseModel):
     kind: Literal["on_demand", "reservation", "capacity_block"] = "on_demand"
     reservation_id: str = ""
     ends_at: str = ""
     """RFC 3339; empty if the capacity does not end."""
 
 
-class FileSystem(Values):
+class FileSystem(BaseModel):
     gib: int | None = None
     throughput: int | None = None
     """MB/s per TiB."""
 
 
-class Budget(Values):
+class Budget(BaseModel):
     monthly_dollars: float | None = None
 
 
-class Inputs(Values):
+class Inputs(BaseModel):
     """Fields have the names of the variables, which `variables.tf` and `common.tf` describe."""
 
     region: str = ""

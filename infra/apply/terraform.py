@@ -44,11 +44,8 @@ class Plan:
     """A plan, as `terraform show -json` prints it."""
 
     changes: tuple[Change, ...]
-    has_new_outputs: bool
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.changes and not self.has_new_outputs
+    is_applyable: bool
+    """Whether a resource or an output changes."""
 
 
 class Stack:
@@ -133,8 +130,7 @@ def read_plan(shown: dict[str, Any]) -> Plan:
         for each in shown.get("resource_changes", [])
         if each["mode"] == "managed" and (change := each["change"])["actions"] != ["no-op"]
     ]
-    outputs = shown.get("output_changes", {}).values()
-    return Plan(tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
+    return Plan(tuple(changes), shown.get("applyable", False))
 
 
 def describe_plan(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 
 from infra.apply.inputs import Inputs
@@ -15,7 +15,6 @@ from services.common.hardware.instance_types import GIB, LustreSize
 from services.common.process.shutdown import (
     CHECKPOINTS_PER_NOTICE,
     TRAINER_NOTICE_SECONDS,
-    needed_notice_seconds,
 )
 from services.common.recipe.memory_estimate import checkpoint_bytes
 from services.common.recipe.schema import Recipe
@@ -110,18 +109,17 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
     If a stop leaves too little time, names the throughput that would be enough.
     """
     written, rate = checkpoint_bytes(recipe), size.bytes_per_second
+    wanted = CHECKPOINTS_PER_NOTICE * written / TRAINER_NOTICE_SECONDS
     what = f"{written / GIB:,.0f} GiB of {recipe.name}"
     speed = f"{written / rate:,.0f} s at the file system's {rate / 1e6:,.0f} MB/s"
     notice = f"the {TRAINER_NOTICE_SECONDS} s between a stop's notice and the kill"
-    if _fits_notice(size, recipe):
+    if rate >= wanted:
         return f"a checkpoint, {what}, takes {speed}; {notice} have room for the expected {CHECKPOINTS_PER_NOTICE}"
-    larger = [replace(size, megabytes_per_second_per_tib=throughput) for throughput in FSX_THROUGHPUTS]
-    enough = next((candidate for candidate in larger if _fits_notice(candidate, recipe)), None)
-    advice = (
-        f"fsx = {{ gib = {enough.gib}, throughput = {enough.megabytes_per_second_per_tib} }} is fast enough"
-        if enough
-        else f"No throughput of {size.gib:,} GiB is fast enough; a larger fsx.gib is faster in proportion"
-    )
+    advice = f"No throughput of {size.gib:,} GiB is fast enough; a larger fsx.gib is faster in proportion"
+    for throughput in FSX_THROUGHPUTS:
+        if LustreSize(size.gib, throughput).bytes_per_second >= wanted:
+            advice = f"fsx = {{ gib = {size.gib}, throughput = {throughput} }} is fast enough"
+            break
     return (
         f"WARNING: a checkpoint, {what}, takes {speed}, and {notice} should have room for {CHECKPOINTS_PER_NOTICE}: a "
         f"stop may lose the steps since the previous checkpoint. {advice}"
@@ -156,10 +154,6 @@ def _describe_support(inputs: Inputs, today: date) -> Iterator[str]:
         f"{'; included above' if today >= end else ''}). STANDARD upgrades the cluster then, to a version on which the "
         f"stages are not tested."
     )
-
-
-def _fits_notice(size: LustreSize, recipe: Recipe) -> bool:
-    return needed_notice_seconds(checkpoint_bytes(recipe) / size.bytes_per_second) <= TRAINER_NOTICE_SECONDS
 
 
 def _describe_gaps(inputs: Inputs, trainium_nodes: int, lines: list[Line]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from images.platforms import find_variant
-from infra.account.session import Account
+from infra.account.session import STACK_TAG, Account, tags_of
 from infra.apply.inputs import Inputs
 from infra.preflight.capacity_reservation import check_reservation
 from infra.preflight.default_security_group import check_default_group
@@ -19,7 +19,7 @@ from infra.preflight.kubernetes_versions import check_addons, check_kubernetes
 from infra.preflight.machine_images import check_machine_image
 from infra.preflight.requirement import CheckResult
 from infra.shapes import find_shape, read_shapes
-from infra.teardown.leftovers import has_stack_tag, list_instances
+from infra.teardown.leftovers import list_instances
 
 Instance = dict[str, Any]
 # Quotas of on-demand vCPUs in a region, with the letters before the generation in the names of their types. They are
@@ -40,8 +40,8 @@ def run_preflight(account: Account, inputs: Inputs, nodes: int, images: dict[str
     caller = account.client("sts").get_caller_identity()
     print(f"account     {caller['Account']} as {caller['Arn']}, {account.region}", flush=True)
     running = list(list_instances(account, [{"Name": "instance-state-name", "Values": ["pending", "running"]}]))
-    own = [each for each in running if has_stack_tag(each.get("Tags"), inputs.name)]
-    others = [each for each in running if each not in own]
+    own = [each for each in running if tags_of(each).get(STACK_TAG) == inputs.name]
+    others = [each for each in running if tags_of(each).get(STACK_TAG) != inputs.name]
     up = sum(each["InstanceType"] == inputs.trainium.shape for each in own)
     checks: dict[str, Callable[[], Iterable[CheckResult]]] = {"device": lambda: [check_machine_image(inputs)]}
     if inputs.kubernetes_version:

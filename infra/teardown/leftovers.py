@@ -13,7 +13,7 @@ from typing import Any
 
 from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
 from infra.account.load_balancers import list_load_balancers
-from infra.account.session import STACK_TAG, Account
+from infra.account.session import STACK_TAG, Account, tags_of
 from infra.cost.estimate import control_plane_price
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, read_prices
 from infra.shapes import read_shapes
@@ -57,10 +57,6 @@ def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> st
     return "\n".join(lines)
 
 
-def has_stack_tag(tags: list[dict[str, str]] | None, stack: str) -> bool:
-    return any(pair["Key"] == STACK_TAG and pair["Value"] == stack for pair in tags or [])
-
-
 def list_unused_interfaces(account: Account, stack: str) -> list[str]:
     """Unused network interfaces of nodes or a cluster's CNI, which keep subnets and security groups from deletion."""
     found: dict[str, None] = {}
@@ -71,13 +67,12 @@ def list_unused_interfaces(account: Account, stack: str) -> list[str]:
     return list(found)
 
 
-def list_claim_volumes(account: Account, cluster: str) -> dict[str, str]:
-    """Volumes that the EBS driver made, with the claim as NAMESPACE/NAME, which is empty without tags."""
-    found = {}
-    for each in _list_volumes(account, cluster):
-        tags = {pair["Key"]: pair["Value"] for pair in each.get("Tags") or []}
-        found[each["VolumeId"]] = "/".join(tags[key] for key in CLAIM_TAGS if key in tags)
-    return found
+def list_claim_volumes(account: Account, cluster: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Volumes that the EBS driver made, each with its claim as NAMESPACE/NAME, which is empty without tags."""
+    filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
+    for each in account.pages("ec2", "describe_volumes", "Volumes", Filters=filters):
+        tags = tags_of(each)
+        yield each, "/".join(tags[key] for key in CLAIM_TAGS if key in tags)
 
 
 def list_pool_instances(account: Account, cluster: str, node_group: str) -> list[str]:
@@ -93,11 +88,6 @@ def list_instances(account: Account, filters: list[dict[str, Any]]) -> Iterator[
     """Instances as EC2 describes them, without terminated ones."""
     for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
         yield from (each for each in reservation["Instances"] if each["State"]["Name"] not in GONE)
-
-
-def _list_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
-    filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
-    yield from account.pages("ec2", "describe_volumes", "Volumes", Filters=filters)
 
 
 def _compute(account: Account, stack: str) -> Iterator[Leftover]:
@@ -124,7 +114,7 @@ def _compute(account: Account, stack: str) -> Iterator[Leftover]:
         shape = read_shapes().get(each["InstanceType"])
         price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape and shape.price else None
         yield Leftover("instance", name, f"{each['InstanceType']}, {each['State']['Name']}", price)
-    for each in _list_volumes(account, stack):
+    for each, _ in list_claim_volumes(account, stack):
         detail = f"{each['Size']} GiB, {each['State']}, made for a claim"
         yield Leftover("volume", each["VolumeId"], detail, each["Size"] * dollars("volume_gb_month"))
 
@@ -145,14 +135,14 @@ def _network(account: Account, stack: str) -> Iterator[Leftover]:
 
 def _data(account: Account, stack: str) -> Iterator[Leftover]:
     for each in account.pages("fsx", "describe_file_systems", "FileSystems"):
-        if has_stack_tag(each.get("Tags"), stack):
+        if tags_of(each).get(STACK_TAG) == stack:
             throughput = (each.get("LustreConfiguration") or {}).get("PerUnitStorageThroughput") or 0
             price = read_prices().get(fsx_gb_month(throughput))
             monthly = each["StorageCapacity"] * price.dollars if price else None
             yield Leftover("FSx", each["FileSystemId"], f"{each['StorageCapacity']} GiB", monthly, is_data=True)
     for each in account.pages("ecr", "describe_repositories", "repositories"):
         tags = account.client("ecr").list_tags_for_resource(resourceArn=each["repositoryArn"])["tags"]
-        if has_stack_tag(tags, stack):
+        if {"Key": STACK_TAG, "Value": stack} in tags:
             yield Leftover("ECR", each["repositoryName"], "images", None, is_data=True)
 
 

@@ -7,27 +7,18 @@ from dataclasses import dataclass
 
 from infra.account.load_balancers import list_load_balancers
 from infra.account.managed_node_groups import list_node_groups
-from infra.account.session import STACK_TAG, Account
-from infra.teardown.leftovers import has_stack_tag, list_instances
+from infra.account.session import STACK_TAG, Account, tags_of
+from infra.teardown.leftovers import list_instances
 
 # EKS sets this tag on its security group and on nodes of managed node groups; the cluster's controllers set it as well.
 CLUSTER_TAG = "kubernetes.io/cluster/{name}"
 NODE_GROUP_TAG = "eks:nodegroup-name"
-# Kind, EC2's operation, the keys of its answer, of an id and of a description, and the command that removes it.
-NETWORK_PARTS = (
-    (
-        *("VPC endpoint", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId", "ServiceName"),
-        "delete-vpc-endpoints --vpc-endpoint-ids",
-    ),
-    (
-        *("subnet", "describe_subnets", "Subnets", "SubnetId", "CidrBlock"),
-        "delete-subnet --subnet-id",
-    ),
-    (
-        *("security group", "describe_security_groups", "SecurityGroups", "GroupId", "GroupName"),
-        "delete-security-group --group-id",
-    ),
-)
+# By kind, what its operations are called, the keys of an id and of a description, and the command that removes it.
+NETWORK_PARTS = {
+    "VPC endpoint": ("vpc_endpoint", "VpcEndpointId", "ServiceName", "delete-vpc-endpoints --vpc-endpoint-ids"),
+    "subnet": ("subnet", "SubnetId", "CidrBlock", "delete-subnet --subnet-id"),
+    "security group": ("security_group", "GroupId", "GroupName", "delete-security-group --group-id"),
+}
 
 
 @dataclass(frozen=True)
@@ -87,10 +78,10 @@ def _instances(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
     """Instances of others. A node outside managed node groups, such as one of Karpenter's, is on the cluster."""
     filters = [{"Name": "vpc-id", "Values": [vpc]}]
     for each in list_instances(account, filters):
-        keys = {pair["Key"] for pair in each.get("Tags") or []}
-        if has_stack_tag(each.get("Tags"), stack) or NODE_GROUP_TAG in keys:
+        tags = tags_of(each)
+        if tags.get(STACK_TAG) == stack or NODE_GROUP_TAG in tags:
             continue
-        is_node = CLUSTER_TAG.format(name=stack) in keys
+        is_node = CLUSTER_TAG.format(name=stack) in tags
         removal = f"aws ec2 terminate-instances --instance-ids {each['InstanceId']}"
         yield Neighbour("instance", each["InstanceId"], each["InstanceType"], removal, is_node)
 
@@ -98,12 +89,12 @@ def _instances(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
 def _network_parts(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
     """Parts of others, without the VPC's default security group and those of EKS and the cluster's controllers."""
     filters, of_cluster = [{"Name": "vpc-id", "Values": [vpc]}], CLUSTER_TAG.format(name=stack)
-    for kind, operation, answer, id_key, name_key, removal in NETWORK_PARTS:
-        for each in account.pages("ec2", operation, answer, Filters=filters):
-            is_of_cluster = of_cluster in {pair["Key"] for pair in each.get("Tags") or []}
-            if has_stack_tag(each.get("Tags"), stack) or is_of_cluster or each.get("GroupName") == "default":
-                continue
-            yield Neighbour(kind, each[id_key], each[name_key], f"aws ec2 {removal} {each[id_key]}")
+    for kind, (noun, id_key, name_key, removal) in NETWORK_PARTS.items():
+        answer = f"{noun.title().replace('_', '')}s"
+        for each in account.pages("ec2", f"describe_{noun}s", answer, Filters=filters):
+            tags = tags_of(each)
+            if tags.get(STACK_TAG) != stack and of_cluster not in tags and each.get("GroupName") != "default":
+                yield Neighbour(kind, each[id_key], each[name_key], f"aws ec2 {removal} {each[id_key]}")
 
 
 def _load_balancers(account: Account, vpc: str, has_service: Callable[[str], bool]) -> Iterator[Neighbour]:

@@ -58,8 +58,3 @@ def test_no_load_balancer_is_made_and_a_teardown_knows_and_removes_the_one_volum
     [storage_class] = [each for each in values["extraManifests"] if each["kind"] == "StorageClass"]
     assert claim["spec"]["storageClassName"] == storage_class["metadata"]["name"]
     assert storage_class["reclaimPolicy"] == "Delete"
-
-
-def test_the_file_system_driver_is_installed_once() -> None:
-    """Terraform installs the driver from EKS' catalogue."""
-    assert [*RELEASES] == NAMES

@@ -20,9 +20,6 @@ from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
 from infra.cost.prices import fsx_gb_month, read_prices
 from infra.tests.conftest import RunInfra
 from services.common.errors import RecipeError
-from services.common.hardware.instance_types import LustreSize, default_lustre_size
-from services.common.recipe.file import load_recipe
-from services.common.recipe.memory_estimate import checkpoint_bytes
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
 IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
@@ -58,6 +55,10 @@ def test_a_run_costs_what_its_parts_cost(run_infra: RunInfra, monkeypatch: pytes
     assert "Container Insights" in excluded
     assert "logs ($0.500 a GB written, $0.030/GB and month" in excluded
     assert "WARNING" not in done.stdout  # nobody has chosen a region
+
+    monkeypatch.delenv("NODES")
+    monkeypatch.setenv("RECIPE", "recipes/tiny-cpu.toml")  # which has two nodes
+    assert f"a run of 10 hours: ${(STANDING + 43) * 10:,.2f}" in run_infra("cost").stdout
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_a_number_that_is_none_is_refused(
 
     done = run_infra("cost", exit_code=2)
 
-    assert f"{name}={value}: expected" in done.stderr
+    assert f"{name}={value}: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -262,24 +263,6 @@ def test_as_many_endpoints_are_paid_for_as_are_made() -> None:
             if "endpoints_of_target" in module
         ]
         assert str(of_all).count('"') // 2 + len(own) == ENDPOINTS, stack
-
-
-def test_the_page_s_table_of_file_systems_is_that_of_the_prices() -> None:
-    """A row has GiB and MB/s per TiB, with their monthly price, write speed and seconds per checkpoint."""
-    page, default = (ROOT / "infra/README.md").read_text(encoding="utf-8"), default_lustre_size()
-    checkpoint = checkpoint_bytes(load_recipe(ROOT / "recipes/llama2-7b-trn1.toml"))
-    assert f"{default.gib:,} GiB at {default.megabytes_per_second_per_tib:,} MB/s/TiB" in page
-    rows = re.findall(
-        r"^\| (.*(?:throughput|default|gib).*) \| \$([\d,]+) \| ([\d,]+) \| (\d+) s \|$", page, re.MULTILINE
-    )
-    assert len(rows) > len(FSX_THROUGHPUTS)
-    for chosen, *shown in rows:
-        given = {name: int(value) for name, value in re.findall(r"(gib|throughput) = (\d+)", chosen)}
-        throughput = given.get("throughput", default.megabytes_per_second_per_tib)
-        size = LustreSize(given.get("gib", default.gib), throughput)
-        month = size.gib * read_prices()[fsx_gb_month(throughput)].dollars
-        speed = size.bytes_per_second
-        assert shown == [f"{month:,.0f}", f"{speed / 1e6:,.0f}", f"{checkpoint / speed:.0f}"], chosen
 
 
 def test_every_price_says_where_it_is_from() -> None:

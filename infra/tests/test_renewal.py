@@ -80,7 +80,7 @@ def terraform(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         change_of(TRAINIUM, GROUP, release_version="1.34.8-20260610"),
         environment_with(subnets=["subnet-1"]),
     ]
-    (tmp_path / "plan.json").write_text(json.dumps({"resource_changes": changes}), encoding="utf-8")
+    (tmp_path / "plan.json").write_text(json.dumps({"resource_changes": changes, "applyable": True}), encoding="utf-8")
     (tmp_path / "mine.tfvars").write_text(PLACE, encoding="utf-8")
     monkeypatch.setenv("VARS", str(tmp_path / "mine.tfvars"))
     outputs = {name: {"value": "x"} for name in OUTPUTS} | {"config": {"value": "ECR_REPO=registry/millrace\n"}}

@@ -1,7 +1,8 @@
-"""Every role that a stack makes has the permissions boundary that its user asks for."""
+"""Roles that a stack makes have the permissions boundary that its user asks for, and the budget's policy its name."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import hcl2
 import pytest
 
 from infra.apply.terraform import STACK
+from infra.teardown.sequence import STOP_POLICY
 
 INFRA = STACK.parents[1]
 BOUNDARY = "${var.permissions_boundary}"
@@ -59,3 +61,9 @@ def test_a_stack_gives_the_boundary_to_each_module_with_roles(stack: Path) -> No
     with_roles = {module.name for module in MODULES if roles_of(module)} & given.keys()
     assert with_roles >= {"guardrails", "network"}
     assert {name for name, value in given.items() if value == BOUNDARY} == with_roles
+
+
+def test_the_policy_that_down_takes_back_is_the_one_that_the_budget_attaches() -> None:
+    guardrails = (INFRA / "modules/guardrails/main.tf").read_text(encoding="utf-8")
+    name = STOP_POLICY.format(name="${var.name}", region="${var.account.region}")
+    assert re.search(rf'^  name +=\s"{re.escape(name)}"$', guardrails, re.MULTILINE)

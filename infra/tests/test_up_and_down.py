@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.apply.terraform import STACK, Change
+from infra.apply.terraform import Change
 from infra.tests.conftest import Aws, RunInfra
 from infra.tests.site import EKS, MAIN, SETTINGS, Site, thing, volume_for
 
@@ -49,15 +49,6 @@ def test_up_shows_the_cost_applies_and_writes_the_settings(run_infra: RunInfra, 
 
     assert "create 0, change 0, replace 0 and destroy 0" in again.stdout
     assert "YES=1" not in again.stdout
-
-
-def test_without_terraform_it_names_the_version_that_the_stack_asks_for(run_infra: RunInfra, site: Site) -> None:
-    site.programs.remove("terraform")
-
-    done = run_infra("up", exit_code=4)
-
-    [required] = re.findall(r'required_version = ">= ([0-9.]+)"', (STACK / "versions.tf").read_text(encoding="utf-8"))
-    assert f"Get {required} or newer" in done.stderr
 
 
 def test_up_makes_nothing_unless_somebody_says_yes(

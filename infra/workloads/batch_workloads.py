@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
 from infra.account.polling import wait_until_none
 from infra.account.session import Account
+from infra.apply.terraform import Stack
 from infra.teardown.neighbours import Neighbour, find_in_account
 
 JOBS_SECONDS = 1800.0
@@ -25,8 +26,7 @@ class BatchWorkloads:
     stack: str
     config: Path
     """The config.txt that deployments read, with the ids of the resources that terraform made."""
-    find_notice_seconds: Callable[[], int]
-    """Returns the seconds between a job's stop notice and its kill, in which a trainer commits a checkpoint."""
+    applied: Stack
 
     @property
     def place(self) -> str:
@@ -54,10 +54,15 @@ class BatchWorkloads:
         wait_until_none(
             "jobs",
             lambda: [job_id for name in names for job_id, _ in list_job_ids(self.account, name)],
-            max(JOBS_SECONDS, self.find_notice_seconds() + AFTER_NOTICE_SECONDS),
+            max(JOBS_SECONDS, self._find_notice_seconds() + AFTER_NOTICE_SECONDS),
             "aws batch describe-jobs --jobs ... shows why they have not ended",
         )
         print(f"jobs        0 in {', '.join(names)}, which accept no new ones", flush=True)
+
+    def _find_notice_seconds(self) -> int:
+        """Seconds between a job's notice and its kill, for a checkpoint; 0 if the applied stack does not say."""
+        config = str(self.applied.outputs().get("config", ""))
+        return max(map(int, re.findall(r"^NOTICE_SECONDS=(\d+)$", config, re.MULTILINE)), default=0)
 
     def forget(self) -> None:
         """Deregisters job definitions, whose images are gone, and deletes `config.txt` if this stack wrote it."""

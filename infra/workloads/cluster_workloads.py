@@ -144,7 +144,8 @@ class ClusterWorkloads:
     def _list_made(self, owners: Owners, left: list[str]) -> Iterator[str]:
         """Load balancers and volumes that controllers made for Services and claims in Millrace's own namespaces."""
         made = {each.name: each.service for each in list_load_balancers(self.account) if each.is_of(self.cluster)}
-        made |= list_claim_volumes(self.account, self.cluster)
+        volumes = list_claim_volumes(self.account, self.cluster)
+        made |= {volume["VolumeId"]: claim for volume, claim in volumes}
         for name, origin in made.items():
             if origin not in left and origin.partition("/")[0] in owners.namespaces:
                 yield name
