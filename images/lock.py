@@ -22,8 +22,8 @@ LOCKS = REPOSITORY / "lockfiles"
 BROUGHT = {"neuron": REPOSITORY / "images/neuron-base.txt", "trn2": REPOSITORY / "images/torch-neuron.txt"}
 # The cuda variant installs the same wheel of torch as the cpu variant, and trn2 another build of the same version.
 UNION = {variant: LOCKS / ("dev-neuron.txt" if variant == "neuron" else "dev.txt") for variant in VARIANTS}
-# Tools with an environment of their own: the installer, `make images SBOM=1`, pytest under Pants, the infrastructure's commands,
-# so that none of them waits for torch, `make check-infra`, `make check-security`, and `make docs`.
+# Tools with an environment of their own: the installer, `make images SBOM=1`, pytest under Pants, commands for AWS and
+# Kubernetes, so that none of them waits for torch, `make check-infra`, `make check-security`, and `make docs`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),

@@ -58,7 +58,7 @@ def test_deployments_read_what_the_stack_writes(applied: Applied, tmp_path: Path
     path.write_text(applied.run("output", "-raw", "config"))
     config = read_config(path)
     assert (config.name, config.region) == ("millrace", REGION)
-    assert config.repository == f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/millrace"
+    assert config.ecr_repo == f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/millrace"
     assert {config.trainium.name, config.cpu.name} == set(environments_of(applied))
     roles = {each["Arn"] for each in applied.client("iam").list_roles()["Roles"]}
     assert {*config.job_roles.values(), config.execution_role} <= roles
