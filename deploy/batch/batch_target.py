@@ -273,15 +273,13 @@ def _show_job(view: PipelineView, price: Price | None, job: BatchJob) -> None:
 
 
 def _describe_job(job: BatchJob, definition: Definition | None) -> list[str]:
-    image = definition.container["image"] if definition else "unknown: its job definition is inactive"
+    reason = f": {job.reason}" if job.reason else ""
     return [
-        f"image     {image}",
+        f"image     {definition.container['image'] if definition else 'unknown: its job definition is inactive'}",
         f"job       {job.id}, {job.nodes} nodes, since {job.created_at:%Y-%m-%dT%H:%M:%SZ}",
         *(
             f"attempt   {number} ended with {'no exit code' if code is None else f'exit code {code}'}"
             for number, code in enumerate(job.attempts, start=1)
         ),
-        f"now       {job.state}"
-        if job.is_active
-        else f"outcome   exit code {job.exit_code}{f': {job.reason}' if job.reason else ''}",
+        f"now       {job.state}" if job.is_active else f"outcome   exit code {job.exit_code}{reason}",
     ]

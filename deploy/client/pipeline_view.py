@@ -37,19 +37,11 @@ from services.common.process.progress import (
 State = Literal["waiting", "running", "published", "skipped", "failed", "stopped"]
 PLAIN_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
-REDRAWS_PER_SECOND = 4
 DONE = ("published", "skipped")
 BAR_CHARACTERS = 12
 LEAST_BAR_COLUMNS = 100
 """Columns of the narrowest terminal that shows bars; a narrower one needs the space for the progress in words."""
-STYLES: dict[State, str] = {
-    "waiting": "dim",
-    "running": "bold",
-    "published": "green",
-    "skipped": "green",
-    "failed": "bold red",
-    "stopped": "yellow",
-}
+STYLES = {"waiting": "dim", "running": "bold", "failed": "bold red", "stopped": "yellow"} | dict.fromkeys(DONE, "green")
 
 
 @dataclass
@@ -86,12 +78,12 @@ class _Row:
         return words, left, write_duration(round(self.total_seconds)), cost
 
     def draw_bar(self) -> ProgressBar | str:
-        record = self.progress
+        total, completed = (self.progress.total, self.progress.done) if self.progress else (0.0, 0.0)
         if self.state in DONE:
-            return ProgressBar(total=1, completed=1, width=BAR_CHARACTERS)
-        if record and record.total:
-            return ProgressBar(total=record.total, completed=record.done, width=BAR_CHARACTERS)
-        return ProgressBar(total=None, width=BAR_CHARACTERS, pulse=True) if self.state == "running" else ""
+            total = completed = 1.0
+        if not total and self.state != "running":
+            return ""
+        return ProgressBar(total=total or None, completed=completed, width=BAR_CHARACTERS)
 
 
 class PipelineView:
@@ -105,8 +97,9 @@ class PipelineView:
         self._rows = {stage: _Row() for stage in stages}
         self._repetition, self._prices = repetition, prices
         self._console = Console()
-        self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
-        self.is_live = is_redrawable(self._console)
+        self._live = Live(get_renderable=self._draw, console=self._console)
+        # A terminal whose lines can be redrawn, and no log of CI.
+        self.is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not os.environ.get("CI")
         self._lock = threading.RLock()
         self._said_at = dict.fromkeys(stages, time.monotonic())
 
@@ -220,11 +213,6 @@ class PipelineView:
             # As text: rich would read [notify] as markup.
             table.add_row(*first, Text(words), left, seconds, *([cost] if has_cost else []))
         return table
-
-
-def is_redrawable(console: Console) -> bool:
-    """Tell whether the console is a terminal whose lines can be redrawn, and no log of CI."""
-    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
 
 
 def _print(line: str, output: TextIO) -> None:

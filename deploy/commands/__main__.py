@@ -203,7 +203,8 @@ class _Command(TyperCommand):
         known = [str(each.envvar) for each in self.params if each.envvar]
         for name in os.environ.get(NAMED_IN_MAKE, "").split():
             if name not in known and not OTHER_PROGRAMS.fullmatch(name):
-                near = difflib.get_close_matches(name, known, n=1)
+                is_of_others = name in {option.envvar for _, option in VARIABLES.values()}
+                near = [] if is_of_others else difflib.get_close_matches(name, known, n=1)
                 meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
                 raise RecipeError(f"{self.name} has no variable {name}: {meant}")
         return super().parse_args(ctx, args)

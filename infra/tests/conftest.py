@@ -35,6 +35,8 @@ ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
 HAS_TERRAFORM = shutil.which("terraform") is not None
 RunInfra = Callable[..., subprocess.CompletedProcess[str]]
 MakeSite = Callable[[Mapping[str, str]], Site]
+WriteValues = Callable[[str], None]
+PLACE = f'region = "{REGION}"\nzone_id = "usw2-az4"\n'
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -133,6 +135,12 @@ class Aws:
             **facts,
         )
 
+    def node_group_sizes(self) -> dict[str, int]:
+        eks = self.client("eks")
+        names = eks.list_nodegroups(clusterName="millrace")["nodegroups"]
+        groups = [eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"] for name in names]
+        return {group["nodegroupName"]: group["scalingConfig"]["desiredSize"] for group in groups}
+
     def run_instance(self, shape: str, tags: dict[str, str] | None = None, **place: str) -> str:
         """A running instance; its id."""
         made = {"TagSpecifications": [tagged("instance", tags)]} if tags else {}
@@ -144,6 +152,19 @@ class Aws:
     def reserve(self, **facts: str) -> None:
         """A capacity reservation, by the names of EC2's XML."""
         self.reservations.append("".join(f"<{name}>{value}</{name}>" for name, value in facts.items()))
+
+
+@pytest.fixture
+def write_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteValues:
+    """Writes the file that VARS names."""
+    path = tmp_path / "mine.tfvars"
+    monkeypatch.setenv("VARS", str(path))
+
+    def write(text: str) -> None:
+        path.write_text(f"{text}\n", encoding="utf-8")
+
+    write("")
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -18,23 +17,12 @@ from infra.apply.terraform import STACK
 from infra.apply.variables import read_variables
 from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
 from infra.cost.prices import fsx_gb_month, read_prices
-from infra.tests.conftest import RunInfra
+from infra.tests.conftest import RunInfra, WriteValues
 from services.common.errors import RecipeError
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
 IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
 ROOT = Path(__file__).parents[2]
-WriteValues = Callable[[str], None]
-
-
-@pytest.fixture
-def write_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteValues:
-    def write(text: str) -> None:
-        path = tmp_path / "mine.tfvars"
-        path.write_text(f"{text}\n", encoding="utf-8")
-        monkeypatch.setenv("VARS", str(path))
-
-    return write
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from infra.account.session import STACK_TAG
-from infra.tests.conftest import Aws, RunInfra, tagged
+from infra.tests.conftest import PLACE, Aws, RunInfra, WriteValues, tagged
 
 ROLE = "arn:aws:iam::123456789012:role/millrace-us-west-2-export"
 TAG = {"Key": STACK_TAG, "Value": "millrace"}
@@ -18,10 +17,8 @@ OTHER = {"Key": STACK_TAG, "Value": "other"}
 
 
 @pytest.fixture(autouse=True)
-def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.tfvars"
-    path.write_text('region = "us-west-2"\nzone_id = "usw2-az4"\n', encoding="utf-8")
-    monkeypatch.setenv("VARS", str(path))
+def place(write_values: WriteValues) -> None:
+    write_values(PLACE)
 
 
 def test_an_empty_account(run_infra: RunInfra, aws: Aws) -> None:

@@ -13,33 +13,26 @@ from images.platforms import SERVICES
 from infra.account.session import STACK_TAG
 from infra.apply.inputs import read_inputs
 from infra.preflight.capacity_reservation import check_reservation
-from infra.tests.conftest import REGION, Aws, RunInfra
+from infra.tests.conftest import PLACE, REGION, Aws, RunInfra, WriteValues
 from services.common.recipe.schema import STAGES
 
 ZONE = "usw2-az4"
 QUOTA = "Running On-Demand Trn instances"
 STANDARD = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
 TAG = "1.0.0-neuron"
-VARIABLES = f"""
-region   = "{REGION}"
-zone_id  = "{ZONE}"
-trainium = {{ shape = "trn1.32xlarge", max_nodes = 4 }}
-cpu_nodes = {{ shape = "m7i.8xlarge", max_nodes = 2 }}
-"""
+VARIABLES = f"{PLACE}cpu_nodes = {{ max_nodes = 2 }}\n"
 RESERVED = 'capacity = {{ kind = "{}", reservation_id = "cr-1", ends_at = "{}" }}\n'
 
 
 @pytest.fixture
-def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "mine.tfvars"
-    path.write_text(VARIABLES, encoding="utf-8")
-    monkeypatch.setenv("VARS", str(path))
+def variables(write_values: WriteValues, monkeypatch: pytest.MonkeyPatch) -> WriteValues:
+    write_values(VARIABLES)
     monkeypatch.setenv("TAG", TAG)
-    return path
+    return write_values
 
 
 @pytest.fixture
-def fitting(aws: Aws, variables: Path) -> Aws:
+def fitting(aws: Aws, variables: WriteValues) -> Aws:
     """An account in which four nodes fit, with the images in it."""
     aws.quotas |= {QUOTA: 512, STANDARD: 80}
     aws.push_images(*(f"millrace/{service}" for service in SERVICES), tag=TAG)
@@ -90,10 +83,10 @@ def test_batch_needs_no_head_no_core_nodes_and_no_kubernetes(run_infra: RunInfra
     ],
 )
 def test_what_does_not_fit_the_images_or_eks_is_named(
-    run_infra: RunInfra, fitting: Aws, variables: Path, values: str, said: str
+    run_infra: RunInfra, fitting: Aws, variables: WriteValues, values: str, said: str
 ) -> None:
     kept = [line for line in VARIABLES.splitlines() if line.partition(" ")[0] != values.partition(" ")[0]]
-    variables.write_text("\n".join([*kept, values, ""]), encoding="utf-8")
+    variables("\n".join([*kept, values, ""]))
 
     done = run_infra("preflight", exit_code=4)
 
@@ -110,12 +103,12 @@ def test_what_does_not_fit_the_images_or_eks_is_named(
     ],
 )
 def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
-    run_infra: RunInfra, fitting: Aws, variables: Path, status: str | None, policy: str, choice: str
+    run_infra: RunInfra, fitting: Aws, variables: WriteValues, status: str | None, policy: str, choice: str
 ) -> None:
     del fitting.kubernetes["1.34"]
     if status:
         fitting.kubernetes["1.34"] = (status, datetime(2026, 12, 2, tzinfo=UTC))
-    variables.write_text(f'{VARIABLES}kubernetes_support = "{policy}"\n', encoding="utf-8")
+    variables(f'{VARIABLES}kubernetes_support = "{policy}"\n')
 
     done = run_infra("preflight", exit_code=4 if choice else 0)
 
@@ -131,7 +124,7 @@ def test_a_cluster_that_eks_has_upgraded_is_named(run_infra: RunInfra, fitting: 
     assert 'kubernetes_version = "1.35"' in done.stderr
 
 
-def test_before_the_first_infra_up_no_repository_is_missed(run_infra: RunInfra, aws: Aws, variables: Path) -> None:
+def test_before_infra_up_no_repository_is_missed(run_infra: RunInfra, aws: Aws, variables: WriteValues) -> None:
     aws.quotas |= {QUOTA: 512, STANDARD: 80}
 
     done = run_infra("preflight")
@@ -140,7 +133,7 @@ def test_before_the_first_infra_up_no_repository_is_missed(run_infra: RunInfra, 
     assert re.search(rf"0 of 4 tags are in ECR; .*{repositories}", done.stdout)
 
 
-def test_everything_that_does_not_fit_is_named_at_once(run_infra: RunInfra, aws: Aws, variables: Path) -> None:
+def test_everything_that_does_not_fit_is_named_at_once(run_infra: RunInfra, aws: Aws, variables: WriteValues) -> None:
     """What others run counts against a quota, and the stack's own nodes do not."""
     aws.quotas |= {QUOTA: 512, STANDARD: 5}  # the second is what a new account has
     aws.run_instance("trn1.32xlarge")
@@ -157,11 +150,11 @@ def test_everything_that_does_not_fit_is_named_at_once(run_infra: RunInfra, aws:
     assert "make images STAGE=head VARIANT=neuron PUSH=" in done.stderr
 
 
-def test_a_reservation_that_fits(run_infra: RunInfra, fitting: Aws, variables: Path) -> None:
+def test_a_reservation_that_fits(run_infra: RunInfra, fitting: Aws, variables: WriteValues) -> None:
     """A block's vCPU count against no quota, and EKS removes its nodes 40 minutes before its end."""
     fitting.quotas[QUOTA] = 0
     end = datetime.now(UTC) + timedelta(hours=30)
-    variables.write_text(VARIABLES + RESERVED.format("capacity_block", f"{end:%Y-%m-%dT%H:%M:%SZ}"), encoding="utf-8")
+    variables(VARIABLES + RESERVED.format("capacity_block", f"{end:%Y-%m-%dT%H:%M:%SZ}"))
     fitting.reserve(
         capacityReservationId="cr-1",
         instanceType="trn1.32xlarge",
@@ -276,7 +269,7 @@ def test_a_registry_that_is_given_needs_its_repositories(
 
 
 def test_without_credentials_it_says_how_to_sign_in(
-    run_infra: RunInfra, aws: Aws, variables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_infra: RunInfra, aws: Aws, variables: WriteValues, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -291,14 +284,14 @@ def test_without_credentials_it_says_how_to_sign_in(
     ("values", "said"),
     [
         ("# nothing yet\n", "terraform.tfvars"),
-        ("region = {\n", "/mine.tfvars:2"),
+        ("region = {", "/mine.tfvars:2"),
         (VARIABLES + RESERVED.format("reservation", "tomorrow"), 'capacity.ends_at = "tomorrow"'),
     ],
 )
 def test_a_file_without_choices_hcl_or_sense_is_named(
-    run_infra: RunInfra, variables: Path, values: str, said: str
+    run_infra: RunInfra, variables: WriteValues, values: str, said: str
 ) -> None:
-    variables.write_text(values, encoding="utf-8")
+    variables(values)
 
     done = run_infra("preflight", exit_code=2)
 

@@ -10,7 +10,7 @@ import pytest
 
 from infra.apply.renewal import list_renewed_pools
 from infra.apply.terraform import read_plan
-from infra.tests.conftest import REGION, Aws, RunInfra
+from infra.tests.conftest import PLACE, Aws, RunInfra, WriteValues
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs
 
@@ -37,7 +37,6 @@ OUTPUTS = (
     *("region", "cluster_name", "registry", "bucket", "fsx_id", "fsx_dns_name", "fsx_mount_name", "trainium_shape"),
     *("trainium_node_group", "trainium_max_nodes", "cpu_shape", "cpu_node_group", "cpu_max_nodes"),
 )
-PLACE = f'region = "{REGION}"\nzone_id = "usw2-az4"\n'
 UPDATE, REPLACE = ["update"], ["create", "delete"]
 
 
@@ -71,7 +70,9 @@ def test_what_ends_the_nodes_of_a_pool(change: dict[str, Any], is_renewal: bool)
 
 
 @pytest.fixture
-def terraform(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Programs:
+def terraform(
+    programs: Programs, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Programs:
     """A terraform that would give new nodes to the pools of both stacks."""
     (tmp_path / "settings.env").touch()
     for name, value in (("OVERLAY", str(tmp_path)), ("CONFIG", str(tmp_path / "config.txt")), ("YES", "1")):
@@ -81,8 +82,7 @@ def terraform(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         environment_with(subnets=["subnet-1"]),
     ]
     (tmp_path / "plan.json").write_text(json.dumps({"resource_changes": changes, "applyable": True}), encoding="utf-8")
-    (tmp_path / "mine.tfvars").write_text(PLACE, encoding="utf-8")
-    monkeypatch.setenv("VARS", str(tmp_path / "mine.tfvars"))
+    write_values(PLACE)
     outputs = {name: {"value": "x"} for name in OUTPUTS} | {"config": {"value": "ECR_REPO=registry/millrace\n"}}
     (tmp_path / "outputs.json").write_text(json.dumps(outputs), encoding="utf-8")
     programs.add_terraform(
@@ -153,7 +153,7 @@ def test_a_type_whose_images_take_no_listed_driver_is_refused_before_anything_is
     run_infra: RunInfra,
     aws: Aws,
     terraform: Programs,
-    tmp_path: Path,
+    write_values: WriteValues,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     stack: str,
@@ -162,7 +162,7 @@ def test_a_type_whose_images_take_no_listed_driver_is_refused_before_anything_is
     monkeypatch.setenv("STACK", stack)
     image = f'ami_id = "{ami_id}"\n' if ami_id else ""
     values = f'{PLACE}trainium = {{ shape = "trn2.48xlarge" }}\n{image}'
-    (tmp_path / "mine.tfvars").write_text(values, encoding="utf-8")
+    write_values(values)
 
     done = run_infra(command, exit_code=4)
 

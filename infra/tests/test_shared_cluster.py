@@ -51,13 +51,6 @@ def node(pool: str) -> dict[str, Any]:
     return found
 
 
-def group_sizes(aws: Aws) -> dict[str, int]:
-    eks = aws.client("eks")
-    names = eks.list_nodegroups(clusterName="millrace")["nodegroups"]
-    groups = [eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"] for name in names]
-    return {group["nodegroupName"]: group["scalingConfig"]["desiredSize"] for group in groups}
-
-
 def network_of(aws: Aws) -> str:
     [vpc] = aws.client("ec2").describe_vpcs(Filters=[{"Name": f"tag:{STACK_TAG}", "Values": ["millrace"]}])["Vpcs"]
     return str(vpc["VpcId"])
@@ -70,7 +63,7 @@ def changes(site: Site) -> list[str]:
 
 
 def test_it_is_refused_before_anything_is_taken_down(run_infra: RunInfra, shared: Site, aws: Aws) -> None:
-    sizes, addresses = group_sizes(aws), shared.addresses
+    sizes, addresses = aws.node_group_sizes(), shared.addresses
 
     done = run_infra("down", exit_code=4)
 
@@ -90,7 +83,7 @@ def test_it_is_refused_before_anything_is_taken_down(run_infra: RunInfra, shared
     )
     assert "2 pods, helm releases tools" in done.stderr
     assert "KEEP_CLUSTER=true" in done.stderr
-    assert (group_sizes(aws), shared.addresses, changes(shared)) == (sizes, addresses, [])
+    assert (aws.node_group_sizes(), shared.addresses, changes(shared)) == (sizes, addresses, [])
 
 
 def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
@@ -111,7 +104,7 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
     done = run_infra("down")
 
     assert "what Millrace made on cluster millrace in us-west-2, and keep the cluster? yes (YES=1)" in done.stdout
-    assert group_sizes(aws) == {"core": 2, "cpu": 3, "research": 3, "trainium": 0}
+    assert aws.node_group_sizes() == {"core": 2, "cpu": 3, "research": 3, "trainium": 0}
     assert "nodes of cpu, with pods of others: research/notebook" in done.stdout
     removed = [line for line in changes(shared) if "uninstall" not in line and "--kustomize" not in line]
     assert [line.split()[4:6] for line in removed] == [["service", "shown"], ["persistentvolumeclaim", "scratch"]]

@@ -16,20 +16,10 @@ from pathlib import Path
 import pytest
 
 from infra.apply.terraform import Change
-from infra.tests.conftest import Aws, RunInfra
+from infra.tests.conftest import Aws, RunInfra, WriteValues
 from infra.tests.site import EKS, MAIN, SETTINGS, Site, thing, volume_for
 
 REPOSITORY = Path(__file__).parents[2]
-
-# They need images or a Kubernetes: tests/contract and tests/cluster walk them.
-
-
-def pool_sizes(aws: Aws) -> dict[str, int]:
-    eks = aws.client("eks")
-    groups = [
-        eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"] for name in ("core", "trainium")
-    ]
-    return {group["nodegroupName"]: group["scalingConfig"]["desiredSize"] for group in groups}
 
 
 def test_up_shows_the_cost_applies_and_writes_the_settings(run_infra: RunInfra, site: Site) -> None:
@@ -63,14 +53,14 @@ def test_up_makes_nothing_unless_somebody_says_yes(
     assert (site.overlay / "settings.env").read_text(encoding="utf-8") == SETTINGS
 
 
-def test_up_loses_no_data_whoever_says_yes(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_loses_no_data_whoever_says_yes(
+    run_infra: RunInfra, site: Site, write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another zone replaces the file system, which holds the only copy of its content."""
     monkeypatch.setattr("infra.apply.terraform.DATA", ("terraform_data",))
     run_infra("up")
     before = (site.stack / "terraform.tfstate").read_text(encoding="utf-8")
-    values = site.folder / "elsewhere.tfvars"
-    values.write_text('zone_id = "usw2-az1"\n', encoding="utf-8")
-    monkeypatch.setenv("VARS", str(values))
+    write_values('zone_id = "usw2-az1"')
 
     done = run_infra("up", exit_code=4)
 
@@ -96,11 +86,9 @@ def test_what_can_be_made_again_is_no_loss_of_data() -> None:
 
 @pytest.mark.parametrize("command", ["plan", "up"])
 def test_a_budget_that_standing_alone_spends_is_refused(
-    run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch, command: str
+    run_infra: RunInfra, site: Site, write_values: WriteValues, command: str
 ) -> None:
-    values = site.folder / "mine.tfvars"
-    values.write_text("budget = { monthly_dollars = 900 }\n", encoding="utf-8")
-    monkeypatch.setenv("VARS", str(values))
+    write_values("budget = { monthly_dollars = 900 }")
 
     done = run_infra(command, exit_code=2)
 
@@ -145,7 +133,7 @@ def test_down_keeps_the_data_and_its_network_unless_it_is_told_otherwise(
     done = run_infra("down")
 
     assert "and keep its bucket, file system and images? yes (YES=1)" in done.stdout
-    assert pool_sizes(aws) == {"core": 2, "trainium": 0}
+    assert aws.node_group_sizes() == {"core": 2, "trainium": 0}
     assert cluster.addresses == ["module.network.terraform_data.subnet", "module.storage.terraform_data.bucket"]
     assert [line.split()[2] for line in cluster.programs.calls if line.startswith("helm uninstall")] == [
         *("monitoring", "efa", "neuron", "volcano", "kuberay"),
@@ -198,7 +186,7 @@ def test_another_cluster_is_never_touched(run_infra: RunInfra, cluster: Site, aw
 
     assert "kubectl talks to https://production.example.com, and millrace is at" in done.stderr
     assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stderr
-    assert pool_sizes(aws) == {"core": 2, "trainium": 2}
+    assert aws.node_group_sizes() == {"core": 2, "trainium": 2}
     assert [line for line in cluster.programs.calls if "delete" in line or "helm uninstall" in line] == []
 
 
@@ -216,7 +204,7 @@ def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
     done = run_infra("down", exit_code=4)
 
     assert "make stop-stage STAGE=tokenizer TARGET=kuberay failed" in done.stderr
-    assert pool_sizes(aws) == {"core": 2, "trainium": 2}
+    assert aws.node_group_sizes() == {"core": 2, "trainium": 2}
 
 
 @pytest.mark.slow
@@ -253,7 +241,7 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
         ["persistentvolumeclaim", "scratch"],
     ]
     assert "helm uninstall monitoring" in "\n".join(changes[:-2])
-    assert pool_sizes(aws) == {"core": 2, "trainium": 0}
+    assert aws.node_group_sizes() == {"core": 2, "trainium": 0}
 
     ec2.delete_volume(VolumeId=volume)
     run_infra("down")

@@ -104,6 +104,8 @@ def test_a_value_that_cannot_be_ends_with_2(wrong: dict[str, str], capsys: pytes
 def test_a_name_that_make_was_given_and_nobody_knows_is_refused_with_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"deploy-stage .*STGE.* STAGE\?"):
         run_command("deploy-stage", {"MAKE_VARIABLES": "STGE", "STGE": "trainer"})
+    with pytest.raises(RecipeError, match=r"pipeline .*TAG: it takes ROOT, TARGET, "):
+        run_command("pipeline", {"MAKE_VARIABLES": "TAG", "TAG": "1"})
     with pytest.raises(RecipeError, match=r"stage-status .*HEAD_TAG"):
         run_command("stage-status", {"MAKE_VARIABLES": "HEAD_TAG"})
     run_command("stage-status", {"MAKE_VARIABLES": "AWS_PROFILE KUBECONFIG TORCH TORCH_INDEX_URL python"})
