@@ -7,10 +7,11 @@ API is a good address to try: it answers the client at this moment, and no polic
 
 from __future__ import annotations
 
-from k8s.client.probe import render_probe_job
 from k8s.client.setup_job import run_setup_job
 from k8s.objects.api import Api, Object
-from k8s.objects.worker_group import WorkerGroup
+from k8s.objects.deploy_job import render_short_job
+from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
+from k8s.objects.worker_group import head_pod_of
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
 
@@ -18,7 +19,8 @@ POLICIES_ANNOTATION = "millrace.dev/network-policies"
 """Annotation of the namespace."""
 NOT_ENFORCED = "not-enforced"
 """The annotation's value on a cluster that has no engine for network policies."""
-LONGEST_SECONDS = 300
+LIMIT_SECONDS, KEPT_SECONDS = 300, 300
+FIELDS_OF_HEAD = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets", "securityContext")
 CLOSED, OPEN = "closed", "open"
 PATIENCE_SECONDS = 60
 """Seconds after which an engine must enforce policies for a new pod."""
@@ -41,11 +43,8 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     """Describe the result. Raises `DeviceError` for policies that are not enforced, unless an annotation says so."""
     is_expected = (namespace["metadata"].get("annotations") or {}).get(POLICIES_ANNOTATION) != NOT_ENFORCED
     command = ["python", "-c", SCRIPT, str(PATIENCE_SECONDS if is_expected else 1)]
-    group = WorkerGroup(STAGES[0], cluster, 0)
-    heads = group.head_pod
-    job = render_probe_job(group, "network", heads, heads["containers"][0], {"command": command}, {}, LONGEST_SECONDS)
     answers = {
-        "a Job": run_setup_job(api, job),
+        "a Job": run_setup_job(api, render_network_probe(head_pod_of(cluster), command)),
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
     }
     if odd := {owner: words for owner, words in answers.items() if words.strip() not in (CLOSED, OPEN)}:
@@ -63,3 +62,18 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
         f"{found}. Install or enable an engine (on EKS the VPC CNI's enableNetworkPolicy), then repeat the command. "
         f"For a cluster without an engine, annotate the overlay's namespace with {POLICIES_ANNOTATION}: {NOT_ENFORCED}"
     )
+
+
+def render_network_probe(head: Object, command: list[str]) -> Object:
+    """The Job that runs `command` in the head's image, beside the head, with the account and the labels of a probe."""
+    container = {key: head["containers"][0][key] for key in ("image", "imagePullPolicy", "securityContext")}
+    resources = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+    pod = {
+        "restartPolicy": "Never",
+        "serviceAccountName": STAGES[0],
+        "automountServiceAccountToken": False,
+        **{key: head[key] for key in FIELDS_OF_HEAD if key in head},
+        "containers": [container | {"name": "network", "command": command, "resources": resources}],
+    }
+    labels = {COMPONENT_LABEL: "preflight", STAGE_LABEL: STAGES[0]}
+    return render_short_job("preflight-network", labels, pod, limit_seconds=LIMIT_SECONDS, kept_seconds=KEPT_SECONDS)
