@@ -1,7 +1,7 @@
 """The contract of a stage: the command, resources, mounts and environment that its container gets on every target.
 
-KubeRay's worker groups are rendered from it by `k8s/client/settings_env.py`, and AWS Batch's job definitions by
-`deploy/batch/job_definition.py`.
+AWS Batch's job definitions are rendered from it (`deploy/batch/job_definition.py`). The manifests of KubeRay's worker
+groups (`k8s/stages`, `k8s/base/raycluster.yaml`) have the same values, which `tests/contract/test_targets.py` compares.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import yaml
 
 from deploy.stage_contract import EFA_ENVIRONMENT, SHARED_MEMORY, Resources
 from images.platforms import find_variant
-from k8s.client.settings_env import CPU, SETTINGS, TRAINIUM, Pool, Settings, read_settings
+from k8s.client.settings_env import CPU, SETTINGS, TRAINIUM, Pool, compiler_pool_of, read_pool, read_settings
 from k8s.client.stage_image import full_name
 from k8s.objects.api import Object
 from k8s.objects.names import (
@@ -74,16 +74,16 @@ def write_component(overlay: Path) -> None:
             write_durably(file, text.encode())
 
 
-def render_component(settings: Settings) -> str:
+def render_component(settings: dict[str, str]) -> str:
     """The component as YAML."""
-    cpu = settings.pools[CPU]
-    groups = {"tokenizer": cpu, "compiler": settings.compiler_pool, "trainer": settings.pools[TRAINIUM]}
+    pools = {name: read_pool(settings, name) for name in (TRAINIUM, CPU)}
+    groups = {"tokenizer": pools[CPU], "compiler": pools[compiler_pool_of(settings)], "trainer": pools[TRAINIUM]}
     folder = f"{settings['REGISTRY']}/millrace/".lstrip("/")
     images = [{"name": f"millrace/{name}", "newName": f"{folder}{name}"} for name in ("head", *STAGES)]
-    capability = _amounts((pool.shape.pod_resources, pool.max_nodes) for pool in settings.pools.values())
+    capability = _amounts((pool.shape.pod_resources, pool.max_nodes) for pool in pools.values())
     parts = [
-        _merge("Namespace", "v1", metadata={"annotations": _limit_jobs(folder, cpu)}),
-        _merge("ResourceQuota", "v1", spec={"hard": _quota(list(groups.values()), cpu)}),
+        _merge("Namespace", "v1", metadata={"annotations": _limit_jobs(folder, pools[CPU])}),
+        _merge("ResourceQuota", "v1", spec={"hard": _quota(list(groups.values()), pools[CPU])}),
         _merge("Queue", "scheduling.volcano.sh/v1beta1", spec={"capability": capability}),
         _merge("RayCluster", "ray.io/v1", metadata={"annotations": _describe(settings, groups)}),
         *(_patch("RayCluster", "millrace", list(_size(*each, groups[each[1]]))) for each in enumerate(STAGES)),
@@ -130,10 +130,10 @@ def _quota(pools: list[Pool], cpu: Pool) -> dict[str, str]:
     return {"pods": str(pods)} | {f"requests.{name}": total.get(name, "0") for name in ("cpu", "memory", NEURON, EFA)}
 
 
-def _describe(settings: Settings, groups: dict[str, Pool]) -> dict[str, str]:
+def _describe(settings: dict[str, str], groups: dict[str, Pool]) -> dict[str, str]:
     """Annotations of the RayCluster. On a pod's template a new price would change the pods."""
     found = {
-        VARIANT_ANNOTATION: find_variant(settings.pools[TRAINIUM].shape.name),
+        VARIANT_ANNOTATION: find_variant(groups["trainer"].shape.name),
         REGION_ANNOTATION: settings["REGION"],
         DEFAULT_RECIPE_ANNOTATION: settings["RECIPE"],
     }
@@ -148,7 +148,7 @@ def _describe(settings: Settings, groups: dict[str, Pool]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _file_system(settings: Settings) -> Object:
+def _file_system(settings: dict[str, str]) -> Object:
     attributes = {"dnsname": settings["FSX_DNS_NAME"], "mountname": settings["FSX_MOUNT_NAME"]}
     told = {name: text for name, text in attributes.items() if text}
     handle = {"volumeHandle": settings["FSX_ID"]} if settings["FSX_ID"] else {}

@@ -42,6 +42,8 @@ POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
 DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
+OURS = "app.kubernetes.io/part-of=millrace"
+"""The label of an overlay's namespaces."""
 DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
 """Kinds that are deleted first, since they need the operator or hold a volume."""
 
@@ -160,12 +162,7 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
             place = api.within(each["metadata"].get("namespace", api.namespace))
             place.delete(kind, name, version=each["apiVersion"])
         print(f"deleted     {kind} {name}", flush=True)
-    deadline = time.monotonic() + DOWN_SECONDS
-    for name in [each["metadata"]["name"] for each in objects if each["kind"] == "Namespace"]:
-        while api.find("Namespace", name):
-            if time.monotonic() > deadline:
-                raise TryAgain(f"namespace {name} is still terminating: kubectl get namespace {name} -o yaml")
-            time.sleep(POLL_SECONDS)
+    _await_gone(api, "Namespace", OURS)
     print("the cluster's objects are deleted; the artifacts are kept")
     return 0
 
@@ -302,7 +299,10 @@ def _await_gone(api: Api, kind: str, selector: str = "") -> None:
     while left := api.find_all(kind, selector):
         if time.monotonic() > deadline:
             names = ", ".join(each["metadata"]["name"] for each in left)
-            raise TryAgain(f"{kind} {names} is not deleted after {DOWN_SECONDS:.0f} s. Does the KubeRay operator run?")
+            raise TryAgain(
+                f"{kind} {names} is not deleted after {DOWN_SECONDS:.0f} s: kubectl get {kind} -A -o yaml says what it "
+                f"waits for. A RayCluster needs the KubeRay operator to be deleted"
+            )
         time.sleep(POLL_SECONDS)
 
 

@@ -37,58 +37,52 @@ class Pool:
     """End of the capacity reservation (RFC 3339); empty where there is none."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    values: dict[str, str]
-    """All keys; empty for one that the file does not have."""
-    pools: dict[str, Pool]
-    compiler_pool: Pool
-
-    def __getitem__(self, key: str) -> str:
-        return self.values[key]
-
-
-def read_settings(path: Path) -> Settings:
-    """Raises `RecipeError` for a setting that is unknown, missing or wrong."""
+def read_settings(path: Path) -> dict[str, str]:
+    """All keys; empty for one that the file does not have. Raises `RecipeError` for an unknown key and for quotes."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    values = dict.fromkeys(KEYS, "")
+    settings = dict.fromkeys(KEYS, "")
     for line in [line for line in lines if line and not line.startswith("#")]:
         key, _, value = line.partition("=")
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             meant = f"do you mean {near[0]}?" if near else f"known keys: {', '.join(KEYS)}"
-            raise RecipeError(f"{path}: unknown key {key}; {meant}")
+            raise RecipeError(f"{SETTINGS}: unknown key {key}; {meant}")
         if re.search(r"[\s\"']", value):
-            raise RecipeError(f"{path}: {line}: expected {key}=VALUE, without quotes, spaces or a comment")
-        values[key] = value
-    pools = {name: _read_pool(name, values, path) for name in (TRAINIUM, CPU)}
-    compiler = values["COMPILER_POOL"] or CPU
-    if compiler not in pools:
+            raise RecipeError(f"{SETTINGS}: {line}: expected {key}=VALUE, without quotes, spaces or a comment")
+        settings[key] = value
+    return settings
+
+
+def compiler_pool_of(settings: dict[str, str]) -> str:
+    """Raises `RecipeError` for a COMPILER_POOL that is no pool."""
+    name = settings["COMPILER_POOL"] or CPU
+    if name not in (TRAINIUM, CPU):
         raise RecipeError(
-            f"{path}: COMPILER_POOL={compiler}: expected {TRAINIUM} or {CPU}. {TRAINIUM} traces graphs on devices, "
+            f"{SETTINGS}: COMPILER_POOL={name}: expected {TRAINIUM} or {CPU}. {TRAINIUM} traces graphs on devices, "
             f"whose nodes are held until the last graph is compiled; {CPU} traces and compiles without a device"
         )
-    return Settings(values, pools, pools[compiler])
+    return name
 
 
-def _read_pool(name: str, values: dict[str, str], path: Path) -> Pool:
+def read_pool(settings: dict[str, str], name: str) -> Pool:
+    """Raises `RecipeError` for a setting of the pool that is missing or wrong."""
     prefix = name.upper()
     for key in (f"{prefix}_SHAPE", f"{prefix}_MAX_NODES"):
-        if not values[key]:
-            raise RecipeError(f"{path} has no {key}: add it; k8s/overlays/eks has an example")
-    shape, max_nodes = find_shape(values[f"{prefix}_SHAPE"]), values[f"{prefix}_MAX_NODES"]
+        if not settings[key]:
+            raise RecipeError(f"{SETTINGS} has no {key}: add it; k8s/overlays/eks has an example")
+    shape, max_nodes = find_shape(settings[f"{prefix}_SHAPE"]), settings[f"{prefix}_MAX_NODES"]
     if not max_nodes.isdecimal() or not int(max_nodes):
-        raise RecipeError(f"{path}: {prefix}_MAX_NODES={max_nodes}: expected a whole number from 1 on")
+        raise RecipeError(f"{SETTINGS}: {prefix}_MAX_NODES={max_nodes}: expected a whole number from 1 on")
     if bool(shape.neuron_devices) != (name == TRAINIUM) or shape.gpus:
         raise RecipeError(
-            f"{path}: {prefix}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} GPUs: "
+            f"{SETTINGS}: {prefix}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} GPUs: "
             f"TRAINIUM_SHAPE must have Neuron devices, and CPU_SHAPE neither. Types with GPUs serve only for plans"
         )
-    ends_at = values["CAPACITY_ENDS_AT"] if name == TRAINIUM else ""
+    ends_at = settings["CAPACITY_ENDS_AT"] if name == TRAINIUM else ""
     if ends_at:
         try:
             read_end(ends_at)
         except DeviceError as error:
-            raise RecipeError(f"{path}: {error}") from error
-    cluster, node_group = values["CLUSTER_NAME"], values[f"{prefix}_NODE_GROUP"]
+            raise RecipeError(f"{SETTINGS}: {error}") from error
+    cluster, node_group = settings["CLUSTER_NAME"], settings[f"{prefix}_NODE_GROUP"]
     return Pool(name, shape, int(max_nodes), f"{cluster}/{node_group}" if cluster and node_group else "", ends_at)
