@@ -133,8 +133,6 @@ RAY_ENVIRONMENT = {
     # Not Ray's 15: the node is there for its workers.
     "RAY_worker_niceness": "0",
 }
-# Ray Train's state actor never leaves the head, which would wait for it before it makes way for the next head.
-HEAD_ENVIRONMENT = RAY_ENVIRONMENT | {NOTICE_VARIABLE: "0"}
 TRAIN_ENVIRONMENT = {
     # Lists the run in the API of the head's dashboard. Ray Train reads both in the driver and hands the second on.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",

@@ -53,7 +53,8 @@ ONE_OFFS = 4
 """Largest number of concurrent one-offs, each as large as a pod of a CPU node."""
 SCRATCH_SIZE = {TRAINIUM: "350Gi", CPU: "80Gi"}
 """Scratch space of a pod, by its pool."""
-VOLUMES = ("millrace-fsx", "millrace-fsx-setup")
+PLACEHOLDER = "CHANGE-ME"
+"""A value that `cluster-up` refuses."""
 REAPER = "/spec/jobTemplate/spec/template/spec/containers/0"
 IN_GIB = ("memory", "ephemeral-storage", "hugepages-2Mi")
 
@@ -81,29 +82,28 @@ def render_component(settings: dict[str, str]) -> str:
     folder = f"{settings['REGISTRY']}/millrace/".lstrip("/")
     images = [{"name": f"millrace/{name}", "newName": f"{folder}{name}"} for name in ("head", *STAGES)]
     capability = _amounts((pool.shape.pod_resources, pool.max_nodes) for pool in pools.values())
-    parts = [
-        _merge("Namespace", "v1", metadata={"annotations": _limit_jobs(folder, pools[CPU])}),
-        _merge("ResourceQuota", "v1", spec={"hard": _quota(list(groups.values()), pools[CPU])}),
-        _merge("Queue", "scheduling.volcano.sh/v1beta1", spec={"capability": capability}),
-        _merge("RayCluster", "ray.io/v1", metadata={"annotations": _describe(settings, groups)}),
-        *(_patch("RayCluster", "millrace", list(_size(*each, groups[each[1]]))) for each in enumerate(STAGES)),
+    handle, server, mount = (settings[f"FSX_{key}"] or PLACEHOLDER for key in ("ID", "DNS_NAME", "MOUNT_NAME"))
+    source = {"volumeHandle": handle, "volumeAttributes": {"dnsname": server, "mountname": mount}}
+    patches = [
+        _patch("Namespace", "millrace", _set("/metadata/annotations", _limit_jobs(folder, pools[CPU]))),
+        _patch("ResourceQuota", "millrace", _set("/spec/hard", _quota(list(groups.values()), pools[CPU]))),
+        _patch("Queue", "millrace", _set("/spec", {"capability": capability})),
+        _patch("PersistentVolume", "millrace-fsx.*", _set("/spec/csi", source)),
+        _patch("RayCluster", "millrace", _set("/metadata/annotations", _describe(settings, groups))),
+        *(_patch("RayCluster", "millrace", _size(index, name, groups[name])) for index, name in enumerate(STAGES)),
     ]
     if region := settings["REGION"]:  # the reaper calls EKS as deploy Jobs do
-        parts.append(_patch("CronJob", "reaper", [_add(f"{REAPER}/env", [{"name": "AWS_REGION", "value": region}])]))
-    if source := _file_system(settings):
-        parts += [_merge("PersistentVolume", "v1", name, spec={"csi": source}) for name in VOLUMES]
-    return "".join([HEADER, yaml.safe_dump({"images": images}, default_flow_style=None), "patches:\n", *parts])
+        patches.append(_patch("CronJob", "reaper", _set(REAPER, {"env": [{"name": "AWS_REGION", "value": region}]})))
+    return "".join([HEADER, yaml.safe_dump({"images": images}, default_flow_style=None), "patches:\n", *patches])
 
 
-def _merge(kind: str, api_version: str, name: str = "millrace", **parts: Object) -> str:
-    """A patch that is merged into the object."""
-    metadata = {"name": name} | parts.pop("metadata", {})
-    return _patch(kind, name, {"apiVersion": api_version, "kind": kind, "metadata": metadata, **parts})
+def _patch(kind: str, name: str, operations: Iterable[Object]) -> str:
+    text = yaml.safe_dump(list(operations), sort_keys=False, default_flow_style=None, width=120)
+    return f"- target: {{kind: {kind}, name: {name}}}\n  patch: |-\n{indent(text, ' ' * 4)}"
 
 
-def _patch(kind: str, name: str, patch: Object | list[Object]) -> str:
-    text = indent(yaml.safe_dump(patch, sort_keys=False, default_flow_style=None, width=120), " " * 4)
-    return f"- target: {{kind: {kind}, name: {name}}}\n  patch: |-\n{text}"
+def _set(path: str, values: Object) -> Iterator[Object]:
+    return (_add(f"{path}/{name.replace('/', '~1')}", value) for name, value in values.items())
 
 
 def _add(path: str, value: object) -> Object:
@@ -146,13 +146,6 @@ def _describe(settings: dict[str, str], groups: dict[str, Pool]) -> dict[str, st
             capacity_end_annotation(stage): pool.capacity_ends_at,
         }
     return {name: text for name, text in found.items() if text}
-
-
-def _file_system(settings: dict[str, str]) -> Object:
-    attributes = {"dnsname": settings["FSX_DNS_NAME"], "mountname": settings["FSX_MOUNT_NAME"]}
-    told = {name: text for name, text in attributes.items() if text}
-    handle = {"volumeHandle": settings["FSX_ID"]} if settings["FSX_ID"] else {}
-    return handle | ({"volumeAttributes": told} if told else {})
 
 
 def _size(index: int, stage: str, pool: Pool) -> Iterator[Object]:

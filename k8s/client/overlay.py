@@ -15,7 +15,7 @@ import yaml
 
 from deploy.progress import ProgressPrinter
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
-from k8s.client.generated_component import write_component
+from k8s.client.generated_component import PLACEHOLDER, write_component
 from k8s.client.network_probe import require_network_policies
 from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back, require_same_region
 from k8s.client.setup_job import run_setup_job
@@ -37,7 +37,6 @@ from services.common.recipe.schema import STAGES
 
 OVERLAYS = Path(__file__).parents[1] / "overlays"
 LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"
-PLACEHOLDER = "CHANGE-ME"
 POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
 DOWN_SECONDS = 600.0

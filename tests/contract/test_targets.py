@@ -19,7 +19,7 @@ from deploy.batch.resolved_job import resolve_job
 from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe, recipe_overrides
 from deploy.exit_codes import is_tried_again
-from deploy.stage_contract import DRAIN_VARIABLES, HEAD_ENVIRONMENT, ROOT, SCRATCH, find_contract
+from deploy.stage_contract import DRAIN_VARIABLES, RAY_ENVIRONMENT, ROOT, SCRATCH, find_contract
 from images.platforms import REPOSITORY
 from images.registry import repository_of
 from k8s.client.overlay import render
@@ -27,6 +27,7 @@ from k8s.client.resolved_deployment import resolve
 from k8s.objects.attempt import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.artifacts.store import artifact_id
+from services.common.process.shutdown import NOTICE_VARIABLE
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Recipe, Stage
 from tests.deploy.batch.builders import config_of, job_deployment_of
@@ -168,7 +169,8 @@ def test_the_manifests_have_the_environment_of_the_contract(kubectl: Path, overl
         return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
     cluster = cluster_of(render(OVERLAYS[overlay]))
-    assert environment_of(cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]) == HEAD_ENVIRONMENT
+    head = environment_of(cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0])
+    assert head == RAY_ENVIRONMENT | {NOTICE_VARIABLE: "0"}
     for stage in STAGES:
         group = worker_group_of(cluster, stage)
         notices = dict.fromkeys(DRAIN_VARIABLES, str(group.drain_seconds))
