@@ -36,9 +36,10 @@ from k8s.objects.names import (
     node_shape_annotation,
 )
 from services.common.artifacts.manifest import write_durably
+from services.common.errors import RecipeError
 from services.common.recipe.schema import STAGES
 
-FILE = "generated/kustomization.yaml"
+GENERATED = "generated"
 HEADER = """\
 # Written by `make cluster-up`, also with DRY_RUN=1, from settings.env and infra/shapes.json. Change those, or add
 # patches to the overlay, which come after these.
@@ -62,14 +63,16 @@ IN_GIB = ("memory", "ephemeral-storage", "hugepages-2Mi")
 def write_component(overlay: Path) -> None:
     """Write the components of the overlay, and of the overlays that it builds on, where there is a settings.env.
 
-    Raises `RecipeError` for wrong settings.
+    Raises `RecipeError` for wrong settings, and for an overlay that does not use its component.
     """
     kustomization = yaml.safe_load((overlay / "kustomization.yaml").read_text(encoding="utf-8"))
     for resource in kustomization.get("resources", []):
         if (overlay / resource / "kustomization.yaml").is_file():
             write_component(overlay / resource)
     if (overlay / SETTINGS).is_file():
-        text, file = render_component(read_settings(overlay / SETTINGS)), overlay / FILE
+        if GENERATED not in kustomization.get("components", []):
+            raise RecipeError(f"{overlay}/kustomization.yaml: {SETTINGS} needs components: [../../aws, {GENERATED}]")
+        text, file = render_component(read_settings(overlay / SETTINGS)), overlay / GENERATED / "kustomization.yaml"
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             file.parent.mkdir(exist_ok=True)
             write_durably(file, text.encode())

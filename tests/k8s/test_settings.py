@@ -171,6 +171,13 @@ def test_an_overlay_is_refused_until_it_is_filled_in(overlays: dict[str, list[Th
         render_filled_in(EXISTING.with_name(overlay))
 
 
+def test_an_overlay_with_settings_uses_its_component(overlays: dict[str, list[Thing]], tmp_path: Path) -> None:
+    kustomization = copy_overlay(OVERLAYS["eks"], tmp_path, **FILLED_IN) / "kustomization.yaml"
+    kustomization.write_text(kustomization.read_text(encoding="utf-8").replace("- generated", ""), encoding="utf-8")
+    with pytest.raises(RecipeError, match="generated"):
+        render(tmp_path)
+
+
 @pytest.mark.parametrize("key", ["FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME"])
 def test_a_volume_needs_its_file_system(overlays: dict[str, list[Thing]], tmp_path: Path, key: str) -> None:
     with pytest.raises(RecipeError, match="PersistentVolume millrace-fsx, PersistentVolume millrace-fsx-setup"):
