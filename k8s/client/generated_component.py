@@ -52,8 +52,8 @@ HEADS, HEAD = 2 + len(STAGES), Resources(cpus=4, memory_gib=8, storage_gib=10)
 """The cluster's head (k8s/base/raycluster.yaml), its replacement, and one for each isolated stage."""
 ONE_OFFS = 4
 """Largest number of concurrent one-offs, each as large as a pod of a CPU node."""
-SCRATCH_SIZE = {TRAINIUM: "350Gi", CPU: "80Gi"}
-"""Scratch space of a pod, by its pool."""
+SCRATCH_SIZES = {TRAINIUM: "350Gi", CPU: "80Gi"}
+"""By the pod's pool."""
 PLACEHOLDER = "CHANGE-ME"
 """A value that `cluster-up` refuses."""
 REAPER = "/spec/jobTemplate/spec/template/spec/containers/0"
@@ -160,7 +160,7 @@ def _size(index: int, stage: str, pool: Pool) -> Iterator[Object]:
     yield _add(f"{group}/maxReplicas", pool.max_nodes)
     yield _add(f"{group}/resources/CPU", str(resources.cpus))
     yield _add(f"{container}/resources", {"requests": amounts, "limits": dict(amounts)})
-    yield _add(f"{pod}/volumes/0/emptyDir/sizeLimit", SCRATCH_SIZE[pool.name])
+    yield _add(f"{pod}/volumes/0/emptyDir/sizeLimit", SCRATCH_SIZES[pool.name])
     if resources.neuron_devices:
         selector[INSTANCE_TYPE_LABEL] = pool.shape.name
         yield _add(f"{group}/resources/neuron_cores", str(resources.neuron_cores))  # Ray does not read it from limits
@@ -178,7 +178,13 @@ def _amounts(pods: Iterable[tuple[Resources, int]]) -> dict[str, str]:
     """The resources of so many pods of each size, with the names and units of Kubernetes."""
     total: Counter[str] = Counter()
     for size, count in pods:
-        gib = dict(zip(IN_GIB, (size.memory_gib, size.storage_gib, size.huge_pages_gib), strict=True))
-        counts = {"cpu": size.cpus, NEURON: size.neuron_devices, EFA: size.efa_cards}
-        total.update({name: amount * count for name, amount in (counts | gib).items()})
+        amounts = {
+            "cpu": size.cpus,
+            "memory": size.memory_gib,
+            "ephemeral-storage": size.storage_gib,
+            "hugepages-2Mi": size.huge_pages_gib,
+            NEURON: size.neuron_devices,
+            EFA: size.efa_cards,
+        }
+        total.update({name: amount * count for name, amount in amounts.items()})
     return {name: f"{amount}{'Gi' if name in IN_GIB else ''}" for name, amount in total.items() if amount}
