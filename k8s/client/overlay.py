@@ -92,13 +92,12 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. Images and replicas that deployments set are kept.
 
     Raises `DeviceError` where it would change the head while a stage runs, or the region while node groups are held,
-    or for an operator with a batch scheduler.
+    where there is no operator, and for one with a batch scheduler.
     """
     objects = render_filled_in(overlay)
     cluster, namespace = _find(objects, "RayCluster", CLUSTER), _find(objects, "Namespace", api.namespace)
     _set_head_image(api, objects, head_tag)
-    live = _find_live(api)
-    if live:
+    if live := api.find("RayCluster", CLUSTER):
         require_same_region(api, cluster, live)
         _require_head_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
@@ -190,13 +189,6 @@ def _set_head_image(api: Api, objects: list[Object], head_tag: str) -> None:
             container["image"] = image
 
 
-def _find_live(api: Api) -> Object | None:
-    try:
-        return api.find("RayCluster", CLUSTER)
-    except KindAbsent:  # applying the RayCluster reports it
-        return None
-
-
 def _apply_cluster(api: Api, rendered: Object) -> None:
     """Apply the RayCluster with the live one's deployments, again if somebody changes it in between."""
     for _ in range(APPLY_ATTEMPTS):
@@ -276,7 +268,10 @@ def _await_head(api: Api) -> tuple[Object, str]:
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
             # The operator does not replace a pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
-        state = explain_start(api, heads[0]) if heads else _cluster_events(api)
+        if heads:
+            state = explain_start(api, heads[0])
+        else:
+            state = newest_event(api, read_cluster(api)) or "waiting for the KubeRay operator to create its pod"
         progress.report(state)
         if time.monotonic() - began > HEAD_SECONDS:
             raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
@@ -287,10 +282,6 @@ def _never_ran(pod: Object) -> bool:
     """Whether no container of the pod has run yet, so that nothing is lost with the pod."""
     containers = pod["status"].get("containerStatuses") or []
     return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
-
-
-def _cluster_events(api: Api) -> str:
-    return newest_event(api, read_cluster(api)) or "waiting for the KubeRay operator to create its pod"
 
 
 def _await_gone(api: Api, kind: str, selector: str = "") -> None:
