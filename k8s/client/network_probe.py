@@ -7,11 +7,13 @@ API is a good address to try: it answers the client at this moment, and no polic
 
 from __future__ import annotations
 
+import secrets
+
 from k8s.client.setup_job import run_setup_job
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_short_job
 from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
-from k8s.objects.worker_group import head_pod_of
+from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
 
@@ -19,8 +21,7 @@ POLICIES_ANNOTATION = "millrace.dev/network-policies"
 """Annotation of the namespace."""
 NOT_ENFORCED = "not-enforced"
 """The annotation's value on a cluster that has no engine for network policies."""
-LIMIT_SECONDS, KEPT_SECONDS = 300, 300
-FIELDS_OF_HEAD = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets", "securityContext")
+LONGEST_SECONDS = 300
 CLOSED, OPEN = "closed", "open"
 PATIENCE_SECONDS = 60
 """Seconds after which an engine must enforce policies for a new pod."""
@@ -43,8 +44,10 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     """Describe the result. Raises `DeviceError` for policies that are not enforced, unless an annotation says so."""
     is_expected = (namespace["metadata"].get("annotations") or {}).get(POLICIES_ANNOTATION) != NOT_ENFORCED
     command = ["python", "-c", SCRIPT, str(PATIENCE_SECONDS if is_expected else 1)]
+    group = WorkerGroup(STAGES[0], cluster, 0)
+    job = render_network_job(group, command)
     answers = {
-        "a Job": run_setup_job(api, render_network_probe(head_pod_of(cluster), command)),
+        "a Job": run_setup_job(api, job),
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
     }
     if odd := {owner: words for owner, words in answers.items() if words.strip() not in (CLOSED, OPEN)}:
@@ -64,16 +67,23 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     )
 
 
-def render_network_probe(head: Object, command: list[str]) -> Object:
-    """The Job that runs `command` in the head's image, beside the head, with the account and the labels of a probe."""
-    container = {key: head["containers"][0][key] for key in ("image", "imagePullPolicy", "securityContext")}
-    resources = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+def render_network_job(group: WorkerGroup, command: list[str]) -> Object:
+    """A Job that runs the command in the head's image, beside the head."""
+    head = group.head_pod
+    container = {name: head["containers"][0][name] for name in ("image", "imagePullPolicy", "securityContext")}
+    container |= {
+        "name": "look",
+        "command": command,
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+    }
+    placement = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets", "securityContext")
     pod = {
         "restartPolicy": "Never",
-        "serviceAccountName": STAGES[0],
+        "serviceAccountName": group.pod["serviceAccountName"],
         "automountServiceAccountToken": False,
-        **{key: head[key] for key in FIELDS_OF_HEAD if key in head},
-        "containers": [container | {"name": "network", "command": command, "resources": resources}],
+        **{name: head[name] for name in placement if name in head},
+        "containers": [container],
     }
-    labels = {COMPONENT_LABEL: "preflight", STAGE_LABEL: STAGES[0]}
-    return render_short_job("preflight-network", labels, pod, limit_seconds=LIMIT_SECONDS, kept_seconds=KEPT_SECONDS)
+    labels = {STAGE_LABEL: group.name, COMPONENT_LABEL: "preflight"}
+    name = f"preflight-network-{secrets.token_hex(3)}"
+    return render_short_job(name, labels, pod, limit_seconds=LONGEST_SECONDS, kept_seconds=LONGEST_SECONDS)
