@@ -43,7 +43,7 @@ REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 
 
 @pytest.fixture(scope="module")
-def clusters(kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Thing]:
+def manifests(kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Thing]:
     """The RayCluster of an overlay in AWS, by the shape of its Trainium nodes."""
     settings = {"REGION": "us-west-2", "REGISTRY": REGISTRY}
 
@@ -54,8 +54,8 @@ def clusters(kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {shape: cluster_on(shape) for shape in SHAPES}
 
 
-def group_of(clusters: dict[str, Thing], stage: Stage, shape: str) -> WorkerGroup:
-    return worker_group_of(clusters[shape], stage)
+def group_of(manifests: dict[str, Thing], stage: Stage, shape: str) -> WorkerGroup:
+    return worker_group_of(manifests[shape], stage)
 
 
 def definition_of(stage: Stage, config: Config) -> Request:
@@ -135,14 +135,14 @@ def _action(rules: list[Request], exit_code: int) -> str:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_gets_the_same_on_both_targets(clusters: dict[str, Thing], stage: Stage, shape: str) -> None:
-    group = group_of(clusters, stage, shape)
+def test_a_stage_gets_the_same_on_both_targets(manifests: dict[str, Thing], stage: Stage, shape: str) -> None:
+    group = group_of(manifests, stage, shape)
     assert on_kuberay(group) == on_batch(definition_of(stage, config_of(TRAINIUM_SHAPE=shape)))
 
 
 @pytest.mark.parametrize("target", ["kuberay", "batch"])
 def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(
-    clusters: dict[str, Thing], target: str
+    manifests: dict[str, Thing], target: str
 ) -> None:
     """NODES=2 of both stages; the compiler's own nodes stay those of the recipe."""
     images: Any = SimpleNamespace(resolve_image=lambda stage, tag: tag)
@@ -151,7 +151,7 @@ def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(
         request = DeployRequest(stage, RECIPE, IMAGE, nodes)
         found: Any = resolve_job(config_of(), images, request)
         if target == "kuberay":
-            found = resolve(images, group_of(clusters, stage, "trn1.32xlarge"), request)
+            found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request)
         return RECIPE.source.validate(recipe_overrides(found.deployment.arguments)), found.deployment.nodes
 
     (compiler, its_nodes), (trainer, nodes) = resolved("compiler", 2), resolved("trainer", 2)
@@ -177,8 +177,8 @@ def test_the_manifests_have_the_environment_of_the_contract(kubectl: Path, overl
         assert (notices | find_contract(stage, None).environment).items() <= environment_of(group.container).items()
 
 
-def test_the_notice_before_an_end_is_the_contract_s_on_both(clusters: dict[str, Thing]) -> None:
+def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: dict[str, Thing]) -> None:
     for stage in STAGES:
-        group = group_of(clusters, stage, "trn1.32xlarge")
+        group = group_of(manifests, stage, "trn1.32xlarge")
         variables = on_batch(definition_of(stage, config_of()))["environment"]
         assert int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) == group.drain_seconds
