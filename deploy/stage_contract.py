@@ -1,7 +1,7 @@
 """The contract of a stage: the command, resources, mounts and environment that its container gets on every target.
 
-KubeRay's worker groups are rendered from it by `k8s/client/settings_env.py`, and AWS Batch's job definitions by
-`deploy/batch/job_definition.py`.
+AWS Batch's job definitions are rendered from it (`deploy/batch/job_definition.py`). The manifests of KubeRay's worker
+groups (`k8s/stages`, `k8s/base/raycluster.yaml`) have the same values, which `tests/contract/test_targets.py` compares.
 """
 
 from __future__ import annotations
@@ -133,8 +133,6 @@ RAY_ENVIRONMENT = {
     # Not Ray's 15: the node is there for its workers.
     "RAY_worker_niceness": "0",
 }
-# Ray Train's state actor never leaves the head, which would wait for it before it makes way for the next head.
-HEAD_ENVIRONMENT = RAY_ENVIRONMENT | {NOTICE_VARIABLE: "0"}
 TRAIN_ENVIRONMENT = {
     # Lists the run in the API of the head's dashboard. Ray Train reads both in the driver and hands the second on.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",

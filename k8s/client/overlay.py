@@ -6,7 +6,7 @@ import copy
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -15,9 +15,9 @@ import yaml
 
 from deploy.progress import ProgressPrinter
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
+from k8s.client.generated_component import PLACEHOLDER, write_component
 from k8s.client.network_probe import require_network_policies
 from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back, require_same_region
-from k8s.client.settings_env import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
@@ -37,27 +37,41 @@ from services.common.recipe.schema import STAGES
 
 OVERLAYS = Path(__file__).parents[1] / "overlays"
 LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"
-PLACEHOLDER = "CHANGE-ME"
 POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
 DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
+OURS = "app.kubernetes.io/part-of=millrace"
+"""The label of an overlay's namespaces."""
 DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
 """Kinds that are deleted first, since they need the operator or hold a volume."""
 
 
 def render(overlay: Path) -> list[Object]:
-    """The overlay's objects as kustomize renders them, completed from the overlay's settings.
+    """The overlay's objects as kustomize renders them, once its component of settings is written.
 
     Raises `DeviceError` with kustomize's message where it fails, and `RecipeError` for wrong settings.
     """
     if not (overlay / "kustomization.yaml").is_file():
         known = ", ".join(sorted(each.name for each in OVERLAYS.iterdir() if each.is_dir()))
         raise RecipeError(f"OVERLAY={overlay} has no kustomization.yaml: expected {known}, or a folder of your own")
+    write_component(overlay)
     done = subprocess.run([find_kubectl(), "kustomize", overlay], capture_output=True, text=True, check=False)
     if done.returncode:
         raise DeviceError(f"{overlay} cannot be rendered: {done.stderr.strip()}")
-    return fill_in([each for each in yaml.safe_load_all(done.stdout) if each])
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def render_filled_in(overlay: Path) -> list[Object]:
+    """The overlay's objects. Raises `RecipeError` for a placeholder among them."""
+    objects = render(overlay)
+    left = sorted({f"{each['kind']} {each['metadata']['name']}" for each in objects if PLACEHOLDER in yaml.dump(each)})
+    if left:
+        raise RecipeError(
+            f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values into its settings.env, as "
+            f"make infra-up does, or into the overlay's other files"
+        )
+    return objects
 
 
 def find_kubectl() -> Path:
@@ -78,33 +92,26 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. Images and replicas that deployments set are kept.
 
     Raises `DeviceError` where it would change the head while a stage runs, or the region while node groups are held,
-    or for an operator with a batch scheduler.
+    where there is no operator, and for one with a batch scheduler.
     """
-    objects = render(overlay)
-    require_filled_in(overlay, objects)
-    cluster = next(each for each in objects if each["kind"] == "RayCluster")
-    _set_head_image(api, cluster, head_tag)
-    live = _find_cluster(api)
-    if live:
+    objects = render_filled_in(overlay)
+    cluster, namespace = _find(objects, "RayCluster", CLUSTER), _find(objects, "Namespace", api.namespace)
+    _set_head_image(api, objects, head_tag)
+    if live := api.find("RayCluster", CLUSTER):
         require_same_region(api, cluster, live)
         _require_head_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
         place = api.within(each["metadata"].get("namespace", api.namespace))
+        what = f"{each['kind']} {each['metadata']['name']}"
+        if each["kind"] == "Job":
+            print(f"ran         {what}: {run_setup_job(place, each)}", flush=True)
+            continue
         if each is cluster:
             _apply_cluster(api, each)
-        elif each["kind"] == "CronJob":
-            api.apply(_as_the_head(each, head_pod_of(cluster)))
-        elif each["kind"] == "Job":
-            said = run_setup_job(place, _as_the_head(each, head_pod_of(cluster)))
-            print(f"ran         Job {each['metadata']['name']}: {said}", flush=True)
-            continue
         else:
             place.apply(each)
-        print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
+        print(f"applied     {what}", flush=True)
     head, image = _await_head(api)
-    [namespace] = [
-        each for each in objects if each["kind"] == "Namespace" and each["metadata"]["name"] == api.namespace
-    ]
     print(f"checked     {require_network_policies(api, namespace, read_cluster(api), head)}", flush=True)
     if image_of(head["spec"]) != image:
         print(
@@ -120,15 +127,10 @@ def write_overlay(file: TextIO, find_api: Callable[[], Api], overlay: Path, head
 
     Without `head_tag` the head's image stays unset. Raises `RecipeError` for settings that are not filled in.
     """
-    objects = render(overlay)
-    require_filled_in(overlay, objects)
-    cluster = next(each for each in objects if each["kind"] == "RayCluster")
+    objects = render_filled_in(overlay)
     if head_tag:
-        _set_head_image(find_api(), cluster, head_tag)
-    for each in _in_order(objects):
-        has_heads_image = head_tag and each["kind"] in ("CronJob", "Job")
-        document = _as_the_head(each, head_pod_of(cluster)) if has_heads_image else each
-        file.write("---\n" + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120))
+        _set_head_image(find_api(), objects, head_tag)
+    yaml.safe_dump_all(_in_order(objects), file, explicit_start=True, sort_keys=False, allow_unicode=True, width=120)
     file.flush()
     return 0
 
@@ -158,12 +160,7 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
             place = api.within(each["metadata"].get("namespace", api.namespace))
             place.delete(kind, name, version=each["apiVersion"])
         print(f"deleted     {kind} {name}", flush=True)
-    deadline = time.monotonic() + DOWN_SECONDS
-    for name in [each["metadata"]["name"] for each in objects if each["kind"] == "Namespace"]:
-        while api.find("Namespace", name):
-            if time.monotonic() > deadline:
-                raise TryAgain(f"namespace {name} is still terminating: kubectl get namespace {name} -o yaml")
-            time.sleep(POLL_SECONDS)
+    _await_gone(api, "Namespace", OURS)
     print("the cluster's objects are deleted; the artifacts are kept")
     return 0
 
@@ -174,27 +171,22 @@ def choose_overlay(name: str) -> Path:
     return known if known.is_dir() else Path(name)
 
 
-def _set_head_image(api: Api, rendered: Object, head_tag: str) -> None:
-    head = head_pod_of(rendered)["containers"][0]
-    variant = rendered["metadata"]["annotations"][VARIANT_ANNOTATION]
-    head["image"] = choose_image(api, "head", variant, head, head_tag)
+def _find(objects: list[Object], kind: str, name: str) -> Object:
+    return next(each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name))
 
 
-def _find_cluster(api: Api) -> Object | None:
-    try:
-        return api.find("RayCluster", CLUSTER)
-    except KindAbsent:  # applying the RayCluster reports it
-        return None
-
-
-def _as_the_head(job: Object, head: Object) -> Object:
-    """The Job with the head's image, on the head's nodes: the reaper, or a Job that prepares a cluster."""
-    job = copy.deepcopy(job)
-    spec = job["spec"]["jobTemplate"]["spec"] if job["kind"] == "CronJob" else job["spec"]
-    pod = spec["template"]["spec"]
-    pod |= {key: head[key] for key in ("nodeSelector", "tolerations") if key in head}
-    pod["containers"][0] |= {key: head["containers"][0][key] for key in ("image", "imagePullPolicy")}
-    return job
+def _set_head_image(api: Api, objects: list[Object], head_tag: str) -> None:
+    """Set the image of the head, of the reaper and of the Jobs that prepare the cluster."""
+    cluster = _find(objects, "RayCluster", CLUSTER)
+    head = head_pod_of(cluster)["containers"][0]
+    image = choose_image(api, "head", cluster["metadata"]["annotations"][VARIANT_ANNOTATION], head, head_tag)
+    templates = [cluster["spec"]["headGroupSpec"]["template"]]
+    templates += [each["spec"]["jobTemplate"]["spec"]["template"] for each in objects if each["kind"] == "CronJob"]
+    templates += [each["spec"]["template"] for each in objects if each["kind"] == "Job"]
+    unset = head["image"]
+    for container in [each for template in templates for each in template["spec"]["containers"]]:
+        if container["image"] == unset:
+            container["image"] = image
 
 
 def _apply_cluster(api: Api, rendered: Object) -> None:
@@ -261,15 +253,6 @@ def _require_head_untouched(api: Api, wanted: Object, live: Object) -> None:
         )
 
 
-def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
-    left = sorted({f"{each['kind']} {each['metadata']['name']}" for each in objects if PLACEHOLDER in yaml.dump(each)})
-    if left:
-        raise RecipeError(
-            f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values into its settings.env, as "
-            f"make infra-up does, or into the overlay's other files"
-        )
-
-
 def _await_head(api: Api) -> tuple[Object, str]:
     """Wait for the head: its ready pod, and the image that a new head would run."""
     wanted = head_pod_of(read_cluster(api))
@@ -285,7 +268,10 @@ def _await_head(api: Api) -> tuple[Object, str]:
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
             # The operator does not replace a pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
-        state = explain_start(api, heads[0]) if heads else _cluster_events(api)
+        if heads:
+            state = explain_start(api, heads[0])
+        else:
+            state = newest_event(api, read_cluster(api)) or "waiting for the KubeRay operator to create its pod"
         progress.report(state)
         if time.monotonic() - began > HEAD_SECONDS:
             raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
@@ -298,16 +284,15 @@ def _never_ran(pod: Object) -> bool:
     return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
 
 
-def _cluster_events(api: Api) -> str:
-    return newest_event(api, read_cluster(api)) or "waiting for the KubeRay operator to create its pod"
-
-
 def _await_gone(api: Api, kind: str, selector: str = "") -> None:
     deadline = time.monotonic() + DOWN_SECONDS
     while left := api.find_all(kind, selector):
         if time.monotonic() > deadline:
             names = ", ".join(each["metadata"]["name"] for each in left)
-            raise TryAgain(f"{kind} {names} is not deleted after {DOWN_SECONDS:.0f} s. Does the KubeRay operator run?")
+            raise TryAgain(
+                f"{kind} {names} is not deleted after {DOWN_SECONDS:.0f} s: kubectl get {kind} -A -o yaml says what it "
+                f"waits for. A RayCluster needs the KubeRay operator to be deleted"
+            )
         time.sleep(POLL_SECONDS)
 
 

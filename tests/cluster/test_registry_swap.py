@@ -122,12 +122,19 @@ def write_pulling_overlay(folder: Path, registry: str) -> Path:
         {"op": "replace", "path": f"{path}/template/spec/containers/0/imagePullPolicy", "value": "IfNotPresent"}
         for path in paths
     ]
+    reaper = [policies[0] | {"path": "/spec/jobTemplate/spec/template/spec/containers/0/imagePullPolicy"}]
+    prefixes = [
+        {"op": "replace", "path": "/metadata/annotations/millrace.dev~1images", "value": f"{registry}/millrace/"}
+    ]
     names = [f"millrace/{service}" for service in ("head", "tokenizer", "compiler", "trainer")]
     return write_overlay(
         folder,
         OVERLAYS["local"],
         images=[{"name": name, "newName": f"{registry}/{name}"} for name in names],
-        patches=[{"target": {"kind": "RayCluster"}, "patch": json.dumps(policies)}],
+        patches=[
+            {"target": {"kind": kind}, "patch": json.dumps(patch)}
+            for kind, patch in (("RayCluster", policies), ("CronJob", reaper), ("Namespace", prefixes))
+        ],
     )
 
 

@@ -13,7 +13,7 @@ from tests.contract.agreements import example_outputs, list_agreements, read_set
 
 def test_both_sides_say_the_same(tmp_path: Path, kubectl: Path) -> None:
     """The overlay has the settings that `make infra-up` writes."""
-    for part in ("base", "stages", "overlays/eks"):
+    for part in ("base", "stages", "aws", "overlays/eks"):
         shutil.copytree(REPOSITORY / "k8s" / part, tmp_path / part)
     overlay = tmp_path / "overlays/eks"
     committed = read_settings(overlay / "settings.env")

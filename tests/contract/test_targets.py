@@ -4,16 +4,13 @@ Batch.
 
 from __future__ import annotations
 
-import copy
 import shlex
-import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from deploy.batch.config import Config
@@ -22,18 +19,20 @@ from deploy.batch.resolved_job import resolve_job
 from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe, recipe_overrides
 from deploy.exit_codes import is_tried_again
-from deploy.stage_contract import ROOT, SCRATCH
+from deploy.stage_contract import DRAIN_VARIABLES, RAY_ENVIRONMENT, ROOT, SCRATCH, find_contract
 from images.platforms import REPOSITORY
 from images.registry import repository_of
+from k8s.client.overlay import render
 from k8s.client.resolved_deployment import resolve
-from k8s.client.settings_env import fill_in
 from k8s.objects.attempt import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.artifacts.store import artifact_id
+from services.common.process.shutdown import NOTICE_VARIABLE
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Recipe, Stage
 from tests.deploy.batch.builders import config_of, job_spec_of
 from tests.k8s.builders import DIGEST, deployment_of
+from tests.k8s.rendered import OVERLAYS, cluster_of, copy_overlay
 
 Thing = dict[str, Any]
 SHAPES = ("trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge", "trn2u.48xlarge")
@@ -44,19 +43,19 @@ REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 
 
 @pytest.fixture(scope="module")
-def manifests(kubectl: Path) -> list[Thing]:
-    """Render the overlay of a cluster in AWS, without its settings."""
-    command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s/overlays/eks")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
+def manifests(kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Thing]:
+    """The RayCluster of an overlay in AWS, by the shape of its Trainium nodes."""
+    settings = {"REGION": "us-west-2", "REGISTRY": REGISTRY}
+
+    def cluster_on(shape: str) -> Thing:
+        folder = tmp_path_factory.mktemp(shape)
+        return cluster_of(render(copy_overlay(OVERLAYS["eks"], folder, **settings, TRAINIUM_SHAPE=shape)))
+
+    return {shape: cluster_on(shape) for shape in SHAPES}
 
 
-def group_of(manifests: list[Thing], stage: Stage, shape: str) -> WorkerGroup:
-    things = copy.deepcopy(manifests)
-    settings = next(each["data"] for each in things if each["metadata"]["name"] == "overlay-settings")
-    settings |= {"TRAINIUM_SHAPE": shape, "REGION": "us-west-2", "REGISTRY": REGISTRY}
-    cluster = next(each for each in fill_in(things) if each["kind"] == "RayCluster")
-    return worker_group_of(cluster, stage)
+def group_of(manifests: dict[str, Thing], stage: Stage, shape: str) -> WorkerGroup:
+    return worker_group_of(manifests[shape], stage)
 
 
 def definition_of(stage: Stage, config: Config) -> Request:
@@ -136,13 +135,15 @@ def _action(rules: list[Request], exit_code: int) -> str:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_gets_the_same_on_both_targets(manifests: list[Thing], stage: Stage, shape: str) -> None:
+def test_a_stage_gets_the_same_on_both_targets(manifests: dict[str, Thing], stage: Stage, shape: str) -> None:
     group = group_of(manifests, stage, shape)
     assert on_kuberay(group) == on_batch(definition_of(stage, config_of(TRAINIUM_SHAPE=shape)))
 
 
 @pytest.mark.parametrize("target", ["kuberay", "batch"])
-def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(manifests: list[Thing], target: str) -> None:
+def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(
+    manifests: dict[str, Thing], target: str
+) -> None:
     """NODES=2 of both stages; the compiler's own nodes stay those of the recipe."""
     images: Any = SimpleNamespace(resolve_image=lambda stage, tag: tag)
 
@@ -162,7 +163,23 @@ def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(manife
     assert its_nodes == resolved("compiler", None)[1]
 
 
-def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: list[Thing]) -> None:
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_manifests_have_the_environment_of_the_contract(kubectl: Path, overlay: str) -> None:
+    """Of the head, and of the stages, whose notice may be shorter on a small machine."""
+
+    def environment_of(container: Thing) -> dict[str, str]:
+        return {each["name"]: each["value"] for each in container["env"] if "value" in each}
+
+    cluster = cluster_of(render(OVERLAYS[overlay]))
+    head = environment_of(cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0])
+    assert head == RAY_ENVIRONMENT | {NOTICE_VARIABLE: "0"}
+    for stage in STAGES:
+        group = worker_group_of(cluster, stage)
+        notices = dict.fromkeys(DRAIN_VARIABLES, str(group.drain_seconds))
+        assert (notices | find_contract(stage, None).environment).items() <= environment_of(group.container).items()
+
+
+def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: dict[str, Thing]) -> None:
     for stage in STAGES:
         group = group_of(manifests, stage, "trn1.32xlarge")
         variables = on_batch(definition_of(stage, config_of()))["environment"]

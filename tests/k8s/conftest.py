@@ -18,7 +18,7 @@ from k8s.objects.record import Outcome
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, Clock
 from tests.k8s.cloud import Cloud
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, write_overlay_on_eks
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, copy_overlay
 from tests.k8s.world import NoLog, Reconcile, World, cluster_group
 
 
@@ -34,7 +34,7 @@ def overlays() -> dict[str, list[Thing]]:
 @pytest.fixture(scope="session")
 def compiler_on_cpus(overlays: dict[str, list[Thing]], tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
     """The overlay eks of a cluster whose compiler traces without a device."""
-    return render(write_overlay_on_eks(tmp_path_factory.mktemp("on-cpus"), COMPILER_POOL="cpu"))
+    return render(copy_overlay(OVERLAYS["eks"], tmp_path_factory.mktemp("on-cpus"), COMPILER_POOL="cpu"))
 
 
 @pytest.fixture(scope="module")

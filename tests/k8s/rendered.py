@@ -27,15 +27,15 @@ def write_overlay(folder: Path, base: Path, **parts: Any) -> Path:
     return folder
 
 
-def write_overlay_on_eks(folder: Path, **settings: str) -> Path:
-    """An overlay on top of eks with other settings, which win as those in its own file would."""
-    generator = {
-        "name": "overlay-settings",
-        "behavior": "merge",
-        "literals": [f"{key}={value}" for key, value in settings.items()],
-        "options": {"disableNameSuffixHash": True},
-    }
-    return write_overlay(folder, OVERLAYS["eks"], configMapGenerator=[generator])
+def copy_overlay(overlay: Path, folder: Path, **settings: str) -> Path:
+    """A copy of an overlay with other settings, as people make one for a cluster of their own."""
+    text = (overlay / "kustomization.yaml").read_text(encoding="utf-8")
+    above = os.path.relpath(overlay.parents[1].resolve(), folder.resolve())
+    (folder / "kustomization.yaml").write_text(text.replace("../..", above), encoding="utf-8")
+    lines = (overlay / "settings.env").read_text(encoding="utf-8").splitlines()
+    values = dict(line.split("=", 1) for line in lines if not line.startswith("#")) | settings
+    (folder / "settings.env").write_text("".join(f"{k}={v}\n" for k, v in values.items()), encoding="utf-8")
+    return folder
 
 
 def name_of(thing: Thing) -> str:

@@ -125,7 +125,13 @@ class Probed:
 
 
 def found(things: list[Thing], job: str, head: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(network_probe, "run_setup_job", lambda api, made: api.job)
+    def run(api: Probed, made: Thing) -> str:
+        pod = made["spec"]["template"]
+        assert pod["metadata"]["labels"] == {"millrace.dev/component": "preflight", "millrace.dev/stage": "tokenizer"}
+        assert pod["spec"]["containers"][0]["command"][2] == SCRIPT
+        return api.job
+
+    monkeypatch.setattr(network_probe, "run_setup_job", run)
     api: Any = Probed(job, head)
     return require_network_policies(api, of_kind(things, "Namespace")["millrace"], cluster_of(things), HEAD_POD)
 

@@ -8,6 +8,7 @@ from decimal import Decimal
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
+from deploy.stage_contract import DRAIN_VARIABLES
 from images.platforms import read_platforms
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, containers_of, groups_of, of_kind, pods_of
 
@@ -104,6 +105,40 @@ def scratch_is_within_the_pods_storage(things: list[Thing]) -> list[str]:
     return problems
 
 
+def the_quota_is_what_all_pods_ask_for(things: list[Thing]) -> list[str]:
+    """Jobs as large as the policies allow, five heads, four one-offs, and worker groups at full size."""
+    hard = of_kind(things, "ResourceQuota")["millrace"]["spec"]["hard"]
+    notes = of_kind(things, "Namespace")["millrace"]["metadata"]["annotations"]
+    one_off = {name: notes[f"millrace.dev/one-off-{key}"] for name, key in (("cpu", "cpus"), ("memory", "memory"))}
+    pods = pods_of(things)
+    sizes = {name: pod["spec"]["containers"][0]["resources"]["requests"] for name, pod in pods.items()}
+    counts = {name: group["maxReplicas"] for name, group in groups_of(things).items()}
+    asked = [({"cpu": "200m", "memory": "1Gi"}, int(hard["count/jobs.batch"])), (one_off, 4), (sizes["head"], 5)]
+    asked += [(sizes[name], count) for name, count in counts.items()]
+    total = {"pods": Decimal(sum(count for _, count in asked))}
+    for name in ("cpu", "memory", "aws.amazon.com/neuron", "vpc.amazonaws.com/efa"):
+        total[f"requests.{name}"] = sum((parse_quantity(size.get(name, 0)) * n for size, n in asked), Decimal(0))
+    return [f"{name}: {hard[name]}, not {most}" for name, most in total.items() if parse_quantity(hard[name]) != most]
+
+
+def a_namespace_takes_the_images_of_its_pods(things: list[Thing]) -> list[str]:
+    prefixes = of_kind(things, "Namespace")["millrace"]["metadata"]["annotations"]["millrace.dev/images"].split(" ")
+    images = {container["image"] for pod in pods_of(things).values() for container in containers_of(pod)}
+    return [f"{image} may not run" for image in images if not image.startswith(tuple(prefixes))]
+
+
+def a_notice_is_said_once(things: list[Thing]) -> list[str]:
+    """The annotation, the variables of Ray, and the time that Kubernetes waits, which is 30 s longer."""
+    problems = []
+    for stage, group in groups_of(things).items():
+        seconds = int(group["template"]["metadata"]["annotations"]["millrace.dev/drain-seconds"])
+        pod = group["template"]["spec"]
+        said = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+        found = [said[name] for name in DRAIN_VARIABLES] + [str(pod["terminationGracePeriodSeconds"] - 30)]
+        problems += [f"{stage}: {each} s, not {seconds}" for each in found if each != str(seconds)]
+    return problems
+
+
 def _limits_of(pod: Thing) -> dict[str, Decimal]:
     limits = pod["spec"]["containers"][0]["resources"]["limits"]
     return {name: parse_quantity(amount) for name, amount in limits.items()}
@@ -117,6 +152,9 @@ EVERYWHERE: list[Rule] = [
     groups_wait_at_zero,
     gangs_are_volcanos,
     pods_may_do_nothing_else,
+    the_quota_is_what_all_pods_ask_for,
+    a_namespace_takes_the_images_of_its_pods,
+    a_notice_is_said_once,
 ]
 # The local overlay asks its one small node for less than Ray may count.
 IN_PRODUCTION: list[Rule] = [

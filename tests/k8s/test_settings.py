@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,21 +11,21 @@ import yaml
 
 from images.platforms import REPOSITORY
 from infra.shapes import find_shape
-from k8s.client.overlay import render, require_filled_in
+from k8s.client.overlay import find_kubectl, render, render_filled_in
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
 from services.common.recipe.schema import STAGES
-from tests.k8s.builders import deployment_of
+from tests.k8s.builders import DIGEST, deployment_of
 from tests.k8s.rendered import (
     OVERLAYS,
     Thing,
     cluster_of,
     containers_of,
+    copy_overlay,
     groups_of,
     of_kind,
     pods_of,
-    write_overlay_on_eks,
 )
 from tests.k8s.test_manifests import ALL_RULES
 
@@ -46,7 +46,7 @@ def rendered(overlays: dict[str, list[Thing]], tmp_path: Path) -> Render:
     """The overlay eks with other settings."""
 
     def render_with(**settings: str) -> list[Thing]:
-        return render(write_overlay_on_eks(tmp_path, **(FILLED_IN | settings)))
+        return render(copy_overlay(OVERLAYS["eks"], tmp_path, **(FILLED_IN | settings)))
 
     return render_with
 
@@ -120,16 +120,6 @@ def test_a_namespace_says_where_a_one_off_may_run_and_how_large(
     assert told(overlays["local"]) == {"pool": "", "cpus": "200m", "memory": "2Gi"}
 
 
-def test_a_quota_bounds_what_all_gangs_ask_for(rendered: Render) -> None:
-    shape = find_shape("trn1.32xlarge")
-    quota = of_kind(rendered(TRAINIUM_MAX_NODES="4", COMPILER_POOL="cpu"), "ResourceQuota")["millrace"]["spec"]["hard"]
-    assert quota["requests.aws.amazon.com/neuron"] == str(4 * shape.neuron_devices)
-    assert quota["requests.vpc.amazonaws.com/efa"] == str(4 * shape.efa_cards)
-    assert quota["pods"] == str(60 + 5 + 4 + 4 + 2 * 8)  # Jobs, heads, one-offs, trainers, and the two stages on CPUs
-    with_two_stages = of_kind(rendered(), "ResourceQuota")["millrace"]["spec"]["hard"]
-    assert with_two_stages["requests.aws.amazon.com/neuron"] == str(2 * 16 * shape.neuron_devices)
-
-
 def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -> None:
     def annotations(**settings: str) -> dict[str, dict[str, str]]:
         things = rendered(**settings)
@@ -160,7 +150,7 @@ def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -
         ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),
         ({"TRAINIUM_SHAPE": "p5.48xlarge"}, "TRAINIUM_SHAPE=p5.48xlarge has 0 Neuron devices and 8 GPUs"),
         ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
-        ({"CPU_SHAPE": ""}, "millrace.dev/pool=cpu, .*CPU_SHAPE"),
+        ({"CPU_SHAPE": ""}, "no CPU_SHAPE"),
         ({"TRAINIUM_MAX_NODES": "many"}, "TRAINIUM_MAX_NODES=many: "),
         ({"TRAINIUM_MAX_NODES": "0"}, "TRAINIUM_MAX_NODES=0: "),
         ({"TRAINIUM_MAXNODES": "4"}, "TRAINIUM_MAXNODES; .*TRAINIUM_MAX_NODES"),
@@ -175,26 +165,40 @@ def test_a_setting_that_cannot_be_is_refused(rendered: Render, settings: dict[st
         rendered(**settings)
 
 
-@pytest.fixture
-def existing(overlays: dict[str, list[Thing]], tmp_path: Path) -> list[Thing]:
-    """The overlay for a cluster that is there already, filled in as its page says."""
-    text = (EXISTING / "kustomization.yaml").read_text(encoding="utf-8")
-    eks = os.path.relpath(OVERLAYS["eks"].resolve(), tmp_path.resolve())
-    (tmp_path / "kustomization.yaml").write_text(text.replace("../eks", eks), encoding="utf-8")
-    settings = (EXISTING / "settings.env").read_text(encoding="utf-8")
-    for key, value in FILLED_IN.items():
-        settings = settings.replace(f"{key}=CHANGE-ME", f"{key}={value}")
-    (tmp_path / "settings.env").write_text(settings, encoding="utf-8")
-    return render(tmp_path)
-
-
-def test_the_overlay_of_an_existing_cluster_is_refused_until_it_is_filled_in(overlays: dict[str, list[Thing]]) -> None:
+@pytest.mark.parametrize("overlay", ["eks", "existing"])
+def test_an_overlay_is_refused_until_it_is_filled_in(overlays: dict[str, list[Thing]], overlay: str) -> None:
     with pytest.raises(RecipeError, match="CHANGE-ME is still in"):
-        require_filled_in(EXISTING, render(EXISTING))
+        render_filled_in(EXISTING.with_name(overlay))
 
 
-def test_nodes_of_an_existing_cluster_are_simply_there_and_its_overlay_keeps_the_rules(existing: list[Thing]) -> None:
-    require_filled_in(EXISTING, existing)
+def test_an_overlay_with_settings_uses_its_component(overlays: dict[str, list[Thing]], tmp_path: Path) -> None:
+    kustomization = copy_overlay(OVERLAYS["eks"], tmp_path, **FILLED_IN) / "kustomization.yaml"
+    kustomization.write_text(kustomization.read_text(encoding="utf-8").replace("- generated", ""), encoding="utf-8")
+    with pytest.raises(RecipeError, match="generated"):
+        render(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME"])
+def test_a_volume_needs_its_file_system(overlays: dict[str, list[Thing]], tmp_path: Path, key: str) -> None:
+    with pytest.raises(RecipeError, match="PersistentVolume millrace-fsx, PersistentVolume millrace-fsx-setup"):
+        render_filled_in(copy_overlay(OVERLAYS["eks"], tmp_path, **(FILLED_IN | {key: ""})))
+
+
+def test_kustomize_alone_renders_the_whole_for_a_gitops_tool(overlays: dict[str, list[Thing]], tmp_path: Path) -> None:
+    """Once `generated` is written, and the overlay sets the head's image."""
+    things = render_filled_in(copy_overlay(EXISTING, tmp_path, **FILLED_IN))
+    head = f"{FILLED_IN['REGISTRY']}/millrace/head"
+    with (tmp_path / "kustomization.yaml").open("a", encoding="utf-8") as file:
+        file.write(f"images: [{{name: {head}, digest: 'sha256:{DIGEST}'}}]\n")
+    done = subprocess.run([find_kubectl(), "kustomize", tmp_path], capture_output=True, text=True, check=True)
+    expected = yaml.safe_dump(things).replace(f"{head}:unset", f"{head}@sha256:{DIGEST}")
+    assert list(yaml.safe_load_all(done.stdout)) == yaml.safe_load(expected)
+
+
+def test_nodes_of_an_existing_cluster_are_simply_there_and_its_overlay_keeps_the_rules(
+    overlays: dict[str, list[Thing]], tmp_path: Path
+) -> None:
+    existing = render_filled_in(copy_overlay(EXISTING, tmp_path, **FILLED_IN))
     assert [worker_group_of(cluster_of(existing), stage).node_pool for stage in STAGES] == ["", "", ""]
     assert [problem for rule in ALL_RULES for problem in rule(existing)] == []
     assert "PodMonitor" not in {each["kind"] for each in existing}
