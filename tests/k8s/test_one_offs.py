@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused_before_anything_is_created(api: Cluster, ask:
     with pytest.raises(LimitError, match="MEMORY=500"):
         run(api, ask(memory_gib=500))
     labels[LABEL] = "evaluate"
-    with pytest.raises(RecipeError, match="'summary' is no subcommand of the trainer, which has evaluate"):
+    with pytest.raises(RecipeError, match="'summary' is not a subcommand of the trainer, which has evaluate"):
         run(api, ask())
     assert api.sent == []
 
