@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from deploy.exit_codes import EXIT_AGAIN
-from k8s.controller.observation import Gang, Observation, State, exit_code_of_driver, exit_code_of_rayjob
+from k8s.controller.observation import Gang, Observation, State, end_of_attempt
 from k8s.objects.deployment import Deployment
 from k8s.objects.record import Outcome, Record
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
@@ -44,13 +44,6 @@ class DeleteOlderRayJobs(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestStop(Action):
-    """Ask the deployment to stop, as `make stop-stage` does; the next pass stops its driver."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class EmptyGroup(Action):
     """Scale the worker group to 0, because its pods cannot serve the attempt."""
 
@@ -83,7 +76,7 @@ class StartAttempt(Action):
 
 @dataclass(frozen=True, kw_only=True)
 class StopDriver(Action):
-    """Let Ray send SIGTERM to the driver, once."""
+    """Let Ray send SIGTERM to the driver. Ray sends it once, however often it is asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +85,8 @@ class EndAttempt(Action):
 
     exit_code: int
     message: str
-    is_driver_stopped: bool = False
-    """Whether Ray is asked to stop the driver, which has not begun."""
     is_rayjob_kept: bool = False
-    """Whether the RayJob, which has ended, stays for `kubectl get rayjobs`."""
+    """Whether the RayJob, which has ended, stays for `kubectl get rayjobs`. The operator stops the job of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +123,7 @@ def decide(observation: Observation) -> Action:
         RUNNING ---------------+            |
             |                               |
             v                               |
-        DRIVER_ENDED, RAYJOB_ENDED          |   the attempt is written to the record
+        ATTEMPT_ENDED                       |   the attempt is written to the record
             |        | may be repeated      |
             |        +----------------------+
             v
@@ -141,16 +132,13 @@ def decide(observation: Observation) -> Action:
             v
         TAKING_DOWN         RayJobs, pods, PodGroup and nodes go
 
-    A request to stop leads from PENDING and RUNNING to STOPPING and DRIVER_ENDED, from SUBMITTING to
-    STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. In each state the deployment asks itself to
-    stop once its limit has passed. Every wait has a limit: the attempt, or from CLEARING and PLACING the deployment,
-    then ends with exit code 75.
+    A request to stop, or a limit that has passed, leads from PENDING and RUNNING to STOPPING and ATTEMPT_ENDED, from
+    SUBMITTING to STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Every wait has a limit: the
+    attempt, or from CLEARING and PLACING the deployment, then ends with exit code 75.
 
     Raises `ValueError` for the state PLACING without an observed gang.
     """
-    record, driver = observation.record, observation.driver
-    if observation.is_past_limit:
-        return RequestStop(reason=f"its limit of {observation.deployment.limit_seconds / 3600:g} h (HOURS=)")
+    record = observation.record
     match observation.state:
         case State.CLEARING:
             return _clear(observation)
@@ -163,18 +151,15 @@ def decide(observation: Observation) -> Action:
         case State.PENDING:
             return _await_resource(observation)
         case State.RUNNING:
-            status = driver.status.lower() if driver else ""
-            return Wait(report=f"attempt {observation.attempt} is {status}")
+            return Wait(report=f"attempt {observation.attempt} is running")
         case State.STOPPING:
             return StopDriver(report=f"stopping for {record.stop}: the driver has its notice")
         case State.STOPPED_BEFORE_RUN:
             return EndAttempt(exit_code=EXIT_AGAIN, message=f"stopped by {record.stop} before its driver ran")
         case State.HEAD_LOST:
             return _await_head(observation)
-        case State.DRIVER_ENDED | State.RAYJOB_ENDED:
-            exit_code, message = (
-                exit_code_of_driver(driver, record.stop) if driver else exit_code_of_rayjob(observation.rayjob or {})
-            )
+        case State.ATTEMPT_ENDED:
+            exit_code, message = end_of_attempt(observation.rayjob or {}, observation.driver, record.stop)
             return EndAttempt(exit_code=exit_code, message=message, is_rayjob_kept=True)
         case State.NO_ATTEMPT_LEFT:
             last = record.attempts[-1] if record.attempts else None
@@ -262,26 +247,16 @@ def _explain_gang(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
     """Explain what the gang still lacks; empty when the attempt can start."""
     if not gang.pool.is_raised:
         return gang.pool.report
-    missing = _explain_pods(deployment, gang, must_empty)
-    if deployment.mode != "shared" and not missing:
+    if must_empty:
+        missing = f"waiting for earlier {deployment.stage} pods to leave"
+    elif deployment.mode != "shared":
         # The RayJob would wait for nodes as well, but each attempt from 0 seconds: none begins before they are ready.
         return gang.pool.report
+    elif not gang.is_up_to_date or gang.replicas != gang.nodes:
+        missing = f"{deployment.stage}: {gang.replicas} -> {gang.nodes} pods of {deployment.image}"
+    else:
+        missing = gang.missing
     return f"{missing}; {gang.pool.report}" if missing and gang.pool.report else missing
-
-
-def _explain_pods(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
-    stage, nodes = deployment.stage, gang.nodes
-    if must_empty:
-        return f"waiting for earlier {stage} pods to leave"
-    if deployment.mode != "shared":
-        return ""
-    if not gang.is_up_to_date or gang.replicas != nodes:
-        return f"{stage}: {gang.replicas} -> {nodes} pods of {deployment.image}"
-    if gang.missing:
-        return gang.missing
-    if gang.ray_error:
-        return f"waiting for the Ray head: {gang.ray_error}"
-    return f"{gang.joined} of {nodes} {stage} pods have joined Ray" if gang.joined < nodes else ""
 
 
 def _await_resource(observation: Observation) -> Action:
@@ -290,7 +265,7 @@ def _await_resource(observation: Observation) -> Action:
         return Wait(report=f"the job is pending; {missing}")
     resource = f"{STAGE_RESOURCE_PREFIX}{observation.deployment.stage}"
     message = f"the job was pending for {PENDING_SECONDS:.0f} s: no live Ray node has {resource} to give; {missing}"
-    return EndAttempt(exit_code=EXIT_AGAIN, message=message, is_driver_stopped=True)
+    return EndAttempt(exit_code=EXIT_AGAIN, message=message)
 
 
 def _await_head(observation: Observation) -> Action:

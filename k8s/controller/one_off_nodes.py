@@ -13,10 +13,9 @@ from dataclasses import asdict
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
-from k8s.controller.node_pool import NodePool, describe_release, release_node_groups
+from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api
 from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
-from k8s.objects.node_group import NodeGroupDenied
 from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_cluster
@@ -24,10 +23,6 @@ from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
-APPEAR_SECONDS = 120.0
-"""Seconds in which the one-off's Job must appear, which the client creates after the Job of this program."""
-LEAVE_SECONDS = 120.0
-"""Seconds that the pods of an ended one-off may take to stop before their node is given back."""
 ENDED = ("Succeeded", "Failed")  # phases of a pod whose containers have stopped
 NODES = 1
 
@@ -39,28 +34,19 @@ class OneOffNodes:
         self._api, self._one_off = api, one_off
         self._report = ProgressPrinter("nodes").report
         group = cpu_group_of(read_cluster(api))
-        self._pool = NodePool(api, one_off, group.node_pool, group.capacity_ends_at)
-        self._is_seen = False
-        self._waits_until = time.monotonic() + APPEAR_SECONDS
+        self._pool = NodePool(api, one_off, group.node_pool, self._report, group.capacity_ends_at)
 
     def advance(self) -> bool:
         """Take the next step. Returns False once no work is left.
 
         Raises errors of the Kubernetes API and of EKS, after which it may be called again.
         """
-        job = self._api.find("Job", self._one_off)
-        self._is_seen = self._is_seen or job is not None
-        if is_active(job):
-            self._waits_until = time.monotonic() + LEAVE_SECONDS
+        if is_active(self._api.find("Job", self._one_off)):
             if self._hold():
                 return True
-        elif time.monotonic() < self._waits_until and (not self._is_seen or self._has_pods()):
+        elif self._has_pods():  # the reaper removes a pod whose node is lost
             return True
-        try:
-            release_node_groups(self._api, self._one_off, self._report)
-        except NodeGroupDenied as error:  # another call would fail as well; the reaper has another role
-            self._report(f"{error}. {describe_release(self._api, self._one_off)}")
-        return False
+        return not self._pool.release()
 
     def _hold(self) -> bool:
         """Take the next step towards the node. Returns False where it will never come."""

@@ -14,13 +14,13 @@ from typing import Any
 import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from services.common.errors import StorageError
+from services.common.errors import DeviceError, StorageError
 
 PORT = 8265
 TIMEOUT_SECONDS = 15
 
 
-class RayUnreachable(Exception):
+class RayUnreachable(DeviceError):
     """The Ray head does not answer, because it is starting or lost."""
 
 
@@ -132,6 +132,7 @@ class DriverLog:
     def __init__(self, jobs: RayJobs, job: str, started_at_ms: int, folder: Path) -> None:
         # A job that the operator submits to a new head starts a new log, hence the time in the name.
         self.path = folder / f"{job}-{started_at_ms}.log"
+        self.submission = (job, started_at_ms)
         self._jobs, self._job = jobs, job
         self._closing = threading.Event()
         self._is_abandoned = False

@@ -12,12 +12,12 @@ import time
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
-from k8s.controller.node_pool import release_node_groups
+from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api, ApiUnreachable, Conflict
 from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL, lease_name
-from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, read_leases
+from k8s.objects.node_group import read_leases
 from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
 from k8s.objects.record import read_record
@@ -40,6 +40,7 @@ class Reaper:
         self._api, self._holder = api, holder
         self._report = ProgressPrinter(f"reaper: {holder}").report
         self._lost = LostPods(api, holder, self._report) if holder in STAGES else None
+        self._pool = NodePool(api, holder, "", self._report)
         self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and the time when it was first seen
 
     def advance(self) -> bool:
@@ -59,7 +60,8 @@ class Reaper:
         if self._holder in STAGES and (left := self._take_down()):
             self._report(f"taking it down, {left} left")
             return True
-        release_node_groups(self._api, self._holder, self._report)
+        if not self._pool.release():
+            return True
         self._api.delete("Lease", lease_name(self._holder))
         self._report("stopped")
         return False
@@ -107,8 +109,7 @@ def _advance(reaper: Reaper) -> bool:
         return reaper.advance()
     except MillraceError as error:  # it must not keep the reaper from the other stages
         print(f"reaper: {error}", file=sys.stderr, flush=True)
-        # These errors pass: another process wrote first, or the API or EKS does not answer at the moment.
-        return isinstance(error, ApiUnreachable | Conflict | EksUnreachable | NodeGroupBusy)
+        return isinstance(error, ApiUnreachable | Conflict)  # these pass
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from k8s.controller.decision import (
     EndDeployment,
     HoldNodes,
     PlaceGang,
-    RequestStop,
     ShrinkGang,
     StartAttempt,
     StopDriver,
@@ -32,7 +31,7 @@ from k8s.controller.decision import (
     decide,
 )
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
-from k8s.controller.node_pool import NodePool, PoolState, describe_release, release_node_groups
+from k8s.controller.node_pool import NodePool, PoolState
 from k8s.controller.observation import Gang, Observation, State, has_progressed
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.controller.stage_lease import LeaseHeld, StageLease
@@ -50,9 +49,8 @@ from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
-from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, NodeGroupError
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
-from k8s.objects.record import Outcome, Record, ask_to_stop, no_more_failures, read_record, write_attempt, write_outcome
+from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
@@ -60,8 +58,6 @@ from services.common.errors import EXIT_BUG, MillraceError
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
 """Seconds to wait for the rest of an ended driver's log."""
-RELEASE_SECONDS = 600.0
-"""Seconds of attempts to scale a busy node group down, after which that is left to the reaper."""
 LOST_LOG_SECONDS = 2.0
 """Seconds to wait for the log of a driver whose node is gone. Such a stream ends with a connection's limit, if ever."""
 
@@ -78,14 +74,10 @@ class Reconciler:
         self._terminated = threading.Event()
         self._report = ProgressPrinter("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
-        self._pool = NodePool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
-        self._releases_since: float | None = None
+        self._pool = NodePool(api, self._stage, deployment.node_pool, self._report, deployment.capacity_ends_at)
         self._refused_since: float | None = None
         self._entered: tuple[object, float] = (None, 0.0)  # the state with the gang's size, and since when
-        self._is_pass_due = False  # the next pass follows at once
         self._log: DriverLog | None = None
-        self._submission: tuple[str, int] | None = None  # the submission whose log is followed
-        self._stopped: tuple[str, int] | None = None  # the submission that was told to stop
 
     def run(self) -> Outcome | None:
         """Reconcile until the deployment has ended and its pods are gone, and return its outcome.
@@ -122,9 +114,7 @@ class Reconciler:
             except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held
                 traceback.print_exc()
                 self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
-            if not self._is_pass_due:
-                self._pause()
-            self._is_pass_due = False
+            self._pause()
 
     def _reconcile(self) -> Outcome | None:
         """Observe, decide and act once. Returns the outcome once everything is down."""
@@ -142,12 +132,11 @@ class Reconciler:
         return record.outcome if is_done and not lost else None
 
     def _with_wait(self, seen: Observation) -> Observation:
-        """The observation with the deployment's age, and the seconds that it has waited in its state."""
+        """The observation with the seconds that the deployment has waited in its state."""
         entered = (seen.state, seen.gang.nodes if seen.gang else 0)
         if entered != self._entered[0]:
             self._entered = (entered, time.monotonic())
-        waited_seconds = time.monotonic() - self._entered[1]
-        return replace(seen, waited_seconds=waited_seconds, age_seconds=seen.record.age_seconds)
+        return replace(seen, waited_seconds=time.monotonic() - self._entered[1])
 
     def _observe(self, record: Record, rayjob: Object | None) -> Observation:
         seen = Observation(record=record, rayjob=rayjob)
@@ -177,19 +166,24 @@ class Reconciler:
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
             return gang
-        # A pod that has joined Ray can work, although the operator marks it ready 10 s later or more. Ray takes a pod
-        # that is gone for alive for a while, so only addresses of present pods count.
-        addresses = addresses_of(self._api, self._stage)
-        if self._lost.faults:
-            return replace(gang, missing=self._lost.faults)
+        return replace(gang, missing=self._lost.faults or self._explain_missing(group, nodes))
+
+    def _explain_missing(self, group: WorkerGroup, nodes: int) -> str:
+        """A sentence about the pods that have not joined Ray; empty when all have.
+
+        A pod that has joined can work, although the operator marks it ready 10 s later or more. Ray takes a pod that is
+        gone for alive for a while, so only addresses of present pods count.
+        """
+        addresses, joined, said = addresses_of(self._api, self._stage), 0, ""
         if len(addresses) >= nodes:
             try:
                 joined = len(addresses & self._ray(CLUSTER).find_addresses(group.routing_resource))
             except RayUnreachable as error:
-                gang = replace(gang, ray_error=str(error))
-            else:
-                gang = replace(gang, joined=joined)
-        return gang if gang.joined >= nodes else replace(gang, missing=explain_placement(self._api, group, nodes))
+                said = f"waiting for the Ray head: {error}"
+        if joined >= nodes:
+            return ""
+        missing = explain_placement(self._api, group, nodes)
+        return missing or said or f"{joined} of {nodes} {self._stage} pods have joined Ray"
 
     def _observe_attempt(self, seen: Observation, rayjob: Object) -> Observation:
         try:
@@ -208,8 +202,6 @@ class Reconciler:
         """Do the action. Returns True when the stage is down."""
         group = observation.gang.group if observation.gang else None
         match action:
-            case RequestStop(reason=reason):
-                ask_to_stop(self._api, observation.record, reason)
             case DeleteOlderRayJobs():
                 delete_rayjobs(self._api, self._stage)
             case HoldNodes():
@@ -222,8 +214,8 @@ class Reconciler:
                 self._ensure_pod_group(group, observation.attempt, nodes)
             case StartAttempt(nodes=nodes) if group:
                 self._start(group, observation.attempt, nodes)
-            case StopDriver():
-                self._stop_driver(observation)
+            case StopDriver() if observation.rayjob:
+                self._ray_of(observation.rayjob).stop(observation.rayjob["metadata"]["name"])
             case EndAttempt():
                 self._end_attempt(action, observation)
             case EndDeployment(outcome=outcome):
@@ -259,32 +251,13 @@ class Reconciler:
         else:
             self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
 
-    def _stop_driver(self, observation: Observation) -> None:
-        """Stop the driver once per submission: a job that the operator submits to a new head has no notice yet."""
-        if observation.rayjob is None or observation.driver is None:
-            return
-        submission = (observation.rayjob["metadata"]["name"], observation.driver.started_at_ms)
-        if self._stopped != submission and self._tell_driver_to_stop(observation.rayjob):
-            self._stopped = submission
-
-    def _tell_driver_to_stop(self, rayjob: Object) -> bool:
-        """Returns False when the head was lost after the observation, which the next pass handles."""
-        try:
-            self._ray_of(rayjob).stop(rayjob["metadata"]["name"])
-        except RayUnreachable as error:
-            self._report(f"the driver could not be told to stop: {error}")
-            return False
-        return True
-
     def _end_attempt(self, action: EndAttempt, observation: Observation) -> None:
         """Write the end of the attempt to the record before its RayJob is removed."""
-        if action.is_driver_stopped and observation.rayjob is not None:
-            self._tell_driver_to_stop(observation.rayjob)  # a driver without a head does not begin either
         if self._log:
             driver = observation.driver
             is_lost = driver is not None and driver.status.is_terminal() and driver.exit_code is None
             self._log.close(LOST_LOG_SECONDS if is_lost else LOG_SECONDS)
-            self._log = self._submission = None
+            self._log = None
         group = read_worker_group(self._api, self._stage)
         try:
             if action.exit_code == 0:
@@ -301,7 +274,6 @@ class Reconciler:
             self._api.delete("RayJob", self._deployment.rayjob_name(number))
         progress = "; it left a newer checkpoint, so retries count from 0" if is_newer and action.exit_code else ""
         self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
-        self._is_pass_due = True
 
     def _take_down(self, action: TakeDown) -> bool:
         """Stop RayJobs, then remove pods and PodGroup, then give back nodes. Returns True once all of that is done."""
@@ -312,20 +284,7 @@ class Reconciler:
         left = release_pods(self._api, self._stage)
         if left:
             self._report(f"waiting for {left} {self._stage} pods to leave")
-        return left == 0 and self._release_nodes()
-
-    def _release_nodes(self) -> bool:
-        """Scale the node group down. True once that is done, or is left to the reaper, which has another role."""
-        self._releases_since = self._releases_since or time.monotonic()
-        try:
-            release_node_groups(self._api, self._stage, self._report)
-        except NodeGroupError as error:
-            is_passing = isinstance(error, NodeGroupBusy | EksUnreachable)
-            if is_passing and time.monotonic() - self._releases_since < RELEASE_SECONDS:
-                self._report(str(error))
-                return False
-            self._report(f"{error}. {describe_release(self._api, self._stage)}")
-        return True
+        return left == 0 and self._pool.release()
 
     def _find_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
         """Find the trainer's newest checkpoints; the other stages have none, so their retries count attempts."""
@@ -364,13 +323,11 @@ class Reconciler:
         if rayjob is None or driver is None or driver.status == "PENDING":
             return
         name = rayjob["metadata"]["name"]
-        submission = (name, driver.started_at_ms)
-        if self._submission == submission:
-            return
         if self._log:
+            if self._log.submission == (name, driver.started_at_ms):
+                return
             self._log.abandon()
         folder = Path(read_worker_group(self._api, self._stage).root) / LOG_FOLDER / self._stage
-        self._submission = submission
         self._log = DriverLog(self._ray_of(rayjob), name, driver.started_at_ms, folder)
         self._report(f"the driver's log goes to {self._log.path}")
 

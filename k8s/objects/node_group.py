@@ -27,7 +27,7 @@ READ_SECONDS = 8
 ATTEMPTS = 2  # botocore makes so many for one call
 NODE_GROUP_LABEL = "eks.amazonaws.com/nodegroup"
 """The label with which EKS marks a Kubernetes node with its managed node group."""
-BUSY = ("ResourceInUseException",)  # EKS makes one update of a group at a time
+BUSY = ("ResourceInUseException", "TooManyRequestsException")  # EKS makes one update of a group at a time
 DENIED = ("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "ExpiredTokenException")
 USABLE = ("ACTIVE", "UPDATING", "DEGRADED")  # a group that could not start an instance is DEGRADED until it can
 
@@ -36,14 +36,8 @@ class NodeGroupError(DeviceError):
     """EKS refuses or fails a call."""
 
 
-class NodeGroupBusy(NodeGroupError):
-    """EKS is updating the node group already; the same call may succeed in a moment."""
-
-    exit_code = EXIT_AGAIN
-
-
-class EksUnreachable(NodeGroupError):
-    """EKS does not answer, or throttles the account."""
+class EksBusy(NodeGroupError):
+    """EKS is updating the node group already, throttles the account, or does not answer: try again later."""
 
     exit_code = EXIT_AGAIN
 
@@ -161,14 +155,14 @@ def _explained(call: str, name: str) -> Iterator[None]:
             f"Pod Identity association (infra/modules/eks makes it), and its agent must run"
         ) from error
     except BotoCoreError as error:
-        raise EksUnreachable(f"{what}: EKS does not answer: {error}") from error
+        raise EksBusy(f"{what}: EKS does not answer: {error}") from error
 
 
 def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
     code, said = response["Error"]["Code"], response["Error"]["Message"]
     message = f"{what}: {code}: {said.rstrip('.')}"
-    if code in BUSY:
-        return NodeGroupBusy(message)
+    if code in BUSY or "Throttl" in code or response["ResponseMetadata"]["HTTPStatusCode"] >= 500:
+        return EksBusy(message)
     if code == "ResourceNotFoundException":
         return NodeGroupAbsent(f"{message}. Correct CLUSTER_NAME and the node groups in the overlay's settings.env")
     if code in DENIED:
@@ -178,9 +172,7 @@ def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
             f"attached {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget until somebody "
             f"resets it in the console of AWS Budgets"
         )
-    status = response["ResponseMetadata"]["HTTPStatusCode"]
-    is_passing = status >= 500 or "Throttl" in code or code == "TooManyRequestsException"
-    return EksUnreachable(message) if is_passing else NodeGroupError(message)
+    return NodeGroupError(message)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from k8s.controller.decision import (
     EndDeployment,
     HoldNodes,
     PlaceGang,
-    RequestStop,
     ShrinkGang,
     StartAttempt,
     StopDriver,
@@ -51,14 +50,14 @@ def seen(
     """An observation of a deployment of 8 nodes that may continue on 4."""
     wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
     wanted |= {"loss_timeout_seconds": int(LOSS_PATIENCE)}
-    wanted |= {name: observed.pop(name) for name in ("mode", "keep", "limit_seconds") if name in observed}
+    wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
     record = Record(deployment_of(**wanted), "u", "1", attempts, {}, outcome, stop, False, False, "now")
     return Observation(record, **observed)
 
 
 def gang(nodes: int = 8, **changes: Any) -> Gang:
     """A gang whose pods have all joined Ray, with changes."""
-    standing: dict[str, Any] = {"replicas": nodes, "pods": nodes, "is_up_to_date": True, "joined": nodes}
+    standing: dict[str, Any] = {"replicas": nodes, "pods": nodes, "is_up_to_date": True}
     return Gang(nodes, **standing | changes)
 
 
@@ -70,10 +69,8 @@ def driver(status: JobStatus, exit_code: int | None = None, message: str = "") -
     return placed(jobStatus="RUNNING") | {"driver": DriverState(status, exit_code, message, 1)}
 
 
-def ended(exit_code: int, is_driver_stopped: bool = False, is_rayjob_kept: bool = False) -> EndAttempt:
-    return EndAttempt(
-        exit_code=exit_code, message="", is_driver_stopped=is_driver_stopped, is_rayjob_kept=is_rayjob_kept
-    )
+def ended(exit_code: int, is_rayjob_kept: bool = False) -> EndAttempt:
+    return EndAttempt(exit_code=exit_code, message="", is_rayjob_kept=is_rayjob_kept)
 
 
 def taken_down(rayjobs: frozenset[str], are_pods_kept: bool = False) -> TakeDown:
@@ -88,19 +85,16 @@ Row = tuple[str, Observation, Action]
 """A name, an observation, and the action without its prose."""
 
 OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
-NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False, "joined": 0}
+NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False}
 PLACE, EMPTY, HOLD = PlaceGang(nodes=8), EmptyGroup(), HoldNodes()
 DELETE_OLDER = DeleteOlderRayJobs()
-PAST_LIMIT: dict[str, Any] = {"limit_seconds": 3_600, "age_seconds": 3_601.0}
 WITHOUT_RAYJOB: list[Row] = [
     ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EMPTY),
     ("terminating pods", seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)), EMPTY),
     ("more pods than nodes", seen((LOST,), gang=gang(4, replicas=8)), EMPTY),
     ("an empty group", seen(gang=gang(**NO_PODS)), PLACE),
     ("too few pods", seen(gang=gang(replicas=4, pods=4)), PLACE),
-    ("pods that are not ready", seen(gang=gang(missing="7 of 8")), PLACE),
-    ("a head that does not answer", seen(gang=gang(joined=0, ray_error="refused")), PLACE),
-    ("pods that have not joined", seen(gang=gang(joined=7)), PLACE),
+    ("pods that have not joined Ray", seen(gang=gang(missing="7 of 8")), PLACE),
     ("a whole gang", seen(gang=gang()), StartAttempt(nodes=8)),
     ("a smaller gang", seen((LOST,), gang=gang(4)), StartAttempt(nodes=4)),
     ("an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS)), StartAttempt(nodes=8)),
@@ -151,7 +145,7 @@ WITH_RAYJOB: list[Row] = [
     (
         "a driver that stays pending",
         seen(**driver(JobStatus.PENDING), waited_seconds=PENDING_SECONDS + 1),
-        ended(75, is_driver_stopped=True),
+        ended(75),
     ),
     ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
     ("a driver to stop in a later attempt", seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
@@ -180,6 +174,16 @@ WITH_RAYJOB: list[Row] = [
         "a RayJob that the operator refused",
         seen(**placed(jobDeploymentStatus="ValidationFailed")),
         ended(4, is_rayjob_kept=True),
+    ),
+    (
+        "the end that a RayJob tells of",
+        seen(**placed(jobDeploymentStatus="Failed", message="entrypoint command failed with exit code 5, logs")),
+        ended(5, is_rayjob_kept=True),
+    ),
+    (
+        "an ended RayJob that tells no exit code",
+        seen(**placed(jobDeploymentStatus="Failed", message="the cluster was lost")),
+        ended(75, is_rayjob_kept=True),
     ),
     (
         "a driver that runs although its RayJob failed",
@@ -213,13 +217,6 @@ WITH_RAYJOB: list[Row] = [
         ended(75),
     ),
 ]
-LIMITED: list[Row] = [
-    ("a driver within its limit", seen(**PAST_LIMIT | {"age_seconds": 3_599.0}, **driver(JobStatus.RUNNING)), Wait()),
-    ("a driver past its limit", seen(**PAST_LIMIT, **driver(JobStatus.RUNNING)), RequestStop(reason="")),
-    ("a gang past its limit", seen((LOST,), **PAST_LIMIT, gang=gang(missing="7 of 8")), RequestStop(reason="")),
-    ("a limit that has asked to stop", seen(stop="it", **PAST_LIMIT, **driver(JobStatus.RUNNING)), StopDriver()),
-    ("a limit that passes after the end", seen((DONE,), DONE, **PAST_LIMIT), taken_down(RAYJOBS)),
-]
 ENDING: list[Row] = [
     ("success", seen((DONE,)), over(0)),
     ("no retry left", seen((LOST, LOST)), over(75)),
@@ -235,14 +232,12 @@ ENDING: list[Row] = [
     ("KEEP=1", seen((DONE,), DONE, keep=True), taken_down(RAYJOBS, are_pods_kept=True)),
     ("KEEP=1 without an attempt", seen((), LOST, keep=True), taken_down(frozenset())),
 ]
-ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *LIMITED, *ENDING]
+ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *ENDING]
 
 
 def without_prose(action: Action) -> Action:
-    """The action with an empty report, reason and message."""
+    """The action with an empty report and message."""
     action = replace(action, report="")
-    if isinstance(action, RequestStop):
-        return replace(action, reason="")
     if isinstance(action, EndAttempt):
         return replace(action, message="")
     return replace(action, outcome=replace(action.outcome, message="")) if isinstance(action, EndDeployment) else action

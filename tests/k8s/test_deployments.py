@@ -20,7 +20,6 @@ from k8s.client.deployment_watch import Watch
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
 from k8s.controller.head_facts import describe_head
-from k8s.controller.observation import exit_code_of_rayjob
 from k8s.controller.ray_jobs import Readable
 from k8s.objects.attempt import render_isolated_rayjob, render_rayjob
 from k8s.objects.capacity import check_nodes, check_queue, check_size
@@ -55,18 +54,6 @@ def test_a_drain_reaches_pod_and_ray(clusters: dict[str, Thing]) -> None:
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
     assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == environment["RAY_JOB_STOP_WAIT_TIME_S"] == "500"
     assert pod["terminationGracePeriodSeconds"] > 500
-
-
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        ({"jobDeploymentStatus": "Failed", "message": "entrypoint command failed with exit code 5, logs"}, 5),
-        ({"jobDeploymentStatus": "Failed", "message": "the cluster was lost"}, 75),
-    ],
-)
-def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -> None:
-    """tests/k8s/test_decision.py has the other ends."""
-    assert exit_code_of_rayjob({"status": status})[0] == code
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client import deployment_watch, kuberay_one_off
-from k8s.client.kuberay_one_off import LEAVE_SECONDS, run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.names import OUTCOME_ANNOTATION, good_images_annotation, node_pool_annotation
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job
@@ -29,7 +29,7 @@ from services.common.process.subcommands import LABEL
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
-from tests.k8s.builders import DIGEST, Clock, deployment_of, one_off_of
+from tests.k8s.builders import DIGEST, deployment_of, one_off_of
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 from tests.polling import Script, script_polls
@@ -216,8 +216,8 @@ def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster, ask: Ask) -> No
     assert run(pooled, ask(is_dry_run=True), file) == 0
     documents = list(yaml.safe_load_all(file.getvalue()))
     assert [each["metadata"]["name"].rpartition("-")[0] for each in documents] == [
-        "one-off-nodes-trainer",
         "one-off-trainer",
+        "one-off-nodes-trainer",
     ]
     assert pooled.sent == []
 
@@ -260,21 +260,6 @@ def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, ask: As
     assert run(api, ask()) == 75
     while_waiting(api.begin_pod, lambda: api.end_job("Failed", "DeadlineExceeded"))
     assert run(api, ask(hours=0.5)) == 75
-
-
-def test_one_whose_node_died_ends_without_a_person(api: Cluster, ask: Ask, while_waiting: Script, clock: Clock) -> None:
-    """No kubelet confirms the end of its pod, which keeps the Job from ending until the pod is deleted by force."""
-
-    def pass_leave_seconds() -> None:
-        assert api.names("Pod")
-        clock.now += LEAVE_SECONDS + 1
-
-    def end() -> None:
-        assert api.names("Pod") == []
-        api.end_job("Failed")
-
-    while_waiting(api.begin_pod, lambda: api.delete("Pod", api.names("Pod")[0]), pass_leave_seconds, end)
-    assert run(api, ask()) == 75
 
 
 def test_a_refusal_of_the_api_server_ends_the_client_and_not_the_one_off(

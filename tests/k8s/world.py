@@ -180,7 +180,8 @@ class NoLog:
 
     path = "nowhere"
 
-    def __init__(self, *arguments: object) -> None: ...
+    def __init__(self, jobs: object, job: str, started_at_ms: int, folder: object) -> None:
+        self.submission = (job, started_at_ms)
 
     def close(self, timeout_seconds: float) -> None: ...
 
