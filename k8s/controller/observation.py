@@ -15,7 +15,7 @@ from deploy.exit_codes import EXIT_AGAIN, find_error_line, is_tried_again, resol
 from k8s.controller.node_pool import PoolState
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.api import Object
-from k8s.objects.attempt import has_ended, has_run
+from k8s.objects.attempt import has_been_submitted, has_ended
 from k8s.objects.deployment import Deployment
 from k8s.objects.record import Outcome, Record
 from k8s.objects.worker_group import WorkerGroup
@@ -29,18 +29,15 @@ class State(enum.Enum):
     """A RayJob of an earlier attempt or deployment may still run, and keeps the next attempt from starting."""
     PLACING = enum.auto()
     """The gang of the next attempt is being placed: its nodes, its pods and their Ray nodes."""
-    SUBMITTING = enum.auto()
-    """The attempt has a RayJob, and Ray does not know its job: the operator has not submitted it to this head yet."""
-    PENDING = enum.auto()
-    """Ray knows the job and has no resource for its driver."""
+    STARTING = enum.auto()
+    """The attempt has a RayJob, and its driver does not run: the operator has not submitted the job to this Ray head,
+    Ray has no resource for it, or the head does not answer."""
     RUNNING = enum.auto()
     """The driver runs."""
     STOPPING = enum.auto()
     """The driver exists, and somebody asked the deployment to stop."""
     STOPPED_BEFORE_RUN = enum.auto()
     """Somebody asked the deployment to stop before Ray knew the attempt's job."""
-    HEAD_LOST = enum.auto()
-    """The Ray head does not answer while the attempt has a RayJob."""
     ATTEMPT_ENDED = enum.auto()
     """The driver has ended, as Ray says or, where it says nothing about the driver, the operator."""
     NO_ATTEMPT_LEFT = enum.auto()
@@ -112,13 +109,11 @@ class Observation:
             return State.CLEARING if self.older_rayjobs else State.PLACING
         if driver.status.is_terminal() if driver else has_ended(rayjob):
             return State.ATTEMPT_ENDED
-        if driver:
-            is_pending = driver.status == JobStatus.PENDING
-            return State.STOPPING if record.stop else State.PENDING if is_pending else State.RUNNING
-        if record.stop and not has_run(rayjob):
+        if record.stop and driver:
+            return State.STOPPING
+        if record.stop and not has_been_submitted(rayjob):
             return State.STOPPED_BEFORE_RUN
-        has_no_head_yet = self.deployment.mode == "isolated" and not has_run(rayjob)
-        return State.HEAD_LOST if self.ray_error and not has_no_head_yet else State.SUBMITTING
+        return State.RUNNING if driver and driver.status != JobStatus.PENDING else State.STARTING
 
 
 REQUESTED_ENDS = ("Stopped by time limit", "Stopped by stop file")

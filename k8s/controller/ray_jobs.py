@@ -21,7 +21,11 @@ TIMEOUT_SECONDS = 15
 
 
 class RayUnreachable(DeviceError):
-    """The Ray head does not answer, because it is starting or lost."""
+    """The Ray head does not answer, because it is starting or lost. For such calls Ray's own client has no timeout."""
+
+
+class _NotFound(RayUnreachable):
+    pass
 
 
 @dataclass(frozen=True)
@@ -45,25 +49,24 @@ class RayJobs:
 
     def find(self, name: str) -> DriverState | None:
         """Read the state of a job; None when Ray does not know it. Raises `RayUnreachable`."""
-        answer = self._get(f"/api/jobs/{name}")
-        if answer.status_code == 404:
+        try:
+            job = self._call("GET", f"/api/jobs/{name}")
+        except _NotFound:
             return None
-        job = _json_of(answer)
         return DriverState(
             JobStatus(job["status"]), job.get("driver_exit_code"), job.get("message") or "", job.get("start_time") or 0
         )
 
     def stop(self, name: str) -> None:
         """Send the driver SIGTERM; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S. Raises `RayUnreachable`."""
-        _json_of(self._request("POST", f"/api/jobs/{name}/stop"))
+        self._call("POST", f"/api/jobs/{name}/stop")
 
     def find_addresses(self, resource: str) -> set[str]:
         """List the IP addresses of the live Ray nodes that declare the resource. Raises `RayUnreachable`."""
-        answer = self._get("/api/v0/nodes?detail=true&limit=10000")
-        nodes = _json_of(answer)["data"]["result"]["result"]
+        answer = self._call("GET", "/api/v0/nodes?detail=true&limit=10000")
         return {
             str(node["node_ip"])
-            for node in nodes
+            for node in answer["data"]["result"]["result"]
             if node["state"] == "ALIVE" and resource in (node.get("resources_total") or {})
         }
 
@@ -80,23 +83,16 @@ class RayJobs:
         except Exception as error:
             raise RayUnreachable(str(error)) from error
 
-    def _get(self, path: str) -> requests.Response:
-        return self._request("GET", path)
-
-    def _request(self, method: str, path: str) -> requests.Response:
+    def _call(self, method: str, path: str) -> Any:
+        url = self.address + path
         try:
-            return requests.request(method, self.address + path, headers=self._headers, timeout=TIMEOUT_SECONDS)
+            answer = requests.request(method, url, headers=self._headers, timeout=TIMEOUT_SECONDS)
+            if answer.status_code == 404:
+                raise _NotFound(f"{url}: not found")
+            answer.raise_for_status()
+            return answer.json()
         except requests.RequestException as error:
-            raise RayUnreachable(f"{self.address} does not answer: {error}") from error
-
-
-def _json_of(answer: requests.Response) -> Any:
-    if answer.status_code != 200:
-        raise RayUnreachable(f"{answer.url} answered {answer.status_code}: {answer.text[:300]}")
-    try:
-        return answer.json()
-    except ValueError as error:
-        raise RayUnreachable(f"{answer.url} did not answer with JSON: {answer.text[:300]}") from error
+            raise RayUnreachable(f"{url}: {error}") from error
 
 
 LOG_FOLDER = "log"

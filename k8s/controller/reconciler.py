@@ -16,20 +16,7 @@ from pathlib import Path
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter
-from k8s.controller.decision import (
-    Action,
-    DeleteOlderRayJobs,
-    EmptyGroup,
-    EndAttempt,
-    EndDeployment,
-    HoldNodes,
-    PlaceGang,
-    ShrinkGang,
-    StartAttempt,
-    StopDriver,
-    TakeDown,
-    decide,
-)
+from k8s.controller.decision import Action, Step, decide
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
 from k8s.controller.node_pool import NodePool, PoolState
 from k8s.controller.observation import Gang, Observation, State, has_progressed
@@ -56,6 +43,8 @@ from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_work
 from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0
+SETTLE_SECONDS = 60.0
+"""Seconds that the operator may take to mark a RayJob as ended after Ray has said so."""
 LOG_SECONDS = 20.0
 """Seconds to wait for the rest of an ended driver's log."""
 LOST_LOG_SECONDS = 2.0
@@ -190,38 +179,37 @@ class Reconciler:
             seen = replace(seen, driver=self._ray_of(rayjob).find(rayjob["metadata"]["name"]))
         except RayUnreachable as error:
             seen = replace(seen, ray_error=str(error))
-        is_isolated = self._deployment.mode == "isolated"
-        if seen.state is State.PENDING or (seen.state is State.SUBMITTING and is_isolated):
-            group = read_worker_group(self._api, self._stage)
-            pool = self._pool.observe(self._deployment.nodes) if is_isolated else PoolState()
-            reports = (explain_placement(self._api, group, nodes_of(rayjob)), pool.report)
-            return replace(seen, missing="; ".join(filter(None, reports)))
-        return seen
+        if seen.state is not State.STARTING:
+            return seen
+        group = read_worker_group(self._api, self._stage)
+        pool = self._pool.observe(self._deployment.nodes) if self._deployment.mode == "isolated" else PoolState()
+        reports = (explain_placement(self._api, group, nodes_of(rayjob)), pool.report)
+        return replace(seen, missing="; ".join(filter(None, reports)))
 
-    def _act(self, action: Action, observation: Observation) -> bool:
+    def _act(self, action: Action, seen: Observation) -> bool:
         """Do the action. Returns True when the stage is down."""
-        group = observation.gang.group if observation.gang else None
-        match action:
-            case DeleteOlderRayJobs():
+        group = seen.gang.group if seen.gang else None
+        match action.step:
+            case Step.DELETE_OLDER_RAYJOBS:
                 delete_rayjobs(self._api, self._stage)
-            case HoldNodes():
+            case Step.HOLD_NODES:
                 self._pool.hold(self._deployment.nodes)
-            case EmptyGroup() if group:
+            case Step.EMPTY_GROUP if group:
                 scale_down(self._api, group)
-            case PlaceGang(nodes=nodes) if group:
-                self._place(group, observation.attempt, nodes)
-            case ShrinkGang(nodes=nodes) if group:
-                self._ensure_pod_group(group, observation.attempt, nodes)
-            case StartAttempt(nodes=nodes) if group:
-                self._start(group, observation.attempt, nodes)
-            case StopDriver() if observation.rayjob:
-                self._ray_of(observation.rayjob).stop(observation.rayjob["metadata"]["name"])
-            case EndAttempt():
-                self._end_attempt(action, observation)
-            case EndDeployment(outcome=outcome):
-                write_outcome(self._api, observation.record, outcome)
-            case TakeDown():
-                return self._take_down(action)
+            case Step.PLACE_GANG if group:
+                self._place(group, seen.attempt, action.nodes)
+            case Step.SHRINK_GANG if group:
+                self._ensure_pod_group(group, seen.attempt, action.nodes)
+            case Step.START_ATTEMPT if group:
+                self._start(group, seen.attempt, action.nodes)
+            case Step.STOP_DRIVER if seen.rayjob:
+                self._ray_of(seen.rayjob).stop(seen.rayjob["metadata"]["name"])
+            case Step.END_ATTEMPT if action.outcome:
+                self._end_attempt(action.outcome, seen)
+            case Step.END_DEPLOYMENT if action.outcome:
+                write_outcome(self._api, seen.record, action.outcome)
+            case Step.TAKE_DOWN | Step.STOP_RAYJOBS:
+                return self._stop_rayjobs(seen) and (action.step is Step.STOP_RAYJOBS or self._take_down())
         return False
 
     def _place(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
@@ -251,36 +239,38 @@ class Reconciler:
         else:
             self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
 
-    def _end_attempt(self, action: EndAttempt, observation: Observation) -> None:
+    def _end_attempt(self, ended: Outcome, seen: Observation) -> None:
         """Write the end of the attempt to the record before its RayJob is removed."""
         if self._log:
-            driver = observation.driver
+            driver = seen.driver
             is_lost = driver is not None and driver.status.is_terminal() and driver.exit_code is None
             self._log.close(LOST_LOG_SECONDS if is_lost else LOG_SECONDS)
             self._log = None
         group = read_worker_group(self._api, self._stage)
         try:
-            if action.exit_code == 0:
+            if ended.exit_code == 0:
                 record_good_image(self._api, group, self._deployment.image)
             record_checkpoint_seconds(self._api, group)
         except (OSError, ValueError) as error:  # a lost history fails no stage; a run's folder may go at any time
             self._report(f"the history of the stage is not recorded: {error}")
-        number = observation.attempt
+        number = seen.attempt
         record = self._read_record()  # people write requests to stop to the same Job; only this process writes attempts
         checkpoints = self._find_checkpoints(group, record.checkpoints)
-        is_newer = has_progressed(record.checkpoints, checkpoints, action.message)
-        write_attempt(self._api, record, Outcome(action.exit_code, action.message, is_newer), checkpoints)
-        if not action.is_rayjob_kept:
+        is_newer = has_progressed(record.checkpoints, checkpoints, ended.message)
+        write_attempt(self._api, record, replace(ended, progressed=is_newer), checkpoints)
+        if seen.state is not State.ATTEMPT_ENDED:  # an ended RayJob stays for `kubectl get rayjobs`
             self._api.delete("RayJob", self._deployment.rayjob_name(number))
-        progress = "; it left a newer checkpoint, so retries count from 0" if is_newer and action.exit_code else ""
-        self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
+        progress = "; it left a newer checkpoint, so retries count from 0" if is_newer and ended.exit_code else ""
+        self._report(f"attempt {number} ended with exit code {ended.exit_code}: {ended.message}{progress}")
 
-    def _take_down(self, action: TakeDown) -> bool:
-        """Stop RayJobs, then remove pods and PodGroup, then give back nodes. Returns True once all of that is done."""
-        if stop_rayjobs(self._api, self._stage, action.ended_rayjobs):
-            return False
-        if action.are_pods_kept:
-            return True
+    def _stop_rayjobs(self, seen: Observation) -> bool:
+        """Stop the RayJobs, and give the operator time to mark those as ended of which Ray has said so."""
+        is_patient = seen.waited_seconds < SETTLE_SECONDS
+        names = [self._deployment.rayjob_name(number) for number, _ in enumerate(seen.record.attempts, start=1)]
+        return not stop_rayjobs(self._api, self._stage, frozenset(names if is_patient else ()))
+
+    def _take_down(self) -> bool:
+        """Remove pods and PodGroup, then give back the nodes. Returns True once all of that is done."""
         left = release_pods(self._api, self._stage)
         if left:
             self._report(f"waiting for {left} {self._stage} pods to leave")

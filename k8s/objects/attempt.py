@@ -84,7 +84,7 @@ def has_ended(job: Object) -> bool:
     return (job.get("status") or {}).get("jobDeploymentStatus") in RAYJOB_ENDS
 
 
-def has_run(job: Object) -> bool:
+def has_been_submitted(job: Object) -> bool:
     """Whether the operator has ever seen the RayJob's job in Ray."""
     return bool((job.get("status") or {}).get("jobStatus"))
 

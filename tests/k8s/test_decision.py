@@ -8,26 +8,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.controller.decision import (
-    HEAD_LOST_SECONDS,
-    PENDING_SECONDS,
-    SETTLE_SECONDS,
-    SUBMIT_SECONDS,
-    WHOLE_GANG_SECONDS,
-    Action,
-    DeleteOlderRayJobs,
-    EmptyGroup,
-    EndAttempt,
-    EndDeployment,
-    HoldNodes,
-    PlaceGang,
-    ShrinkGang,
-    StartAttempt,
-    StopDriver,
-    TakeDown,
-    Wait,
-    decide,
-)
+from k8s.controller.decision import DRIVER_SECONDS, WHOLE_GANG_SECONDS, Action, Step, decide
 from k8s.controller.node_pool import PoolState
 from k8s.controller.observation import Gang, Observation, State
 from k8s.controller.ray_jobs import DriverState
@@ -40,7 +21,6 @@ LOSS_PATIENCE = 20_000.0
 LONG = WHOLE_GANG_SECONDS + 1
 LOST = Outcome(75, "the driver was lost")
 DONE = Outcome(0, "done")
-RAYJOBS = frozenset({"trainer-abc123-1"})
 UNRAISED = PoolState(is_raised=False, report="node group: 0 -> 8")
 
 
@@ -69,16 +49,12 @@ def driver(status: JobStatus, exit_code: int | None = None, message: str = "") -
     return placed(jobStatus="RUNNING") | {"driver": DriverState(status, exit_code, message, 1)}
 
 
-def ended(exit_code: int, is_rayjob_kept: bool = False) -> EndAttempt:
-    return EndAttempt(exit_code=exit_code, message="", is_rayjob_kept=is_rayjob_kept)
+def ended(exit_code: int) -> Action:
+    return Action(Step.END_ATTEMPT, outcome=Outcome(exit_code, ""))
 
 
-def taken_down(rayjobs: frozenset[str], are_pods_kept: bool = False) -> TakeDown:
-    return TakeDown(ended_rayjobs=rayjobs, are_pods_kept=are_pods_kept)
-
-
-def over(exit_code: int) -> EndDeployment:
-    return EndDeployment(outcome=Outcome(exit_code, ""))
+def over(exit_code: int) -> Action:
+    return Action(Step.END_DEPLOYMENT, outcome=Outcome(exit_code, ""))
 
 
 Row = tuple[str, Observation, Action]
@@ -86,8 +62,9 @@ Row = tuple[str, Observation, Action]
 
 OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
 NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False}
-PLACE, EMPTY, HOLD = PlaceGang(nodes=8), EmptyGroup(), HoldNodes()
-DELETE_OLDER = DeleteOlderRayJobs()
+PLACE, EMPTY, HOLD = Action(Step.PLACE_GANG, nodes=8), Action(Step.EMPTY_GROUP), Action(Step.HOLD_NODES)
+WAIT, STOP, TAKE_DOWN = Action(Step.WAIT), Action(Step.STOP_DRIVER), Action(Step.TAKE_DOWN)
+DELETE_OLDER = Action(Step.DELETE_OLDER_RAYJOBS)
 WITHOUT_RAYJOB: list[Row] = [
     ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EMPTY),
     ("terminating pods", seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)), EMPTY),
@@ -95,19 +72,19 @@ WITHOUT_RAYJOB: list[Row] = [
     ("an empty group", seen(gang=gang(**NO_PODS)), PLACE),
     ("too few pods", seen(gang=gang(replicas=4, pods=4)), PLACE),
     ("pods that have not joined Ray", seen(gang=gang(missing="7 of 8")), PLACE),
-    ("a whole gang", seen(gang=gang()), StartAttempt(nodes=8)),
-    ("a smaller gang", seen((LOST,), gang=gang(4)), StartAttempt(nodes=4)),
-    ("an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS)), StartAttempt(nodes=8)),
+    ("a whole gang", seen(gang=gang()), Action(Step.START_ATTEMPT, nodes=8)),
+    ("a smaller gang", seen((LOST,), gang=gang(4)), Action(Step.START_ATTEMPT, nodes=4)),
+    ("an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS)), Action(Step.START_ATTEMPT, nodes=8)),
     ("an isolated attempt beside kept pods", seen(mode="isolated", gang=gang(**OTHER_PODS)), EMPTY),
     (
         "a lost node without a spare",
         seen((LOST,), gang=gang(missing="7 of 8", room=7), waited_seconds=LONG),
-        ShrinkGang(nodes=4),
+        Action(Step.SHRINK_GANG, nodes=4),
     ),
     (
         "room for all, of which Volcano places none",
         seen((LOST,), gang=gang(missing="7 of 8", room=8), waited_seconds=LONG),
-        ShrinkGang(nodes=4),
+        Action(Step.SHRINK_GANG, nodes=4),
     ),
     (
         "less room than the recipe allows, so that it waits for nodes",
@@ -125,14 +102,14 @@ WITHOUT_RAYJOB: list[Row] = [
     (
         "a shrunk gang, with a wait of its own",
         seen((LOST,), gang=gang(4, missing="3 of 4"), waited_seconds=PATIENCE + 1),
-        PlaceGang(nodes=4),
+        Action(Step.PLACE_GANG, nodes=4),
     ),
     ("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
     ("a pool to raise for an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
     (
         "nodes that start for an isolated attempt",
         seen(mode="isolated", gang=gang(**NO_PODS, pool=PoolState(report="2 of 8"))),
-        Wait(),
+        WAIT,
     ),
     ("nodes that start", seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))), PLACE),
     ("a pool that EKS does not raise", seen(gang=gang(pool=UNRAISED), waited_seconds=PATIENCE + 1), over(75)),
@@ -140,76 +117,81 @@ WITHOUT_RAYJOB: list[Row] = [
     ("an older RayJob that stays", seen(older_rayjobs=1, waited_seconds=PATIENCE + 1), over(75)),
 ]
 WITH_RAYJOB: list[Row] = [
-    ("a running driver", seen(**driver(JobStatus.RUNNING)), Wait()),
-    ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), Wait()),
+    ("a running driver", seen(**driver(JobStatus.RUNNING)), WAIT),
+    ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), WAIT),
     (
         "a driver that stays pending",
-        seen(**driver(JobStatus.PENDING), waited_seconds=PENDING_SECONDS + 1),
+        seen(**driver(JobStatus.PENDING), waited_seconds=DRIVER_SECONDS + 1),
         ended(75),
     ),
-    ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
-    ("a driver to stop in a later attempt", seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)), StopDriver()),
-    ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0, is_rayjob_kept=True)),
-    ("a driver that was stopped", seen(stop="ann", **driver(JobStatus.STOPPED)), ended(75, is_rayjob_kept=True)),
+    ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), STOP),
+    ("a driver to stop in a later attempt", seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)), STOP),
+    ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0)),
+    ("a driver that was stopped", seen(stop="ann", **driver(JobStatus.STOPPED)), ended(75)),
     (
         "a driver with an error",
         seen(**driver(JobStatus.FAILED, 3, "millrace: no corpus")),
-        ended(3, is_rayjob_kept=True),
+        ended(3),
     ),
     (
         "a driver that was lost with its node",
         seen(**driver(JobStatus.FAILED, None, "died")),
-        ended(75, is_rayjob_kept=True),
+        ended(75),
     ),
     (
         "an ended RayJob while Ray does not answer",
         seen(**placed(jobDeploymentStatus="Complete", jobStatus="SUCCEEDED"), ray_error="refused"),
-        ended(0, is_rayjob_kept=True),
+        ended(0),
     ),
     ("a stop before Ray knows the job", seen(stop="ann", **placed()), ended(75)),
-    ("a job to submit", seen(**placed()), Wait()),
-    ("a job that a new head does not know yet", seen(**placed(jobStatus="RUNNING")), Wait()),
-    ("a stop while the head is lost", seen(stop="ann", **placed(jobStatus="RUNNING"), ray_error="refused"), Wait()),
+    ("a job to submit", seen(**placed()), WAIT),
+    ("a job that a new head does not know yet", seen(**placed(jobStatus="RUNNING")), WAIT),
+    ("a stop while the head is lost", seen(stop="ann", **placed(jobStatus="RUNNING"), ray_error="refused"), WAIT),
     (
         "a RayJob that the operator refused",
         seen(**placed(jobDeploymentStatus="ValidationFailed")),
-        ended(4, is_rayjob_kept=True),
+        ended(4),
     ),
     (
         "the end that a RayJob tells of",
         seen(**placed(jobDeploymentStatus="Failed", message="entrypoint command failed with exit code 5, logs")),
-        ended(5, is_rayjob_kept=True),
+        ended(5),
     ),
     (
         "an ended RayJob that tells no exit code",
         seen(**placed(jobDeploymentStatus="Failed", message="the cluster was lost")),
-        ended(75, is_rayjob_kept=True),
+        ended(75),
     ),
     (
         "a driver that runs although its RayJob failed",
         seen(**driver(JobStatus.RUNNING) | placed(jobDeploymentStatus="Failed")),
-        Wait(),
+        WAIT,
+    ),
+    (
+        "a job that a new head does not know, and the operator does not submit",
+        seen(**placed(jobStatus="RUNNING"), waited_seconds=DRIVER_SECONDS + 1),
+        ended(75),
     ),
     (
         "the lost head of an isolated attempt",
-        seen(mode="isolated", **placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=HEAD_LOST_SECONDS + 1),
+        seen(mode="isolated", **placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=DRIVER_SECONDS + 1),
         ended(75),
     ),
     (
         "a job that is not submitted",
-        seen(**placed(jobDeploymentStatus="Initializing"), waited_seconds=SUBMIT_SECONDS + 1),
+        seen(**placed(jobDeploymentStatus="Initializing"), waited_seconds=DRIVER_SECONDS + 1),
         ended(75),
     ),
-    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), Wait()),
+    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), WAIT),
     (
         "a head that does not come back",
-        seen(**placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=HEAD_LOST_SECONDS + 1),
+        seen(**placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=DRIVER_SECONDS + 1),
         ended(75),
     ),
     (
         "a starting cluster of an isolated attempt",
         seen(mode="isolated", **placed(), missing="0 of 8"),
-        Wait(),
+        WAIT,
     ),
     (
         "a cluster of an isolated attempt that does not start",
@@ -223,24 +205,16 @@ ENDING: list[Row] = [
     ("an error", seen((LOST, Outcome(3, "no corpus"))), over(3)),
     ("a stop before the first attempt", seen(stop="ann"), over(75)),
     ("a stop after an attempt", seen((LOST,), stop="ann"), over(75)),
-    ("an outcome", seen((DONE,), DONE), taken_down(RAYJOBS)),
-    (
-        "an outcome that the operator does not see",
-        seen((DONE,), DONE, waited_seconds=SETTLE_SECONDS),
-        taken_down(frozenset()),
-    ),
-    ("KEEP=1", seen((DONE,), DONE, keep=True), taken_down(RAYJOBS, are_pods_kept=True)),
-    ("KEEP=1 without an attempt", seen((), LOST, keep=True), taken_down(frozenset())),
+    ("an outcome", seen((DONE,), DONE), TAKE_DOWN),
+    ("KEEP=1", seen((DONE,), DONE, keep=True), Action(Step.STOP_RAYJOBS)),
+    ("KEEP=1 without an attempt", seen((), LOST, keep=True), TAKE_DOWN),
 ]
 ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *ENDING]
 
 
 def without_prose(action: Action) -> Action:
     """The action with an empty report and message."""
-    action = replace(action, report="")
-    if isinstance(action, EndAttempt):
-        return replace(action, message="")
-    return replace(action, outcome=replace(action.outcome, message="")) if isinstance(action, EndDeployment) else action
+    return replace(action, report="", outcome=replace(action.outcome, message="") if action.outcome else None)
 
 
 @pytest.mark.parametrize(("observation", "expected"), [pytest.param(*row[1:], id=row[0]) for row in ALL])
@@ -248,6 +222,6 @@ def test_an_observation_decides_the_action(observation: Observation, expected: A
     assert without_prose(decide(observation)) == expected
 
 
-def test_every_state_and_every_action_is_in_the_table() -> None:
+def test_every_state_and_every_step_is_in_the_table() -> None:
     assert {observation.state for _, observation, _ in ALL} == set(State)
-    assert {type(action) for _, _, action in ALL} == set(Action.__subclasses__())
+    assert {action.step for _, _, action in ALL} == set(Step)

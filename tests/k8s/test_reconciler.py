@@ -12,7 +12,7 @@ from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
-from k8s.controller.reconciler import Reconciler
+from k8s.controller.reconciler import SETTLE_SECONDS, Reconciler
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock
 from tests.k8s.rendered import Thing
@@ -167,6 +167,18 @@ def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile
     assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"  # type: ignore[index]
     reconcile(id="def456", image="another")
     assert world.api.names("RayJob") == ["trainer-def456-2"]
+
+
+def test_a_rayjob_that_the_operator_never_marks_as_ended_is_deleted(
+    world: World, reconcile: Reconcile, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver succeeds, and the operator is given a while to notice."""
+    monkeypatch.setattr(World, "_run_ray", lambda world: world.drivers.update({"trainer-abc123-1": ended(0)}))
+    began = clock.now
+    assert reconcile().exit_code == 0
+    assert world.api.names("RayJob") == []
+    assert clock.now - began > SETTLE_SECONDS
+    assert world.is_down
 
 
 @pytest.mark.usefixtures("reconcile")
