@@ -32,7 +32,7 @@ from k8s.objects.attempt import nodes_of
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
+from k8s.objects.names import STAGE_LABEL, job_name, recipe_name
 from k8s.objects.node_group import read_leases
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
@@ -267,7 +267,6 @@ class KubeRayTarget:
             except Conflict:
                 left = 1  # the operator changed an object in between
             if left == 0:
-                self._api.delete("Lease", lease_name(stage))
                 return True
             if time.monotonic() > deadline:
                 raise DeviceError(

@@ -15,6 +15,7 @@ from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
 from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api
+from k8s.objects.conditions import is_pod_over
 from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
 from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.record import Outcome
@@ -23,7 +24,6 @@ from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
-ENDED = ("Succeeded", "Failed")  # phases of a pod whose containers have stopped
 NODES = 1
 
 
@@ -61,8 +61,7 @@ class OneOffNodes:
         return not state.refusal
 
     def _has_pods(self) -> bool:
-        pods = self._api.find_all("Pod", f"job-name={self._one_off}")
-        return any((pod.get("status") or {}).get("phase") not in ENDED for pod in pods)
+        return not all(map(is_pod_over, self._api.find_all("Pod", f"job-name={self._one_off}")))
 
 
 def main(one_off: str) -> int:

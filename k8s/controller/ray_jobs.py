@@ -14,13 +14,13 @@ from typing import Any
 import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from services.common.errors import DeviceError, StorageError
+from services.common.errors import StorageError, TryAgain
 
 PORT = 8265
 TIMEOUT_SECONDS = 15
 
 
-class RayUnreachable(DeviceError):
+class RayUnreachable(TryAgain):
     """The Ray head does not answer, because it is starting or lost. For such calls Ray's own client has no timeout."""
 
 

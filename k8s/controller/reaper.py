@@ -2,7 +2,7 @@
 
 The CronJob `reaper` runs `python -m k8s.controller.reaper` every 5 minutes. A stage is an orphan when its deploy Job
 was deleted while its process was dead, or has failed, and it still has pods, a PodGroup, running RayJobs or a node
-group. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Pods of KEEP=1 stay.
+group. The reaper takes it down where no pod of a deploy Job works on it for `ORPHAN_SECONDS`. Pods of KEEP=1 stay.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api, ApiUnreachable, Conflict
 from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL, lease_name
+from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL
 from k8s.objects.node_group import read_leases
 from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
 from k8s.objects.record import read_record
-from k8s.objects.teardown import release_pods, stop_rayjobs
+from k8s.objects.teardown import deploy_pods_of, release_pods, stop_rayjobs
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
@@ -29,7 +29,7 @@ from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 2.0
 ORPHAN_SECONDS = 120.0
-"""Seconds without a renewed Lease after which an orphan is taken down: four times the duration of a Lease."""
+"""Seconds after which an orphan is taken down: whoever ended or replaced its Job may be about to act on it."""
 RUN_SECONDS = 270.0  # the next run of the CronJob continues
 
 
@@ -41,28 +41,25 @@ class Reaper:
         self._report = ProgressPrinter(f"reaper: {holder}").report
         self._lost = LostPods(api, holder, self._report) if holder in STAGES else None
         self._pool = NodePool(api, holder, "", self._report)
-        self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and the time when it was first seen
+        self._orphan_since: float | None = None
 
     def advance(self) -> bool:
         """Take the next step. Returns False when no further step is due."""
         orphan = self._describe_orphan()
         lost = self._lost.remove(is_idle=bool(orphan)) if self._lost else 0
         if not orphan:
-            self._seen = ("", 0.0)
+            self._orphan_since = None
             return lost > 0
-        lease = self._api.find("Lease", lease_name(self._holder))
-        version = f"lease {lease['metadata']['resourceVersion'] if lease else 'absent'}"
-        if self._seen[0] != version:
-            self._seen = (version, time.monotonic())
+        if self._orphan_since is None:
+            self._orphan_since = time.monotonic()
             self._report(f"no Job holds {orphan}")
-        if time.monotonic() - self._seen[1] < ORPHAN_SECONDS:
+        if time.monotonic() - self._orphan_since < ORPHAN_SECONDS:
             return True
         if self._holder in STAGES and (left := self._take_down()):
             self._report(f"taking it down, {left} left")
             return True
         if not self._pool.release():
             return True
-        self._api.delete("Lease", lease_name(self._holder))
         self._report("stopped")
         return False
 
@@ -75,7 +72,7 @@ class Reaper:
         if self._holder not in STAGES:
             return "" if is_active(self._api.find("Job", self._holder)) else ", ".join(groups)
         record = read_record(self._api, self._holder)
-        if record and not record.is_over and not record.is_deleted:
+        if (record and not record.is_over and not record.is_deleted) or deploy_pods_of(self._api, self._holder):
             return ""
         gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
         marks = [(gang["metadata"].get("annotations") or {}).get(KEEP_ANNOTATION) for gang in gangs]

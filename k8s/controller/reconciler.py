@@ -21,7 +21,6 @@ from k8s.controller.history import find_newest_checkpoints, record_checkpoint_se
 from k8s.controller.node_pool import NodePool, PoolState
 from k8s.controller.observation import Gang, Observation, State, has_progressed
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
-from k8s.controller.stage_lease import LeaseHeld, StageLease
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.attempt import (
     blocks_next_attempt,
@@ -38,7 +37,7 @@ from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
-from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
+from k8s.objects.teardown import delete_rayjobs, deploy_pods_of, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
 
@@ -58,8 +57,7 @@ class Reconciler:
         self._api = api
         self._deployment = deployment
         self._stage = deployment.stage
-        self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
-        self._has_lease = False
+        self._pod = pod
         self._terminated = threading.Event()
         self._report = ProgressPrinter("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
@@ -77,24 +75,15 @@ class Reconciler:
         while True:
             try:
                 if self._terminated.is_set() and self._own_record():
-                    self._lease.release()
                     self._report("this process was told to leave; the next pod of the Job continues")
                     return None
-                self._lease.hold()
-                self._has_lease = True
-                outcome = self._reconcile()
+                outcome = None if self._is_another_at_work() else self._reconcile()
                 self._refused_since = None
                 if outcome:
                     if outcome.exit_code:
                         self._fail_job()
-                    self._lease.release()
                     self._report(f"{outcome.message} (exit code {outcome.exit_code})")
                     return outcome
-            except LeaseHeld as error:
-                if self._has_lease:
-                    self._report(f"{error}: this process leaves")
-                    return None
-                self._report(f"waiting: {error}")
             except MillraceError as error:
                 # The API does not answer, another process wrote first, or a right is missing for a moment. The stage
                 # may hold nodes, so this process tries on until they are given back.
@@ -104,6 +93,15 @@ class Reconciler:
                 traceback.print_exc()
                 self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
             self._pause()
+
+    def _is_another_at_work(self) -> bool:
+        """Whether an older pod of a deploy Job of the stage has not ended; one on a lost node is removed by force."""
+        oldest = next((pod["metadata"]["name"] for pod in deploy_pods_of(self._api, self._stage)), self._pod)
+        if oldest == self._pod:
+            return False
+        self._lost.remove(is_idle=False)
+        self._report(f"waiting for pod {oldest}, which works on {self._stage}, to end")
+        return True
 
     def _reconcile(self) -> Outcome | None:
         """Observe, decide and act once. Returns the outcome once everything is down."""

@@ -108,8 +108,7 @@ def loss_of(node: Object) -> Loss | None:
 def grace_seconds(pod: Object) -> float:
     """Seconds that the pod may take to end.
 
-    The pod of a deploy Job gets less than it asks for: it loses no work, because another pod takes over its Lease, and
-    the Job is not over before its last pod is gone.
+    The pod of a deploy Job gets less than it asks for: it loses no work, because the next one waits only for its end.
     """
     if pod["metadata"]["labels"].get(COMPONENT_LABEL) == "deploy":
         return GRACE_SECONDS

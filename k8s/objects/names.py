@@ -54,10 +54,6 @@ def job_name(stage: str) -> str:
     return f"deploy-{stage}"
 
 
-def lease_name(stage: str) -> str:
-    return f"stage-{stage}"
-
-
 def one_off_nodes_name(one_off: str) -> str:
     """The Job that holds the node of the one-off whose Job is `one_off`."""
     return f"{ONE_OFF_NODES}{one_off.removeprefix(ONE_OFF)}"

@@ -21,7 +21,7 @@ from k8s.objects.conditions import has_condition
 from k8s.objects.names import NODE_GROUP_ANNOTATION
 from services.common.errors import DeviceError
 
-# A call ends within the 30 s of a stage's Lease; otherwise another process would take over during the call.
+# A call ends within the time in which the deploy Job looks after its stage again.
 CONNECT_SECONDS = 3
 READ_SECONDS = 8
 ATTEMPTS = 2  # botocore makes so many for one call

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from k8s.objects.api import Api
+from k8s.objects.api import Api, Object
 from k8s.objects.attempt import has_ended, rayjobs_of
-from k8s.objects.names import CLUSTER, STAGE_LABEL
+from k8s.objects.conditions import is_pod_over
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, STAGE_LABEL
 from k8s.objects.placement import pods_of
 from k8s.objects.worker_group import scale_down, worker_group_of
+
+
+def deploy_pods_of(api: Api, stage: str) -> list[Object]:
+    """Pods of the stage's deploy Jobs that have not ended, the oldest first, which alone changes the stage.
+
+    A pod that was deleted by force, as on a lost node, cannot: the API server refuses the token of a pod that is gone.
+    """
+    pods = api.find_all("Pod", f"{COMPONENT_LABEL}=deploy,{STAGE_LABEL}={stage}")
+    pods.sort(key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["uid"]))
+    return [pod for pod in pods if not is_pod_over(pod)]
 
 
 def delete_rayjobs(api: Api, stage: str) -> int:

@@ -9,7 +9,6 @@ import pytest
 
 from k8s.controller.history import find_newest_checkpoints
 from k8s.controller.observation import count_disturbances, has_progressed, may_try_again
-from k8s.controller.stage_lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
 from tests.k8s.builders import READY, Clock, deployment_of, node
@@ -156,22 +155,3 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
     assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "silent", "starts"]
     assert any("pod stuck is on node dark" in line and "by force" in line for line in said)
     assert len(said) == len(set(said)), "nothing is said twice"
-
-
-def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Clock) -> None:
-    api = MemoryApi()
-    here, there = StageLease(api, "trainer", "here"), StageLease(api, "trainer", "there")  # type: ignore[arg-type]
-    there.hold()
-    for renewed in ("1970-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"):
-        api.merge("Lease", "stage-trainer", {"spec": {"renewTime": renewed}})
-        for _ in range(3):
-            with pytest.raises(LeaseHeld):
-                here.hold()
-            clock.now += LEASE_SECONDS - 1
-            there.hold()
-    with pytest.raises(LeaseHeld):
-        here.hold()
-    clock.now += LEASE_SECONDS + 1
-    here.hold()
-    with pytest.raises(LeaseHeld):
-        there.hold()

@@ -196,12 +196,42 @@ def test_a_stage_that_nobody_holds_is_taken_down(world: World) -> None:
 
 @pytest.mark.usefixtures("reconcile")
 def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
-    """The Job is deleted, its process is not: it takes the stage down itself, with time for a checkpoint."""
+    """The Job is deleted, its pod is not: that takes the stage down itself, with time for a checkpoint."""
     orphan(world)
+    world.api.create(deploy_pod("leaves", "n0", phase="Running"))
     world.api.delete("Job", "deploy-trainer")
-    world.watch = lambda: world.api.merge("Lease", "stage-trainer", {"spec": {}})
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.bound() == ["n0", "n1"]
+    world.api.merge("Pod", "leaves", {"status": {"phase": "Failed"}})
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert world.bound() == []
+
+
+@pytest.mark.parametrize("is_node_lost", [True, False])
+def test_of_two_pods_that_deploy_a_stage_the_older_acts_first(
+    world: World, reconcile: Reconcile, clock: Clock, is_node_lost: bool
+) -> None:
+    """On a lost node it never ends, and is removed by force."""
+    if is_node_lost:
+        world.set_node("n9", *DARK)
+    world.api.create(deploy_pod("older", "n9" if is_node_lost else "n0", phase="Running"))
+    world.api.delete("Pod", "older")
+    began = clock.now
+
+    def end() -> None:
+        assert not world.drivers or "older" not in world.api.names("Pod")
+        if not is_node_lost and clock.now > began + 60 and "older" in world.api.names("Pod"):
+            world.api.delete("Pod", "older", grace_seconds=0)
+
+    world.watch = end
+    assert reconcile().exit_code == 0
+    assert clock.now - began > 30
+
+
+def deploy_pod(name: str, on: str, **status: str) -> Thing:
+    labels = {"millrace.dev/component": "deploy", "millrace.dev/stage": "trainer"}
+    metadata = {"name": name, "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    return {"kind": "Pod", "metadata": metadata, "spec": {"nodeName": on}, "status": status}
 
 
 @pytest.mark.parametrize("is_job_there", [True, False])
