@@ -101,23 +101,6 @@ STATE_DUMP = "[state-dump]"
 """The mark of the hundreds of lines that an ending raylet writes into every driver's log."""
 
 
-class Readable:
-    """Filters a text that comes in pieces: it drops the lines of Ray's state dumps."""
-
-    def __init__(self) -> None:
-        self._rest = ""
-
-    def take(self, text: str) -> str:
-        """Add a piece of text, and return the lines that it completes."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        return "".join(f"{line}\n" for line in lines if STATE_DUMP not in line)
-
-    def finish(self) -> str:
-        """Return the last line if no newline ends it."""
-        rest, self._rest = self._rest, ""
-        return "" if STATE_DUMP in rest else rest
-
-
 class DriverLog:
     """Follows one submission of one job until it is closed.
 
@@ -160,27 +143,28 @@ class DriverLog:
             self._closing.wait(AGAIN_SECONDS)
 
     def _copy_stream(self) -> None:
+        """Add to the file what it lacks of the stream, and print that without the lines of Ray's state dumps."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.stat().st_size if self.path.exists() else 0
-        position = 0
-        readable = Readable()
+        position, rest = 0, ""
         with self.path.open("ab") as file:
 
             def write(text: str) -> None:
-                nonlocal position
+                nonlocal position, rest
                 if self._is_abandoned:
                     raise RayUnreachable("abandoned")
                 data = text.encode()
                 new = data[max(0, written - position) :]
                 position += len(data)
-                if new:
-                    file.write(new)
-                    file.flush()
-                    sys.stdout.write(readable.take(new.decode(errors="replace")))
-                    sys.stdout.flush()
+                file.write(new)
+                file.flush()
+                *lines, rest = (rest + new.decode(errors="replace")).split("\n")
+                show(lines)
+
+            def show(lines: list[str]) -> None:
+                print("".join(f"{line}\n" for line in lines if STATE_DUMP not in line), end="", flush=True)
 
             try:
                 self._jobs.follow_log(self._job, write)
             finally:
-                sys.stdout.write(readable.finish())
-                sys.stdout.flush()
+                show([rest] if rest else [])

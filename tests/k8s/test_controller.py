@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from k8s.controller.history import find_newest_checkpoints
 from k8s.controller.observation import count_disturbances, has_progressed, may_try_again
+from k8s.controller.ray_jobs import DriverLog
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
 from tests.k8s.builders import READY, Clock, deployment_of, node
@@ -155,3 +157,21 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
     assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "silent", "starts"]
     assert any("pod stuck is on node dark" in line and "by force" in line for line in said)
     assert len(said) == len(set(said)), "nothing is said twice"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1_000])
+def test_a_driver_s_log_is_kept_once_and_shown_without_ray_s_state_dumps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    """Another process has written a part of it, and the stream starts from its beginning, however it is cut."""
+    text = "step 1\n\x1b[36m(raylet)\x1b[0m [state-dump] NodeManager:\n(raylet) [state-dump] 17 more\nstep 2\nstep 3"
+    (tmp_path / "job-5.log").write_text("step 1\n")
+
+    class Jobs:
+        def follow_log(self, name: str, write: Callable[[str], None]) -> None:
+            for at in range(0, len(text), size):
+                write(text[at : at + size])
+
+    DriverLog(Jobs(), "job", 5, tmp_path).close(60)  # type: ignore[arg-type]
+    assert (tmp_path / "job-5.log").read_text() == text
+    assert capsys.readouterr().out == "step 2\nstep 3\n"
