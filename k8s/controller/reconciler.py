@@ -197,7 +197,7 @@ class Reconciler:
             case Step.PLACE_GANG if group:
                 self._place(group, seen.attempt, action.nodes)
             case Step.SHRINK_GANG if group:
-                self._ensure_pod_group(group, seen.attempt, action.nodes)
+                self._apply_pod_group(group, seen.attempt, action.nodes)
             case Step.START_ATTEMPT if group:
                 self._start(group, seen.attempt, action.nodes)
             case Step.STOP_DRIVER if seen.rayjob:
@@ -212,25 +212,16 @@ class Reconciler:
 
     def _place(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
         """Make or change the PodGroup, and write the worker group in one piece where it differs."""
-        self._ensure_pod_group(group, attempt, nodes)
+        self._apply_pod_group(group, attempt, nodes)
         wanted = render_worker_group(group, self._deployment)
         if group.replicas != nodes or wanted["template"] != group.spec["template"]:
             replace_group(self._api, group, wanted | {"replicas": nodes})
 
-    def _ensure_pod_group(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
-        wanted = render_pod_group(group, self._deployment, attempt, nodes)
-        found = self._api.find("PodGroup", group.pod_group)
-        if found is None:
-            self._api.create(wanted)
-            return
-        annotations = wanted["metadata"]["annotations"]
-        there = found["metadata"].get("annotations") or {}
-        if found["spec"].get("minMember") != nodes or not annotations.items() <= there.items():
-            patch = {"metadata": {"annotations": annotations}, "spec": wanted["spec"]}
-            self._api.merge("PodGroup", group.pod_group, patch)
+    def _apply_pod_group(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+        self._api.apply(render_pod_group(group, self._deployment, attempt, nodes))
 
     def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
-        self._ensure_pod_group(group, attempt, nodes)
+        self._apply_pod_group(group, attempt, nodes)
         delete_rayjobs(self._api, self._stage)  # all of them have ended
         if self._deployment.mode == "isolated":
             self._api.create(render_isolated_rayjob(group, self._deployment, attempt))

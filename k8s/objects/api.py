@@ -100,13 +100,6 @@ class Api:
             resource = self._resource(kind, body["apiVersion"])
             return _plain(resource.create(body=body, **self._scope(resource)))
 
-    def replace(self, body: Object) -> Object:
-        """Replace an object. Raises `Conflict` when its resourceVersion is no longer the one that was read."""
-        kind = body["kind"]
-        with _explained(f"update {kind} {body['metadata']['name']}"):
-            resource = self._resource(kind)
-            return _plain(resource.replace(body=body, **self._scope(resource)))
-
     def merge(self, kind: str, name: str, patch: Object) -> Object:
         """Apply a JSON merge patch. Raises `Conflict` when the resourceVersion in it is no longer the current one."""
         with _explained(f"patch {kind} {name}"):

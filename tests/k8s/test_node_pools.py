@@ -58,7 +58,7 @@ class Mortal:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._api, name)
-        return self.counted(call) if name in ("create", "merge", "replace", "delete") else call
+        return self.counted(call) if name in ("create", "merge", "apply", "delete") else call
 
     def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def write(*arguments: Any, **options: Any) -> Any:
