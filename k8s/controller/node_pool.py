@@ -17,7 +17,6 @@ from k8s.objects.node_group import (
     EksBusy,
     EksNodeGroup,
     NodeGroupAbsent,
-    NodeGroupDenied,
     NodeGroupError,
     NodeGroupLease,
     count_ready_nodes,
@@ -57,12 +56,12 @@ class NodePool:
     def __init__(self, api: Api, holder: str, name: str, report: Callable[[str], None], ends_at: str = "") -> None:
         self._api, self._holder, self._name, self._report, self._ends_at = api, holder, name, report, ends_at
         self._described: tuple[EksNodeGroup | None, float] = (None, 0.0)  # as EKS described it, and when
-        self._denied = ""
+        self._refusal = ""  # why EKS did not resize the group
         self._busy, self._rests_until = "", 0.0  # why EKS could not serve the last call, and until when it rests
         self._releasing_since: float | None = None
 
     def observe(self, nodes: int) -> PoolState:
-        """Observe the pool's progress towards so many nodes, without a change. Raises `NodeGroupError`."""
+        """Observe the pool's progress towards so many nodes, without a change."""
         if not self._name:
             return PoolState()
         if ended := explain_end(self._ends_at):
@@ -72,16 +71,15 @@ class NodePool:
             return PoolState(is_raised=False, report=f"node group {self._name} is held by {holder}")
         try:
             group = self._describe()
-        except (NodeGroupDenied, NodeGroupAbsent) as error:
-            return PoolState(is_raised=False, refusal=str(error))
         except EksBusy as error:
             self._rest(error)
             return PoolState(is_raised=False, report=str(error))
-        refusal = self._denied
+        except NodeGroupError as error:
+            return PoolState(is_raised=False, refusal=str(error))
         if nodes > group.max_size:
-            refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
-        if refusal:
-            return PoolState(is_raised=False, refusal=refusal)
+            self._refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
+        if self._refusal:
+            return PoolState(is_raised=False, refusal=self._refusal)
         issues = "".join(f"; {issue}" for issue in group.issues)
         if not holder or group.desired_size < nodes:
             busy = f"; {self._busy}" if self._is_resting else ""
@@ -95,7 +93,7 @@ class NodePool:
     def hold(self, nodes: int) -> None:
         """Take the group's Lease and scale the group up, unless somebody else holds it or EKS was busy just now.
 
-        Raises `NodeGroupError`, and `Conflict` where somebody else takes the Lease at the same time.
+        Raises `Conflict` where somebody else takes the Lease at the same time.
         """
         holder = find_holder(self._api, self._name)
         if holder not in ("", self._holder) or self._is_resting:
@@ -106,10 +104,10 @@ class NodePool:
             if self._describe(is_fresh=True).desired_size < nodes:
                 resize_node_group(self._name, nodes)
                 self._described = (None, 0.0)
-        except NodeGroupDenied as error:
-            self._denied = str(error)
         except EksBusy as error:
             self._rest(error)
+        except NodeGroupError as error:
+            self._refusal = str(error)
 
     def release(self) -> bool:
         """Scale every node group that the holder has down to its minimum, and give up its Lease.

@@ -46,10 +46,6 @@ class NodeGroupAbsent(NodeGroupError):
     """The node group or its cluster does not exist."""
 
 
-class NodeGroupDenied(NodeGroupError):
-    """The IAM role does not allow the call."""
-
-
 @dataclass(frozen=True)
 class EksNodeGroup:
     """A managed node group as EKS describes it."""
@@ -150,7 +146,7 @@ def _explained(call: str, name: str) -> Iterator[None]:
     except ClientError as error:
         raise _explain(what, name, error.response) from error
     except (NoCredentialsError, NoRegionError) as error:
-        raise NodeGroupDenied(
+        raise NodeGroupError(
             f"{what}: this pod has no AWS account or region ({error}). The service accounts deployer and reaper need a "
             f"Pod Identity association (infra/modules/eks makes it), and its agent must run"
         ) from error
@@ -166,7 +162,7 @@ def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
     if code == "ResourceNotFoundException":
         return NodeGroupAbsent(f"{message}. Correct CLUSTER_NAME and the node groups in the overlay's settings.env")
     if code in DENIED:
-        return NodeGroupDenied(
+        return NodeGroupError(
             f"{message}. The roles of the service accounts deployer and reaper must allow eks:DescribeNodegroup and "
             f"eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent: its action has "
             f"attached {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget until somebody "
