@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kubernetes
 import kubernetes.stream
+import kubernetes.watch
 import urllib3
 import urllib3.exceptions
 import yaml
@@ -143,19 +144,14 @@ class Api:
         """Yield the log lines of a pod, each after its time stamp, until the stream ends."""
         core = kubernetes.client.CoreV1Api(self._client)
         with _explained(f"read the log of pod {pod}"):
-            stream = core.read_namespaced_pod_log(
+            yield from kubernetes.watch.Watch().stream(
+                core.read_namespaced_pod_log,
                 pod,
                 self.namespace,
                 container=container,
-                follow=True,
                 timestamps=True,
-                _preload_content=False,
                 _request_timeout=(CONNECT_SECONDS, SILENCE_SECONDS),
             )
-            rest = b""
-            for chunk in cast(Any, stream).stream():
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from (line.decode(errors="replace") for line in lines)
 
     def execute(self, pod: str, container: str, command: list[str]) -> str:
         """Run a command in a pod's container and return its stdout and stderr."""
