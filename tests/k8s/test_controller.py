@@ -13,7 +13,7 @@ from k8s.controller.observation import count_disturbances, has_progressed, may_t
 from k8s.controller.ray_jobs import DriverLog
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
-from tests.k8s.builders import READY, Clock, deployment_of, node
+from tests.k8s.builders import READY, Clock, deployment_of, node, pod
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 
@@ -107,16 +107,6 @@ FAULT = {"type": "AcceleratedHardwareReady", "status": "False", "reason": "Neuro
 def test_a_lost_node(taints: list[Thing], conditions: list[Thing], is_lost: bool, has_fault: bool) -> None:
     loss = loss_of(node("n", taints, conditions))
     assert (loss is not None, bool(loss and loss.is_fault)) == (is_lost, has_fault)
-
-
-def pod(name: str, on: str, component: str = "trainer", **metadata: Any) -> Thing:
-    labels = {"millrace.dev/component": component, "ray.io/node-type": "worker"}
-    return {
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": labels} | metadata,
-        "spec": {"nodeName": on, "terminationGracePeriodSeconds": 330},
-        "status": {"phase": "Running"},
-    }
 
 
 TERMINATING: dict[str, Any] = {"deletionTimestamp": "yesterday", "deletionGracePeriodSeconds": 330}

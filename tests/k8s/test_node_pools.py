@@ -24,7 +24,7 @@ from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one
 from k8s.objects.record import ask_to_stop
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import Clock, one_off_of
+from tests.k8s.builders import Clock, one_off_of, pod
 from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.rendered import Thing
 from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, reap
@@ -301,47 +301,22 @@ def advance(world: World, nodes: OneOffNodes, times: int = 4) -> bool:
     return is_left
 
 
-def begin_pod(world: World) -> None:
-    metadata = {"name": "pod", "labels": {"job-name": ONE_OFF}}
-    world.api.create({"kind": "Pod", "metadata": metadata, "spec": {}, "status": {"phase": "Running"}})
-
-
-def test_a_node_comes_for_a_one_off_and_goes_when_its_pod_has_ended(world: World, cloud: Cloud) -> None:
+@pytest.mark.parametrize("how", ["it has ended", "Ctrl-C deletes it"])
+def test_a_node_comes_for_a_one_off_and_goes_when_its_pod_has_ended(world: World, cloud: Cloud, how: str) -> None:
     nodes = one_off_nodes(world)
     advance(world, nodes)
     assert (cloud.sizes, world.holder) == ([0, 1], ONE_OFF)
-    begin_pod(world)
-    complete_job(world, ONE_OFF)
-    advance(world, nodes)
+    world.api.create(pod("pod", component="one-off"))
+    world.api.merge("Pod", "pod", {"metadata": {"labels": {"job-name": ONE_OFF}}})
+    if how == "it has ended":
+        complete_job(world, ONE_OFF)
+    else:
+        world.api.delete("Job", ONE_OFF)
+    assert advance(world, nodes)
     assert cloud.size == 1, "the pod is still on it"
     world.api.merge("Pod", "pod", {"status": {"phase": "Succeeded"}})
     assert not advance(world, nodes)
     assert (cloud.sizes, world.holder) == ([0, 1, 0], "")
-
-
-def test_a_node_is_given_back_once_the_job_is_deleted_and_its_pod_has_ended(world: World, cloud: Cloud) -> None:
-    """Ctrl-C deletes the Job; its pod has seconds to end."""
-    nodes = one_off_nodes(world)
-    advance(world, nodes)
-    begin_pod(world)
-    world.api.delete("Job", ONE_OFF)
-    assert advance(world, nodes)
-    assert cloud.size == 1
-    world.api.delete("Pod", "pod", grace_seconds=0)
-    assert not advance(world, nodes)
-    assert (cloud.size, world.holder) == (0, "")
-
-
-def test_a_one_off_s_node_that_eks_does_not_take_back_is_left_to_the_reaper(world: World, cloud: Cloud) -> None:
-    nodes = one_off_nodes(world)
-    advance(world, nodes)
-    complete_job(world, ONE_OFF)
-    refusal = Refusal("UpdateNodegroupConfig", 403, "AccessDeniedException")
-    assert not nodes.advance()
-    refusal.end()
-    assert (cloud.size, world.holder) == (1, ONE_OFF)
-    reap(world, 2 * ORPHAN_SECONDS, ONE_OFF)
-    assert (cloud.size, world.holder) == (0, "")
 
 
 def test_a_one_off_whose_node_will_never_come_is_told_why(world: World, cloud: Cloud) -> None:

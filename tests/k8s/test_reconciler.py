@@ -14,7 +14,7 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import SETTLE_SECONDS, Reconciler
 from k8s.objects.worker_group import read_worker_group
-from tests.k8s.builders import READY, Clock
+from tests.k8s.builders import READY, Clock, pod
 from tests.k8s.rendered import Thing
 from tests.k8s.world import DARK, LOST, Reconcile, World, complete_job, ended, orphan, reap
 
@@ -198,7 +198,7 @@ def test_a_stage_that_nobody_holds_is_taken_down(world: World) -> None:
 def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
     """The Job is deleted, its pod is not: that takes the stage down itself, with time for a checkpoint."""
     orphan(world)
-    world.api.create(deploy_pod("leaves", "n0", phase="Running"))
+    world.api.create(pod("leaves", "n0", "deploy"))
     world.api.delete("Job", "deploy-trainer")
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.bound() == ["n0", "n1"]
@@ -214,7 +214,7 @@ def test_of_two_pods_that_deploy_a_stage_the_older_acts_first(
     """On a lost node it never ends, and is removed by force."""
     if is_node_lost:
         world.set_node("n9", *DARK)
-    world.api.create(deploy_pod("older", "n9" if is_node_lost else "n0", phase="Running"))
+    world.api.create(pod("older", "n9" if is_node_lost else "n0", "deploy"))
     world.api.delete("Pod", "older")
     began = clock.now
 
@@ -226,12 +226,6 @@ def test_of_two_pods_that_deploy_a_stage_the_older_acts_first(
     world.watch = end
     assert reconcile().exit_code == 0
     assert clock.now - began > 30
-
-
-def deploy_pod(name: str, on: str, **status: str) -> Thing:
-    labels = {"millrace.dev/component": "deploy", "millrace.dev/stage": "trainer"}
-    metadata = {"name": name, "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
-    return {"kind": "Pod", "metadata": metadata, "spec": {"nodeName": on}, "status": status}
 
 
 @pytest.mark.parametrize("is_job_there", [True, False])

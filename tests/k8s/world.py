@@ -22,7 +22,7 @@ from k8s.objects.node_group import find_holder
 from k8s.objects.placement import pods_of
 from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
-from tests.k8s.builders import READY, Clock, deployment_of, node
+from tests.k8s.builders import READY, Clock, deployment_of, node, pod
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 
@@ -109,16 +109,16 @@ class World:
         return (self.api.find("Node", name) or {"spec": {"taints": ["gone"]}})["spec"]["taints"] == []
 
     def _end_pods_on_live_nodes(self) -> None:
-        for pod in self._pods():
-            where = pod["spec"].get("nodeName")
-            if "deletionTimestamp" in pod["metadata"] and (not where or self._is_up(where)):
-                self.api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+        for each in self._pods():
+            where = each["spec"].get("nodeName")
+            if "deletionTimestamp" in each["metadata"] and (not where or self._is_up(where)):
+                self.api.delete("Pod", each["metadata"]["name"], grace_seconds=0)
 
     def _evict_from_dark_nodes(self) -> None:
-        for pod in self._pods():
-            if pod["spec"].get("nodeName") and not self._is_up(pod["spec"]["nodeName"]):
-                self.api.merge("Pod", pod["metadata"]["name"], {"status": {"conditions": []}})
-                self.api.delete("Pod", pod["metadata"]["name"])
+        for each in self._pods():
+            if each["spec"].get("nodeName") and not self._is_up(each["spec"]["nodeName"]):
+                self.api.merge("Pod", each["metadata"]["name"], {"status": {"conditions": []}})
+                self.api.delete("Pod", each["metadata"]["name"])
 
     def _operate(self) -> None:
         """Make and delete pods like KubeRay, for which terminating pods count."""
@@ -126,15 +126,13 @@ class World:
         if cluster is None:
             return
         group, pods = cluster_group(cluster), self._pods()
-        for pod in pods[group["replicas"] :]:
-            self.api.delete("Pod", pod["metadata"]["name"])
+        for each in pods[group["replicas"] :]:
+            self.api.delete("Pod", each["metadata"]["name"])
         for _ in range(group["replicas"] - len(pods)):
             self._pods_made += 1
-            labels = {"millrace.dev/component": "trainer", "ray.io/node-type": "worker"}
-            spec = {"terminationGracePeriodSeconds": group["template"]["spec"]["terminationGracePeriodSeconds"]}
-            name = f"trainer-{self._pods_made}"
-            pod = {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec, "status": {}}
-            self.api.create(pod)
+            made = pod(f"trainer-{self._pods_made}", phase="Pending")
+            made["spec"] = {"terminationGracePeriodSeconds": group["template"]["spec"]["terminationGracePeriodSeconds"]}
+            self.api.create(made)
 
     def _schedule(self) -> None:
         """Place pods like Volcano: the whole gang or none of it."""
