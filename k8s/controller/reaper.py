@@ -2,7 +2,8 @@
 
 The CronJob `reaper` runs `python -m k8s.controller.reaper` every 5 minutes. A stage is an orphan when its deploy Job
 was deleted while its process was dead, or has failed, and it still has pods, a PodGroup, running RayJobs or a node
-group. The reaper takes it down where no pod of a deploy Job works on it for `ORPHAN_SECONDS`. Pods of KEEP=1 stay.
+group. The reaper takes it down where no pod of a deploy Job works on it for `ORPHAN_SECONDS`. Pods of KEEP=1 stay
+while their deploy Job is there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api, ApiUnreachable, Conflict
 from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL
+from k8s.objects.names import CLUSTER, STAGE_LABEL
 from k8s.objects.node_group import read_leases
 from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
@@ -75,11 +76,10 @@ class Reaper:
         if (record and not record.is_over and not record.is_deleted) or deploy_pods_of(self._api, self._holder):
             return ""
         gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
-        marks = [(gang["metadata"].get("annotations") or {}).get(KEEP_ANNOTATION) for gang in gangs]
         cluster = self._api.find("RayCluster", CLUSTER)  # absent when somebody deleted it, and with it the pods
         pods = len(pods_of(self._api, self._holder))
         has_pods = pods > 0 or bool(cluster and worker_group_of(cluster, self._holder).replicas)
-        if ("1" in marks or (record and record.deployment.keep)) and (has_pods or gangs):
+        if record and record.deployment.keep and (has_pods or gangs):
             return ""
         rayjobs = sum(not has_ended(job) for job in rayjobs_of(self._api, self._holder))
         parts = [

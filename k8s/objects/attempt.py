@@ -13,7 +13,6 @@ from k8s.objects.names import (
     CLUSTER,
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
-    KEEP_ANNOTATION,
     NODES_KEY,
     PLACED_FOR_ANNOTATION,
     RUN_LABEL,
@@ -108,10 +107,7 @@ def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, n
         "metadata": {
             "name": group.pod_group,
             "labels": {STAGE_LABEL: group.name},
-            "annotations": {
-                PLACED_FOR_ANNOTATION: deployment.rayjob_name(attempt),
-                KEEP_ANNOTATION: "1" if deployment.keep else "0",
-            },
+            "annotations": {PLACED_FOR_ANNOTATION: deployment.rayjob_name(attempt)},
         },
         "spec": {
             "minMember": nodes,

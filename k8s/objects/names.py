@@ -32,9 +32,7 @@ CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"
 STOP_ANNOTATION = "millrace.dev/stop"
 
-# On a PodGroup: the RayJob that its pods are placed for, and whether the pods stay afterwards.
-PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"
-KEEP_ANNOTATION = "millrace.dev/keep"
+PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"  # on a PodGroup: the RayJob that its pods are placed for
 
 # Values of the label millrace.dev/component: the Job that runs a one-off, and the Job that holds its node.
 ONE_OFF = "one-off"
