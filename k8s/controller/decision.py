@@ -28,8 +28,8 @@ class Step(enum.Enum):
 
     WAIT = enum.auto()
     """Change nothing; the next pass observes again."""
-    DELETE_OLDER_RAYJOBS = enum.auto()
-    """Delete the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
+    STOP_OLDER_RAYJOBS = enum.auto()
+    """Stop the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
     HOLD_NODES = enum.auto()
     """Ask the node pool for all nodes of the deployment, even if the attempt has fewer."""
     EMPTY_GROUP = enum.auto()
@@ -66,7 +66,7 @@ class Action:
 def decide(seen: Observation) -> Action:
     """Choose the one action of this pass, by the state of the deployment:
 
-        CLEARING            older RayJobs are deleted
+        CLEARING            older RayJobs are stopped
             |
             v
         PLACING <-------------------+   nodes, pods and Ray nodes come; a gang that lacks nodes is shrunk where the
@@ -153,7 +153,7 @@ def _clear(seen: Observation) -> Action:
     if seen.waited_seconds > limit:
         return _end(seen, EXIT_AGAIN, f"the RayJob of an earlier attempt was not removed within {limit} s")
     report = "waiting for the KubeRay operator to end and remove the RayJob of an earlier attempt"
-    return Action(Step.DELETE_OLDER_RAYJOBS, report)
+    return Action(Step.STOP_OLDER_RAYJOBS, report)
 
 
 def _place(seen: Observation, gang: Gang) -> Action:

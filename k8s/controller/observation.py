@@ -73,8 +73,8 @@ class Observation:
     """A deployment as the controller sees it in one pass. Parts that the state does not need are not read."""
 
     record: Record
-    older_rayjobs: int = 0
-    """Number of RayJobs that keep the next attempt from starting."""
+    has_older_rayjobs: bool = False
+    """Whether RayJobs of the stage that have not ended keep the next attempt from starting."""
     gang: Gang | None = None
     """The gang of the next attempt; None where an attempt has a RayJob already."""
     rayjob: dict[str, Any] | None = None
@@ -106,7 +106,7 @@ class Observation:
         if rayjob is None:
             if record.stop or (record.attempts and not may_try_again(record)):
                 return State.NO_ATTEMPT_LEFT
-            return State.CLEARING if self.older_rayjobs else State.PLACING
+            return State.CLEARING if self.has_older_rayjobs else State.PLACING
         if driver.status.is_terminal() if driver else has_ended(rayjob):
             return State.ATTEMPT_ENDED
         if record.stop and driver:

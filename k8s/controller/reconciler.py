@@ -23,7 +23,7 @@ from k8s.controller.observation import Gang, Observation, State, has_progressed
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.attempt import (
-    blocks_next_attempt,
+    has_ended,
     nodes_of,
     placed_size,
     rayjobs_of,
@@ -37,7 +37,7 @@ from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
-from k8s.objects.teardown import delete_rayjobs, deploy_pods_of, release_pods, stop_rayjobs
+from k8s.objects.teardown import deploy_pods_of, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
 
@@ -131,10 +131,8 @@ class Reconciler:
             return self._observe_attempt(seen, rayjob)
         if seen.state is not State.PLACING:
             return seen
-        ended = [self._deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
-        older = [job for job in rayjobs_of(self._api, self._stage) if blocks_next_attempt(job, ended)]
-        if older:
-            return replace(seen, older_rayjobs=len(older))
+        if not all(map(has_ended, rayjobs_of(self._api, self._stage))):
+            return replace(seen, has_older_rayjobs=True)
         return replace(seen, gang=self._observe_gang(seen))
 
     def _observe_gang(self, seen: Observation) -> Gang:
@@ -188,8 +186,8 @@ class Reconciler:
         """Do the action. Returns True when the stage is down."""
         group = seen.gang.group if seen.gang else None
         match action.step:
-            case Step.DELETE_OLDER_RAYJOBS:
-                delete_rayjobs(self._api, self._stage)
+            case Step.STOP_OLDER_RAYJOBS:
+                stop_rayjobs(self._api, self._stage)
             case Step.HOLD_NODES:
                 self._pool.hold(self._deployment.nodes)
             case Step.EMPTY_GROUP if group:
@@ -222,7 +220,8 @@ class Reconciler:
 
     def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
         self._apply_pod_group(group, attempt, nodes)
-        delete_rayjobs(self._api, self._stage)  # all of them have ended
+        for ended in rayjobs_of(self._api, self._stage):
+            self._api.delete("RayJob", ended["metadata"]["name"])
         if self._deployment.mode == "isolated":
             self._api.create(render_isolated_rayjob(group, self._deployment, attempt))
         else:
@@ -253,10 +252,10 @@ class Reconciler:
         self._report(f"attempt {number} ended with exit code {ended.exit_code}: {ended.message}{progress}")
 
     def _stop_rayjobs(self, seen: Observation) -> bool:
-        """Stop the RayJobs, and give the operator time to mark those as ended of which Ray has said so."""
-        is_patient = seen.waited_seconds < SETTLE_SECONDS
-        names = [self._deployment.rayjob_name(number) for number, _ in enumerate(seen.record.attempts, start=1)]
-        return not stop_rayjobs(self._api, self._stage, frozenset(names if is_patient else ()))
+        """Stop the RayJobs, after the operator has had time to mark that of an ended attempt as ended."""
+        if seen.record.attempts and seen.waited_seconds < SETTLE_SECONDS:
+            return all(map(has_ended, rayjobs_of(self._api, self._stage)))
+        return stop_rayjobs(self._api, self._stage) == 0
 
     def _take_down(self) -> bool:
         """Remove pods and PodGroup, then give back the nodes. Returns True once all of that is done."""

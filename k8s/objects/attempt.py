@@ -88,17 +88,6 @@ def has_been_submitted(job: Object) -> bool:
     return bool((job.get("status") or {}).get("jobStatus"))
 
 
-def blocks_next_attempt(job: Object, ended: list[str]) -> bool:
-    """Whether no attempt may start yet, because this RayJob may still run.
-
-    It does not when the operator says that it has ended, nor when Ray said so and its name is therefore in `ended`. The
-    last attempt that was given up without Ray's word is being deleted, and blocks until it is gone.
-    """
-    metadata = job["metadata"]
-    is_given_up = metadata["name"] in ended[-1:] and "deletionTimestamp" in metadata
-    return not has_ended(job) and (metadata["name"] not in ended or is_given_up)
-
-
 def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
     """The PodGroup of one attempt. It lives no longer than the deployment: an empty one holds room in its queue."""
     return {

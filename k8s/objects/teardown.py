@@ -20,24 +20,14 @@ def deploy_pods_of(api: Api, stage: str) -> list[Object]:
     return [pod for pod in pods if not is_pod_over(pod)]
 
 
-def delete_rayjobs(api: Api, stage: str) -> int:
-    """Delete the stage's RayJobs, whose running jobs the operator stops. Returns how many RayJobs there were."""
-    jobs = rayjobs_of(api, stage)
-    for job in jobs:
-        api.delete("RayJob", job["metadata"]["name"])
-    return len(jobs)
+def stop_rayjobs(api: Api, stage: str) -> int:
+    """Delete the RayJobs that have not ended, whose jobs the operator stops. Returns how many had not.
 
-
-def stop_rayjobs(api: Api, stage: str, ending: frozenset[str] = frozenset()) -> int:
-    """Delete the RayJobs that have not ended, except those named in `ending`, which Ray says have ended.
-
-    Returns how many had not ended. An ended RayJob stays for `kubectl get rayjobs` until the next deployment of the
-    stage; nothing starts it again.
+    An ended RayJob stays for `kubectl get rayjobs` until the next deployment of the stage; nothing starts it again.
     """
     running = [job for job in rayjobs_of(api, stage) if not has_ended(job)]
     for job in running:
-        if job["metadata"]["name"] not in ending:
-            api.delete("RayJob", job["metadata"]["name"])
+        api.delete("RayJob", job["metadata"]["name"])
     return len(running)
 
 

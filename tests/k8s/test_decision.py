@@ -64,7 +64,7 @@ OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
 NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False}
 PLACE, EMPTY, HOLD = Action(Step.PLACE_GANG, nodes=8), Action(Step.EMPTY_GROUP), Action(Step.HOLD_NODES)
 WAIT, STOP, TAKE_DOWN = Action(Step.WAIT), Action(Step.STOP_DRIVER), Action(Step.TAKE_DOWN)
-DELETE_OLDER = Action(Step.DELETE_OLDER_RAYJOBS)
+STOP_OLDER = Action(Step.STOP_OLDER_RAYJOBS)
 WITHOUT_RAYJOB: list[Row] = [
     ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EMPTY),
     ("terminating pods", seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)), EMPTY),
@@ -113,8 +113,8 @@ WITHOUT_RAYJOB: list[Row] = [
     ),
     ("nodes that start", seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))), PLACE),
     ("a pool that EKS does not raise", seen(gang=gang(pool=UNRAISED), waited_seconds=PATIENCE + 1), over(75)),
-    ("a RayJob of an earlier deployment", seen(older_rayjobs=1), DELETE_OLDER),
-    ("an older RayJob that stays", seen(older_rayjobs=1, waited_seconds=PATIENCE + 1), over(75)),
+    ("a RayJob of an earlier deployment", seen(has_older_rayjobs=True), STOP_OLDER),
+    ("an older RayJob that stays", seen(has_older_rayjobs=True, waited_seconds=PATIENCE + 1), over(75)),
 ]
 WITH_RAYJOB: list[Row] = [
     ("a running driver", seen(**driver(JobStatus.RUNNING)), WAIT),
