@@ -46,18 +46,17 @@ class Reaper:
 
     def advance(self) -> bool:
         """Take the next step. Returns False when no further step is due."""
-        orphan = self._describe_orphan()
-        lost = self._lost.remove(is_idle=bool(orphan)) if self._lost else 0
-        if not orphan:
+        is_orphan = self._is_orphan()
+        lost = self._lost.remove(is_idle=is_orphan) if self._lost else 0
+        if not is_orphan:
             self._orphan_since = None
             return lost > 0
-        if self._orphan_since is None:
-            self._orphan_since = time.monotonic()
-            self._report(f"no Job holds {orphan}")
+        self._orphan_since = self._orphan_since or time.monotonic()
         if time.monotonic() - self._orphan_since < ORPHAN_SECONDS:
+            self._report(f"no Job holds it: taking it down in {ORPHAN_SECONDS:.0f} s")
             return True
         if self._holder in STAGES and (left := self._take_down()):
-            self._report(f"taking it down, {left} left")
+            self._report(f"taking it down, {left} RayJobs or pods left")
             return True
         if not self._pool.release():
             return True
@@ -67,28 +66,24 @@ class Reaper:
     def _take_down(self) -> int:
         return stop_rayjobs(self._api, self._holder) or release_pods(self._api, self._holder)
 
-    def _describe_orphan(self) -> str:
-        """List what is left of a stage or one-off that no Job holds; empty when it is held, kept, or down."""
-        groups = [f"node group {each.group}" for each in read_leases(self._api) if each.holder == self._holder]
+    def _is_orphan(self) -> bool:
+        """Whether something is left of a stage or one-off that no Job holds and nobody wants to keep."""
+        has_nodes = any(lease.holder == self._holder for lease in read_leases(self._api))
         if self._holder not in STAGES:
-            return "" if is_active(self._api.find("Job", self._holder)) else ", ".join(groups)
+            return has_nodes and not is_active(self._api.find("Job", self._holder))
         record = read_record(self._api, self._holder)
-        if (record and not record.is_over and not record.is_deleted) or deploy_pods_of(self._api, self._holder):
-            return ""
-        gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
+        is_held = record and not record.is_over and not record.is_deleted
+        if is_held or deploy_pods_of(self._api, self._holder):
+            return False
         cluster = self._api.find("RayCluster", CLUSTER)  # absent when somebody deleted it, and with it the pods
-        pods = len(pods_of(self._api, self._holder))
-        has_pods = pods > 0 or bool(cluster and worker_group_of(cluster, self._holder).replicas)
-        if record and record.deployment.keep and (has_pods or gangs):
-            return ""
-        rayjobs = sum(not has_ended(job) for job in rayjobs_of(self._api, self._holder))
-        parts = [
-            f"{pods} pods" if has_pods else "",
-            f"{rayjobs} RayJobs that run" if rayjobs else "",
-            "its PodGroup" if gangs else "",
-            *groups,
-        ]
-        return ", ".join(filter(None, parts))
+        has_pods = bool(
+            pods_of(self._api, self._holder)
+            or (cluster and worker_group_of(cluster, self._holder).replicas)
+            or self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
+        )
+        if record and record.deployment.keep and has_pods:
+            return False
+        return has_nodes or has_pods or not all(map(has_ended, rayjobs_of(self._api, self._holder)))
 
 
 def main() -> int:
