@@ -7,7 +7,6 @@ client was interrupted continues, and the same command of the same person follow
 from __future__ import annotations
 
 import getpass
-import json
 import secrets
 import shlex
 import sys
@@ -36,7 +35,6 @@ from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     ONE_OFF,
-    OUTCOME_ANNOTATION,
     one_off_nodes_name,
 )
 from k8s.objects.one_off_job import (
@@ -49,7 +47,7 @@ from k8s.objects.one_off_job import (
     render_one_off_nodes_job,
 )
 from k8s.objects.placement import newest_event
-from k8s.objects.record import Outcome, read_record
+from k8s.objects.record import read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.packed_recipe import pack_recipe
@@ -191,16 +189,18 @@ def _find(api: Api, digest: str) -> Object | None:
 
 def _follow(api: Api, name: str, request: OneOffRequest) -> int:
     """Print the output until the Job has ended, and delete it."""
-    output = PodOutput(api, f"job-name={name}", CONTAINER, name)
-    output.start()
-    if api.find("Job", one_off_nodes_name(name)):
-        PodOutput(api, f"job-name={one_off_nodes_name(name)}", "nodes", f"node of {name}").start()
+    nodes = one_off_nodes_name(name)
+    jobs = [(name, CONTAINER), *([(nodes, "nodes")] if api.find("Job", nodes) else [])]
+    outputs = [PodOutput(api, f"job-name={each}", container, each) for each, container in jobs]
+    for output in outputs:
+        output.start()
     try:
         job, pods = _await_end(api, name, request)
     except (NoStart, TryAgain):  # other errors, such as a right that is missing for a moment, end no Job
         api.delete("Job", name)
+        outputs[-1].finish()
         raise
-    output.finish()
+    outputs[0].finish()
     code, said = read_end(job, pods)
     print(f"{name} ended with exit code {code}{f': {said}' if said else ''}", flush=True)
     api.delete("Job", name, uid=job["metadata"]["uid"])
@@ -232,7 +232,7 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
 def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> str:
     """Explain what a Job whose pod has not started waits for; empty once it has.
 
-    Raises `NoStart` or `TryAgain` where no node or image will come.
+    Raises `NoStart` where no node or image will come.
     """
     if any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
         return ""
@@ -243,10 +243,6 @@ def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -
             raise NoStart(problem)
     name = str(job["metadata"]["name"])
     nodes_job = api.find("Job", one_off_nodes_name(name))
-    if outcome := ((nodes_job or {}).get("metadata", {}).get("annotations") or {}).get(OUTCOME_ANNOTATION):
-        ended = Outcome(**json.loads(outcome))
-        kind = TryAgain if ended.exit_code == TryAgain.exit_code else NoStart
-        raise kind(f"{name} gets no node, and was deleted: {ended.message}")
     if nodes_job and is_job_over(nodes_job):
-        raise NoStart(f"{name} gets no node, and was deleted: the Job that adds one ended, see its output above")
+        raise NoStart(f"{name} gets no node, and was deleted: the output of {one_off_nodes_name(name)} above says why")
     return waits

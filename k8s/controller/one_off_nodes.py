@@ -6,19 +6,15 @@ and a client has no AWS account. It may be killed at any time: the Job's next po
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
 from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api
 from k8s.objects.conditions import is_pod_over
-from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
 from k8s.objects.one_off_job import cpu_group_of, is_active
-from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_cluster
 from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
@@ -42,23 +38,15 @@ class OneOffNodes:
         Raises errors of the Kubernetes API and of EKS, after which it may be called again.
         """
         if is_active(self._api.find("Job", self._one_off)):
-            if self._hold():
+            state = self._pool.observe(NODES)
+            self._report(state.refusal or state.report or "the node is ready")
+            if not state.refusal:  # otherwise the node never comes: this Job ends, and the client deletes the other
+                if not state.is_raised:
+                    self._pool.hold(NODES)
                 return True
         elif self._has_pods():  # the reaper removes a pod whose node is lost
             return True
         return not self._pool.release()
-
-    def _hold(self) -> bool:
-        """Take the next step towards the node. Returns False where it will never come."""
-        state = self._pool.observe(NODES)
-        self._report(state.refusal or state.report or "the node is ready")
-        if state.refusal:
-            outcome = json.dumps(asdict(Outcome(state.exit_code, state.refusal)))
-            patch = {"metadata": {"annotations": {OUTCOME_ANNOTATION: outcome}}}
-            self._api.merge("Job", one_off_nodes_name(self._one_off), patch)
-        elif not state.is_raised:
-            self._pool.hold(NODES)
-        return not state.refusal
 
     def _has_pods(self) -> bool:
         return not all(map(is_pod_over, self._api.find_all("Pod", f"job-name={self._one_off}")))
