@@ -109,7 +109,7 @@ def test_nodes_come_for_a_deployment_and_go_after_it(
 def test_a_group_has_one_holder_and_the_next_one_waits(
     world: World, cloud: Cloud, reconcile: Reconcile, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take_lease(world.api, POOL, "compiler")  # type: ignore[arg-type]
+    take_lease(world.api, POOL, "compiler")
     assert reconcile(start_timeout_seconds=60).exit_code == 75
     assert f"node group {POOL} is held by compiler" in capsys.readouterr().out
     assert (cloud.sizes, world.holder) == ([0], "compiler")
@@ -133,7 +133,7 @@ def test_who_ends_a_deployment_gives_its_nodes_back(world: World, cloud: Cloud, 
         if world.drivers and how != "stop-stage":
             world.api.delete("Job", "deploy-trainer")
         elif world.drivers and not world.record.stop:
-            ask_to_stop(world.api, world.record, "ann")  # type: ignore[arg-type]
+            ask_to_stop(world.api, world.record, "ann")
 
     world.watch = end
     world.attempt = lambda number: RUNNING
@@ -162,7 +162,7 @@ def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
         try:
             outcome = Reconciler(api, deployment, "first").run()  # type: ignore[arg-type]
         except Killed:
-            outcome = Reconciler(world.api, deployment, "second").run()  # type: ignore[arg-type]
+            outcome = Reconciler(world.api, deployment, "second").run()
         else:
             break
         world.pass_time()
@@ -185,14 +185,14 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     reap(world, 3 * ORPHAN_SECONDS)
     assert (world.bound(), world.holder) == (["ip-0", "ip-1"], "trainer")
     with pytest.raises(DeviceError, match=rf"{POOL} by trainer.*make stop-stage STAGE=trainer"):
-        require_nodes_given_back(world.api)  # type: ignore[arg-type]
-    print_left_nodes(world.api)  # type: ignore[arg-type]
+        require_nodes_given_back(world.api)
+    print_left_nodes(world.api)
     assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
-    KubeRayTarget(world.api).stop("trainer")  # type: ignore[arg-type]
+    KubeRayTarget(world.api).stop("trainer")
     assert (cloud.size, world.bound()) == (2, [])
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.is_down
-    require_nodes_given_back(world.api)  # type: ignore[arg-type]
+    require_nodes_given_back(world.api)
 
 
 def test_nodes_without_capacity_are_given_up_and_given_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
@@ -290,7 +290,7 @@ def one_off_nodes(world: World, api: Any = None) -> OneOffNodes:
         cpu_group = cpu_group_of(cluster)
         world.api.create(render_one_off_nodes_job(cpu_group, one_off_of()))
         world.api.create(render_one_off_job(worker_group_of(cluster, "trainer"), cpu_group, one_off_of()))
-    return OneOffNodes(api or world.api, ONE_OFF)  # type: ignore[arg-type]
+    return OneOffNodes(api or world.api, ONE_OFF)
 
 
 def advance(world: World, nodes: OneOffNodes, times: int = 4) -> bool:

@@ -95,7 +95,7 @@ def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_sta
             world.drivers["trainer-abc123-1"] = ended(0)
 
     world.watch = finish
-    outcome = Reconciler(world.api, world.record.deployment, "pod").run()  # type: ignore[arg-type]
+    outcome = Reconciler(world.api, world.record.deployment, "pod").run()
     assert outcome
     assert outcome.exit_code == exit_code
     assert [attempt.exit_code for attempt in world.record.attempts] == [exit_code]
@@ -105,12 +105,12 @@ def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_sta
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:
     """The Job's limit is lowered to its failures so far; before that its pod is replaced however often it fails."""
-    limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
+    limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]
     assert limit >= 1_000
     world.attempt = lambda number: ended(3, "millrace: no corpus")
     outcome = reconcile()
     assert (outcome.exit_code, "no corpus" in outcome.message) == (3, True)
-    assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
+    assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2
 
 
 def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
@@ -123,13 +123,13 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
     def attempt(number: int) -> DriverState:
         job = world.api.find("RayJob", f"trainer-abc123-{number}") or {}
         ran.append((job["spec"]["metadata"]["nodes"], job["spec"]["entrypoint"].rpartition(" ")[2], world.bound()))
-        statuses.append(describe_status(world.api))  # type: ignore[arg-type]
+        statuses.append(describe_status(world.api))
         world.set_node("n1", *(DARK if number == 1 else ([], [READY])))
         return LOST if number < 3 else ended(0)
 
     world.attempt = attempt
     reconcile(drain_seconds=60, nodes=2, fewer_nodes=(1,), workers_per_node=4, retries=3)
-    root = read_worker_group(world.api, "trainer").root  # type: ignore[arg-type]
+    root = read_worker_group(world.api, "trainer").root
     assert ran == [
         ("2", root, ["n0", "n1"]),
         ("1", "--parallel.data_parallel_size=4", ["n0"]),
@@ -164,7 +164,7 @@ def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile
     world.attempt = lambda number: LOST if number == 1 else ended(0)
     reconcile()
     assert world.api.names("RayJob") == ["trainer-abc123-2"]
-    assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"  # type: ignore[index]
+    assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"
     reconcile(id="def456", image="another")
     assert world.api.names("RayJob") == ["trainer-def456-2"]
 
@@ -244,8 +244,8 @@ def test_an_image_that_ended_well_is_known_to_the_next_cluster(
     """Clients read it from the RayCluster; the root keeps it where the RayCluster does not."""
     annotation = "millrace.dev/trainer-good-images"
     reconcile(image="a@sha256:1")
-    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]
     world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": {annotation: None}}})
     reconcile(id="def456", image="a@sha256:2")
-    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]  # type: ignore[arg-type]
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]
     assert read_good_images(tmp_path, "trainer") == ["a@sha256:1", "a@sha256:2"]

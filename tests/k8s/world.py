@@ -37,7 +37,7 @@ class World:
 
     def __init__(self, cluster: Thing, clock: Clock, nodes: int, pool: str = "") -> None:
         self.clock, self.pool = clock, pool
-        self.api = MemoryApi(copy.deepcopy(cluster))
+        self.api: Any = MemoryApi(copy.deepcopy(cluster))
         self.is_head_there = True
         self.drivers: dict[str, DriverState] = {}
         self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
@@ -67,20 +67,20 @@ class World:
         deployment = deployment_of(**settings | changes)
         if self.api.find("Job", "deploy-trainer"):
             self.api.delete("Job", "deploy-trainer")
-        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)  # type: ignore[arg-type]
+        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)
         self.api.create(job | {"status": {"failed": 2}})
         return deployment
 
     @property
     def record(self) -> Record:
-        record = read_record(self.api, "trainer")  # type: ignore[arg-type]
+        record = read_record(self.api, "trainer")
         assert record
         return record
 
     @property
     def holder(self) -> str:
         """The stage or one-off that holds the node group."""
-        return find_holder(self.api, self.pool)  # type: ignore[arg-type]
+        return find_holder(self.api, self.pool)
 
     @property
     def is_down(self) -> bool:
@@ -103,7 +103,7 @@ class World:
         self.watch()
 
     def _pods(self) -> list[Thing]:
-        return pods_of(self.api, "trainer")  # type: ignore[arg-type]
+        return pods_of(self.api, "trainer")
 
     def _is_up(self, name: str) -> bool:
         return (self.api.find("Node", name) or {"spec": {"taints": ["gone"]}})["spec"]["taints"] == []
@@ -214,12 +214,12 @@ def orphan(world: World, **changes: Any) -> None:
     world.watch = leave
     world.attempt = lambda number: RUNNING
     with pytest.raises(Gone):
-        Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        Reconciler(world.api, world.deploy(**changes), "pod").run()
     world.watch = watch
 
 
 def reap(world: World, seconds: float, holder: str = "trainer") -> None:
-    reaper = Reaper(world.api, holder)  # type: ignore[arg-type]
+    reaper = Reaper(world.api, holder)
     until = world.clock.now + seconds
     while reaper.advance() and world.clock.now < until:
         world.pass_time()
