@@ -76,10 +76,9 @@ class NodePool:
             return PoolState(is_raised=False, report=str(error))
         except NodeGroupError as error:
             return PoolState(is_raised=False, refusal=str(error))
-        if nodes > group.max_size:
-            self._refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
-        if self._refusal:
-            return PoolState(is_raised=False, refusal=self._refusal)
+        lack = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
+        if refusal := lack if nodes > group.max_size else self._refusal:
+            return PoolState(is_raised=False, refusal=refusal)
         issues = "".join(f"; {issue}" for issue in group.issues)
         if not holder or group.desired_size < nodes:
             busy = f"; {self._busy}" if self._is_resting else ""

@@ -22,7 +22,7 @@ from k8s.objects.node_group import read_leases
 from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
 from k8s.objects.record import read_record
-from k8s.objects.teardown import deploy_pods_of, release_pods, stop_rayjobs
+from k8s.objects.teardown import deploy_pods_of, take_down
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
@@ -55,16 +55,13 @@ class Reaper:
         if time.monotonic() - self._orphan_since < ORPHAN_SECONDS:
             self._report(f"no Job holds it: taking it down in {ORPHAN_SECONDS:.0f} s")
             return True
-        if self._holder in STAGES and (left := self._take_down()):
+        if self._holder in STAGES and (left := take_down(self._api, self._holder)):
             self._report(f"taking it down, {left} RayJobs or pods left")
             return True
         if not self._pool.release():
             return True
         self._report("stopped")
         return False
-
-    def _take_down(self) -> int:
-        return stop_rayjobs(self._api, self._holder) or release_pods(self._api, self._holder)
 
     def _is_orphan(self) -> bool:
         """Whether something is left of a stage or one-off that no Job holds and nobody wants to keep."""

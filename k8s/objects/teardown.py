@@ -20,6 +20,11 @@ def deploy_pods_of(api: Api, stage: str) -> list[Object]:
     return [pod for pod in pods if not is_pod_over(pod)]
 
 
+def take_down(api: Api, stage: str) -> int:
+    """Stop the stage's RayJobs, then remove its pods. Returns how many of either are left."""
+    return stop_rayjobs(api, stage) or release_pods(api, stage)
+
+
 def stop_rayjobs(api: Api, stage: str) -> int:
     """Delete the RayJobs that have not ended, whose jobs the operator stops. Returns how many had not.
 
