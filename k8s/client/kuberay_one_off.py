@@ -120,16 +120,17 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
         user=getpass.getuser(),
         memory_gib=request.memory_gib,
     )
-    jobs = [("the client creates it, and deletes it at its end", render_one_off_job(group, cpu_group, one_off))]
-    if cpu_group.node_pool:
-        jobs.append(("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
+    job = render_one_off_job(group, cpu_group, one_off)
+    jobs = [("the client creates it, and deletes it at its end", job)]
+    if cpu_group.node_pool:  # first, for alone it ends by itself; its program starts seconds after the other Job
+        jobs.insert(0, ("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
     told = {
         "cost": _describe_cost(cpu_group, one_off),
         "nodes": _describe_nodes(api, cpu_group),
         "runs": f"{one_off.stage}: {shlex.join(one_off.words)}",
         "image": one_off.image,
         "recipe": recipe.describe() if recipe else "none: the subcommand takes none",
-        "takes": _describe_resources(jobs[0][1]),
+        "takes": _describe_resources(job),
     }
     plan = [f"{what:<12s}{text}" for what, text in told.items() if text]
     print("\n".join(filter(None, [*plan, describe_judge(labels)])), flush=True)

@@ -17,7 +17,7 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.objects.api import Object
 from k8s.objects.attempt import has_been_submitted, has_ended
 from k8s.objects.deployment import Deployment
-from k8s.objects.record import Outcome, Record
+from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 
@@ -141,20 +141,11 @@ def end_of_attempt(rayjob: Object, driver: DriverState | None, stop: str) -> tup
     return exit_code, line if exit_code == driver.exit_code else f"the driver was lost: {line}"
 
 
-def count_disturbances(attempts: tuple[Outcome, ...]) -> int:
-    """The number of attempts since the last one that committed a new checkpoint, that attempt included."""
-    count = 0
-    for attempt in reversed(attempts):
-        count += 1
-        if attempt.progressed:
-            break
-    return count
-
-
 def may_try_again(record: Record) -> bool:
-    """Whether another attempt follows the last. Retries count disturbances since the newest checkpoint."""
-    is_left = count_disturbances(record.attempts) <= record.deployment.retries
-    return is_tried_again(record.attempts[-1].exit_code) and is_left and not record.stop
+    """Whether another attempt follows the last. Retries count attempts since the newest one that left a checkpoint."""
+    attempts = record.attempts
+    count = next((n for n, each in enumerate(reversed(attempts), start=1) if each.progressed), len(attempts))
+    return is_tried_again(attempts[-1].exit_code) and count <= record.deployment.retries and not record.stop
 
 
 def has_progressed(before: dict[str, int], after: dict[str, int], message: str) -> bool:
