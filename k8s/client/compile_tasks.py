@@ -49,8 +49,7 @@ def check_trace(group: WorkerGroup, outline: Outline) -> str:
     if group.name != "compiler" or not is_on_device or NEURON in group.requests:
         return ""
     return (
-        f'compile.trace_on is "device", but {group.name} pods have no {NEURON}: they run on CPU nodes, so that no '
-        f"Trainium node is paid for while graphs compile. If a CPU traces the same graphs, remove compile.trace_on "
-        f"from recipe and ARGS. Otherwise move the compiler to Trainium nodes: COMPILER_POOL=trainium in the overlay's "
-        f"settings.env, then: make cluster-up"
+        f'compile.trace_on is "device", but {group.name} pods have no {NEURON}. If a CPU traces the same graphs, '
+        f"remove compile.trace_on from recipe and ARGS. Otherwise move the compiler to Trainium nodes: "
+        f"COMPILER_POOL=trainium in the overlay's settings.env, then: make cluster-up"
     )

@@ -19,48 +19,36 @@ from k8s.objects.worker_group import WorkerGroup, groups_with, render_worker_gro
 
 def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
     """The plan for a person, one fact a line, the cost first."""
-    recipe = recipe_name(group.name, deployment.recipe_digest)
-    stage = f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes, 'pods')}"
-    told = {
+    settings = outline.compile
+    has_tasks = group.name == "compiler" and outline.has_compile_tasks
+    between = " without a new checkpoint between them" if group.name == "trainer" else ""
+    fewer = ", ".join(map(str, deployment.fewer_nodes))
+    measured = f"; its slowest checkpoint took {group.checkpoint_seconds} s" if group.checkpoint_seconds else ""
+    facts = {
         "cost": describe_cost(group, deployment, outline),
         "nodes": describe_source(group, deployment),
         "capacity": describe_reservation(group, deployment, outline),
-    }
-    lines = [
-        *(f"{what:<12s}{text}" for what, text in told.items() if text),
-        stage,
-        f"image       {_change(group.image, deployment.image)}",
-        f"recipe      {outline.name}, ConfigMap {_change(group.recipe, recipe)}",
-        f"arguments   {' '.join(deployment.arguments) or 'none'}",
-        f"restarts    {_restarts(group, deployment)}",
-        f"retries     {_retries(group, deployment)}",
-        f"waits       {deployment.start_timeout_seconds} s for its pods at first (WAIT), and "
+        "stage": f"{group.name}: {outline.describe_topology(group.name, deployment.nodes, 'pods')}",
+        "tasks": has_tasks
+        and f"{settings.num_workers} graphs at a time, each with {settings.task_cpus} CPUs and "
+        f"{settings.task_memory_gib:g} GiB, {tasks_of_a_pod(group, outline)} on a pod",
+        "traces": has_tasks and _place_of_trace(group, outline),
+        "image": _change(group.image, deployment.image),
+        "recipe": f"{outline.name}, ConfigMap "
+        + _change(group.recipe, recipe_name(group.name, deployment.recipe_digest)),
+        "arguments": " ".join(deployment.arguments) or "none",
+        "restarts": _restarts(group, deployment),
+        "retries": f"{deployment.retries}{between}, after exit code 75 or a lost head",
+        "waits": f"{deployment.start_timeout_seconds} s for its pods at first (WAIT), and "
         f"{deployment.loss_timeout_seconds} s after a loss, while the other nodes are held (WAIT_AFTER_LOSS)",
-    ]
-    if group.name == "compiler" and outline.has_compile_tasks:
-        at = lines.index(stage) + 1
-        lines[at:at] = [f"tasks       {_tasks(group, outline)}", f"traces      {_place_of_trace(group, outline)}"]
-    if deployment.fewer_nodes:
-        fewer = ", ".join(map(str, deployment.fewer_nodes))
-        lines.append(f"fewer       after a loss without a spare node it continues on {fewer} nodes (cluster.min_nodes)")
-    measured = f"; its slowest checkpoint took {group.checkpoint_seconds} s" if group.checkpoint_seconds else ""
-    if deployment.limit_seconds:
-        hours = deployment.limit_seconds / 3600
-        lines.append(
-            f"limit       {hours:g} h from now on, with all waits and attempts: then a checkpoint and exit code 75"
-        )
-    lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
-    if deployment.keep:
-        lines.append("afterwards  KEEP=1: the pods stay up and hold their nodes until make stop-stage")
-    return "\n".join(lines)
-
-
-def _tasks(group: WorkerGroup, outline: Outline) -> str:
-    settings = outline.compile
-    return (
-        f"{settings.num_workers} graphs at a time, each with {settings.task_cpus} CPUs and "
-        f"{settings.task_memory_gib:g} GiB, {tasks_of_a_pod(group, outline)} on a pod"
-    )
+        "fewer": fewer and f"after a loss without a spare node it continues on {fewer} nodes (cluster.min_nodes)",
+        "limit": deployment.limit_seconds
+        and f"{deployment.limit_seconds / 3600:g} h from now on, with all waits and attempts: then a checkpoint and "
+        f"exit code 75",
+        "notice": f"{deployment.drain_seconds} s before a pod ends{measured}",
+        "afterwards": deployment.keep and "KEEP=1: the pods stay up and hold their nodes until make stop-stage",
+    }
+    return "\n".join(f"{what:<12s}{text}" for what, text in facts.items() if text)
 
 
 def _place_of_trace(group: WorkerGroup, outline: Outline) -> str:
@@ -70,11 +58,6 @@ def _place_of_trace(group: WorkerGroup, outline: Outline) -> str:
             "traces the same graphs (docs/operations/first-trainium-run.md, point 1), COMPILER_POOL=cpu saves them"
         )
     return "without a device" + (", although its pods have devices (COMPILER_POOL)" if NEURON in group.requests else "")
-
-
-def _retries(group: WorkerGroup, deployment: Deployment) -> str:
-    between = " without a new checkpoint between them" if group.name == "trainer" else ""
-    return f"{deployment.retries}{between}, after exit code 75 or a lost head"
 
 
 def _restarts(group: WorkerGroup, deployment: Deployment) -> str:

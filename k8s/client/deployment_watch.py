@@ -1,4 +1,5 @@
-"""Follows a deployment: prints the output of its deploy Job, and returns the stage's exit code.
+"""Follows a deployment: waits until the stage's image has accepted it, prints the output of its deploy Job, and returns
+the stage's exit code.
 
 A broken log stream is resumed. The exit code is read from the Job and not from its log.
 """
@@ -13,14 +14,27 @@ from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter, print_line
-from k8s.client.pull_watch import explain_wait
+from k8s.client.pull_watch import PullWatch, explain_crash, explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.deploy_job import EXIT_ENDED_BADLY
+from k8s.objects.deployment import Deployment
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
-from k8s.objects.record import Record, read_record
-from services.common.errors import DeviceError
+from k8s.objects.placement import newest_event
+from k8s.objects.record import Acceptance, Record, read_record
+from services.common.errors import DeviceError, MillraceError
 
 POLL_SECONDS = 1.0
 LAST_LINES_SECONDS = 15.0
+LEAST_SECONDS = 600.0
+"""Shortest time limit of the stage's image, which may have to be pulled first, for its answer."""
+
+
+class NotDeployed(MillraceError):
+    """Preflight found problems: nothing was placed, and no node was added."""
+
+    def __init__(self, message: str, exit_code: int = DeviceError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -42,27 +56,67 @@ def follow(api: Api, stage: str, deployment_id: str, watch: Watch = PRINTING) ->
     output.start()
     while True:
         try:
-            record = read_record(api, stage)
-            if record and record.deployment.id == deployment_id and not record.is_over:
-                watch.look(record)
+            record = _read_own(api, stage, deployment_id)
         except ApiUnreachable as error:
             print(f"deploy: {error}; the stage continues", file=sys.stderr)
             time.sleep(POLL_SECONDS)
             continue
-        if record and record.deployment.id != deployment_id:
-            raise DeviceError(
-                f"{record.deployment.user} has deployed {stage} again meanwhile, so the end of this deployment is "
-                f"unknown: make stage-status shows the new one"
-            )
-        if record is None:
-            raise DeviceError(
-                f"Job {job_name(stage)} is gone: somebody deleted it, which ends the stage. make stage-status shows "
-                f"the pods that are left"
-            )
         if record.is_over:
             output.finish()
             return _exit_code(record)
+        watch.look(record)
         time.sleep(POLL_SECONDS)
+
+
+def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
+    """Wait until the stage's image has accepted the deployment, and report what it waits for, such as its pull.
+
+    Raises `NotDeployed` where the image refuses, or will never answer: then the Job, which would wait on, is deleted.
+    """
+    stage, pull, waits = deployment.stage, PullWatch(), "its pod has not started"
+    deadline = time.monotonic() + max(deployment.start_timeout_seconds, LEAST_SECONDS)
+    report = ProgressPrinter(f"asking the {stage}'s image").report
+    while True:
+        problem, code = "", DeviceError.exit_code
+        try:
+            record = _read_own(api, stage, deployment.id)
+            if record.acceptance:
+                return record.acceptance
+            if record.is_over:
+                problem, code = record.outcome.message if record.outcome else waits, _exit_code(record)
+            pods = [] if record.outcome else api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
+            if not pods:  # as where the quota is used up
+                waits = newest_event(api, {"metadata": {"uid": record.uid}}) or waits
+            for pod in pods:
+                waits = explain_wait(api, pod)
+                report(waits)
+                problem = problem or explain_crash(pod, (0, EXIT_ENDED_BADLY)) or pull.explain_end(pod, waits)
+            if not (problem or record.outcome) and time.monotonic() > deadline:
+                problem, code = f"image {deployment.image} did not answer in time: {waits}", EXIT_AGAIN
+            if problem and not record.is_over:
+                api.delete("Job", job_name(stage), uid=record.uid)
+        except ApiUnreachable as error:
+            problem = ""
+            report(f"{error}; the Job continues")
+        if problem:
+            raise NotDeployed(f"{stage} is not deployed, and no node was added:\n  - {problem}", code)
+        time.sleep(POLL_SECONDS)
+
+
+def _read_own(api: Api, stage: str, deployment_id: str) -> Record:
+    """The record of this deployment. Raises `DeviceError` where its Job is gone."""
+    record = read_record(api, stage)
+    if record is None:
+        raise DeviceError(
+            f"Job {job_name(stage)} is gone: somebody deleted it, which ends the stage. make stage-status shows the "
+            f"pods that are left"
+        )
+    if record.deployment.id != deployment_id:
+        raise DeviceError(
+            f"{record.deployment.user} has deployed {stage} again meanwhile, so the end of this deployment is unknown: "
+            f"make stage-status shows the new one"
+        )
+    return record
 
 
 def _exit_code(record: Record) -> int:

@@ -22,10 +22,10 @@ from deploy.client.requested_recipe import read_requested_recipe
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.good_images import find_image_before
 from k8s.client.deployment_plan import describe_plan, write_manifests
-from k8s.client.deployment_watch import PRINTING, Watch, follow
+from k8s.client.deployment_watch import PRINTING, NotDeployed, Watch, await_acceptance, follow
 from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.resolved_deployment import ResolvedDeployment, complete_from_record, default_recipe_of, resolve
-from k8s.client.stage_preflight import check_cluster, check_in_pods
+from k8s.client.stage_preflight import check_cluster
 from k8s.client.status import describe_status
 from k8s.objects.api import Api, Conflict
 from k8s.objects.attempt import nodes_of
@@ -37,7 +37,7 @@ from k8s.objects.node_group import read_leases
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
 from k8s.objects.teardown import take_down
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
-from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
+from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.schema import STAGES, Stage
 
 POLL_SECONDS = 1.0
@@ -45,14 +45,6 @@ STOP_MARGIN_SECONDS = 300.0
 REAP_MINUTES = 10
 ORPHAN_SECONDS = 900.0
 """Seconds in which pods of a deployment without a record must end: their termination notice is unknown."""
-
-
-class NotDeployed(MillraceError):
-    """Preflight found problems, and nothing was changed."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class KubeRayTarget:
@@ -80,36 +72,44 @@ class KubeRayTarget:
         request: DeployRequest,
         output: TextIO | None,
         watch: Watch = PRINTING,
+        *,
+        is_replacing: bool = False,
     ) -> int:
+        """Deploy. An identical deployment that runs is followed; `is_replacing` stops what runs, after the checks."""
         running = read_running_record(self._api, request.stage)
-        if running and (running.stop or running.outcome or running.is_deleted):
+        is_ending = running and (running.stop or running.outcome or running.is_deleted)
+        if running and not is_ending and not is_replacing:
+            return self._attach(running, resolved.deployment, request, watch)
+        print(describe_plan(group, resolved.deployment, resolved.outline), flush=True)
+        if problems := check_cluster(self._api, group, resolved.deployment, resolved.outline):
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            raise NotDeployed(f"{group.name} is not deployed, nothing was changed:{lines}")
+        if request.is_dry_run:
+            print(
+                "\nDRY_RUN=1: nothing was changed. A deployment also asks the stage's image whether it accepts the "
+                "recipe and finds its artifacts, and EKS whether the node group fits, before nodes are added"
+            )
+            if output:
+                write_manifests(output, self._api, group, resolved.deployment, resolved.recipe.text)
+            return 0
+        if running and is_ending:
             print(f"waiting for the previous deployment of {request.stage} to end", flush=True)
             if not _wait_until_over(self._api, running):
                 raise DeviceError(
                     f"the previous deployment of {request.stage} does not end: make stop-stage STAGE={request.stage} "
                     f"removes it from this machine"
                 )
-            group = read_worker_group(self._api, request.stage)
         elif running:
-            return self._attach(running, resolved.deployment, request, watch)
-        deployment = self._check(group, resolved)
-        if request.is_dry_run:
-            return self._end_dry_run(group, deployment, resolved, output)
-        self._send(group, deployment, resolved.recipe.text)
-        return self._follow(deployment, request, watch)
-
-    def _end_dry_run(
-        self, group: WorkerGroup, deployment: Deployment, resolved: ResolvedDeployment, output: TextIO | None
-    ) -> int:
-        print("\nDRY_RUN=1: nothing was changed")
-        if output:
-            write_manifests(output, self._api, group, deployment, resolved.recipe.text)
-        return 0
+            self.stop(request.stage)
+        self._send(read_worker_group(self._api, request.stage), resolved.deployment, resolved.recipe.text)
+        return self._follow(resolved.deployment, request, watch)
 
     def stop(self, stage: Stage) -> int:
         """Let the stage commit a checkpoint and remove its pods; this client removes them if no deploy Job does."""
         record = read_record(self._api, stage)
-        if record and not record.is_over:
+        if record and not record.is_over and not record.acceptance:
+            self._api.delete("Job", job_name(stage), uid=record.uid)  # its pod may wait for an image for ever
+        elif record and not record.is_over:
             print(f"stopping {stage}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
             with suppress(Conflict):  # the deployment ended in between
                 ask_to_stop(self._api, record, getpass.getuser())
@@ -126,22 +126,22 @@ class KubeRayTarget:
     def roll_back(self, request: DeployRequest, output: TextIO | None = None) -> int:
         """Repeat the stage's last deployment with the previous image that succeeded.
 
-        A running deployment is stopped only after preflight has accepted the new one.
+        A running deployment is stopped only after the checks of the API have accepted the new one.
         """
         group = read_worker_group(self._api, request.stage)
         record = read_record(self._api, request.stage)
+        if record and not record.acceptance:
+            record = None  # its image has not accepted it, so it has run nowhere
         present = record.deployment.image if record else group.image
-        image = _image_before(group, present)
+        image = find_image_before(group.good_images, present)
+        if image is None:
+            known = f"only {present} is known to be good" if group.good_images else "none has succeeded here yet"
+            raise DeviceError(
+                f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any image"
+            )
         print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
         again = replace(complete_from_record(self._api, group, request, record), tag=image)
-        resolved = resolve(self._api, group, again)
-        if record and not record.is_over:
-            deployment = self._check(group, resolved)
-            if request.is_dry_run:
-                return self._end_dry_run(group, deployment, resolved, output)
-            self.stop(request.stage)
-            group = read_worker_group(self._api, request.stage)
-        return self._deploy(group, resolved, again, output)
+        return self._deploy(group, resolve(self._api, group, again), again, output, is_replacing=True)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None = None) -> int:
         """Deploy the three stages, one after the other, up to the first that fails."""
@@ -151,7 +151,10 @@ class KubeRayTarget:
             default = default_recipe_of(read_worker_group(self._api, STAGES[0]))
             request = replace(request, recipe=read_requested_recipe(default))
         if request.is_dry_run:
-            return self._plan_pipeline(request, output)
+            for stage in STAGES:
+                print(f"\n== {stage}", flush=True)
+                self.deploy(request.of_pipeline(stage), output)
+            return 0
         with PipelineView(STAGES, request.repetition, "list prices in the cluster's manifests") as view:
             for stage in STAGES:
                 view.wait(stage, "preflight")
@@ -161,18 +164,6 @@ class KubeRayTarget:
                 view.end(stage, code)
                 if code:
                     return code
-        return 0
-
-    def _plan_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Show the plans of the three stages. A later stage may lack the artifact that an earlier one will publish."""
-        for stage in STAGES:
-            print(f"\n== {stage}", flush=True)
-            try:
-                self.deploy(request.of_pipeline(stage), output)
-            except NotDeployed as error:
-                if error.exit_code != ArtifactError.exit_code or stage == STAGES[0]:
-                    raise
-                print(f"{error}\nEarlier stages of this pipeline may publish it")
         return 0
 
     def show_status(self) -> int:
@@ -190,26 +181,6 @@ class KubeRayTarget:
         follow(self._api, stage, record.deployment.id)
         return 0
 
-    def _check(self, group: WorkerGroup, resolved: ResolvedDeployment) -> Deployment:
-        """Show the plan and run preflight. Returns the deployment with the Ray version of its image.
-
-        Raises `NotDeployed` with every problem that was found.
-        """
-        deployment = resolved.deployment
-        print(describe_plan(group, deployment, resolved.outline), flush=True)
-        problems = check_cluster(self._api, group, deployment, resolved.outline)
-        if not problems:  # the probes' pods need the claim and the account that were checked before
-            found = check_in_pods(self._api, group, deployment, resolved.recipe.text)
-            problems = found.problems
-            deployment = replace(deployment, ray_version=found.ray_version)
-            for artifact in found.upstream:
-                print(f"reads       {artifact['schema']} {artifact['name']}/{artifact['id']}", flush=True)
-        if problems:
-            lines = "".join(f"\n  - {problem.text}" for problem in problems)
-            message = f"{group.name} is not deployed, nothing was changed:{lines}"
-            raise NotDeployed(message, max(problem.exit_code for problem in problems))
-        return deployment
-
     def _send(self, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
         """Create the recipe's ConfigMap and the deploy Job, whose name is fixed: of two clients only one succeeds."""
         with suppress(Conflict):  # the name holds the content's digest
@@ -217,7 +188,7 @@ class KubeRayTarget:
         before = read_record(self._api, group.name)
         if before and before.is_over:
             self._api.delete("Job", job_name(group.name), uid=before.uid)
-            _wait_for_end(before, lambda: read_record(self._api, group.name), STOP_MARGIN_SECONDS)
+            _wait_until_over(self._api, before, read_record)
         try:
             self._api.create(render_deploy_job(group, deployment))
         except Conflict as error:
@@ -233,17 +204,18 @@ class KubeRayTarget:
             raise NotDeployed(
                 f"{running.deployment.user} has deployed {request.stage} since {running.created_at}, and your "
                 f"deployment differs: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={request.stage}) or "
-                f"end it first (make stop-stage STAGE={request.stage}).",
-                DeviceError.exit_code,
+                f"end it first (make stop-stage STAGE={request.stage})."
             )
         print(f"{request.stage} already runs this deployment since {running.created_at}; following it", flush=True)
         return 0 if request.is_dry_run else self._follow(running.deployment, request, watch)
 
     def _follow(self, deployment: Deployment, request: DeployRequest, watch: Watch) -> int:
-        if not request.is_followed:
-            print(f"{deployment.stage} is being deployed; make stage-logs STAGE={deployment.stage} follows it")
-            return 0
         try:
+            for artifact in await_acceptance(self._api, deployment).upstream:
+                print(f"reads       {artifact}", flush=True)
+            if not request.is_followed:
+                print(f"{deployment.stage} is being deployed; make stage-logs STAGE={deployment.stage} follows it")
+                return 0
             return follow(self._api, deployment.stage, deployment.id, watch)
         except KeyboardInterrupt:
             print(
@@ -296,16 +268,6 @@ def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float 
     )
 
 
-def _image_before(group: WorkerGroup, present: str) -> str:
-    image = find_image_before(group.good_images, present)
-    if image is None:
-        known = f"only {present} is known to be good" if group.good_images else "no image of it has succeeded here yet"
-        raise DeviceError(
-            f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any"
-        )
-    return image
-
-
 def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before: Record | None) -> None:
     """Delete ConfigMaps of older recipes, except those that the group's pod template and a rollback still need."""
     digests = {each.recipe_digest for each in (deployment, before.deployment if before else None) if each}
@@ -315,16 +277,11 @@ def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before
             api.delete("ConfigMap", recipe["metadata"]["name"])
 
 
-def _wait_until_over(api: Api, record: Record) -> bool:
-    """Wait for the deployment's end. False if it takes longer than a stage may take to stop."""
-    return _wait_for_end(record, lambda: read_running_record(api, record.deployment.stage), _patience(record))
-
-
-def _wait_for_end(record: Record, read: Callable[[], Record | None], seconds: float) -> bool:
-    """Wait until `read` returns another record, or none. False if that takes longer than `seconds`."""
-    deadline = time.monotonic() + seconds
+def _wait_until_over(api: Api, record: Record, read: Callable[[Api, str], Record | None] = read_running_record) -> bool:
+    """Wait until `read` finds the deployment no more. False if that takes longer than a stage may take to stop."""
+    deadline = time.monotonic() + _patience(record)
     while time.monotonic() < deadline:
-        now = read()
+        now = read(api, record.deployment.stage)
         if now is None or now.uid != record.uid:
             return True
         time.sleep(POLL_SECONDS)

@@ -7,9 +7,12 @@ API is a good address to try: it answers the client at this moment, and no polic
 
 from __future__ import annotations
 
-from k8s.client.probe import render_probe_job
+import secrets
+
 from k8s.client.setup_job import run_setup_job
 from k8s.objects.api import Api, Object
+from k8s.objects.deploy_job import render_short_job
+from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
@@ -42,8 +45,7 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
     is_expected = (namespace["metadata"].get("annotations") or {}).get(POLICIES_ANNOTATION) != NOT_ENFORCED
     command = ["python", "-c", SCRIPT, str(PATIENCE_SECONDS if is_expected else 1)]
     group = WorkerGroup(STAGES[0], cluster, 0)
-    heads = group.head_pod
-    job = render_probe_job(group, "network", heads, heads["containers"][0], {"command": command}, {}, LONGEST_SECONDS)
+    job = render_network_job(group, command)
     answers = {
         "a Job": run_setup_job(api, job),
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
@@ -63,3 +65,25 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
         f"{found}. Install or enable an engine (on EKS the VPC CNI's enableNetworkPolicy), then repeat the command. "
         f"For a cluster without an engine, annotate the overlay's namespace with {POLICIES_ANNOTATION}: {NOT_ENFORCED}"
     )
+
+
+def render_network_job(group: WorkerGroup, command: list[str]) -> Object:
+    """A Job that runs the command in the head's image, beside the head."""
+    head = group.head_pod
+    container = {name: head["containers"][0][name] for name in ("image", "imagePullPolicy", "securityContext")}
+    container |= {
+        "name": "look",
+        "command": command,
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+    }
+    placement = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets", "securityContext")
+    pod = {
+        "restartPolicy": "Never",
+        "serviceAccountName": group.pod["serviceAccountName"],
+        "automountServiceAccountToken": False,
+        **{name: head[name] for name in placement if name in head},
+        "containers": [container],
+    }
+    labels = {STAGE_LABEL: group.name, COMPONENT_LABEL: "preflight"}
+    name = f"preflight-network-{secrets.token_hex(3)}"
+    return render_short_job(name, labels, pod, limit_seconds=LONGEST_SECONDS, kept_seconds=LONGEST_SECONDS)

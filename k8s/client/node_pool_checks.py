@@ -1,24 +1,18 @@
-"""Checks and describes the node pool of a stage: its size and type, its cost, and its ready nodes.
+"""Describes the node pool of a stage: its cost, its reservation and its ready nodes.
 
-The client needs no AWS account. A probe pod of the head's image reads the pool from EKS, with the rights of the deploy
-Job. EKS has no call that tells whether a resize would be allowed; the deploy Job ends at once where it is not.
+The client needs no AWS account: the deploy Job checks the pool with EKS before it scales it up.
 """
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from deploy.client.outline import Outline
-from deploy.reservation import RESERVATION_MARGIN, explain_end, read_end
-from deploy.stage_contract import size_variable
+from deploy.reservation import RESERVATION_MARGIN, read_end
 from k8s.objects.api import Api, Object
-from k8s.objects.capacity import check_fit
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NAMESPACE, NEURON, REGION_ANNOTATION, SHAPE_LABEL
+from k8s.objects.names import NAMESPACE, REGION_ANNOTATION
 from k8s.objects.node_group import (
-    USABLE,
-    EksNodeGroup,
     NodeGroupLease,
     count_ready_nodes,
     describe_resize,
@@ -28,24 +22,6 @@ from k8s.objects.node_group import (
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
-
-
-def check_reservation(group: WorkerGroup) -> str:
-    return explain_end(group.capacity_ends_at)
-
-
-def check_pool(group: WorkerGroup, nodes: int, seen: dict[str, Any]) -> list[str]:
-    """Problems of the pool for a stage on so many nodes. `seen` is the pool as the head's image described it."""
-    if "problem" in seen:
-        return [str(seen["problem"])]
-    lists = {name: tuple(value) for name, value in seen.items() if isinstance(value, list)}
-    pool = EksNodeGroup(**seen | lists)
-    if pool.status not in USABLE:
-        return [
-            f"node group {pool.name} is {pool.status}, not ACTIVE: {'; '.join(pool.issues) or 'EKS gives no reason'}"
-        ]
-    checks = [_check_size(group, nodes, pool), _check_subnets(group, pool), _check_fit(group, pool)]
-    return list(filter(None, checks))
 
 
 def describe_cost(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
@@ -132,46 +108,3 @@ def print_left_nodes(api: Api) -> None:
     """Print the node groups that nothing scales down any more, and the commands that do."""
     for lease in read_leases(api):
         print(f"left        node group {lease.group} is scaled up: {describe_resize(lease.group, 0)}", flush=True)
-
-
-def _check_size(group: WorkerGroup, nodes: int, pool: EksNodeGroup) -> str:
-    """The reason why the pool cannot have so many nodes; empty where it can."""
-    if nodes <= pool.max_size:
-        return ""
-    return (
-        f"{size_variable(group.name)}={nodes} exceeds the limit of node group {pool.name}, {pool.max_size}: use "
-        f"fewer, or raise {_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
-    )
-
-
-def _variable_of(group: WorkerGroup) -> str:
-    return "trainium" if NEURON in group.requests else "cpu_nodes"
-
-
-def _check_subnets(group: WorkerGroup, pool: EksNodeGroup) -> str:
-    """The reason why a gang with EFA, which does not leave a subnet, cannot use the pool's; empty where it can."""
-    if EFA not in group.requests or len(pool.subnets) <= 1:
-        return ""
-    return (
-        f"node group {pool.name} has the {len(pool.subnets)} subnets {', '.join(pool.subnets)}, so a gang of "
-        f"{group.name} pods could straddle zones, and EFA does not leave a subnet (expected: one subnet)"
-    )
-
-
-def _check_fit(group: WorkerGroup, pool: EksNodeGroup) -> str:
-    """The reason why the stage's pods do not fit on the pool's nodes; empty where they do.
-
-    EKS reports no instance type where a launch template sets it, as ours does; a label of the node group has it then.
-    Pods are as large as a node of their instance type.
-    """
-    labelled = pool.labels.get(SHAPE_LABEL, "")
-    types = pool.instance_types or tuple(filter(None, [labelled]))
-    others = [each for each in types if group.instance_type and each != group.instance_type]
-    if others:
-        return (
-            f"node group {pool.name} has nodes of type {', '.join(others)}, but {group.name} pods are sized for "
-            f"{group.instance_type}: set {_variable_of(group)}.shape of the infrastructure and _SHAPE in the overlay's "
-            f"settings.env to one type (make infra-up writes both), then: make cluster-up"
-        )
-    labels = pool.labels | {INSTANCE_TYPE_LABEL: group.instance_type}
-    return check_fit(pool.name, labels, pool.taints, group)

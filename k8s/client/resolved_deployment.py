@@ -101,17 +101,14 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
                 f"(and ARGS=, NODES=)"
             )
         return request
-    before = record.deployment
-    recipe = request.recipe or _read_recipe(api, group, before)
+    before, recipe = record.deployment, request.recipe
+    if recipe is None:
+        name = f"ConfigMap {recipe_name(group.name, before.recipe_digest)}"
+        text = find_recipe_text(api, group.name, before.recipe_digest)
+        if text is None:
+            raise DeviceError(f"the recipe of the last deployment ({name}) is gone: name one with RECIPE=")
+        recipe = parse_requested_recipe(text, name)
     return replace(request.repeat(recipe.with_arguments(*before.arguments)), mode=request.mode or before.mode)
-
-
-def _read_recipe(api: Api, group: WorkerGroup, before: Deployment) -> RequestedRecipe:
-    name = recipe_name(group.name, before.recipe_digest)
-    text = find_recipe_text(api, group.name, before.recipe_digest)
-    if text is None:
-        raise DeviceError(f"the recipe of the last deployment (ConfigMap {name}) is gone: name one with RECIPE=")
-    return parse_requested_recipe(text, f"ConfigMap {name}")
 
 
 def _fit_to_pods(recipe: RequestedRecipe, group: WorkerGroup) -> RequestedRecipe:

@@ -1,118 +1,61 @@
-"""Checks whether a stage could run, before the client creates anything: the preflight of a deployment."""
+"""Checks with the Kubernetes API whether a stage could run, before the client creates anything.
+
+What only a pod can see, an init container of the deploy Job checks (`k8s.objects.deploy_job`).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
+from deploy.reservation import explain_end
 from k8s.client.compile_tasks import check_trace
-from k8s.client.node_pool_checks import check_pool, check_reservation
-from k8s.client.probe import Answer, probe_head, probe_stage
-from k8s.objects.api import Api, ApiUnreachable
+from k8s.objects.api import ASK_FOR_RIGHTS, Api, ApiUnreachable
 from k8s.objects.capacity import check_nodes, check_queue, check_size
-from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment
+from k8s.objects.deployment import Deployment
 from k8s.objects.names import CLUSTER, DEPLOYER, NEURON
 from k8s.objects.placement import explain_batch_scheduler, heads_of, is_ready
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
-from services.common.errors import DeviceError, RecipeError
+from services.common.errors import DeviceError
 
 CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A reason not to deploy, with the exit code of the command."""
-
-    text: str
-    exit_code: int = DeviceError.exit_code
+RIGHTS = ("create jobs.batch", "patch jobs.batch", "delete jobs.batch", "create configmaps", "get pods/log")
+"""What the client does besides reading objects, as for `kubectl auth can-i`."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The results of the probes."""
-
-    problems: list[Problem]
-    upstream: list[dict[str, Any]]
-    ray_version: str
-    """The Ray version of the stage's image; empty where it is unknown."""
-
-
-def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[Problem]:
+def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[str]:
     """Problems that the Kubernetes API shows. A check that this user has no right to is a problem as well."""
     checks: list[Callable[[], Iterable[str]]] = [
+        lambda: _check_rights(api),
         lambda: [_check_head(api, group)],
         lambda: [explain_batch_scheduler(api, group.head_pod)],
         lambda: [check_trace(group, outline)],
         lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
         lambda: [check_size(group, deployment.nodes)],
         lambda: [check_queue(api, group, deployment.nodes)],
-        lambda: _check_claims(api, group),
         lambda: _check_objects(api, group),
-        # The nodes of a pool are added for the deployment; a probe of the head's image checks the pool.
-        lambda: [check_reservation(group) if group.node_pool else check_nodes(api, group, deployment.nodes)],
+        # The nodes of a pool are added for the deployment; the deploy Job checks the pool before that.
+        lambda: [explain_end(group.capacity_ends_at) if group.node_pool else check_nodes(api, group, deployment.nodes)],
         lambda: [_check_other_stages(api, group)],
     ]
-    return [Problem(text) for check in checks for text in _found(check) if text]
+    return [text for check in checks for text in _found(check) if text]
 
 
-def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: str) -> Findings:
-    """Problems that only pods can see, and the upstream artifacts that the stage will read.
-
-    The stage's own image checks the recipe and the artifacts, since this checkout may know other keys.
-    """
-    with (
-        probe_stage(
-            api, group, deployment.image, recipe, list(deployment.arguments), deployment.start_timeout_seconds
-        ) as stages,
-        probe_head(api, group) as heads,
-    ):
-        head = heads.await_answer()
-        problems = _check_head_image(group, head)
-        if group.node_pool and not head.problem:
-            problems += _check_pool(group, deployment, head)
-        if problems:
-            return Findings(problems, [], "")
-        own = stages.await_answer()
-    if own.problem:
-        problems.append(Problem(_name_judge(deployment.image, own), own.exit_code))
-    problems += _compare_platforms(deployment, own.platform, head.platform)
-    return Findings(problems, own.upstream, own.platform.get("ray", ""))
-
-
-def _check_pool(group: WorkerGroup, deployment: Deployment, head: Answer) -> list[Problem]:
-    """Problems of the node pool. An EKS that does not answer has another exit code than a pool that does not fit."""
-    exit_code = int(head.node_pool.get("exit_code", DeviceError.exit_code))
-    said = _found(lambda: check_pool(group, deployment.nodes, head.node_pool))
-    return [Problem(text, exit_code) for text in said]
-
-
-def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
-    """Problems of the head's image, whose deploy Jobs must be able to read this client's deployments."""
-    image = image_of(group.head_pod)
-    if head.problem:
-        return [Problem(head.problem, head.exit_code)]
-    if RECORD_VERSION in head.records:
-        return []
-    is_head_older = max(head.records, default=0) < RECORD_VERSION
-    older, update = ("the head's image", UPDATE_HEAD) if is_head_older else ("this checkout", UPDATE_CLIENT)
-    reads = " and ".join(map(str, head.records)) or "none"
-    return [
-        Problem(
-            f"the head's image {image} reads deployments of version {reads}, but this checkout writes version "
-            f"{RECORD_VERSION}; {older} is older: {update}"
-        )
-    ]
-
-
-def _name_judge(image: str, own: Answer) -> str:
-    """The problem that the stage's image reported; for a recipe, with the image's name."""
-    if own.exit_code != RecipeError.exit_code:
-        return str(own.problem)
-    return f"the image {image} does not accept this recipe: {own.problem} Correct it with RECIPE= or ARGS=."
+def _check_rights(api: Api) -> list[str]:
+    """Rights that this user lacks, of which the API server would speak only at the write."""
+    lacking = []
+    for right in RIGHTS:
+        verb, resource, group, part = re.findall(r"(\w+) (\w+)\.?(\w*)/?(\w*)", right)[0]
+        asked = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource, "subresource": part}
+        version, kind = "authorization.k8s.io/v1", "SelfSubjectAccessReview"
+        review = {"apiVersion": version, "kind": kind, "metadata": {}, "spec": {"resourceAttributes": asked}}
+        if not api.create(review)["status"]["allowed"]:
+            lacking.append(right)
+    return [f"this user may not {', '.join(lacking)} in namespace {api.namespace}. {ASK_FOR_RIGHTS}"] if lacking else []
 
 
 def _found(check: Callable[[], Iterable[str]]) -> list[str]:
@@ -139,34 +82,24 @@ def _check_head(api: Api, group: WorkerGroup) -> str:
     return f"the Ray head is not ready ({state}): kubectl -n {api.namespace} describe pods -l ray.io/node-type=head"
 
 
-def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
-    problems = []
-    for claim in group.claims.values():
-        found = api.find("PersistentVolumeClaim", claim)
-        if found is None:
-            others = [each["metadata"]["name"] for each in api.find_all("PersistentVolumeClaim")]
-            problems.append(
-                f"claim {claim}, which worker group {group.name} mounts, does not exist (found: "
-                f"{', '.join(others) or 'none'}): make cluster-up, or correct the name in k8s/stages/{group.name}"
-            )
-        elif found["status"].get("phase") != "Bound":
-            volume = found["spec"].get("volumeName", "any")
-            problems.append(
-                f"claim {claim} is {found['status'].get('phase')}, not Bound: its volume {volume} does not exist, is "
-                f"bound to another claim, or is smaller than the claim"
-            )
-    return problems
-
-
-def _check_objects(api: Api, group: WorkerGroup) -> list[str]:
+def _check_objects(api: Api, group: WorkerGroup) -> Iterable[str]:
     """Objects of the manifests that are missing. The operator makes the Secret, the Ray token, with the RayCluster."""
     needed = [
         ("Secret", CLUSTER),
         ("ServiceAccount", group.pod["serviceAccountName"]),
         ("ServiceAccount", DEPLOYER),
         ("PriorityClass", group.pod["priorityClassName"]),
+        *(("PersistentVolumeClaim", claim) for claim in group.claims.values()),
     ]
-    return [f"{kind} {name} does not exist: make cluster-up" for kind, name in needed if not api.find(kind, name)]
+    for kind, name in needed:
+        found = api.find(kind, name)
+        if found is None:
+            yield f"{kind} {name} does not exist: make cluster-up"
+        elif kind == "PersistentVolumeClaim" and found["status"].get("phase") != "Bound":
+            yield (
+                f"claim {name} is {found['status'].get('phase')}, not Bound: its volume "
+                f"{found['spec'].get('volumeName', 'any')} does not exist, is bound to another claim, or is smaller"
+            )
 
 
 def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
@@ -190,18 +123,3 @@ def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
                 f"make stop-stage STAGE={name}"
             )
     return ""
-
-
-def _compare_platforms(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:
-    """Differences to the head's platform on a shared cluster: Ray refuses nodes with another Ray or Python."""
-    if deployment.mode != "shared" or not ours or not heads:
-        return []
-    return [
-        Problem(
-            f"image {deployment.image} has {what} {ours.get(what)}, but the Ray head has {heads.get(what)}, and Ray "
-            f"requires the same. Build both images from one checkout (make images), or use a cluster of its own: "
-            f"MODE=isolated"
-        )
-        for what in ("variant", "python", "ray")
-        if ours.get(what) != heads.get(what)
-    ]

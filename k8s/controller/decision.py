@@ -117,8 +117,9 @@ def decide(seen: Observation) -> Action:
             last = record.attempts[-1] if record.attempts else stopped
             return _end(seen, last.exit_code, last.message)
         case State.TAKING_DOWN:
-            # Pods that were never placed are of no use, and would take nodes as soon as there are some.
-            is_kept = seen.deployment.keep and record.attempts
+            # Pods that were never placed are of no use, and would take nodes as soon as there are some. Those that an
+            # earlier deployment left up are not touched by one that its image does not accept.
+            is_kept = (seen.deployment.keep and record.attempts) or record.acceptance is None
             return Action(Step.STOP_RAYJOBS if is_kept else Step.TAKE_DOWN)
         case state:
             assert_never(state)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.reservation import explain_end
+from k8s.controller.node_pool_checks import check_pool
 from k8s.objects.api import Api
 from k8s.objects.node_group import (
     EksBusy,
@@ -27,6 +28,7 @@ from k8s.objects.node_group import (
     resize_node_group,
     take_lease,
 )
+from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 
 PAUSE_SECONDS = 15.0
@@ -60,8 +62,11 @@ class NodePool:
         self._busy, self._rests_until = "", 0.0  # why EKS could not serve the last call, and until when it rests
         self._releasing_since: float | None = None
 
-    def observe(self, nodes: int) -> PoolState:
-        """Observe the pool's progress towards so many nodes, without a change."""
+    def observe(self, nodes: int, stage: WorkerGroup | None = None) -> PoolState:
+        """Observe the pool's progress towards so many nodes, without a change.
+
+        A pool that must be scaled up is refused where it does not fit the worker group `stage`.
+        """
         if not self._name:
             return PoolState()
         if ended := explain_end(self._ends_at):
@@ -76,11 +81,14 @@ class NodePool:
             return PoolState(is_raised=False, report=str(error))
         except NodeGroupError as error:
             return PoolState(is_raised=False, refusal=str(error))
-        lack = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
-        if refusal := lack if nodes > group.max_size else self._refusal:
+        must_rise = not holder or group.desired_size < nodes
+        refusal = self._refusal or (check_pool(stage, nodes, group) if stage and must_rise else "")
+        if not refusal and nodes > group.max_size:
+            refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
+        if refusal:
             return PoolState(is_raised=False, refusal=refusal)
         issues = "".join(f"; {issue}" for issue in group.issues)
-        if not holder or group.desired_size < nodes:
+        if must_rise:
             busy = f"; {self._busy}" if self._is_resting else ""
             report = f"node group {self._name}: {group.desired_size} -> {max(nodes, group.desired_size)} nodes"
             return PoolState(is_raised=False, report=report + busy + issues)

@@ -20,6 +20,7 @@ from k8s.controller.decision import Action, Step, decide
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
 from k8s.controller.node_pool import NodePool, PoolState
 from k8s.controller.observation import Gang, Observation, State, has_progressed
+from k8s.controller.preflight import judge, read_answer
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.attempt import (
@@ -36,7 +37,16 @@ from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
-from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
+from k8s.objects.record import (
+    Acceptance,
+    Outcome,
+    Record,
+    no_more_failures,
+    read_record,
+    write_acceptance,
+    write_attempt,
+    write_outcome,
+)
 from k8s.objects.teardown import deploy_pods_of, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
@@ -106,6 +116,9 @@ class Reconciler:
     def _reconcile(self) -> Outcome | None:
         """Observe, decide and act once. Returns the outcome once everything is down."""
         record = self._read_record()
+        if not (record.acceptance or record.outcome or record.stop):
+            self._await_acceptance(record)
+            return None
         name = self._deployment.rayjob_name(len(record.attempts) + 1)
         rayjob = None if record.outcome else self._api.find("RayJob", name)
         lost = self._lost.remove(is_idle=rayjob is None)
@@ -117,6 +130,18 @@ class Reconciler:
             self._report(action.report)
         # A pod of the deploy Job on a lost node would keep the Job from ending.
         return record.outcome if is_done and not lost else None
+
+    def _await_acceptance(self, record: Record) -> None:
+        """Write what the stage's image answered, once: a later pod of the Job asks it again, and is not heard."""
+        answer = read_answer(self._api, self._pod)
+        if answer is None:
+            self._report(f"waiting for the answer of the {self._stage}'s image")
+            return
+        match judge(self._deployment, answer):
+            case Acceptance() as acceptance:
+                write_acceptance(self._api, record, acceptance)
+            case Outcome() as outcome:
+                write_outcome(self._api, record, outcome)
 
     def _with_wait(self, seen: Observation) -> Observation:
         """The observation with the seconds that the deployment has waited in its state."""
@@ -146,7 +171,7 @@ class Reconciler:
             pods=len(pods_of(self._api, self._stage)),
             is_up_to_date=self._deployment.mode == "shared" and wanted["template"] == group.spec["template"],
             room=count_room(self._api, group) if is_after_loss else 0,
-            pool=self._pool.observe(self._deployment.nodes),
+            pool=self._pool.observe(self._deployment.nodes, group),
             group=group,
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
@@ -197,7 +222,7 @@ class Reconciler:
             case Step.SHRINK_GANG if group:
                 self._apply_pod_group(group, seen.attempt, action.nodes)
             case Step.START_ATTEMPT if group:
-                self._start(group, seen.attempt, action.nodes)
+                self._start(group, seen, action.nodes)
             case Step.STOP_DRIVER if seen.rayjob:
                 self._ray_of(seen.rayjob).stop(seen.rayjob["metadata"]["name"])
             case Step.END_ATTEMPT if action.outcome:
@@ -218,12 +243,13 @@ class Reconciler:
     def _apply_pod_group(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
         self._api.apply(render_pod_group(group, self._deployment, attempt, nodes))
 
-    def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+    def _start(self, group: WorkerGroup, seen: Observation, nodes: int) -> None:
+        attempt, accepted = seen.attempt, seen.record.acceptance or Acceptance()
         self._apply_pod_group(group, attempt, nodes)
         for ended in rayjobs_of(self._api, self._stage):
             self._api.delete("RayJob", ended["metadata"]["name"])
         if self._deployment.mode == "isolated":
-            self._api.create(render_isolated_rayjob(group, self._deployment, attempt))
+            self._api.create(render_isolated_rayjob(group, self._deployment, attempt, accepted.ray_version))
         else:
             self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
 
@@ -312,7 +338,8 @@ class Reconciler:
     def _read_record(self) -> Record:
         """Read the deployment's record. When somebody has deleted the Job, it is a record that ends the deployment."""
         outcome = Outcome(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
-        return self._own_record() or Record(self._deployment, "", "", (), {}, outcome, "", False, True, "")
+        gone = Record(self._deployment, "", "", (), {}, outcome, "", False, True, "", Acceptance())
+        return self._own_record() or gone
 
     def _own_record(self) -> Record | None:
         """Read the record; None when the Job is gone, is being deleted, or belongs to another deployment."""

@@ -31,11 +31,16 @@ def render_rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, node
     return job
 
 
-def render_isolated_rayjob(worker_group: WorkerGroup, deployment: Deployment, attempt: int) -> Object:
-    """A RayJob with its own Ray cluster, whose head runs the stage's image as well: Ray and Python may differ."""
+def render_isolated_rayjob(
+    worker_group: WorkerGroup, deployment: Deployment, attempt: int, ray_version: str = ""
+) -> Object:
+    """A RayJob with its own Ray cluster, whose head runs the stage's image as well: Ray and Python may differ.
+
+    `ray_version` is that of the image; empty for that of the shared RayCluster.
+    """
     spec = copy.deepcopy(worker_group.cluster["spec"])
     spec.pop("upgradeStrategy", None)  # refused in a RayJob's cluster
-    spec["rayVersion"] = deployment.ray_version or spec["rayVersion"]
+    spec["rayVersion"] = ray_version or spec["rayVersion"]
     spec["authOptions"] = spec.get("authOptions", {}) | {"secretName": CLUSTER}
     head = spec["headGroupSpec"]["template"]
     head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # the shared head's is `head`

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from deploy.stage_contract import size_variable
 from k8s.objects.api import Api, Object
+from k8s.objects.names import INSTANCE_TYPE_LABEL
 from k8s.objects.worker_group import WorkerGroup, quantity
 
 WELL_KNOWN_LABELS = ("kubernetes.io/", "topology.kubernetes.io/")
@@ -47,21 +48,24 @@ def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
 def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
     """Check that there are enough nodes on each of which one pod of the stage could run."""
     present = api.find_all("Node")
-    selector = group.pod.get("nodeSelector") or {}
     labelled = _selected(present, group)
     if not labelled:
+        types = {(node["metadata"].get("labels") or {}).get(INSTANCE_TYPE_LABEL, "unknown") for node in present}
         return (
-            f"no node has the labels that {group.name} pods select ({_labels(selector)}); instance types here: "
-            f"{', '.join(sorted({_instance_type(node) for node in present}))}"
+            f"no node has the labels that {group.name} pods select ({_labels(group.pod.get('nodeSelector') or {})}); "
+            f"instance types here: {', '.join(sorted(types))}"
         )
-    open_to_us = [node for node in labelled if not _refusing_taints(_taints_of(node), group)]
+    refusing = {node["metadata"]["name"]: _refusing_taints(_taints_of(node), group) for node in labelled}
+    open_to_us = [node for node in labelled if not refusing[node["metadata"]["name"]]]
     if not open_to_us:
-        taints = sorted({taint for node in labelled for taint in _refusing_taints(_taints_of(node), group)})
+        taints = sorted({taint for each in refusing.values() for taint in each})
         return f"every node that {group.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
     room = sum(_pods_that_fit(node, group) for node in open_to_us)
     if room >= nodes:
         return ""
-    lacking = _lacking(open_to_us, group)
+    lacking = [
+        name for name, amount in group.requests.items() if all(_allocatable(each, name) < amount for each in open_to_us)
+    ]
     return (
         f"{len(open_to_us)} nodes could take {group.name} pods, with room for {room} of {nodes}"
         + (f": none has enough {', '.join(lacking)}" if lacking else "")
@@ -100,21 +104,12 @@ def _selected(nodes: list[Object], group: WorkerGroup) -> list[Object]:
 
 def _pods_that_fit(node: Object, group: WorkerGroup) -> int:
     """Number of pods that fit into the whole node, because what runs on it now may leave."""
-    allocatable = node["status"].get("allocatable") or {}
-    fits = [
-        int(quantity(allocatable.get(name, "0")) // amount) for name, amount in group.requests.items() if amount > 0
-    ]
+    fits = [int(_allocatable(node, name) // amount) for name, amount in group.requests.items() if amount > 0]
     return min(fits, default=0)
 
 
-def _lacking(nodes: list[Object], group: WorkerGroup) -> list[str]:
-    """Names of the resources of which no node has enough for one pod."""
-    allocatable = [node["status"].get("allocatable") or {} for node in nodes]
-    return [
-        name
-        for name, amount in group.requests.items()
-        if all(quantity(each.get(name, "0")) < amount for each in allocatable)
-    ]
+def _allocatable(node: Object, resource: str) -> Decimal:
+    return quantity((node["status"].get("allocatable") or {}).get(resource, "0"))
 
 
 def _taints_of(node: Object) -> list[Object]:
@@ -136,10 +131,6 @@ def _tolerates(toleration: Object, taint: Object) -> bool:
     if toleration.get("operator") == "Exists":
         return toleration.get("key") in (None, "", taint["key"])
     return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")
-
-
-def _instance_type(node: Object) -> str:
-    return str((node["metadata"].get("labels") or {}).get("node.kubernetes.io/instance-type", "unknown"))
 
 
 def _labels(selector: dict[str, str]) -> str:

@@ -4,7 +4,9 @@ the ConfigMap of the recipe, and short Jobs.
 
 from __future__ import annotations
 
-from deploy.stage_contract import RECIPE_FILE
+import shlex
+
+from deploy.stage_contract import RECIPE, RECIPE_FILE, ROOT, SCRATCH
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
@@ -12,6 +14,7 @@ from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYER,
     DEPLOYMENT_LABEL,
+    PREFLIGHT,
     REGION_ANNOTATION,
     RUN_LABEL,
     STAGE_LABEL,
@@ -24,10 +27,9 @@ JOB_MARGIN_SECONDS = 120
 MAX_FAILURES = 1000
 """Failures of a deploy Job's pods before Kubernetes gives the Job up: more than ever happen."""
 # Kubernetes' default is 300 s. A new pod continues the work of the lost one, and the gang needs it.
-LOST_NODE_SECONDS = 30
 LOST_NODE_TOLERATIONS = [
-    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
-    for state, seconds in (("not-ready", LOST_NODE_SECONDS), ("unreachable", LOST_NODE_SECONDS))
+    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    for state in ("not-ready", "unreachable")
 ]
 # The admission policy `millrace-jobs` accepts these alone: others, such as AWS_CONFIG_FILE, name programs to run.
 AWS_VARIABLES = (
@@ -40,6 +42,13 @@ AWS_VARIABLES = (
 EXIT_ENDED_BADLY = 64
 """Exit code of the deploy Job's program after the outcome is written and everything is down. Kubernetes restarts the
 program after every other non-zero code, such as Python's own 1 and 2."""
+# By default every container, the stage's image included, gets the token of the pod's account, and on EKS its AWS role.
+TOKEN = {"name": "token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
+TOKEN_SOURCES = [
+    {"serviceAccountToken": {"path": "token"}},
+    {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+]
+WITHOUT_AWS = {"eks.amazonaws.com/skip-containers": PREFLIGHT}
 
 
 def aws_variables(group: WorkerGroup) -> list[Object]:
@@ -127,8 +136,50 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
             # ever. A pod waits until older ones have ended.
             "backoffLimit": MAX_FAILURES,
             "podReplacementPolicy": "TerminatingOrFailed",
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {
+                "metadata": {"labels": labels, "annotations": WITHOUT_AWS},
+                "spec": _with_preflight(pod, group, deployment),
+            },
         },
+    }
+
+
+def _with_preflight(pod: Object, group: WorkerGroup, deployment: Deployment) -> Object:
+    """The pod with an init container of the stage's image, which has no rights of the pod's account.
+
+    It shares only the file system with the controller, whose HOME is on /scratch. It answers by its termination
+    message, of which kubelet keeps the last 4 KiB: the controller reads no file that the image could replace. The last
+    line is the exit code of the check, and the container ends with 0 in any case: a failed pod would be replaced.
+    """
+    words = ["python", "-m", "services.common.process.readiness", "--stage", group.name, "--root", group.root]
+    words += ["--recipe", f"{group.recipe_folder}/{RECIPE_FILE}", *deployment.arguments]
+    secrets = [each for place in (group.head_pod, group.pod) for each in place.get("imagePullSecrets", [])]
+    [controller] = pod["containers"]
+    said = {"terminationMessagePolicy": "FallbackToLogsOnError"}  # the last lines of a program that crashed
+    asked = said | {
+        "name": PREFLIGHT,
+        "image": deployment.image,
+        "imagePullPolicy": group.container["imagePullPolicy"],
+        "command": ["sh", "-c", f"{{ {shlex.join(words)}; echo $?; }} 2>&1 | tee /dev/termination-log"],
+        "resources": controller["resources"],
+        "securityContext": group.container["securityContext"],
+        "volumeMounts": [
+            {"name": PREFLIGHT, "mountPath": SCRATCH.path},
+            {"name": ROOT.name, "mountPath": group.root},
+            {"name": RECIPE.name, "mountPath": group.recipe_folder, "readOnly": True},
+        ],
+    }
+    volumes: list[Object] = [
+        {"name": RECIPE.name, "configMap": {"name": recipe_name(group.name, deployment.recipe_digest)}},
+        {"name": PREFLIGHT, "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": TOKEN["name"], "projected": {"sources": TOKEN_SOURCES}},
+    ]
+    return pod | {
+        "automountServiceAccountToken": False,
+        **({"imagePullSecrets": secrets} if secrets else {}),
+        "volumes": pod["volumes"] + volumes,
+        "initContainers": [asked],
+        "containers": [controller | said | {"volumeMounts": [*controller["volumeMounts"], TOKEN]}],
     }
 
 

@@ -1,7 +1,7 @@
 """One deployment of a stage, as its deploy Job carries it.
 
 The client writes this and the head's image reads it, and the two may be of different versions. So it carries a version
-number, which every change of a field raises. Preflight refuses a head that reads another version.
+number, which every change of a field raises. A deploy Job that reads another version ends and says which side is older.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Self
 from deploy.stage_contract import DEGREE, ClusterMode
 from services.common.errors import DeviceError
 
-RECORD_VERSION = 6
+RECORD_VERSION = 7
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
 _MAX_LABEL_CHARACTERS = 63
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
@@ -21,6 +21,11 @@ UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=...
 
 class UnknownRecord(DeviceError):
     """A deploy Job carries a deployment that this version of the program cannot read."""
+
+    def __init__(self, message: str, version: int = 0) -> None:
+        """`version` is the record's; 0 where it has none."""
+        super().__init__(message)
+        self.version = version
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,6 @@ class Deployment:
     """The EKS managed node group (CLUSTER/GROUP) that is scaled for the deployment; empty for static nodes."""
     capacity_ends_at: str
     """The end (RFC 3339) of the capacity reservation behind the node pool; empty where there is none."""
-    ray_version: str = ""
-    """The Ray version of the image; empty for that of the shared RayCluster."""
 
     @property
     def run_label(self) -> str:
@@ -86,8 +89,8 @@ class Deployment:
     def differences(self, other: Deployment) -> list[str]:
         """The requested values in which another deployment of the stage differs from this one."""
         ours, theirs = asdict(self), asdict(other)
-        # Fields that follow from measurements, from the image and from the manifests are not requested by anybody.
-        derived = ("id", "user", "drain_seconds", "ray_version", "node_pool", "capacity_ends_at")
+        # Fields that follow from measurements and from the manifests are not requested by anybody.
+        derived = ("id", "user", "drain_seconds", "node_pool", "capacity_ends_at")
         different = [key for key in ours if key not in derived and ours[key] != theirs[key]]
         return [f"{key.replace('_', ' ')} {theirs[key]} instead of {ours[key]}" for key in different]
 
@@ -103,6 +106,7 @@ class Deployment:
             raise UnknownRecord(f"its record cannot be read: {error}") from error
         version = values.pop("version", None)
         if version != RECORD_VERSION or values.keys() != {each.name for each in fields(cls)}:
-            raise UnknownRecord(f"its record has version {version}, and this program reads {RECORD_VERSION}")
+            said = f"its record has version {version}, and this program reads {RECORD_VERSION}"
+            raise UnknownRecord(said, int(version or 0))
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values | lists)

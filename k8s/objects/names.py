@@ -26,7 +26,8 @@ DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: 
 REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: the AWS region of its nodes
 NODE_GROUP_ANNOTATION = "millrace.dev/node-group"  # on the Lease of a node group: CLUSTER/GROUP
 
-# On a deploy Job: its attempts, its outcome, and who asked it to stop.
+# On a deploy Job: the answer of the stage's image, its attempts, its outcome, and who asked it to stop.
+PREFLIGHT_ANNOTATION = "millrace.dev/preflight"
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"
 CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"
@@ -43,6 +44,8 @@ USER_ANNOTATION = "millrace.dev/user"  # on a one-off's Job: the person who star
 ONE_OFF_POOL_ANNOTATION = "millrace.dev/one-off-pool"
 ONE_OFF_CPUS_ANNOTATION = "millrace.dev/one-off-cpus"
 ONE_OFF_MEMORY_ANNOTATION = "millrace.dev/one-off-memory"
+
+PREFLIGHT = "preflight"  # the init container of a deploy Job's pod, which runs the stage's image
 
 NODES_KEY = "nodes"  # in a RayJob's metadata: the number of nodes of its attempt
 

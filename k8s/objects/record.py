@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 
 from deploy.exit_codes import shorten_line
@@ -20,12 +20,23 @@ from k8s.objects.names import (
     CHECKPOINTS_ANNOTATION,
     NAMESPACE,
     OUTCOME_ANNOTATION,
+    PREFLIGHT_ANNOTATION,
     STOP_ANNOTATION,
     job_name,
 )
 
 FULL_MESSAGES = 20
 SHORT_MESSAGE_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The answer of a stage's image that accepts the deployment, before its first attempt."""
+
+    ray_version: str = ""
+    """The Ray version of the image."""
+    upstream: list[str] = field(default_factory=list)
+    """The artifacts that the stage will read, as `SCHEMA NAME/ID`."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class Record:
     """Whether the Job itself has ended, which it does only after the stage's pods are gone."""
     is_deleted: bool
     created_at: str
+    acceptance: Acceptance | None = None
+    """The answer of the stage's image; None before it has accepted, when nothing of the stage has been touched."""
 
 
 def read_record(api: Api, stage: str) -> Record | None:
@@ -75,7 +88,7 @@ def record_of(job: Object) -> Record:
     metadata = job["metadata"]
     annotations: dict[str, str] = metadata.get("annotations") or {}
     deployment = _deployment_of(job)
-    outcome = annotations.get(OUTCOME_ANNOTATION)
+    outcome, accepted = annotations.get(OUTCOME_ANNOTATION), annotations.get(PREFLIGHT_ANNOTATION)
     return Record(
         deployment=deployment,
         uid=metadata["uid"],
@@ -87,6 +100,7 @@ def record_of(job: Object) -> Record:
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
+        acceptance=Acceptance(**json.loads(accepted)) if accepted else None,
     )
 
 
@@ -113,6 +127,11 @@ def ask_to_stop(api: Api, record: Record, who: str) -> None:
     """Write a stop request to the deploy Job, whose controller reads it. Raises `Conflict` for another Job."""
     metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: who}}
     api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
+
+
+def write_acceptance(api: Api, record: Record, acceptance: Acceptance) -> None:
+    """Write that the stage's image accepts the deployment. Raises `Conflict` as `write_attempt` does."""
+    _annotate(api, record, {PREFLIGHT_ANNOTATION: json.dumps(asdict(acceptance))})
 
 
 def write_attempt(api: Api, record: Record, attempt: Outcome, checkpoints: dict[str, int]) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from images.platforms import REPOSITORY
+from k8s.client.network_probe import render_network_job
 from k8s.client.overlay import write_overlay
-from k8s.client.probe import Probe, probe_head, probe_stage
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import RUN_LABEL
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.placement import heads_of
-from k8s.objects.worker_group import WorkerGroup, read_worker_group
+from k8s.objects.worker_group import read_worker_group
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import write_overlay_of
@@ -68,20 +68,6 @@ def would_create(body: Object, by: tuple[str, ...] = PERSON) -> Answer:
     return ask("create", "--dry-run=server", "-f", "-", body=body, by=by)
 
 
-class Recorder:
-    """An API whose new objects are only written down."""
-
-    def __init__(self, api: Api) -> None:
-        self.created: list[Object] = []
-        self.find = api.find
-
-    def create(self, body: Object) -> Object:
-        self.created.append(body)
-        return body | {"metadata": body["metadata"] | {"uid": "none"}}
-
-    def delete(self, *_: object, **__: object) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def guarded(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """The manifests of stages on Trainium nodes, applied with images that no node has."""
@@ -102,26 +88,15 @@ def guarded(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]
 
 def jobs_of(api: Api) -> dict[str, Object]:
     """A Job of each kind as the client makes it, by the label of its pods."""
-    recorder: Any = Recorder(api)
     trainer = read_worker_group(api, "trainer")
-    in_pool = copy.deepcopy(trainer.cluster)
-    in_pool["metadata"]["annotations"]["millrace.dev/trainer-node-pool"] = "millrace/trainium"
-    probes: list[Probe] = [
-        probe_head(recorder, WorkerGroup("trainer", in_pool, trainer.index)),
-        probe_head(recorder, trainer),
-        *(probe_stage(recorder, read_worker_group(api, name), PULLED, "", [], 1800) for name in STAGES),
-    ]
-    for probe in probes:
-        with probe:
-            pass
-    recorder.created.append(reaper_job(api))
-    recorder.created += [render_deploy_job(read_worker_group(api, name), deployment_of(name)) for name in STAGES]
+    made = [render_network_job(read_worker_group(api, STAGES[0]), ["true"]), reaper_job(api)]
+    made += [render_deploy_job(read_worker_group(api, name), deployment_of(name)) for name in STAGES]
     cpu_group = cpu_group_of(trainer.cluster)
     for stage in reversed(STAGES):  # of the kind one-off the tokenizer's is the one that is changed below
         one_off = one_off_of(stage)
-        recorder.created.append(render_one_off_job(read_worker_group(api, stage), cpu_group, one_off))
-        recorder.created.append(render_one_off_nodes_job(cpu_group, one_off))
-    return {each["spec"]["template"]["metadata"]["labels"]["millrace.dev/component"]: each for each in recorder.created}
+        made.append(render_one_off_job(read_worker_group(api, stage), cpu_group, one_off))
+        made.append(render_one_off_nodes_job(cpu_group, one_off))
+    return {each["spec"]["template"]["metadata"]["labels"]["millrace.dev/component"]: each for each in made}
 
 
 def reaper_job(api: Api) -> Object:
@@ -150,14 +125,14 @@ def changed(thing: Object, fields: dict[str, object]) -> Object:
         elif value is None:
             del part[last]
         else:
-            part[last] = value
+            part[int(last) if isinstance(part, list) else last] = value
     return result
 
 
 def test_what_the_client_makes_is_taken(guarded: Api) -> None:
     answers = {kind: would_create(job) for kind, job in jobs_of(guarded).items()}
     assert {kind: answer.said for kind, answer in answers.items() if not answer.is_taken} == {}
-    assert answers.keys() == {"deploy", "preflight", "preflight-pool", "reaper", "one-off", "one-off-nodes"}
+    assert answers.keys() == {"deploy", "preflight", "reaper", "one-off", "one-off-nodes"}
 
 
 SHELL = ["sh", "-c", "id"]
@@ -166,10 +141,14 @@ SECRET_OF_RAY = {"name": "T", "valueFrom": {"secretKeyRef": {"name": "millrace",
 SECRET = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "token"}}}
 TOLERATES_NEURON = [{"key": NEURON, "operator": "Exists", "effect": "NoSchedule"}]
 NODES_FOLDER = {"name": "more", "hostPath": {"path": "/dev"}}
+TOKEN_MOUNT = {"name": "token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
+OTHER_SOURCE = {"secret": {"name": "millrace"}}
+HOME_ON_CLAIM = {"name": "scratch", "persistentVolumeClaim": {"claimName": "fsx"}}
 NAME = "/metadata/name"
 LABELS = "/spec/template/metadata/labels"
 POD = "/spec/template/spec"
 CONTAINER = f"{POD}/containers/0"
+INIT = f"{POD}/initContainers/0"
 REQUESTS, LIMITS = f"{CONTAINER}/resources/requests", f"{CONTAINER}/resources/limits"
 DEVICES: dict[str, object] = {f"{each}/aws.amazon.com~1neuron": "16" for each in (REQUESTS, LIMITS)}
 JOB_ATTACKS: list[tuple[str, str, dict[str, object]]] = [
@@ -183,8 +162,8 @@ JOB_ATTACKS: list[tuple[str, str, dict[str, object]]] = [
     ("a hook", "reaper", {f"{CONTAINER}/lifecycle": HOOK}),
     ("a second container", "reaper", {f"{POD}/containers/-": {"name": "b", "image": HEAD_IMAGE}}),
     ("many pods", "preflight", {"/spec/parallelism": 50, "/spec/completions": 50}),
-    ("another secret", "preflight", {f"{CONTAINER}/env/-": SECRET}),
-    ("a folder of the node", "preflight", {f"{POD}/volumes/-": NODES_FOLDER}),
+    ("another secret", "deploy", {f"{CONTAINER}/env/-": SECRET}),
+    ("a folder of the node", "deploy", {f"{POD}/volumes/-": NODES_FOLDER}),
     ("the node's network", "preflight", {f"{POD}/hostNetwork": True}),
     ("modules from a mount", "deploy", {f"{CONTAINER}/volumeMounts/-": {"name": "fsx", "mountPath": "/app"}}),
     ("a node by its name", "preflight", {f"{POD}/nodeName": "node-a"}),
@@ -205,6 +184,24 @@ JOB_ATTACKS: list[tuple[str, str, dict[str, object]]] = [
     ("a subcommand larger than a CPU node", "one-off", {f"{REQUESTS}/cpu": "31", f"{LIMITS}/cpu": "31"}),
     ("the Ray token in a subcommand", "one-off", {f"{CONTAINER}/env/-": SECRET_OF_RAY}),
     ("a shell that holds nodes", "one-off-nodes", {f"{CONTAINER}/command": SHELL}),
+    ("a stage's image from elsewhere", "deploy", {f"{INIT}/image": f"docker.io/somebody/trainer@{DIGEST}"}),
+    ("a stage's image by its tag", "deploy", {f"{INIT}/image": "millrace/trainer:latest"}),
+    ("a second image before the controller", "deploy", {f"{POD}/initContainers/-": {"name": "b", "image": PULLED}}),
+    ("an image before a subcommand", "one-off", {f"{POD}/initContainers": [{"name": "preflight", "image": PULLED}]}),
+    ("a stage's image beside the controller", "deploy", {f"{INIT}/restartPolicy": "Always"}),
+    ("the controller's processes in sight", "deploy", {f"{POD}/shareProcessNamespace": True}),
+    ("the deployer's token for the stage's image", "deploy", {f"{INIT}/volumeMounts/-": TOKEN_MOUNT}),
+    ("the deployer's token for every container", "deploy", {f"{POD}/automountServiceAccountToken": True}),
+    ("the deployer's AWS account for the stage's image", "deploy", {"/spec/template/metadata/annotations": None}),
+    ("the Ray token for the stage's image", "deploy", {f"{INIT}/env": [SECRET_OF_RAY]}),
+    ("a secret beside the deployer's token", "deploy", {f"{POD}/volumes/4/projected/sources/-": OTHER_SOURCE}),
+    ("a folder of the node in place of the token", "deploy", {f"{POD}/volumes/4": NODES_FOLDER | {"name": "token"}}),
+    ("another config map than a recipe", "deploy", {f"{POD}/volumes/2/configMap/name": "kube-root-ca.crt"}),
+    ("devices for the stage's image", "deploy", {f"{INIT}/resources/limits/aws.amazon.com~1neuron": "16"}),
+    ("privileges for the stage's image", "deploy", {f"{INIT}/securityContext": None}),
+    ("the controller's HOME for the stage's image", "deploy", {f"{INIT}/volumeMounts/0/name": "scratch"}),
+    ("the stage's folder as the controller's HOME", "deploy", {f"{CONTAINER}/volumeMounts/0/name": "preflight"}),
+    ("the file system as the controller's HOME", "deploy", {f"{POD}/volumes/0": HOME_ON_CLAIM}),
 ]
 
 

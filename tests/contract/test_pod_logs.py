@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from images.platforms import REPOSITORY
-from k8s.objects.names import NAMESPACE, job_name, one_off_nodes_name
+from k8s.objects.names import NAMESPACE, PREFLIGHT, job_name, one_off_nodes_name
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import STACK, read_locals
 from tests.k8s.rendered import Thing
@@ -57,6 +57,7 @@ def test_every_pod_of_a_stage_logs_to_the_group_of_its_stage(eks: Thing) -> None
         assert log_groups_of(f"millrace-{stage}-worker-x7k2p", NAMESPACE, container["name"]) == [stage]
     for stage in STAGES:
         assert log_groups_of(f"{job_name(stage)}-x7k2p", NAMESPACE, "deploy") == [stage]
+        assert log_groups_of(f"{job_name(stage)}-x7k2p", NAMESPACE, PREFLIGHT) == [stage]
         assert log_groups_of(f"one-off-{stage}-0a1b2c3d-x7k2p", NAMESPACE, "one-off") == [stage]
 
 
@@ -65,7 +66,7 @@ def test_every_pod_of_a_stage_logs_to_the_group_of_its_stage(eks: Thing) -> None
     [
         ("millrace-head-x7k2p", NAMESPACE, "ray-head", ["head"]),
         ("reaper-29400000-x7k2p", NAMESPACE, "reaper", ["head"]),
-        ("preflight-trainer-0a1b2c-x7k2p", NAMESPACE, "look", ["head"]),
+        ("preflight-network-0a1b2c-x7k2p", NAMESPACE, "look", ["head"]),
         (f"{one_off_nodes_name('one-off-trainer-0a1b2c3d')}-x7k2p", NAMESPACE, "one-off-nodes", ["head"]),
         ("fsx-csi-controller-5f6d", "kube-system", "fsx-plugin", ["operators"]),
         ("fsx-csi-node-x7k2p", "kube-system", "fsx-plugin", ["operators"]),

@@ -12,7 +12,7 @@ from k8s.controller.decision import DRIVER_SECONDS, WHOLE_GANG_SECONDS, Action, 
 from k8s.controller.node_pool import PoolState
 from k8s.controller.observation import Gang, Observation, State
 from k8s.controller.ray_jobs import DriverState
-from k8s.objects.record import Outcome, Record
+from k8s.objects.record import Acceptance, Outcome, Record
 from tests.k8s.builders import deployment_of
 
 IMAGE = deployment_of().image
@@ -31,7 +31,7 @@ def seen(
     wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
     wanted |= {"loss_timeout_seconds": int(LOSS_PATIENCE)}
     wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
-    record = Record(deployment_of(**wanted), "u", "1", attempts, {}, outcome, stop, False, False, "now")
+    record = Record(deployment_of(**wanted), "u", "1", attempts, {}, outcome, stop, False, False, "now", Acceptance())
     return Observation(record, **observed)
 
 

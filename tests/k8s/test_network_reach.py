@@ -21,7 +21,6 @@ def list_pods(things: list[Thing]) -> dict[str, dict[str, str]]:
         "deploy Job": {component: "deploy"},
         "reaper": {component: "reaper"},
         "preflight": {component: "preflight", stage: "trainer"},
-        "preflight-pool": {component: "preflight-pool"},
         "one-off, tokenizer": {component: "one-off", stage: "tokenizer"},
         "one-off, others": {component: "one-off", stage: "trainer"},
         "one-off-nodes": {component: "one-off-nodes", stage: "trainer"},

@@ -1,32 +1,31 @@
-"""Preflight reports on a node pool before anything is deployed: cost, reservation, and every misfit."""
+"""A node pool is described before a deployment, and checked before it is scaled up: cost, reservation, every misfit."""
 
 from __future__ import annotations
 
 import copy
-import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from deploy.client.instance_type import check_instance_type
-from k8s.client import probe
+from deploy.reservation import explain_end
 from k8s.client.deployment_plan import describe_plan
-from k8s.client.node_pool_checks import check_pool, check_reservation
-from k8s.client.stage_preflight import check_in_pods
-from k8s.controller import head_facts
+from k8s.controller.node_pool import NodePool
+from k8s.controller.node_pool_checks import check_pool
 from k8s.objects.names import (
     REGION_ANNOTATION,
     capacity_end_annotation,
     node_pool_annotation,
     node_price_annotation,
 )
+from k8s.objects.node_group import EksNodeGroup
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, deployment_of, outline_of
-from tests.k8s.cloud import POOL, Cloud, Refusal
+from tests.k8s.cloud import POOL, Cloud
+from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_probes import HEAD, IMAGE, READY, Pods, ended
 
 SELECTED = {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"}
 TAINT = {"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}
@@ -91,9 +90,9 @@ OTHER_SHAPE = SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}
     ],
 )
 def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[str, Any], named: str | None) -> None:
-    found = check_pool(trainer, 2, SEEN | changes)
-    assert len(found) == (named is not None), found
-    assert named is None or named in found[0]
+    found = check_pool(trainer, 2, EksNodeGroup(**SEEN | changes))
+    assert bool(found) == (named is not None), found
+    assert named is None or named in found
 
 
 TYPE = "cluster.trainer_instance_type"
@@ -118,47 +117,15 @@ def test_a_recipe_for_other_nodes_is_named(
     assert (named in found, bool(found)) == (True, bool(named))
 
 
-def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
-    trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stage's own image looks beside the head: the pool has no nodes yet."""
-    monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"max_size": 1}})}
-    api: Any = Pods({"stage": [ended(0)], "head": [ended(0)]}, logs)
-    [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
-    assert "NODES=2" in problem.text
-    pods = {job["metadata"]["name"].split("-")[1]: job["spec"]["template"] for job in api.jobs.values()}
-    head = pods["head"]["spec"]
-    assert head["serviceAccountName"] == "deployer"
-    assert head["containers"][0]["command"] == ["python", "-m", "k8s.controller.head_facts"]
-    assert head["containers"][0]["args"] == [f"--node-pool={POOL}"]
-    assert {"name": "AWS_REGION", "value": REGION} in head["containers"][0]["env"]
-    assert pods["head"]["metadata"]["labels"]["millrace.dev/component"] == "preflight-pool"
-    stage = pods["trainer"]["spec"]
-    assert (stage["serviceAccountName"], stage["containers"][0]["image"]) == ("trainer", IMAGE)
-    assert stage.get("nodeSelector") == trainer.head_pod.get("nodeSelector")
-
-
 @pytest.mark.parametrize(
-    ("pool", "refusal", "said"),
-    [
-        (POOL, (403, "AccessDeniedException"), "eks:UpdateNodegroupConfig"),
-        (POOL, (429, "ThrottlingException"), "describe node group millrace/trainium: ThrottlingException: said by"),
-        ("millrace/trn2", None, "CLUSTER_NAME"),
-        ("other/trainium", None, "other"),
-        ("trainium", None, "'trainium' names no node pool"),
-    ],
+    ("pool", "said"),
+    [("millrace/trn2", "CLUSTER_NAME"), ("other/trainium", "other"), ("trainium", "'trainium' names no node pool")],
 )
-def test_what_eks_refuses_is_a_problem_of_preflight(
-    trainer: WorkerGroup, capsys: pytest.CaptureFixture[str], pool: str, refusal: tuple[int, str] | None, said: str
-) -> None:
+def test_a_pool_that_eks_does_not_have_ends_a_deployment(trainer: WorkerGroup, pool: str, said: str) -> None:
+    """tests/k8s/test_node_pools.py has what EKS refuses, and that nothing is scaled then."""
     Cloud()
-    refused = Refusal("DescribeNodegroup", *refusal) if refusal else None
-    head_facts.main([f"--node-pool={pool}"])
-    if refused:
-        refused.end()
-    [problem] = check_pool(trainer, 2, json.loads(capsys.readouterr().out)["node_pool"])
-    assert said in problem
+    api: Any = MemoryApi()
+    assert said in NodePool(api, "trainer", pool, print).observe(2, trainer).refusal
 
 
 def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
@@ -180,9 +147,9 @@ def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]])
     """A reservation is unusable from 40 minutes before its end, when EKS takes the nodes away."""
     for minutes, is_refused in ((45, False), (35, True)):
         end = datetime.now(UTC) + timedelta(minutes=minutes)
-        said = check_reservation(with_annotations(overlays, end=end.isoformat()))
+        said = explain_end(with_annotations(overlays, end=end.isoformat()).capacity_ends_at)
         assert bool(said) == is_refused, said
-    assert check_reservation(with_annotations(overlays)) == ""
+    assert explain_end(with_annotations(overlays).capacity_ends_at) == ""
     for odd in ("tomorrow", "2026-12-24T18:30:00"):
         with pytest.raises(DeviceError, match=f"{odd}.*2026-12-24T18:30:00Z"):
-            check_reservation(with_annotations(overlays, end=odd))
+            explain_end(with_annotations(overlays, end=odd).capacity_ends_at)

@@ -81,7 +81,7 @@ def test_another_region_and_registry_are_one_line_each(rendered: Render) -> None
     job = render_deploy_job(worker_group_of(cluster_of(things), "trainer"), deployment_of())
     reaper = of_kind(things, "CronJob")["reaper"]["spec"]["jobTemplate"]
     for made in (job, reaper):
-        [container] = containers_of(made["spec"]["template"])
+        *_, container = containers_of(made["spec"]["template"])
         assert {"name": "AWS_REGION", "value": "ap-south-2"} in container["env"]
     assert "us-east-2" not in yaml.safe_dump(of_kind(things, "RayCluster"))
 

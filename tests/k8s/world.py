@@ -7,7 +7,9 @@ of it, nodes that are lost, and Ray. `tests/cluster` has the real ones.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from k8s.controller.reaper import Reaper
 from k8s.controller.reconciler import Reconciler
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
+from k8s.objects.names import PREFLIGHT_ANNOTATION
 from k8s.objects.node_group import find_holder
 from k8s.objects.placement import pods_of
-from k8s.objects.record import Outcome, Record, read_record
+from k8s.objects.record import Acceptance, Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock, deployment_of, node, pod
 from tests.k8s.memory_api import MemoryApi
@@ -61,13 +64,15 @@ class World:
         else:
             self.api.create(made)
 
-    def deploy(self, **changes: Any) -> Deployment:
+    def deploy(self, is_accepted: bool = True, **changes: Any) -> Deployment:
+        """Create the deploy Job, with the answer of the stage's image where it has accepted."""
         settings: dict[str, Any] = {"arguments": (), "recipe": "small", "start_timeout_seconds": 1_800}
         settings["node_pool"] = self.pool
         deployment = deployment_of(**settings | changes)
         if self.api.find("Job", "deploy-trainer"):
             self.api.delete("Job", "deploy-trainer")
         job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)
+        job["metadata"]["annotations"] = {PREFLIGHT_ANNOTATION: json.dumps(asdict(Acceptance()))} if is_accepted else {}
         self.api.create(job | {"status": {"failed": 2}})
         return deployment
 

@@ -33,6 +33,7 @@ from services.common.process.command_line import (
 from services.common.process.entry_point import run_program, to_user_error
 from services.common.recipe.schema import Stage
 
+MESSAGE_CHARACTERS = 2_000
 app = make_app()
 
 
@@ -85,7 +86,9 @@ def _report(upstream: list[Artifact[Any]], problem: MillraceError | None) -> int
         {"schema": each.schema_id, "name": each.name, "id": each.id, "content_digest": each.content_digest}
         for each in manifests
     ]
-    print(json.dumps({"platform": platform, "upstream": links, "problem": str(problem) if problem else None}))
+    # kubelet keeps the last 4 KiB of what a container says at its end.
+    said = str(problem)[:MESSAGE_CHARACTERS] if problem else None
+    print(json.dumps({"platform": platform, "upstream": links, "problem": said}, ensure_ascii=False))
     return problem.exit_code if problem else 0
 
 
