@@ -7,12 +7,10 @@ client was interrupted continues, and the same command of the same person follow
 from __future__ import annotations
 
 import getpass
-import json
 import secrets
 import shlex
 import sys
 import time
-from dataclasses import dataclass
 from typing import TextIO
 
 from deploy.client.one_off_request import (
@@ -37,7 +35,6 @@ from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     ONE_OFF,
-    OUTCOME_ANNOTATION,
     one_off_nodes_name,
 )
 from k8s.objects.one_off_job import (
@@ -50,28 +47,16 @@ from k8s.objects.one_off_job import (
     render_one_off_nodes_job,
 )
 from k8s.objects.placement import newest_event
-from k8s.objects.record import Outcome, read_record
+from k8s.objects.record import read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.packed_recipe import pack_recipe
 
 POLL_SECONDS = 1.0
-LEAVE_SECONDS = 120.0
-"""Seconds after which a pod that stays Terminating is deleted by force, since its node is lost."""
 
 
 class NoStart(DeviceError):
     """No node or no image will come for the one-off, so its Job is deleted."""
-
-
-@dataclass(frozen=True)
-class _ResolvedOneOff:
-    """A one-off that passed every check that needs no Job."""
-
-    one_off: OneOff
-    jobs: list[tuple[str, Object]]
-    """The Jobs to create, in this order, each with a comment. The one that adds a node comes first: it waits."""
-    plan: str
 
 
 def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = None) -> int:
@@ -79,20 +64,19 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
 
     Where an identical request of the same person already has a Job, that Job is followed and none is created.
     """
-    resolved = _resolve(api, request)
-    print(resolved.plan, flush=True)
+    one_off, jobs = _resolve(api, request)
     if request.is_dry_run:
         print("\nDRY_RUN=1: nothing was changed")
         if manifests:
-            write_documents(manifests, api, resolved.jobs)
+            write_documents(manifests, api, jobs)
         return 0
-    found = _find(api, resolved.one_off.digest)
-    name = str(found["metadata"]["name"]) if found else resolved.one_off.name
+    found = _find(api, one_off.digest)
+    name = str(found["metadata"]["name"]) if found else one_off.name
     if found:
         state = "has already run" if is_job_over(found) else "already runs"
         print(f"{name} of {found['metadata']['creationTimestamp']} {state} this request; following it", flush=True)
     try:
-        for _, job in [] if found else resolved.jobs:
+        for _, job in [] if found else jobs:
             api.create(job)
         if request.is_followed:
             return _follow(api, name, request)
@@ -113,8 +97,11 @@ def describe_one_offs(api: Api) -> list[str]:
     ]
 
 
-def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
-    """Creates nothing. Raises `RecipeError` for a wrong request, `DeviceError` for one that cannot be served."""
+def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, Object]]]:
+    """Show the plan. Returns the one-off with its Jobs, each with a comment, in the order of their creation.
+
+    Creates nothing. Raises `RecipeError` for a wrong request, `DeviceError` for one that cannot be served.
+    """
     cluster = read_cluster(api)
     group, cpu_group = worker_group_of(cluster, request.stage), cpu_group_of(cluster)
     image = _choose_image(api, group, request.tag)
@@ -135,24 +122,30 @@ def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
     )
     job = render_one_off_job(group, cpu_group, one_off)
     jobs = [("the client creates it, and deletes it at its end", job)]
-    if cpu_group.node_pool:
-        nodes_job = render_one_off_nodes_job(cpu_group, one_off)
-        jobs.insert(0, ("it holds the node while the other Job runs", nodes_job))
-    plan = [*_describe(api, cpu_group, one_off, job, recipe), describe_judge(labels)]
-    return _ResolvedOneOff(one_off, jobs, "\n".join(filter(None, plan)))
+    if cpu_group.node_pool:  # first, for alone it ends by itself; its program starts seconds after the other Job
+        jobs.insert(0, ("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
+    told = {
+        "cost": _describe_cost(cpu_group, one_off),
+        "nodes": _describe_nodes(api, cpu_group),
+        "runs": f"{one_off.stage}: {shlex.join(one_off.words)}",
+        "image": one_off.image,
+        "recipe": recipe.describe() if recipe else "none: the subcommand takes none",
+        "takes": _describe_resources(job),
+    }
+    plan = [f"{what:<12s}{text}" for what, text in told.items() if text]
+    print("\n".join(filter(None, [*plan, describe_judge(labels)])), flush=True)
+    return one_off, jobs
 
 
 def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
     """The image that TAG names; else that of the newest deployment; else the newest that succeeded;
     else that of this checkout.
     """
-    if tag:
-        return choose_image(api, group.name, group.variant, group.container, tag)
-    if group.has_image:
+    if not tag and group.has_image:
         return group.image
-    if group.good_images:
+    if not tag and group.good_images:
         return group.good_images[-1]
-    return choose_image(api, group.name, group.variant, group.container, "")
+    return choose_image(api, group.name, group.variant, group.container, tag)
 
 
 def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> RequestedRecipe:
@@ -167,29 +160,25 @@ def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> Requ
     return read_requested_recipe(default_recipe_of(group))
 
 
-def _describe(
-    api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, recipe: RequestedRecipe | None
-) -> list[str]:
-    limits = job["spec"]["template"]["spec"]["containers"][0]["resources"]
-    requested = limits.get("requests", {})
+def _describe_cost(cpu_group: WorkerGroup, one_off: OneOff) -> str:
     price, hours = cpu_group.dollars_per_node_hour, one_off.seconds / 3600
-    lines = []
-    if price is not None:
-        node = cpu_group.instance_type or "a node"
-        lines.append(
-            f"cost        {node} at ${price:,.2f} an hour: ${price * hours:,.2f} at most, after {hours:g} h (HOURS=)"
-        )
+    if price is None:
+        return ""
+    node = cpu_group.instance_type or "a node"
+    return f"{node} at ${price:,.2f} an hour: ${price * hours:,.2f} at most, after {hours:g} h (HOURS=)"
+
+
+def _describe_nodes(api: Api, cpu_group: WorkerGroup) -> str:
     if cpu_group.node_pool:
-        lines.append(f"nodes       node group {cpu_group.node_pool}: one node is added, and removed afterwards")
-    elif lacking := check_nodes(api, cpu_group, 1):
-        lines.append(f"nodes       {lacking}: the Job waits for a node")
-    lines += [
-        f"runs        {one_off.stage}: {shlex.join(one_off.words)}",
-        f"image       {one_off.image}",
-        f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
-        f"takes       {requested.get('cpu')} CPUs and {limits['limits']['memory']} of memory on one node (MEMORY=)",
-    ]
-    return lines
+        return f"node group {cpu_group.node_pool}: one node is added, and removed afterwards"
+    lacking = check_nodes(api, cpu_group, 1)
+    return f"{lacking}: the Job waits for a node" if lacking else ""
+
+
+def _describe_resources(job: Object) -> str:
+    resources = job["spec"]["template"]["spec"]["containers"][0]["resources"]
+    cpus, memory = resources.get("requests", {}).get("cpu"), resources["limits"]["memory"]
+    return f"{cpus} CPUs and {memory} of memory on one node (MEMORY=)"
 
 
 def _find(api: Api, digest: str) -> Object | None:
@@ -201,12 +190,18 @@ def _find(api: Api, digest: str) -> Object | None:
 
 def _follow(api: Api, name: str, request: OneOffRequest) -> int:
     """Print the output until the Job has ended, and delete it."""
-    output = PodOutput(api, f"job-name={name}", CONTAINER, name)
-    output.start()
-    if api.find("Job", one_off_nodes_name(name)):
-        PodOutput(api, f"job-name={one_off_nodes_name(name)}", "nodes", f"node of {name}").start()
-    job, pods = _await_end(api, name, request)
-    output.finish()
+    nodes = one_off_nodes_name(name)
+    jobs = [(name, CONTAINER), *([(nodes, "nodes")] if api.find("Job", nodes) else [])]
+    outputs = [PodOutput(api, f"job-name={each}", container, each) for each, container in jobs]
+    for output in outputs:
+        output.start()
+    try:
+        job, pods = _await_end(api, name, request)
+    except (NoStart, TryAgain):  # other errors, such as a right that is missing for a moment, end no Job
+        api.delete("Job", name)
+        outputs[-1].finish()
+        raise
+    outputs[0].finish()
     code, said = read_end(job, pods)
     print(f"{name} ended with exit code {code}{f': {said}' if said else ''}", flush=True)
     api.delete("Job", name, uid=job["metadata"]["uid"])
@@ -214,52 +209,31 @@ def _follow(api: Api, name: str, request: OneOffRequest) -> int:
 
 
 def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, list[Object]]:
-    """Wait for the Job's end: the Job and its pods. A Job that will not start is deleted.
+    """Wait for the Job's end: the Job and its pods.
 
     Raises `NoStart` where no node or image will come, and `TryAgain` after the seconds of WAIT.
     """
     seconds = START_TIMEOUT_SECONDS if request.start_timeout_seconds is None else request.start_timeout_seconds
     deadline, pull = time.monotonic() + seconds, PullWatch()
-    leaving_since: float | None = None
     while True:
         try:
             job, pods = api.find("Job", name), api.find_all("Pod", f"job-name={name}")
             if job is None:
-                raise DeviceError(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
+                raise NoStart(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
             if is_job_over(job):
                 return job, pods
-            leaving_since = _end_lost(api, pods, leaving_since)
-            try:
-                waits = "" if leaving_since else _explain_start(api, job, pods, pull)
-                if waits and time.monotonic() > deadline:
-                    raise TryAgain(f"{name} did not start within {seconds:g} s (WAIT=), and was deleted: {waits}")
-            except (NoStart, TryAgain):  # other errors, such as a right that is missing for a moment, end no Job
-                api.delete("Job", name, uid=job["metadata"]["uid"])
-                raise
+            waits = _explain_start(api, job, pods, pull)
+            if waits and time.monotonic() > deadline:
+                raise TryAgain(f"{name} did not start within {seconds:g} s (WAIT=), and was deleted: {waits}")
         except ApiUnreachable as error:
             print(f"{name}: {error}; the Job continues", file=sys.stderr)
         time.sleep(POLL_SECONDS)
 
 
-def _end_lost(api: Api, pods: list[Object], since: float | None) -> float | None:
-    """Delete pods by force that stay Terminating, as they do on a lost node: only then does the Job end.
-
-    Returns the time since when a pod is Terminating; None where none is.
-    """
-    leaving = [pod["metadata"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
-    if not leaving:
-        return None
-    since = since or time.monotonic()
-    if time.monotonic() - since > LEAVE_SECONDS:
-        for pod in leaving:
-            api.delete("Pod", pod["name"], uid=pod["uid"], grace_seconds=0)
-    return since
-
-
 def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> str:
     """Explain what a Job whose pod has not started waits for; empty once it has.
 
-    Raises `NoStart` or `TryAgain` where no node or image will come.
+    Raises `NoStart` where no node or image will come.
     """
     if any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
         return ""
@@ -268,17 +242,8 @@ def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -
         waits = explain_wait(api, pod)
         if problem := pull.explain_end(pod, waits):
             raise NoStart(problem)
-    _require_nodes(api, str(job["metadata"]["name"]))
-    return waits
-
-
-def _require_nodes(api: Api, name: str) -> None:
-    """Raise `NoStart` or `TryAgain` where the Job that scales the node group up has ended."""
+    name = str(job["metadata"]["name"])
     nodes_job = api.find("Job", one_off_nodes_name(name))
-    outcome = ((nodes_job or {}).get("metadata", {}).get("annotations") or {}).get(OUTCOME_ANNOTATION)
-    if outcome:
-        ended = Outcome(**json.loads(outcome))
-        kind = TryAgain if ended.exit_code == TryAgain.exit_code else NoStart
-        raise kind(f"{name} gets no node, and was deleted: {ended.message}")
     if nodes_job and is_job_over(nodes_job):
-        raise NoStart(f"{name} gets no node, and was deleted: the Job that adds one ended, see its output above")
+        raise NoStart(f"{name} gets no node, and was deleted: the output of {one_off_nodes_name(name)} above says why")
+    return waits

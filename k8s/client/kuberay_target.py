@@ -32,10 +32,10 @@ from k8s.objects.attempt import nodes_of
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
+from k8s.objects.names import STAGE_LABEL, job_name, recipe_name
 from k8s.objects.node_group import read_leases
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
-from k8s.objects.teardown import release_pods, stop_rayjobs
+from k8s.objects.teardown import take_down
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.schema import STAGES, Stage
@@ -235,11 +235,10 @@ class KubeRayTarget:
                 return False
             try:
                 lost.remove(is_idle=True)
-                left = stop_rayjobs(self._api, stage) or release_pods(self._api, stage)
+                left = take_down(self._api, stage)
             except Conflict:
                 left = 1  # the operator changed an object in between
             if left == 0:
-                self._api.delete("Lease", lease_name(stage))
                 return True
             if time.monotonic() > deadline:
                 raise DeviceError(

@@ -4,184 +4,123 @@ cluster.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import assert_never
 
+from ray.job_submission import JobStatus
+
 from deploy.exit_codes import EXIT_AGAIN
-from k8s.controller.observation import Gang, Observation, State, exit_code_of_driver, exit_code_of_rayjob
+from k8s.controller.observation import Gang, Observation, State, end_of_attempt
+from k8s.objects.attempt import has_been_submitted
 from k8s.objects.deployment import Deployment
-from k8s.objects.record import Outcome, Record
+from k8s.objects.record import Outcome
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 WHOLE_GANG_SECONDS = 300.0
 """Seconds spent waiting for all nodes after a loss, where the recipe allows fewer."""
-PENDING_SECONDS = 300.0
-"""Seconds that a driver may lack its resource: KubeRay and Ray would leave it PENDING for ever."""
-SUBMIT_SECONDS = 300.0
-"""Seconds that the operator may take to submit a job, also again to a new head."""
-HEAD_LOST_SECONDS = 600.0
-"""Seconds that the Ray head may not answer during an attempt."""
-SETTLE_SECONDS = 60.0
-"""Seconds that the operator may take to mark a RayJob as ended after Ray has said so."""
+DRIVER_SECONDS = 600.0
+"""Seconds in which the driver of an attempt must run, also again on a new head. KubeRay and Ray would wait for ever."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class Step(enum.Enum):
+    """What the controller does in a pass."""
+
+    WAIT = enum.auto()
+    """Change nothing; the next pass observes again."""
+    STOP_OLDER_RAYJOBS = enum.auto()
+    """Stop the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
+    HOLD_NODES = enum.auto()
+    """Ask the node pool for all nodes of the deployment, even if the attempt has fewer."""
+    EMPTY_GROUP = enum.auto()
+    """Scale the worker group to 0, because its pods cannot serve the attempt."""
+    PLACE_GANG = enum.auto()
+    """Give the PodGroup the action's number of nodes, and the worker group as many replicas."""
+    SHRINK_GANG = enum.auto()
+    """Give the PodGroup fewer nodes. The next pass scales the worker group."""
+    START_ATTEMPT = enum.auto()
+    """Create the RayJob of the next attempt."""
+    STOP_DRIVER = enum.auto()
+    """Let Ray send SIGTERM to the driver. Ray sends it once, however often it is asked."""
+    END_ATTEMPT = enum.auto()
+    """Write the action's outcome to the record as that of the attempt, and delete a RayJob that has not ended."""
+    END_DEPLOYMENT = enum.auto()
+    """Write the action's outcome to the record as that of the deployment."""
+    TAKE_DOWN = enum.auto()
+    """Stop the RayJobs, then remove pods and PodGroup, then give back the nodes."""
+    STOP_RAYJOBS = enum.auto()
+    """Stop the RayJobs, and leave the rest as it is (KEEP=1)."""
+
+
+@dataclass(frozen=True)
 class Action:
-    """The one thing that the controller does in a pass."""
+    """A step, and what it needs."""
 
+    step: Step
     report: str = ""
     """A line for people, printed when it changes."""
+    nodes: int = 0
+    outcome: Outcome | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wait(Action):
-    """Change nothing; the next pass observes again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeleteOlderRayJobs(Action):
-    """Delete the RayJobs of earlier attempts and deployments, so that no two of them write one run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestStop(Action):
-    """Ask the deployment to stop, as `make stop-stage` does; the next pass stops its driver."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmptyGroup(Action):
-    """Scale the worker group to 0, because its pods cannot serve the attempt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HoldNodes(Action):
-    """Ask the node pool for all nodes of the deployment, even if the attempt has fewer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlaceGang(Action):
-    """Give the PodGroup this many nodes, and the worker group as many replicas."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShrinkGang(Action):
-    """Give the PodGroup fewer nodes. The next pass scales the worker group."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartAttempt(Action):
-    """Create the RayJob of the next attempt."""
-
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopDriver(Action):
-    """Let Ray send SIGTERM to the driver, once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndAttempt(Action):
-    """Write the attempt to the record."""
-
-    exit_code: int
-    message: str
-    is_driver_stopped: bool = False
-    """Whether Ray is asked to stop the driver, which has not begun."""
-    is_rayjob_kept: bool = False
-    """Whether the RayJob, which has ended, stays for `kubectl get rayjobs`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndDeployment(Action):
-    """Write the outcome of the deployment to the record."""
-
-    outcome: Outcome
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakeDown(Action):
-    """Stop the RayJobs, then remove pods and PodGroup, then give back the nodes; all but the first unless kept."""
-
-    ended_rayjobs: frozenset[str]
-    """RayJobs that Ray says have ended, and that the operator is given time to mark as ended."""
-    are_pods_kept: bool
-
-
-def decide(observation: Observation) -> Action:
+def decide(seen: Observation) -> Action:
     """Choose the one action of this pass, by the state of the deployment:
 
-        CLEARING            older RayJobs are deleted
+        CLEARING            older RayJobs are stopped
             |
             v
-        PLACING <---------------------------+   nodes, pods and Ray nodes come; a gang that lacks nodes is shrunk
-            | all pods have joined Ray      |   where the recipe allows it after a loss
-            v                               |
-        SUBMITTING <------ HEAD_LOST        |   HEAD_LOST follows from any state with a RayJob when Ray does not
-            |                  ^            |   answer; the operator submits the job to the new head
-            v                  |            |
-        PENDING ---------------+            |
-            |                  |            |
-            v                  |            |
-        RUNNING ---------------+            |
-            |                               |
-            v                               |
-        DRIVER_ENDED, RAYJOB_ENDED          |   the attempt is written to the record
-            |        | may be repeated      |
-            |        +----------------------+
+        PLACING <-------------------+   nodes, pods and Ray nodes come; a gang that lacks nodes is shrunk where the
+            | all pods have joined  |   recipe allows it after a loss
+            v                       |
+        STARTING <---+              |   the operator submits the job, and Ray finds a resource for its driver; again
+            |        | head lost    |   after the Ray head was lost
+            v        |              |
+        RUNNING -----+              |
+            |                       |
+            v                       |
+        ATTEMPT_ENDED               |   the attempt is written to the record
+            |        | may be       |
+            |        | repeated     |
+            |        +--------------+
             v
-        NO_ATTEMPT_LEFT     the outcome is written
+        NO_ATTEMPT_LEFT             the outcome is written
             |
             v
-        TAKING_DOWN         RayJobs, pods, PodGroup and nodes go
+        TAKING_DOWN                 RayJobs, pods, PodGroup and nodes go
 
-    A request to stop leads from PENDING and RUNNING to STOPPING and DRIVER_ENDED, from SUBMITTING to
-    STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. In each state the deployment asks itself to
-    stop once its limit has passed. Every wait has a limit: the attempt, or from CLEARING and PLACING the deployment,
-    then ends with exit code 75.
+    A request to stop, or a limit that has passed, leads from a driver that Ray knows to STOPPING and ATTEMPT_ENDED,
+    from one that it has never known to STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Every wait
+    has a limit: the attempt, or from CLEARING and PLACING the deployment, then ends with exit code 75.
 
     Raises `ValueError` for the state PLACING without an observed gang.
     """
-    record, driver = observation.record, observation.driver
-    if observation.is_past_limit:
-        return RequestStop(reason=f"its limit of {observation.deployment.limit_seconds / 3600:g} h (HOURS=)")
-    match observation.state:
+    record = seen.record
+    match seen.state:
         case State.CLEARING:
-            return _clear(observation)
+            return _clear(seen)
         case State.PLACING:
-            if observation.gang is None:
+            if seen.gang is None:
                 raise ValueError("an attempt cannot be placed without an observation of its gang")
-            return _place(observation, observation.gang)
-        case State.SUBMITTING:
-            return _await_submission(observation)
-        case State.PENDING:
-            return _await_resource(observation)
+            return _place(seen, seen.gang)
+        case State.STARTING:
+            return _await_driver(seen)
         case State.RUNNING:
-            status = driver.status.lower() if driver else ""
-            return Wait(report=f"attempt {observation.attempt} is {status}")
+            return Action(Step.WAIT, f"attempt {seen.attempt} is running")
         case State.STOPPING:
-            return StopDriver(report=f"stopping for {record.stop}: the driver has its notice")
+            return Action(Step.STOP_DRIVER, f"stopping for {record.stop}: the driver has its notice")
         case State.STOPPED_BEFORE_RUN:
-            return EndAttempt(exit_code=EXIT_AGAIN, message=f"stopped by {record.stop} before its driver ran")
-        case State.HEAD_LOST:
-            return _await_head(observation)
-        case State.DRIVER_ENDED | State.RAYJOB_ENDED:
-            exit_code, message = (
-                exit_code_of_driver(driver, record.stop) if driver else exit_code_of_rayjob(observation.rayjob or {})
-            )
-            return EndAttempt(exit_code=exit_code, message=message, is_rayjob_kept=True)
+            return _end_attempt(EXIT_AGAIN, f"stopped by {record.stop} before its driver ran")
+        case State.ATTEMPT_ENDED:
+            return _end_attempt(*end_of_attempt(seen.rayjob or {}, seen.driver, record.stop))
         case State.NO_ATTEMPT_LEFT:
-            last = record.attempts[-1] if record.attempts else None
-            stopped = f"stopped by {record.stop}; the same command continues"
-            return _end(record, last.exit_code, last.message) if last else _end(record, EXIT_AGAIN, stopped)
+            stopped = Outcome(EXIT_AGAIN, f"stopped by {record.stop}; the same command continues")
+            last = record.attempts[-1] if record.attempts else stopped
+            return _end(seen, last.exit_code, last.message)
         case State.TAKING_DOWN:
-            return _take_down(observation)
+            # Pods that were never placed are of no use, and would take nodes as soon as there are some. Those that an
+            # earlier deployment left up are not touched by one that its image does not accept.
+            is_kept = (seen.deployment.keep and record.attempts) or record.acceptance is None
+            return Action(Step.STOP_RAYJOBS if is_kept else Step.TAKE_DOWN)
         case state:
             assert_never(state)
 
@@ -199,119 +138,94 @@ def choose_size(deployment: Deployment, nodes: int, attempts: int, room: int, wa
     return 0 if waited_seconds > patience else nodes
 
 
-def _take_down(observation: Observation) -> Action:
-    record, deployment = observation.record, observation.deployment
-    is_patient = observation.waited_seconds < SETTLE_SECONDS
-    names = [deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
-    return TakeDown(
-        ended_rayjobs=frozenset(names if is_patient else ()),
-        # Pods that were never placed are of no use, and would take nodes as soon as there are some. Those that an
-        # earlier deployment left up are not touched by one that its image does not accept.
-        are_pods_kept=(deployment.keep and bool(record.attempts)) or record.acceptance is None,
-    )
+def _end_attempt(exit_code: int, message: str) -> Action:
+    return Action(Step.END_ATTEMPT, outcome=Outcome(exit_code, message))
 
 
-def _end(record: Record, exit_code: int, message: str) -> Action:
-    tried = f" after {len(record.attempts)} attempts" if len(record.attempts) > 1 else ""
-    return EndDeployment(outcome=Outcome(exit_code, message + tried))
+def _end(seen: Observation, exit_code: int, message: str) -> Action:
+    attempts = len(seen.record.attempts)
+    tried = f" after {attempts} attempts" if attempts > 1 else ""
+    return Action(Step.END_DEPLOYMENT, outcome=Outcome(exit_code, message + tried))
 
 
-def _clear(observation: Observation) -> Action:
+def _clear(seen: Observation) -> Action:
     """Delete the RayJobs of an attempt or a deployment that was cut short."""
-    waited = observation.waited_seconds
-    limit = observation.deployment.start_timeout_seconds
-    if waited > limit:
-        message = f"the RayJob of an earlier attempt was not removed within {limit} s"
-        return _end(observation.record, EXIT_AGAIN, message)
+    limit = seen.deployment.start_timeout_seconds
+    if seen.waited_seconds > limit:
+        return _end(seen, EXIT_AGAIN, f"the RayJob of an earlier attempt was not removed within {limit} s")
     report = "waiting for the KubeRay operator to end and remove the RayJob of an earlier attempt"
-    return DeleteOlderRayJobs(report=report)
+    return Action(Step.STOP_OLDER_RAYJOBS, report)
 
 
-def _place(observation: Observation, gang: Gang) -> Action:
+def _place(seen: Observation, gang: Gang) -> Action:
     """Place the gang and, once all of its pods have joined Ray, start the attempt.
 
     A gang that lacks nodes for too long is shrunk where the recipe allows it after a loss, or given up.
     """
-    record, deployment, nodes = observation.record, observation.deployment, gang.nodes
+    deployment, nodes = seen.deployment, gang.nodes
     if gang.pool.refusal:
-        return _end(record, gang.pool.exit_code, gang.pool.refusal)
+        return _end(seen, gang.pool.exit_code, gang.pool.refusal)
     # Otherwise pods of one group would run different images, or KubeRay would choose which of too many pods go.
     must_empty = (not gang.is_up_to_date or gang.replicas > nodes) and bool(gang.replicas or gang.pods)
     missing = _explain_gang(deployment, gang, must_empty)
     if not missing:
-        name = deployment.rayjob_name(observation.attempt)
-        report = f"attempt {observation.attempt}: RayJob {name} runs {deployment.image} on {nodes} nodes"
-        return StartAttempt(nodes=nodes, report=report)
-    waited = observation.waited_seconds
-    attempts = len(record.attempts)
+        name = deployment.rayjob_name(seen.attempt)
+        report = f"attempt {seen.attempt}: RayJob {name} runs {deployment.image} on {nodes} nodes"
+        return Action(Step.START_ATTEMPT, report, nodes)
+    waited, attempts = seen.waited_seconds, len(seen.record.attempts)
     size = choose_size(deployment, nodes, attempts, gang.room, waited)
     if size == 0:
-        return _end(record, EXIT_AGAIN, f"not up after {deployment.patience_seconds(attempts)} s: {missing}")
+        return _end(seen, EXIT_AGAIN, f"not up after {deployment.patience_seconds(attempts)} s: {missing}")
     if size < nodes:
         report = f"{nodes} nodes did not come in {waited:.0f} s, room for {gang.room}: this attempt runs on {size}"
-        return ShrinkGang(nodes=size, report=report)
+        return Action(Step.SHRINK_GANG, report, size)
     if not gang.pool.is_raised:
-        return HoldNodes(report=missing)
+        return Action(Step.HOLD_NODES, missing)
     if must_empty:
-        return EmptyGroup(report=missing)
+        return Action(Step.EMPTY_GROUP, missing)
     if deployment.mode != "shared":  # its RayJob creates its pods
-        return Wait(report=missing)
-    return PlaceGang(nodes=nodes, report=missing)
+        return Action(Step.WAIT, missing)
+    return Action(Step.PLACE_GANG, missing, nodes)
 
 
 def _explain_gang(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
     """Explain what the gang still lacks; empty when the attempt can start."""
     if not gang.pool.is_raised:
         return gang.pool.report
-    missing = _explain_pods(deployment, gang, must_empty)
-    if deployment.mode != "shared" and not missing:
+    if must_empty:
+        missing = f"waiting for earlier {deployment.stage} pods to leave"
+    elif deployment.mode != "shared":
         # The RayJob would wait for nodes as well, but each attempt from 0 seconds: none begins before they are ready.
         return gang.pool.report
+    elif not gang.is_up_to_date or gang.replicas != gang.nodes:
+        missing = f"{deployment.stage}: {gang.replicas} -> {gang.nodes} pods of {deployment.image}"
+    else:
+        missing = gang.missing
     return f"{missing}; {gang.pool.report}" if missing and gang.pool.report else missing
 
 
-def _explain_pods(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
-    stage, nodes = deployment.stage, gang.nodes
-    if must_empty:
-        return f"waiting for earlier {stage} pods to leave"
-    if deployment.mode != "shared":
-        return ""
-    if not gang.is_up_to_date or gang.replicas != nodes:
-        return f"{stage}: {gang.replicas} -> {nodes} pods of {deployment.image}"
-    if gang.missing:
-        return gang.missing
-    if gang.ray_error:
-        return f"waiting for the Ray head: {gang.ray_error}"
-    return f"{gang.joined} of {nodes} {stage} pods have joined Ray" if gang.joined < nodes else ""
+def _await_driver(seen: Observation) -> Action:
+    """Wait until the driver runs, on an isolated attempt also for the Ray cluster that its RayJob makes."""
+    deployment, limit = seen.deployment, DRIVER_SECONDS
+    if deployment.mode == "isolated" and not has_been_submitted(seen.rayjob or {}):
+        limit = deployment.patience_seconds(len(seen.record.attempts))
+    said, error = _explain_driver(seen)
+    if seen.waited_seconds <= limit:
+        return Action(Step.WAIT, said)
+    return _end_attempt(EXIT_AGAIN, f"its driver did not run within {limit:.0f} s: {said}{error}")
 
 
-def _await_resource(observation: Observation) -> Action:
-    missing = observation.missing or "all pods are ready"
-    if observation.waited_seconds <= PENDING_SECONDS:
-        return Wait(report=f"the job is pending; {missing}")
-    resource = f"{STAGE_RESOURCE_PREFIX}{observation.deployment.stage}"
-    message = f"the job was pending for {PENDING_SECONDS:.0f} s: no live Ray node has {resource} to give; {missing}"
-    return EndAttempt(exit_code=EXIT_AGAIN, message=message, is_driver_stopped=True)
-
-
-def _await_head(observation: Observation) -> Action:
-    if observation.waited_seconds > HEAD_LOST_SECONDS:
-        return EndAttempt(exit_code=EXIT_AGAIN, message=f"the Ray head was lost: {observation.ray_error}")
-    report = "the Ray head does not answer; the operator will submit this attempt to a new head"
-    return Wait(report=report)
-
-
-def _await_submission(observation: Observation) -> Action:
-    """Wait until Ray knows the job, on an isolated attempt also for the Ray cluster that its RayJob makes."""
-    deployment, limit = observation.deployment, SUBMIT_SECONDS
-    if deployment.mode == "isolated":
-        limit = deployment.patience_seconds(len(observation.record.attempts))
-    if observation.waited_seconds <= limit:
-        return Wait(report=observation.missing or "waiting for the operator to submit the job")
-    status = (observation.rayjob or {}).get("status") or {}
-    said = observation.missing or f"its RayJob says {status.get('jobDeploymentStatus') or 'nothing'}"
-    message = (
-        f"the operator did not submit the job within {limit:.0f} s; {said}. Does the operator run, without a batch "
-        f"scheduler of its own (k8s/README.md)?"
+def _explain_driver(seen: Observation) -> tuple[str, str]:
+    """Explain why the driver of the attempt does not run yet, and the words of an error that change at each try."""
+    pods = seen.missing or "all pods are ready"
+    if seen.driver and seen.driver.status == JobStatus.PENDING:
+        resource = f"{STAGE_RESOURCE_PREFIX}{seen.deployment.stage}"
+        return f"the job is pending, because no live Ray node has {resource} to give; {pods}", ""
+    if seen.ray_error and has_been_submitted(seen.rayjob or {}):
+        error = f": {seen.ray_error}"
+        return "the Ray head does not answer; the operator will submit this attempt to a new head", error
+    status = ((seen.rayjob or {}).get("status") or {}).get("jobDeploymentStatus") or "nothing"
+    return (
+        f"waiting for the operator to submit the job; {pods}, and its RayJob says {status}",
+        ". Does the operator run, without a batch scheduler of its own (k8s/README.md)?",
     )
-    return EndAttempt(exit_code=EXIT_AGAIN, message=message)

@@ -12,7 +12,6 @@ from pathlib import Path
 from deploy.good_images import add_good_image, merge_histories, read_good_images, write_good_images
 from k8s.objects.api import Api
 from k8s.objects.names import checkpoint_annotation, good_images_annotation
-from k8s.objects.placement import pods_of
 from k8s.objects.worker_group import WorkerGroup
 from services.common.artifacts.manifest import MANIFEST
 from services.common.process.telemetry import read_last_json_line
@@ -34,11 +33,10 @@ def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
 
 
 def record_good_image(api: Api, group: WorkerGroup, image: str) -> None:
-    """Add the image, by digest where it has one, to those with which the stage ended with exit code 0.
+    """Add the image to those with which the stage ended with exit code 0.
 
     Raises `OSError` or `ValueError` when it cannot be kept under the root; the annotation has it nevertheless.
     """
-    image = image if "@sha256:" in image else _digest_of_pods(api, group) or image
     images = add_good_image(group.good_images, image)
     try:
         root = Path(group.root)
@@ -57,13 +55,6 @@ def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
     seconds = last.get("slowest_checkpoint_seconds") if last else None
     if seconds:
         _annotate(api, group, checkpoint_annotation(group.name), f"{seconds:.1f}")
-
-
-def _digest_of_pods(api: Api, group: WorkerGroup) -> str:
-    """The digest of the image that the pods ran, since a tag may have moved."""
-    pods = pods_of(api, group.name)
-    found = [status["imageID"] for pod in pods for status in pod.get("status", {}).get("containerStatuses") or []]
-    return next((image for image in found if "@sha256:" in image), "")
 
 
 def _annotate(api: Api, group: WorkerGroup, annotation: str, text: str) -> None:

@@ -15,12 +15,11 @@ from deploy.reservation import explain_end
 from k8s.controller.node_pool_checks import check_pool
 from k8s.objects.api import Api
 from k8s.objects.node_group import (
+    EksBusy,
     EksNodeGroup,
-    EksUnreachable,
     NodeGroupAbsent,
-    NodeGroupBusy,
-    NodeGroupDenied,
     NodeGroupError,
+    NodeGroupLease,
     count_ready_nodes,
     describe_node_group,
     describe_resize,
@@ -32,9 +31,11 @@ from k8s.objects.node_group import (
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 
-DESCRIBE_SECONDS = 15.0
-"""Seconds between two calls that describe a group, and before a busy EKS is asked again: EKS answers a few calls a
-second for a whole account."""
+PAUSE_SECONDS = 15.0
+"""Seconds between two calls that describe a group, and before EKS is called again after it was busy. EKS answers a few
+calls a second for a whole account, so one holder makes at most two calls in this time."""
+RELEASE_SECONDS = 600.0
+"""Seconds of attempts to scale a group down while EKS is busy, after which that is left to the reaper."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,15 @@ class PoolState:
 class NodePool:
     """The nodes of one holder, a stage or a one-off: static ones for an empty name, else those of CLUSTER/GROUP."""
 
-    def __init__(self, api: Api, holder: str, name: str, ends_at: str = "") -> None:
-        self._api, self._holder, self._name = api, holder, name
-        self._ends_at = ends_at
+    def __init__(self, api: Api, holder: str, name: str, report: Callable[[str], None], ends_at: str = "") -> None:
+        self._api, self._holder, self._name, self._report, self._ends_at = api, holder, name, report, ends_at
         self._described: tuple[EksNodeGroup | None, float] = (None, 0.0)  # as EKS described it, and when
-        self._denied = ""
-        self._note = ""
-        self._rests_until = 0.0  # EKS was busy
+        self._refusal = ""  # why EKS did not resize the group
+        self._busy, self._rests_until = "", 0.0  # why EKS could not serve the last call, and until when it rests
+        self._releasing_since: float | None = None
 
     def observe(self, nodes: int, stage: WorkerGroup | None = None) -> PoolState:
-        """Observe the pool's progress towards so many nodes, without a change. Raises `NodeGroupError`.
+        """Observe the pool's progress towards so many nodes, without a change.
 
         A pool that must be scaled up is refused where it does not fit the worker group `stage`.
         """
@@ -76,20 +76,22 @@ class NodePool:
             return PoolState(is_raised=False, report=f"node group {self._name} is held by {holder}")
         try:
             group = self._describe()
-        except (NodeGroupBusy, EksUnreachable):
-            raise
+        except EksBusy as error:
+            self._rest(error)
+            return PoolState(is_raised=False, report=str(error))
         except NodeGroupError as error:
             return PoolState(is_raised=False, refusal=str(error))
         must_rise = not holder or group.desired_size < nodes
-        refusal = self._denied or (check_pool(stage, nodes, group) if stage and must_rise else "")
+        refusal = self._refusal or (check_pool(stage, nodes, group) if stage and must_rise else "")
         if not refusal and nodes > group.max_size:
             refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
         if refusal:
             return PoolState(is_raised=False, refusal=refusal)
         issues = "".join(f"; {issue}" for issue in group.issues)
         if must_rise:
+            busy = f"; {self._busy}" if self._is_resting else ""
             report = f"node group {self._name}: {group.desired_size} -> {max(nodes, group.desired_size)} nodes"
-            return PoolState(is_raised=False, report=report + self._note + issues)
+            return PoolState(is_raised=False, report=report + busy + issues)
         ready = count_ready_nodes(self._api, self._name)
         return PoolState(
             report=f"{ready} of {nodes} nodes of node group {self._name} are ready{issues}" if ready < nodes else ""
@@ -98,61 +100,73 @@ class NodePool:
     def hold(self, nodes: int) -> None:
         """Take the group's Lease and scale the group up, unless somebody else holds it or EKS was busy just now.
 
-        Raises `NodeGroupError`, and `Conflict` where somebody else takes the Lease at the same time.
+        Raises `Conflict` where somebody else takes the Lease at the same time.
         """
-        if time.monotonic() < self._rests_until:
-            return
         holder = find_holder(self._api, self._name)
-        if holder not in ("", self._holder):
+        if holder not in ("", self._holder) or self._is_resting:
             return
         if not holder:
             take_lease(self._api, self._name, self._holder)
-        if self._describe(is_fresh=True).desired_size < nodes:
-            self._resize(nodes)
-
-    def _resize(self, nodes: int) -> None:
-        self._note = ""
         try:
-            resize_node_group(self._name, nodes)
-        except NodeGroupBusy:
-            self._note = ", after the update that EKS is making"
-            self._rests_until = time.monotonic() + DESCRIBE_SECONDS
-        except NodeGroupDenied as error:
-            self._denied = str(error)
-        else:
-            self._described = (None, 0.0)
+            if self._describe(is_fresh=True).desired_size < nodes:
+                resize_node_group(self._name, nodes)
+                self._described = (None, 0.0)
+        except EksBusy as error:
+            self._rest(error)
+        except NodeGroupError as error:
+            self._refusal = str(error)
 
-    def _describe(self, is_fresh: bool = False) -> EksNodeGroup:
-        group, since = self._described
-        if group is None or is_fresh or time.monotonic() - since > DESCRIBE_SECONDS:
-            group = describe_node_group(self._name)
-            self._described = (group, time.monotonic())
-        return group
+    def release(self) -> bool:
+        """Scale every node group that the holder has down to its minimum, and give up its Lease.
 
+        Returns False while EKS is busy. After `RELEASE_SECONDS` of that, or when EKS refuses, a group keeps its Lease,
+        by which the reaper scales it down.
+        """
+        for lease in read_leases(self._api):
+            if lease.holder != self._holder:
+                continue
+            if self._is_resting:
+                return False
+            try:
+                self._scale_down(lease)
+            except NodeGroupError as error:
+                self._releasing_since = self._releasing_since or time.monotonic()
+                if isinstance(error, EksBusy) and time.monotonic() - self._releasing_since < RELEASE_SECONDS:
+                    self._rest(error)
+                    self._report(str(error))
+                    return False
+                by_hand = describe_resize(lease.group, 0)
+                self._report(f"{error}. The reaper tries again every 5 minutes. If EKS refuses it as well: {by_hand}")
+        return True
 
-def release_node_groups(api: Api, holder: str, report: Callable[[str], None]) -> None:
-    """Scale every node group that a stage or one-off holds down to its minimum, and give up its Lease.
-
-    Raises `NodeGroupError`, after which it may be called again.
-    """
-    for lease in read_leases(api):
-        if lease.holder != holder:
-            continue
+    def _scale_down(self, lease: NodeGroupLease) -> None:
         try:
             group = describe_node_group(lease.group)
             if group.desired_size > group.min_size:
-                report(f"node group {lease.group}: {group.desired_size} -> {group.min_size} nodes")
+                self._report(f"node group {lease.group}: {group.desired_size} -> {group.min_size} nodes")
                 resize_node_group(lease.group, group.min_size)
         except NodeGroupAbsent as error:
-            if ready := count_ready_nodes(api, lease.group):
+            if ready := count_ready_nodes(self._api, lease.group):
                 raise NodeGroupAbsent(
                     f"{error}. But {ready} nodes of it are ready, so nothing was scaled down: correct REGION and "
                     f"CLUSTER_NAME in the overlay's settings.env, then: make cluster-up"
                 ) from error
-        api.delete("Lease", lease.name, uid=lease.uid)
+        self._api.delete("Lease", lease.name, uid=lease.uid)
 
+    def _describe(self, is_fresh: bool = False) -> EksNodeGroup:
+        group, since = self._described
+        if group is None or is_fresh or time.monotonic() - since > PAUSE_SECONDS:
+            if self._is_resting:
+                raise EksBusy(self._busy)
+            group = describe_node_group(self._name)
+            self._described = (group, time.monotonic())
+        return group
 
-def describe_release(api: Api, holder: str) -> str:
-    """Say that the reaper scales down what is still held, and with which commands a person does."""
-    commands = [describe_resize(lease.group, 0) for lease in read_leases(api) if lease.holder == holder]
-    return f"The nodes are left to the reaper. If EKS refuses it as well, scale them down: {'; '.join(commands)}"
+    @property
+    def _is_resting(self) -> bool:
+        """Whether EKS was busy just now, and is not called."""
+        return time.monotonic() < self._rests_until
+
+    def _rest(self, error: EksBusy) -> None:
+        if not self._is_resting:
+            self._busy, self._rests_until = str(error), time.monotonic() + PAUSE_SECONDS

@@ -6,29 +6,20 @@ and a client has no AWS account. It may be killed at any time: the Job's next po
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
-from k8s.controller.node_pool import NodePool, describe_release, release_node_groups
+from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api
-from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
-from k8s.objects.node_group import NodeGroupDenied
+from k8s.objects.conditions import is_pod_over
 from k8s.objects.one_off_job import cpu_group_of, is_active
-from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_cluster
 from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
-APPEAR_SECONDS = 120.0
-"""Seconds in which the one-off's Job must appear, which the client creates after the Job of this program."""
-LEAVE_SECONDS = 120.0
-"""Seconds that the pods of an ended one-off may take to stop before their node is given back."""
-ENDED = ("Succeeded", "Failed")  # phases of a pod whose containers have stopped
 NODES = 1
 
 
@@ -39,44 +30,26 @@ class OneOffNodes:
         self._api, self._one_off = api, one_off
         self._report = ProgressPrinter("nodes").report
         group = cpu_group_of(read_cluster(api))
-        self._pool = NodePool(api, one_off, group.node_pool, group.capacity_ends_at)
-        self._is_seen = False
-        self._waits_until = time.monotonic() + APPEAR_SECONDS
+        self._pool = NodePool(api, one_off, group.node_pool, self._report, group.capacity_ends_at)
 
     def advance(self) -> bool:
         """Take the next step. Returns False once no work is left.
 
         Raises errors of the Kubernetes API and of EKS, after which it may be called again.
         """
-        job = self._api.find("Job", self._one_off)
-        self._is_seen = self._is_seen or job is not None
-        if is_active(job):
-            self._waits_until = time.monotonic() + LEAVE_SECONDS
-            if self._hold():
+        if is_active(self._api.find("Job", self._one_off)):
+            state = self._pool.observe(NODES)
+            self._report(state.refusal or state.report or "the node is ready")
+            if not state.refusal:  # otherwise the node never comes: this Job ends, and the client deletes the other
+                if not state.is_raised:
+                    self._pool.hold(NODES)
                 return True
-        elif time.monotonic() < self._waits_until and (not self._is_seen or self._has_pods()):
+        elif self._has_pods():  # the reaper removes a pod whose node is lost
             return True
-        try:
-            release_node_groups(self._api, self._one_off, self._report)
-        except NodeGroupDenied as error:  # another call would fail as well; the reaper has another role
-            self._report(f"{error}. {describe_release(self._api, self._one_off)}")
-        return False
-
-    def _hold(self) -> bool:
-        """Take the next step towards the node. Returns False where it will never come."""
-        state = self._pool.observe(NODES)
-        self._report(state.refusal or state.report or "the node is ready")
-        if state.refusal:
-            outcome = json.dumps(asdict(Outcome(state.exit_code, state.refusal)))
-            patch = {"metadata": {"annotations": {OUTCOME_ANNOTATION: outcome}}}
-            self._api.merge("Job", one_off_nodes_name(self._one_off), patch)
-        elif not state.is_raised:
-            self._pool.hold(NODES)
-        return not state.refusal
+        return not self._pool.release()
 
     def _has_pods(self) -> bool:
-        pods = self._api.find_all("Pod", f"job-name={self._one_off}")
-        return any((pod.get("status") or {}).get("phase") not in ENDED for pod in pods)
+        return not all(map(is_pod_over, self._api.find_all("Pod", f"job-name={self._one_off}")))
 
 
 def main(one_off: str) -> int:

@@ -14,14 +14,18 @@ from typing import Any
 import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from services.common.errors import StorageError
+from services.common.errors import StorageError, TryAgain
 
 PORT = 8265
 TIMEOUT_SECONDS = 15
 
 
-class RayUnreachable(Exception):
-    """The Ray head does not answer, because it is starting or lost."""
+class RayUnreachable(TryAgain):
+    """The Ray head does not answer, because it is starting or lost. For such calls Ray's own client has no timeout."""
+
+
+class _NotFound(RayUnreachable):
+    pass
 
 
 @dataclass(frozen=True)
@@ -45,25 +49,24 @@ class RayJobs:
 
     def find(self, name: str) -> DriverState | None:
         """Read the state of a job; None when Ray does not know it. Raises `RayUnreachable`."""
-        answer = self._get(f"/api/jobs/{name}")
-        if answer.status_code == 404:
+        try:
+            job = self._call("GET", f"/api/jobs/{name}")
+        except _NotFound:
             return None
-        job = _json_of(answer)
         return DriverState(
             JobStatus(job["status"]), job.get("driver_exit_code"), job.get("message") or "", job.get("start_time") or 0
         )
 
     def stop(self, name: str) -> None:
         """Send the driver SIGTERM; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S. Raises `RayUnreachable`."""
-        _json_of(self._request("POST", f"/api/jobs/{name}/stop"))
+        self._call("POST", f"/api/jobs/{name}/stop")
 
     def find_addresses(self, resource: str) -> set[str]:
         """List the IP addresses of the live Ray nodes that declare the resource. Raises `RayUnreachable`."""
-        answer = self._get("/api/v0/nodes?detail=true&limit=10000")
-        nodes = _json_of(answer)["data"]["result"]["result"]
+        answer = self._call("GET", "/api/v0/nodes?detail=true&limit=10000")
         return {
             str(node["node_ip"])
-            for node in nodes
+            for node in answer["data"]["result"]["result"]
             if node["state"] == "ALIVE" and resource in (node.get("resources_total") or {})
         }
 
@@ -80,46 +83,22 @@ class RayJobs:
         except Exception as error:
             raise RayUnreachable(str(error)) from error
 
-    def _get(self, path: str) -> requests.Response:
-        return self._request("GET", path)
-
-    def _request(self, method: str, path: str) -> requests.Response:
+    def _call(self, method: str, path: str) -> Any:
+        url = self.address + path
         try:
-            return requests.request(method, self.address + path, headers=self._headers, timeout=TIMEOUT_SECONDS)
+            answer = requests.request(method, url, headers=self._headers, timeout=TIMEOUT_SECONDS)
+            if answer.status_code == 404:
+                raise _NotFound(f"{url}: not found")
+            answer.raise_for_status()
+            return answer.json()
         except requests.RequestException as error:
-            raise RayUnreachable(f"{self.address} does not answer: {error}") from error
-
-
-def _json_of(answer: requests.Response) -> Any:
-    if answer.status_code != 200:
-        raise RayUnreachable(f"{answer.url} answered {answer.status_code}: {answer.text[:300]}")
-    try:
-        return answer.json()
-    except ValueError as error:
-        raise RayUnreachable(f"{answer.url} did not answer with JSON: {answer.text[:300]}") from error
+            raise RayUnreachable(f"{url}: {error}") from error
 
 
 LOG_FOLDER = "log"
 AGAIN_SECONDS = 1.0
 STATE_DUMP = "[state-dump]"
 """The mark of the hundreds of lines that an ending raylet writes into every driver's log."""
-
-
-class Readable:
-    """Filters a text that comes in pieces: it drops the lines of Ray's state dumps."""
-
-    def __init__(self) -> None:
-        self._rest = ""
-
-    def take(self, text: str) -> str:
-        """Add a piece of text, and return the lines that it completes."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        return "".join(f"{line}\n" for line in lines if STATE_DUMP not in line)
-
-    def finish(self) -> str:
-        """Return the last line if no newline ends it."""
-        rest, self._rest = self._rest, ""
-        return "" if STATE_DUMP in rest else rest
 
 
 class DriverLog:
@@ -132,6 +111,7 @@ class DriverLog:
     def __init__(self, jobs: RayJobs, job: str, started_at_ms: int, folder: Path) -> None:
         # A job that the operator submits to a new head starts a new log, hence the time in the name.
         self.path = folder / f"{job}-{started_at_ms}.log"
+        self.submission = (job, started_at_ms)
         self._jobs, self._job = jobs, job
         self._closing = threading.Event()
         self._is_abandoned = False
@@ -163,27 +143,28 @@ class DriverLog:
             self._closing.wait(AGAIN_SECONDS)
 
     def _copy_stream(self) -> None:
+        """Add to the file what it lacks of the stream, and print that without the lines of Ray's state dumps."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.stat().st_size if self.path.exists() else 0
-        position = 0
-        readable = Readable()
+        position, rest = 0, ""
         with self.path.open("ab") as file:
 
             def write(text: str) -> None:
-                nonlocal position
+                nonlocal position, rest
                 if self._is_abandoned:
                     raise RayUnreachable("abandoned")
                 data = text.encode()
                 new = data[max(0, written - position) :]
                 position += len(data)
-                if new:
-                    file.write(new)
-                    file.flush()
-                    sys.stdout.write(readable.take(new.decode(errors="replace")))
-                    sys.stdout.flush()
+                file.write(new)
+                file.flush()
+                *lines, rest = (rest + new.decode(errors="replace")).split("\n")
+                show(lines)
+
+            def show(lines: list[str]) -> None:
+                print("".join(f"{line}\n" for line in lines if STATE_DUMP not in line), end="", flush=True)
 
             try:
                 self._jobs.follow_log(self._job, write)
             finally:
-                sys.stdout.write(readable.finish())
-                sys.stdout.flush()
+                show([rest] if rest else [])

@@ -2,7 +2,8 @@
 
 The CronJob `reaper` runs `python -m k8s.controller.reaper` every 5 minutes. A stage is an orphan when its deploy Job
 was deleted while its process was dead, or has failed, and it still has pods, a PodGroup, running RayJobs or a node
-group. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Pods of KEEP=1 stay.
+group. The reaper takes it down where no pod of a deploy Job works on it for `ORPHAN_SECONDS`. Pods of KEEP=1 stay
+while their deploy Job is there.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import time
 
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
-from k8s.controller.node_pool import release_node_groups
+from k8s.controller.node_pool import NodePool
 from k8s.objects.api import Api, ApiUnreachable, Conflict
 from k8s.objects.attempt import has_ended, rayjobs_of
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL, lease_name
-from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, read_leases
+from k8s.objects.names import CLUSTER, STAGE_LABEL
+from k8s.objects.node_group import read_leases
 from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
 from k8s.objects.record import read_record
-from k8s.objects.teardown import release_pods, stop_rayjobs
+from k8s.objects.teardown import deploy_pods_of, take_down
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
@@ -29,7 +30,7 @@ from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 2.0
 ORPHAN_SECONDS = 120.0
-"""Seconds without a renewed Lease after which an orphan is taken down: four times the duration of a Lease."""
+"""Seconds after which an orphan is taken down: whoever ended or replaced its Job may be about to act on it."""
 RUN_SECONDS = 270.0  # the next run of the CronJob continues
 
 
@@ -40,56 +41,46 @@ class Reaper:
         self._api, self._holder = api, holder
         self._report = ProgressPrinter(f"reaper: {holder}").report
         self._lost = LostPods(api, holder, self._report) if holder in STAGES else None
-        self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and the time when it was first seen
+        self._pool = NodePool(api, holder, "", self._report)
+        self._orphan_since: float | None = None
 
     def advance(self) -> bool:
         """Take the next step. Returns False when no further step is due."""
-        orphan = self._describe_orphan()
-        lost = self._lost.remove(is_idle=bool(orphan)) if self._lost else 0
-        if not orphan:
-            self._seen = ("", 0.0)
+        is_orphan = self._is_orphan()
+        lost = self._lost.remove(is_idle=is_orphan) if self._lost else 0
+        if not is_orphan:
+            self._orphan_since = None
             return lost > 0
-        lease = self._api.find("Lease", lease_name(self._holder))
-        version = f"lease {lease['metadata']['resourceVersion'] if lease else 'absent'}"
-        if self._seen[0] != version:
-            self._seen = (version, time.monotonic())
-            self._report(f"no Job holds {orphan}")
-        if time.monotonic() - self._seen[1] < ORPHAN_SECONDS:
+        self._orphan_since = self._orphan_since or time.monotonic()
+        if time.monotonic() - self._orphan_since < ORPHAN_SECONDS:
+            self._report(f"no Job holds it: taking it down in {ORPHAN_SECONDS:.0f} s")
             return True
-        if self._holder in STAGES and (left := self._take_down()):
-            self._report(f"taking it down, {left} left")
+        if self._holder in STAGES and (left := take_down(self._api, self._holder)):
+            self._report(f"taking it down, {left} RayJobs or pods left")
             return True
-        release_node_groups(self._api, self._holder, self._report)
-        self._api.delete("Lease", lease_name(self._holder))
+        if not self._pool.release():
+            return True
         self._report("stopped")
         return False
 
-    def _take_down(self) -> int:
-        return stop_rayjobs(self._api, self._holder) or release_pods(self._api, self._holder)
-
-    def _describe_orphan(self) -> str:
-        """List what is left of a stage or one-off that no Job holds; empty when it is held, kept, or down."""
-        groups = [f"node group {each.group}" for each in read_leases(self._api) if each.holder == self._holder]
+    def _is_orphan(self) -> bool:
+        """Whether something is left of a stage or one-off that no Job holds and nobody wants to keep."""
+        has_nodes = any(lease.holder == self._holder for lease in read_leases(self._api))
         if self._holder not in STAGES:
-            return "" if is_active(self._api.find("Job", self._holder)) else ", ".join(groups)
+            return has_nodes and not is_active(self._api.find("Job", self._holder))
         record = read_record(self._api, self._holder)
-        if record and not record.is_over and not record.is_deleted:
-            return ""
-        gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
-        marks = [(gang["metadata"].get("annotations") or {}).get(KEEP_ANNOTATION) for gang in gangs]
+        is_held = record and not record.is_over and not record.is_deleted
+        if is_held or deploy_pods_of(self._api, self._holder):
+            return False
         cluster = self._api.find("RayCluster", CLUSTER)  # absent when somebody deleted it, and with it the pods
-        pods = len(pods_of(self._api, self._holder))
-        has_pods = pods > 0 or bool(cluster and worker_group_of(cluster, self._holder).replicas)
-        if ("1" in marks or (record and record.deployment.keep)) and (has_pods or gangs):
-            return ""
-        rayjobs = sum(not has_ended(job) for job in rayjobs_of(self._api, self._holder))
-        parts = [
-            f"{pods} pods" if has_pods else "",
-            f"{rayjobs} RayJobs that run" if rayjobs else "",
-            "its PodGroup" if gangs else "",
-            *groups,
-        ]
-        return ", ".join(filter(None, parts))
+        has_pods = bool(
+            pods_of(self._api, self._holder)
+            or (cluster and worker_group_of(cluster, self._holder).replicas)
+            or self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
+        )
+        if record and record.deployment.keep and has_pods:
+            return False
+        return has_nodes or has_pods or not all(map(has_ended, rayjobs_of(self._api, self._holder)))
 
 
 def main() -> int:
@@ -107,8 +98,7 @@ def _advance(reaper: Reaper) -> bool:
         return reaper.advance()
     except MillraceError as error:  # it must not keep the reaper from the other stages
         print(f"reaper: {error}", file=sys.stderr, flush=True)
-        # These errors pass: another process wrote first, or the API or EKS does not answer at the moment.
-        return isinstance(error, ApiUnreachable | Conflict | EksUnreachable | NodeGroupBusy)
+        return isinstance(error, ApiUnreachable | Conflict)  # these pass
 
 
 if __name__ == "__main__":

@@ -16,30 +16,15 @@ from pathlib import Path
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter
-from k8s.controller.decision import (
-    Action,
-    DeleteOlderRayJobs,
-    EmptyGroup,
-    EndAttempt,
-    EndDeployment,
-    HoldNodes,
-    PlaceGang,
-    RequestStop,
-    ShrinkGang,
-    StartAttempt,
-    StopDriver,
-    TakeDown,
-    decide,
-)
+from k8s.controller.decision import Action, Step, decide
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
-from k8s.controller.node_pool import NodePool, PoolState, describe_release, release_node_groups
+from k8s.controller.node_pool import NodePool, PoolState
 from k8s.controller.observation import Gang, Observation, State, has_progressed
 from k8s.controller.preflight import judge, read_answer
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
-from k8s.controller.stage_lease import LeaseHeld, StageLease
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.attempt import (
-    blocks_next_attempt,
+    has_ended,
     nodes_of,
     placed_size,
     rayjobs_of,
@@ -51,28 +36,26 @@ from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
-from k8s.objects.node_group import EksUnreachable, NodeGroupBusy, NodeGroupError
 from k8s.objects.placement import addresses_of, explain_placement, pods_of
 from k8s.objects.record import (
     Acceptance,
     Outcome,
     Record,
-    ask_to_stop,
     no_more_failures,
     read_record,
     write_acceptance,
     write_attempt,
     write_outcome,
 )
-from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
+from k8s.objects.teardown import deploy_pods_of, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0
+SETTLE_SECONDS = 60.0
+"""Seconds that the operator may take to mark a RayJob as ended after Ray has said so."""
 LOG_SECONDS = 20.0
 """Seconds to wait for the rest of an ended driver's log."""
-RELEASE_SECONDS = 600.0
-"""Seconds of attempts to scale a busy node group down, after which that is left to the reaper."""
 LOST_LOG_SECONDS = 2.0
 """Seconds to wait for the log of a driver whose node is gone. Such a stream ends with a connection's limit, if ever."""
 
@@ -85,19 +68,13 @@ class Reconciler:
         self._deployment = deployment
         self._stage = deployment.stage
         self._pod = pod
-        self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
-        self._has_lease = False
         self._terminated = threading.Event()
         self._report = ProgressPrinter("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
-        self._pool = NodePool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
-        self._releases_since: float | None = None
+        self._pool = NodePool(api, self._stage, deployment.node_pool, self._report, deployment.capacity_ends_at)
         self._refused_since: float | None = None
         self._entered: tuple[object, float] = (None, 0.0)  # the state with the gang's size, and since when
-        self._is_pass_due = False  # the next pass follows at once
         self._log: DriverLog | None = None
-        self._submission: tuple[str, int] | None = None  # the submission whose log is followed
-        self._stopped: tuple[str, int] | None = None  # the submission that was told to stop
 
     def run(self) -> Outcome | None:
         """Reconcile until the deployment has ended and its pods are gone, and return its outcome.
@@ -108,24 +85,15 @@ class Reconciler:
         while True:
             try:
                 if self._terminated.is_set() and self._own_record():
-                    self._lease.release()
                     self._report("this process was told to leave; the next pod of the Job continues")
                     return None
-                self._lease.hold()
-                self._has_lease = True
-                outcome = self._reconcile()
+                outcome = None if self._is_another_at_work() else self._reconcile()
                 self._refused_since = None
                 if outcome:
                     if outcome.exit_code:
                         self._fail_job()
-                    self._lease.release()
                     self._report(f"{outcome.message} (exit code {outcome.exit_code})")
                     return outcome
-            except LeaseHeld as error:
-                if self._has_lease:
-                    self._report(f"{error}: this process leaves")
-                    return None
-                self._report(f"waiting: {error}")
             except MillraceError as error:
                 # The API does not answer, another process wrote first, or a right is missing for a moment. The stage
                 # may hold nodes, so this process tries on until they are given back.
@@ -134,9 +102,16 @@ class Reconciler:
             except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held
                 traceback.print_exc()
                 self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
-            if not self._is_pass_due:
-                self._pause()
-            self._is_pass_due = False
+            self._pause()
+
+    def _is_another_at_work(self) -> bool:
+        """Whether an older pod of a deploy Job of the stage has not ended; one on a lost node is removed by force."""
+        oldest = next((pod["metadata"]["name"] for pod in deploy_pods_of(self._api, self._stage)), self._pod)
+        if oldest == self._pod:
+            return False
+        self._lost.remove(is_idle=False)
+        self._report(f"waiting for pod {oldest}, which works on {self._stage}, to end")
+        return True
 
     def _reconcile(self) -> Outcome | None:
         """Observe, decide and act once. Returns the outcome once everything is down."""
@@ -167,15 +142,13 @@ class Reconciler:
                 write_acceptance(self._api, record, acceptance)
             case Outcome() as outcome:
                 write_outcome(self._api, record, outcome)
-        self._is_pass_due = True
 
     def _with_wait(self, seen: Observation) -> Observation:
-        """The observation with the deployment's age, and the seconds that it has waited in its state."""
+        """The observation with the seconds that the deployment has waited in its state."""
         entered = (seen.state, seen.gang.nodes if seen.gang else 0)
         if entered != self._entered[0]:
             self._entered = (entered, time.monotonic())
-        waited_seconds = time.monotonic() - self._entered[1]
-        return replace(seen, waited_seconds=waited_seconds, age_seconds=seen.record.age_seconds)
+        return replace(seen, waited_seconds=time.monotonic() - self._entered[1])
 
     def _observe(self, record: Record, rayjob: Object | None) -> Observation:
         seen = Observation(record=record, rayjob=rayjob)
@@ -183,10 +156,8 @@ class Reconciler:
             return self._observe_attempt(seen, rayjob)
         if seen.state is not State.PLACING:
             return seen
-        ended = [self._deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
-        older = [job for job in rayjobs_of(self._api, self._stage) if blocks_next_attempt(job, ended)]
-        if older:
-            return replace(seen, older_rayjobs=len(older))
+        if not all(map(has_ended, rayjobs_of(self._api, self._stage))):
+            return replace(seen, has_older_rayjobs=True)
         return replace(seen, gang=self._observe_gang(seen))
 
     def _observe_gang(self, seen: Observation) -> Gang:
@@ -205,156 +176,119 @@ class Reconciler:
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
             return gang
-        # A pod that has joined Ray can work, although the operator marks it ready 10 s later or more. Ray takes a pod
-        # that is gone for alive for a while, so only addresses of present pods count.
-        addresses = addresses_of(self._api, self._stage)
-        if self._lost.faults:
-            return replace(gang, missing=self._lost.faults)
+        return replace(gang, missing=self._lost.faults or self._explain_missing(group, nodes))
+
+    def _explain_missing(self, group: WorkerGroup, nodes: int) -> str:
+        """A sentence about the pods that have not joined Ray; empty when all have.
+
+        A pod that has joined can work, although the operator marks it ready 10 s later or more. Ray takes a pod that is
+        gone for alive for a while, so only addresses of present pods count.
+        """
+        addresses, joined, said = addresses_of(self._api, self._stage), 0, ""
         if len(addresses) >= nodes:
             try:
                 joined = len(addresses & self._ray(CLUSTER).find_addresses(group.routing_resource))
             except RayUnreachable as error:
-                gang = replace(gang, ray_error=str(error))
-            else:
-                gang = replace(gang, joined=joined)
-        return gang if gang.joined >= nodes else replace(gang, missing=explain_placement(self._api, group, nodes))
+                said = f"waiting for the Ray head: {error}"
+        if joined >= nodes:
+            return ""
+        missing = explain_placement(self._api, group, nodes)
+        return missing or said or f"{joined} of {nodes} {self._stage} pods have joined Ray"
 
     def _observe_attempt(self, seen: Observation, rayjob: Object) -> Observation:
         try:
             seen = replace(seen, driver=self._ray_of(rayjob).find(rayjob["metadata"]["name"]))
         except RayUnreachable as error:
             seen = replace(seen, ray_error=str(error))
-        is_isolated = self._deployment.mode == "isolated"
-        if seen.state is State.PENDING or (seen.state is State.SUBMITTING and is_isolated):
-            group = read_worker_group(self._api, self._stage)
-            pool = self._pool.observe(self._deployment.nodes) if is_isolated else PoolState()
-            reports = (explain_placement(self._api, group, nodes_of(rayjob)), pool.report)
-            return replace(seen, missing="; ".join(filter(None, reports)))
-        return seen
+        if seen.state is not State.STARTING:
+            return seen
+        group = read_worker_group(self._api, self._stage)
+        pool = self._pool.observe(self._deployment.nodes) if self._deployment.mode == "isolated" else PoolState()
+        reports = (explain_placement(self._api, group, nodes_of(rayjob)), pool.report)
+        return replace(seen, missing="; ".join(filter(None, reports)))
 
-    def _act(self, action: Action, observation: Observation) -> bool:
+    def _act(self, action: Action, seen: Observation) -> bool:
         """Do the action. Returns True when the stage is down."""
-        group = observation.gang.group if observation.gang else None
-        match action:
-            case RequestStop(reason=reason):
-                ask_to_stop(self._api, observation.record, reason)
-            case DeleteOlderRayJobs():
-                delete_rayjobs(self._api, self._stage)
-            case HoldNodes():
+        group = seen.gang.group if seen.gang else None
+        match action.step:
+            case Step.STOP_OLDER_RAYJOBS:
+                stop_rayjobs(self._api, self._stage)
+            case Step.HOLD_NODES:
                 self._pool.hold(self._deployment.nodes)
-            case EmptyGroup() if group:
+            case Step.EMPTY_GROUP if group:
                 scale_down(self._api, group)
-            case PlaceGang(nodes=nodes) if group:
-                self._place(group, observation.attempt, nodes)
-            case ShrinkGang(nodes=nodes) if group:
-                self._ensure_pod_group(group, observation.attempt, nodes)
-            case StartAttempt(nodes=nodes) if group:
-                self._start(group, observation, nodes)
-            case StopDriver():
-                self._stop_driver(observation)
-            case EndAttempt():
-                self._end_attempt(action, observation)
-            case EndDeployment(outcome=outcome):
-                write_outcome(self._api, observation.record, outcome)
-            case TakeDown():
-                return self._take_down(action)
+            case Step.PLACE_GANG if group:
+                self._place(group, seen.attempt, action.nodes)
+            case Step.SHRINK_GANG if group:
+                self._apply_pod_group(group, seen.attempt, action.nodes)
+            case Step.START_ATTEMPT if group:
+                self._start(group, seen, action.nodes)
+            case Step.STOP_DRIVER if seen.rayjob:
+                self._ray_of(seen.rayjob).stop(seen.rayjob["metadata"]["name"])
+            case Step.END_ATTEMPT if action.outcome:
+                self._end_attempt(action.outcome, seen)
+            case Step.END_DEPLOYMENT if action.outcome:
+                write_outcome(self._api, seen.record, action.outcome)
+            case Step.TAKE_DOWN | Step.STOP_RAYJOBS:
+                return self._stop_rayjobs(seen) and (action.step is Step.STOP_RAYJOBS or self._take_down())
         return False
 
     def _place(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
         """Make or change the PodGroup, and write the worker group in one piece where it differs."""
-        self._ensure_pod_group(group, attempt, nodes)
+        self._apply_pod_group(group, attempt, nodes)
         wanted = render_worker_group(group, self._deployment)
         if group.replicas != nodes or wanted["template"] != group.spec["template"]:
             replace_group(self._api, group, wanted | {"replicas": nodes})
 
-    def _ensure_pod_group(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
-        wanted = render_pod_group(group, self._deployment, attempt, nodes)
-        found = self._api.find("PodGroup", group.pod_group)
-        if found is None:
-            self._api.create(wanted)
-            return
-        annotations = wanted["metadata"]["annotations"]
-        there = found["metadata"].get("annotations") or {}
-        if found["spec"].get("minMember") != nodes or not annotations.items() <= there.items():
-            patch = {"metadata": {"annotations": annotations}, "spec": wanted["spec"]}
-            self._api.merge("PodGroup", group.pod_group, patch)
+    def _apply_pod_group(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+        self._api.apply(render_pod_group(group, self._deployment, attempt, nodes))
 
-    def _start(self, group: WorkerGroup, observation: Observation, nodes: int) -> None:
-        attempt, accepted = observation.attempt, observation.record.acceptance or Acceptance()
-        self._ensure_pod_group(group, attempt, nodes)
-        delete_rayjobs(self._api, self._stage)  # all of them have ended
+    def _start(self, group: WorkerGroup, seen: Observation, nodes: int) -> None:
+        attempt, accepted = seen.attempt, seen.record.acceptance or Acceptance()
+        self._apply_pod_group(group, attempt, nodes)
+        for ended in rayjobs_of(self._api, self._stage):
+            self._api.delete("RayJob", ended["metadata"]["name"])
         if self._deployment.mode == "isolated":
             self._api.create(render_isolated_rayjob(group, self._deployment, attempt, accepted.ray_version))
         else:
             self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
 
-    def _stop_driver(self, observation: Observation) -> None:
-        """Stop the driver once per submission: a job that the operator submits to a new head has no notice yet."""
-        if observation.rayjob is None or observation.driver is None:
-            return
-        submission = (observation.rayjob["metadata"]["name"], observation.driver.started_at_ms)
-        if self._stopped != submission and self._tell_driver_to_stop(observation.rayjob):
-            self._stopped = submission
-
-    def _tell_driver_to_stop(self, rayjob: Object) -> bool:
-        """Returns False when the head was lost after the observation, which the next pass handles."""
-        try:
-            self._ray_of(rayjob).stop(rayjob["metadata"]["name"])
-        except RayUnreachable as error:
-            self._report(f"the driver could not be told to stop: {error}")
-            return False
-        return True
-
-    def _end_attempt(self, action: EndAttempt, observation: Observation) -> None:
+    def _end_attempt(self, ended: Outcome, seen: Observation) -> None:
         """Write the end of the attempt to the record before its RayJob is removed."""
-        if action.is_driver_stopped and observation.rayjob is not None:
-            self._tell_driver_to_stop(observation.rayjob)  # a driver without a head does not begin either
         if self._log:
-            driver = observation.driver
+            driver = seen.driver
             is_lost = driver is not None and driver.status.is_terminal() and driver.exit_code is None
             self._log.close(LOST_LOG_SECONDS if is_lost else LOG_SECONDS)
-            self._log = self._submission = None
+            self._log = None
         group = read_worker_group(self._api, self._stage)
         try:
-            if action.exit_code == 0:
+            if ended.exit_code == 0:
                 record_good_image(self._api, group, self._deployment.image)
             record_checkpoint_seconds(self._api, group)
         except (OSError, ValueError) as error:  # a lost history fails no stage; a run's folder may go at any time
             self._report(f"the history of the stage is not recorded: {error}")
-        number = observation.attempt
+        number = seen.attempt
         record = self._read_record()  # people write requests to stop to the same Job; only this process writes attempts
         checkpoints = self._find_checkpoints(group, record.checkpoints)
-        is_newer = has_progressed(record.checkpoints, checkpoints, action.message)
-        write_attempt(self._api, record, Outcome(action.exit_code, action.message, is_newer), checkpoints)
-        if not action.is_rayjob_kept:
+        is_newer = has_progressed(record.checkpoints, checkpoints, ended.message)
+        write_attempt(self._api, record, replace(ended, progressed=is_newer), checkpoints)
+        if seen.state is not State.ATTEMPT_ENDED:  # an ended RayJob stays for `kubectl get rayjobs`
             self._api.delete("RayJob", self._deployment.rayjob_name(number))
-        progress = "; it left a newer checkpoint, so retries count from 0" if is_newer and action.exit_code else ""
-        self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
-        self._is_pass_due = True
+        progress = "; it left a newer checkpoint, so retries count from 0" if is_newer and ended.exit_code else ""
+        self._report(f"attempt {number} ended with exit code {ended.exit_code}: {ended.message}{progress}")
 
-    def _take_down(self, action: TakeDown) -> bool:
-        """Stop RayJobs, then remove pods and PodGroup, then give back nodes. Returns True once all of that is done."""
-        if stop_rayjobs(self._api, self._stage, action.ended_rayjobs):
-            return False
-        if action.are_pods_kept:
-            return True
+    def _stop_rayjobs(self, seen: Observation) -> bool:
+        """Stop the RayJobs, after the operator has had time to mark that of an ended attempt as ended."""
+        if seen.record.attempts and seen.waited_seconds < SETTLE_SECONDS:
+            return all(map(has_ended, rayjobs_of(self._api, self._stage)))
+        return stop_rayjobs(self._api, self._stage) == 0
+
+    def _take_down(self) -> bool:
+        """Remove pods and PodGroup, then give back the nodes. Returns True once all of that is done."""
         left = release_pods(self._api, self._stage)
         if left:
             self._report(f"waiting for {left} {self._stage} pods to leave")
-        return left == 0 and self._release_nodes()
-
-    def _release_nodes(self) -> bool:
-        """Scale the node group down. True once that is done, or is left to the reaper, which has another role."""
-        self._releases_since = self._releases_since or time.monotonic()
-        try:
-            release_node_groups(self._api, self._stage, self._report)
-        except NodeGroupError as error:
-            is_passing = isinstance(error, NodeGroupBusy | EksUnreachable)
-            if is_passing and time.monotonic() - self._releases_since < RELEASE_SECONDS:
-                self._report(str(error))
-                return False
-            self._report(f"{error}. {describe_release(self._api, self._stage)}")
-        return True
+        return left == 0 and self._pool.release()
 
     def _find_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
         """Find the trainer's newest checkpoints; the other stages have none, so their retries count attempts."""
@@ -393,13 +327,11 @@ class Reconciler:
         if rayjob is None or driver is None or driver.status == "PENDING":
             return
         name = rayjob["metadata"]["name"]
-        submission = (name, driver.started_at_ms)
-        if self._submission == submission:
-            return
         if self._log:
+            if self._log.submission == (name, driver.started_at_ms):
+                return
             self._log.abandon()
         folder = Path(read_worker_group(self._api, self._stage).root) / LOG_FOLDER / self._stage
-        self._submission = submission
         self._log = DriverLog(self._ray_of(rayjob), name, driver.started_at_ms, folder)
         self._report(f"the driver's log goes to {self._log.path}")
 

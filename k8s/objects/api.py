@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kubernetes
 import kubernetes.stream
+import kubernetes.watch
 import urllib3
 import urllib3.exceptions
 import yaml
@@ -80,48 +81,27 @@ class Api:
     def find(self, kind: str, name: str) -> Object | None:
         """Read an object; None if it does not exist."""
         try:
-            with _explained(f"get {kind} {name}"):
-                resource = self._resource(kind)
-                return _plain(resource.get(name=name, **self._scope(resource)))
+            return self._call("get", kind, name, name=name)
         except _Absent:
             return None
 
     def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Object]:
         """List objects by label selector and field selector."""
-        with _explained(f"list {kind}"):
-            resource = self._resource(kind)
-            found = resource.get(label_selector=selector, field_selector=fields, **self._scope(resource))
-        return list(_plain(found)["items"])
+        return list(self._call("get", kind, label_selector=selector, field_selector=fields)["items"])
 
     def create(self, body: Object) -> Object:
         """Create an object. Raises `Conflict` when one of that name exists."""
-        kind = body["kind"]
-        with _explained(f"create {kind} {body['metadata'].get('name', '')}"):
-            resource = self._resource(kind, body["apiVersion"])
-            return _plain(resource.create(body=body, **self._scope(resource)))
-
-    def replace(self, body: Object) -> Object:
-        """Replace an object. Raises `Conflict` when its resourceVersion is no longer the one that was read."""
-        kind = body["kind"]
-        with _explained(f"update {kind} {body['metadata']['name']}"):
-            resource = self._resource(kind)
-            return _plain(resource.replace(body=body, **self._scope(resource)))
+        return self._call("create", body["kind"], body["metadata"].get("name", ""), body["apiVersion"], body=body)
 
     def merge(self, kind: str, name: str, patch: Object) -> Object:
         """Apply a JSON merge patch. Raises `Conflict` when the resourceVersion in it is no longer the current one."""
-        with _explained(f"patch {kind} {name}"):
-            resource = self._resource(kind)
-            content_type = "application/merge-patch+json"
-            return _plain(resource.patch(body=patch, name=name, content_type=content_type, **self._scope(resource)))
+        return self._call("patch", kind, name, body=patch, name=name, content_type="application/merge-patch+json")
 
     def apply(self, body: Object, is_trial: bool = False) -> Object:
         """Apply on the server, which keeps fields that others own. A trial returns the result and changes nothing."""
-        kind = body["kind"]
-        with _explained(f"apply {kind} {body['metadata']['name']}"):
-            resource = self._resource(kind, body["apiVersion"])
-            options = {"field_manager": FIELD_MANAGER, "force_conflicts": True}
-            options |= {"dry_run": "All"} if is_trial else {}
-            return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
+        options = {"field_manager": FIELD_MANAGER, "force_conflicts": True} | ({"dry_run": "All"} if is_trial else {})
+        name = body["metadata"]["name"]
+        return self._call("server_side_apply", body["kind"], name, body["apiVersion"], body=body, **options)
 
     def delete(
         self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None, version: str | None = None
@@ -137,9 +117,7 @@ class Api:
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         try:
-            with _explained(f"delete {kind} {name}"):
-                resource = self._resource(kind, version)
-                resource.delete(name=name, body=body, **self._scope(resource))
+            self._call("delete", kind, name, version, name=name, body=body)
         except _Absent:
             return
         except Conflict:
@@ -150,19 +128,14 @@ class Api:
         """Yield the log lines of a pod, each after its time stamp, until the stream ends."""
         core = kubernetes.client.CoreV1Api(self._client)
         with _explained(f"read the log of pod {pod}"):
-            stream = core.read_namespaced_pod_log(
+            yield from kubernetes.watch.Watch().stream(
+                core.read_namespaced_pod_log,
                 pod,
                 self.namespace,
                 container=container,
-                follow=True,
                 timestamps=True,
-                _preload_content=False,
                 _request_timeout=(CONNECT_SECONDS, SILENCE_SECONDS),
             )
-            rest = b""
-            for chunk in cast(Any, stream).stream():
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from (line.decode(errors="replace") for line in lines)
 
     def execute(self, pod: str, container: str, command: list[str]) -> str:
         """Run a command in a pod's container and return its stdout and stderr."""
@@ -181,19 +154,21 @@ class Api:
                 )
             )
 
-    def _resource(self, kind: str, api_version: str | None = None) -> Any:
-        version = api_version or API_VERSIONS[kind]
+    def _call(self, verb: str, kind: str, what: str = "", api_version: str | None = None, **options: Any) -> Object:
+        """Call the API for a kind, in the namespace where the kind has one. `what` names the object in errors."""
+        with _explained(f"{verb.replace('_', ' ')} {kind} {what}".rstrip()):
+            resource = self._resource(kind, api_version or API_VERSIONS[kind])
+            scope = {"namespace": self.namespace} if resource.namespaced else {}
+            return dict(getattr(resource, verb)(**options, **scope).to_dict())
+
+    def _resource(self, kind: str, version: str) -> Any:
         try:
-            with _explained(f"look up {kind}"):
-                return self._dynamic.resources.get(api_version=version, kind=kind)
+            return self._dynamic.resources.get(api_version=version, kind=kind)
         except ResourceNotFoundError as error:
             raise KindAbsent(
                 f"the cluster at {self.server} has no type {kind} ({version}): "
                 f"install its operator first; k8s/README.md lists the requirements of a cluster."
             ) from error
-
-    def _scope(self, resource: Any) -> dict[str, str]:
-        return {"namespace": self.namespace} if resource.namespaced else {}
 
 
 def connect() -> Api:
@@ -254,7 +229,3 @@ def _message(error: ApiException) -> str:
         return str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):
         return str(error.reason)
-
-
-def _plain(answer: Any) -> Object:
-    return dict(answer.to_dict())

@@ -13,7 +13,6 @@ from k8s.objects.names import (
     CLUSTER,
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
-    KEEP_ANNOTATION,
     NODES_KEY,
     PLACED_FOR_ANNOTATION,
     RUN_LABEL,
@@ -89,20 +88,9 @@ def has_ended(job: Object) -> bool:
     return (job.get("status") or {}).get("jobDeploymentStatus") in RAYJOB_ENDS
 
 
-def has_run(job: Object) -> bool:
+def has_been_submitted(job: Object) -> bool:
     """Whether the operator has ever seen the RayJob's job in Ray."""
     return bool((job.get("status") or {}).get("jobStatus"))
-
-
-def blocks_next_attempt(job: Object, ended: list[str]) -> bool:
-    """Whether no attempt may start yet, because this RayJob may still run.
-
-    It does not when the operator says that it has ended, nor when Ray said so and its name is therefore in `ended`. The
-    last attempt that was given up without Ray's word is being deleted, and blocks until it is gone.
-    """
-    metadata = job["metadata"]
-    is_given_up = metadata["name"] in ended[-1:] and "deletionTimestamp" in metadata
-    return not has_ended(job) and (metadata["name"] not in ended or is_given_up)
 
 
 def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
@@ -113,10 +101,7 @@ def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, n
         "metadata": {
             "name": group.pod_group,
             "labels": {STAGE_LABEL: group.name},
-            "annotations": {
-                PLACED_FOR_ANNOTATION: deployment.rayjob_name(attempt),
-                KEEP_ANNOTATION: "1" if deployment.keep else "0",
-            },
+            "annotations": {PLACED_FOR_ANNOTATION: deployment.rayjob_name(attempt)},
         },
         "spec": {
             "minMember": nodes,

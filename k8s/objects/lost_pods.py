@@ -3,6 +3,7 @@
 No kubelet confirms the end of such a pod, so it stays Terminating for ever. KubeRay counts it as present: it creates no
 pod in its place, and a stage that is scaled down never reaches 0 pods. A node whose accelerators, kernel or network
 have failed counts as lost, too, although it answers: an agent on the node reports the fault in its conditions.
+Kubernetes' own garbage collector deletes pods whose node object is gone, or has the taint out-of-service, in a minute.
 
 Deleting such a pod by force is safe here even if its processes live on behind a broken network: a command that writes
 an artifact or a run holds its lock until it ends, and the next attempt waits for that.
@@ -16,11 +17,10 @@ from dataclasses import dataclass
 
 from k8s.objects.api import Api, Object
 from k8s.objects.conditions import conditions_of
-from k8s.objects.names import COMPONENT_LABEL
+from k8s.objects.names import COMPONENT_LABEL, ONE_OFF
 from k8s.objects.placement import is_ready
 
 UNREACHABLE = "node.kubernetes.io/unreachable"
-OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a person sets this taint when the machine is off
 GRACE_SECONDS = 30.0  # Kubernetes' default
 FAULTS = {
     # The EKS node monitoring agent writes these; EKS node repair replaces such a node after 10 to 30 minutes.
@@ -40,10 +40,11 @@ class Loss:
     """Why a node counts as lost."""
 
     text: str
-    is_certain: bool
-    """Whether the machine is off or gone. Otherwise it may come back, and its pods may end by themselves."""
     is_fault: bool = False
     """Whether the node answers and a part of it has failed: its pods may look healthy, yet none should start there."""
+
+
+GONE = Loss("is gone")
 
 
 class LostPods:
@@ -60,75 +61,57 @@ class LostPods:
 
         Returns the number of pods on lost nodes that are not ready.
         """
-        idle_stage = self._stage if is_idle else ""
-        suspects = [pod for pod in self._pods() if _is_leaving_or_idle(pod, idle_stage)]
-        nodes = {pod["spec"]["nodeName"] for pod in suspects}
-        there = {node["metadata"]["name"]: node for node in (self._api.find_all("Node") if nodes else [])}
-        losses = {name: loss for name in nodes if (loss := loss_of(there.get(name)))}
-        before, now = self._lost_since, time.monotonic()
-        lost = [
-            pod
-            for pod in suspects
-            if (loss := losses.get(pod["spec"]["nodeName"])) and (loss.is_fault or not is_ready(pod))
-        ]
-        faulty = {name: loss.text for name, loss in losses.items() if loss.is_fault}
+        suspects = [pod for pod in self._pods() if self._is_suspect(pod, is_idle)]
+        nodes = self._api.find_all("Node") if suspects else []
+        there = {node["metadata"]["name"]: loss_of(node) for node in nodes}
+        losses = [(pod, there.get(pod["spec"]["nodeName"], GONE)) for pod in suspects]
+        lost = [(pod, loss) for pod, loss in losses if loss and (loss.is_fault or not is_ready(pod))]
+        faulty = {pod["spec"]["nodeName"]: loss.text for pod, loss in lost if loss.is_fault}
         self.faults = "; ".join(f"node {name}, where pods of the stage are, {text}" for name, text in faulty.items())
-        self._lost_since = {uid: before.get(uid, now) for uid in map(_uid, lost)}
-        for pod in lost:
-            name, uid, grace = pod["metadata"]["name"], _uid(pod), grace_seconds(pod)
-            loss = losses[pod["spec"]["nodeName"]]
+        before, now = self._lost_since, time.monotonic()
+        self._lost_since = {pod["metadata"]["uid"]: before.get(pod["metadata"]["uid"], now) for pod, _ in lost}
+        for pod, loss in lost:
+            name, uid, grace = pod["metadata"]["name"], pod["metadata"]["uid"], grace_seconds(pod)
             where = f"pod {name} is on node {pod['spec']['nodeName']}, which {loss.text}"
-            if loss.is_certain or now - self._lost_since[uid] > grace:
+            if now - self._lost_since[uid] > grace:
                 self._api.delete("Pod", name, uid=uid, grace_seconds=0)
                 self._report(f"{where}: removed by force")
             elif uid not in before:
                 self._report(f"{where}: it has {grace:.0f} s to end, then it is removed by force")
-        return sum(not is_ready(pod) for pod in lost)
+        return sum(not is_ready(pod) for pod, _ in lost)
 
     def _pods(self) -> list[Object]:
-        """Every pod for which a deployment of the stage waits: its own, those of deploy Jobs, and Ray heads."""
-        return self._api.find_all("Pod", f"{COMPONENT_LABEL} in ({self._stage},deploy,head,isolated-head)")
+        """Pods of the stage, of Ray heads, and of Jobs that end only after their pods: deploy Jobs and one-offs."""
+        return self._api.find_all("Pod", f"{COMPONENT_LABEL} in ({self._stage},deploy,{ONE_OFF},head,isolated-head)")
+
+    def _is_suspect(self, pod: Object, is_idle: bool) -> bool:
+        """Whether the pod is terminating, or belongs to the stage while that has no driver that needs it."""
+        metadata = pod["metadata"]
+        is_idle = is_idle and metadata["labels"][COMPONENT_LABEL] == self._stage
+        return bool(pod["spec"].get("nodeName")) and ("deletionTimestamp" in metadata or is_idle)
 
 
-def loss_of(node: Object | None) -> Loss | None:
+def loss_of(node: Object) -> Loss | None:
     """Why a node does not end its pods any more; None for a healthy node."""
-    if node is None:
-        return Loss("is gone", is_certain=True)
-    taints = {taint["key"] for taint in node["spec"].get("taints") or []}
-    if OUT_OF_SERVICE in taints:
-        return Loss("is out of service", is_certain=True)
-    if UNREACHABLE in taints:
-        return Loss("is unreachable", is_certain=False)
+    if UNREACHABLE in {taint["key"] for taint in node["spec"].get("taints") or []}:
+        return Loss("is unreachable")
     conditions = {each["type"]: each for each in conditions_of(node)}
     if conditions.get("Ready", {}).get("status") != "True":
-        return Loss("is not ready", is_certain=False)
+        return Loss("is not ready")
     for name, status in FAULTS.items():
         if (found := conditions.get(name, {})).get("status") == status:
             reason = f" ({found['reason']})" if found.get("reason") else ""
-            return Loss(f"has a fault: {name} is {status}{reason}", is_certain=False, is_fault=True)
+            return Loss(f"has a fault: {name} is {status}{reason}", is_fault=True)
     return None
 
 
 def grace_seconds(pod: Object) -> float:
     """Seconds that the pod may take to end.
 
-    The pod of a deploy Job gets less than it asks for: it loses no work, because another pod takes over its Lease, and
-    the Job is not over before its last pod is gone.
+    The pod of a deploy Job gets less than it asks for: it loses no work, because the next one waits only for its end.
     """
     if pod["metadata"]["labels"].get(COMPONENT_LABEL) == "deploy":
         return GRACE_SECONDS
     asked = pod["metadata"].get("deletionGracePeriodSeconds")
     own = pod["spec"].get("terminationGracePeriodSeconds")
     return float(next(each for each in (asked, own, GRACE_SECONDS) if each is not None))
-
-
-def _is_leaving_or_idle(pod: Object, idle_stage: str) -> bool:
-    """Whether the pod is terminating, or belongs to the stage that has no driver that needs it."""
-    if not pod["spec"].get("nodeName"):
-        return False
-    metadata = pod["metadata"]
-    return "deletionTimestamp" in metadata or metadata["labels"][COMPONENT_LABEL] == idle_stage
-
-
-def _uid(pod: Object) -> str:
-    return str(pod["metadata"]["uid"])

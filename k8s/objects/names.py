@@ -33,9 +33,7 @@ CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"
 STOP_ANNOTATION = "millrace.dev/stop"
 
-# On a PodGroup: the RayJob that its pods are placed for, and whether the pods stay afterwards.
-PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"
-KEEP_ANNOTATION = "millrace.dev/keep"
+PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"  # on a PodGroup: the RayJob that its pods are placed for
 
 # Values of the label millrace.dev/component: the Job that runs a one-off, and the Job that holds its node.
 ONE_OFF = "one-off"
@@ -55,10 +53,6 @@ NODES_KEY = "nodes"  # in a RayJob's metadata: the number of nodes of its attemp
 def job_name(stage: str) -> str:
     """The deploy Job of a stage. One name per stage makes the API server refuse a second deployment of it."""
     return f"deploy-{stage}"
-
-
-def lease_name(stage: str) -> str:
-    return f"stage-{stage}"
 
 
 def one_off_nodes_name(one_off: str) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,13 +19,13 @@ from k8s.objects.conditions import has_condition
 from k8s.objects.names import NODE_GROUP_ANNOTATION
 from services.common.errors import DeviceError
 
-# A call ends within the 30 s of a stage's Lease; otherwise another process would take over during the call.
+# A call ends within the time in which the deploy Job looks after its stage again.
 CONNECT_SECONDS = 3
 READ_SECONDS = 8
 ATTEMPTS = 2  # botocore makes so many for one call
 NODE_GROUP_LABEL = "eks.amazonaws.com/nodegroup"
 """The label with which EKS marks a Kubernetes node with its managed node group."""
-BUSY = ("ResourceInUseException",)  # EKS makes one update of a group at a time
+BUSY = ("ResourceInUseException", "TooManyRequestsException")  # EKS makes one update of a group at a time
 DENIED = ("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "ExpiredTokenException")
 USABLE = ("ACTIVE", "UPDATING", "DEGRADED")  # a group that could not start an instance is DEGRADED until it can
 
@@ -36,24 +34,14 @@ class NodeGroupError(DeviceError):
     """EKS refuses or fails a call."""
 
 
-class NodeGroupBusy(NodeGroupError):
-    """EKS is updating the node group already; the same call may succeed in a moment."""
-
-    exit_code = EXIT_AGAIN
-
-
-class EksUnreachable(NodeGroupError):
-    """EKS does not answer, or throttles the account."""
+class EksBusy(NodeGroupError):
+    """EKS is updating the node group already, throttles the account, or does not answer: try again later."""
 
     exit_code = EXIT_AGAIN
 
 
 class NodeGroupAbsent(NodeGroupError):
     """The node group or its cluster does not exist."""
-
-
-class NodeGroupDenied(NodeGroupError):
-    """The IAM role does not allow the call."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +66,7 @@ class EksNodeGroup:
 
 def describe_node_group(name: str) -> EksNodeGroup:
     """Describe the node group CLUSTER/GROUP. Raises `NodeGroupError`."""
-    cluster, group = split_name(name)
-    with _explained("describe", name):
-        found = _connect().describe_nodegroup(clusterName=cluster, nodegroupName=group)["nodegroup"]
+    found = _call("describe_nodegroup", name)["nodegroup"]
     scaling, health = found["scalingConfig"], found.get("health") or {}
     return EksNodeGroup(
         name=name,
@@ -98,11 +84,7 @@ def describe_node_group(name: str) -> EksNodeGroup:
 
 def resize_node_group(name: str, desired: int) -> None:
     """Set the desired nodes of the group; EKS answers before it has them. Raises `NodeGroupError`."""
-    cluster, group = split_name(name)
-    with _explained("resize", name):
-        _connect().update_nodegroup_config(
-            clusterName=cluster, nodegroupName=group, scalingConfig={"desiredSize": desired}
-        )
+    _call("update_nodegroup_config", name, scalingConfig={"desiredSize": desired})
 
 
 def describe_resize(name: str, desired: int) -> str:
@@ -145,42 +127,40 @@ def _connect() -> Any:
     return boto3.client("eks", region_name=os.environ.get("AWS_REGION"), config=config)
 
 
-@contextmanager
-def _explained(call: str, name: str) -> Iterator[None]:
-    """Turn the errors of botocore into `NodeGroupError`s that name the call and the node group."""
+def _call(method: str, name: str, **arguments: Any) -> Any:
+    """Call EKS for the node group CLUSTER/GROUP. Raises `NodeGroupError` that names the call and the group."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError  # noqa: PLC0415
 
-    what = f"{call} node group {name}"
+    cluster, group = split_name(name)
+    what = f"{method.partition('_')[0]} node group {name}"
     try:
-        yield
+        return getattr(_connect(), method)(clusterName=cluster, nodegroupName=group, **arguments)
     except ClientError as error:
-        raise _explain(what, name, error.response) from error
+        raise _explain(what, cluster, error.response) from error
     except (NoCredentialsError, NoRegionError) as error:
-        raise NodeGroupDenied(
+        raise NodeGroupError(
             f"{what}: this pod has no AWS account or region ({error}). The service accounts deployer and reaper need a "
             f"Pod Identity association (infra/modules/eks makes it), and its agent must run"
         ) from error
     except BotoCoreError as error:
-        raise EksUnreachable(f"{what}: EKS does not answer: {error}") from error
+        raise EksBusy(f"{what}: EKS does not answer: {error}") from error
 
 
-def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
+def _explain(what: str, cluster: str, response: dict[str, Any]) -> NodeGroupError:
     code, said = response["Error"]["Code"], response["Error"]["Message"]
     message = f"{what}: {code}: {said.rstrip('.')}"
-    if code in BUSY:
-        return NodeGroupBusy(message)
+    if code in BUSY or "Throttl" in code or response["ResponseMetadata"]["HTTPStatusCode"] >= 500:
+        return EksBusy(message)
     if code == "ResourceNotFoundException":
         return NodeGroupAbsent(f"{message}. Correct CLUSTER_NAME and the node groups in the overlay's settings.env")
     if code in DENIED:
-        return NodeGroupDenied(
+        return NodeGroupError(
             f"{message}. The roles of the service accounts deployer and reaper must allow eks:DescribeNodegroup and "
             f"eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent: its action has "
-            f"attached {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget until somebody "
+            f"attached {cluster}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget until somebody "
             f"resets it in the console of AWS Budgets"
         )
-    status = response["ResponseMetadata"]["HTTPStatusCode"]
-    is_passing = status >= 500 or "Throttl" in code or code == "TooManyRequestsException"
-    return EksUnreachable(message) if is_passing else NodeGroupError(message)
+    return NodeGroupError(message)
 
 
 @dataclass(frozen=True)

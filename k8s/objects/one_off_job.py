@@ -65,6 +65,9 @@ class OneOff:
     def name(self) -> str:
         return f"{ONE_OFF}-{self.stage}-{self.id}"
 
+    def labels(self, component: str) -> dict[str, str]:
+        return {STAGE_LABEL: self.stage, DEPLOYMENT_LABEL: self.digest, COMPONENT_LABEL: component}
+
 
 def cpu_group_of(cluster: Object) -> WorkerGroup:
     """The worker group whose nodes and resources a one-off gets. Raises `DeviceError` if its pods have devices."""
@@ -82,7 +85,6 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
 
     Raises `LimitError` for more memory than a pod of `cpu_group` has.
     """
-    labels = {STAGE_LABEL: one_off.stage, DEPLOYMENT_LABEL: one_off.digest, COMPONENT_LABEL: ONE_OFF}
     place, container = cpu_group.pod, group.container
     command = make_one_off_command(one_off.stage, group.root, one_off.words)
     at = command.index("--root")  # the admission policy checks the program before it
@@ -93,7 +95,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
         "terminationGracePeriodSeconds": ONE_OFF_DRAIN_SECONDS + DRAIN_MARGIN_SECONDS,
         "securityContext": group.pod["securityContext"],
         **{name: place[name] for name in ("nodeSelector", "tolerations", "imagePullSecrets") if name in place},
-        "volumes": _one_off_volumes(place["volumes"]),
+        "volumes": _of_storage(place["volumes"]),
         "containers": [
             {
                 "name": CONTAINER,
@@ -102,12 +104,13 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
                 "command": command[:at],
                 "args": command[at:],
                 "env": _render_variables(one_off),
-                "resources": _scaled(cpu_group, one_off.memory_gib),
+                "resources": _scale_resources(cpu_group, one_off.memory_gib),
                 "securityContext": container["securityContext"],
-                "volumeMounts": _one_off_volumes(cpu_group.container["volumeMounts"]),
+                "volumeMounts": _of_storage(cpu_group.container["volumeMounts"]),
             }
         ],
     }
+    labels = one_off.labels(ONE_OFF)
     # No further tries: a failed one-off is repeated by a person alone.
     job = render_short_job(one_off.name, labels, pod, limit_seconds=one_off.seconds, kept_seconds=KEPT_SECONDS)
     job["metadata"]["annotations"] = {USER_ANNOTATION: one_off.user}
@@ -116,7 +119,6 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
 
 def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
     """The Job that holds a node of the CPU node group while the one-off runs, and gives it back afterwards."""
-    labels = {STAGE_LABEL: one_off.stage, DEPLOYMENT_LABEL: one_off.digest, COMPONENT_LABEL: ONE_OFF_NODES}
     pod = render_head_program(
         cpu_group,
         name="nodes",
@@ -128,7 +130,7 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
     )
     return render_short_job(
         one_off_nodes_name(one_off.name),
-        labels,
+        one_off.labels(ONE_OFF_NODES),
         pod,
         limit_seconds=one_off.seconds + NODES_MARGIN_SECONDS,
         kept_seconds=KEPT_SECONDS,
@@ -149,19 +151,16 @@ def describe_words(job: Object) -> str:
 
 def read_end(job: Object, pods: list[Object]) -> tuple[int, str]:
     """The exit code of an ended one-off, and a sentence about its end that its own output lacks, or empty text."""
-    for condition in conditions_of(job):
-        if condition.get("reason") == "DeadlineExceeded" and condition["status"] == "True":
-            seconds = int(job["spec"]["activeDeadlineSeconds"])
-            return (
-                EXIT_AGAIN,
-                f"it did not end within {seconds / 3600:g} h, which include the wait for its node (HOURS=)",
-            )
-    ends = [_terminated(pod) for pod in pods]
-    end = next(filter(None, ends), None)
+    if any(each.get("reason") == "DeadlineExceeded" and each["status"] == "True" for each in conditions_of(job)):
+        hours = int(job["spec"]["activeDeadlineSeconds"]) / 3600
+        return EXIT_AGAIN, f"it did not end within {hours:g} h, which include the wait for its node (HOURS=)"
+    statuses = [each for pod in pods for each in (pod.get("status") or {}).get("containerStatuses") or []]
+    end = next(filter(None, (each.get("state", {}).get("terminated") for each in statuses)), None)
     if end is None:
         return EXIT_AGAIN, "its pod was lost with its node, or was evicted; the same command starts it again"
     if end.get("reason") == "OOMKilled":
-        return LimitError.exit_code, f"it was killed at its memory limit, {_limit_of(job)} (MEMORY=)"
+        limit = job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+        return LimitError.exit_code, f"it was killed at its memory limit, {limit} (MEMORY=)"
     code = int(end["exitCode"])
     if code > 128:  # a signal that the program did not handle, such as at the end of its node
         return EXIT_AGAIN, f"it was killed ({end.get('reason', 'no reason given')}, exit code {code})"
@@ -170,16 +169,19 @@ def read_end(job: Object, pods: list[Object]) -> tuple[int, str]:
 
 def _render_variables(one_off: OneOff) -> list[Object]:
     contract = find_contract(one_off.stage, None).with_drain(ONE_OFF_DRAIN_SECONDS)
-    variables: list[Object] = [{"name": name, "value": value} for name, value in contract.variables.items()]
-    variables += [{"name": RECIPE_VARIABLE, "value": one_off.recipe}] if one_off.recipe else []
-    for each in contract.secrets:
-        reference = {"name": each.secret, "key": each.key, "optional": True}
-        variables.append({"name": each.name, "valueFrom": {"secretKeyRef": reference}})
-    return variables
+    recipe = {RECIPE_VARIABLE: one_off.recipe} if one_off.recipe else {}
+    secrets: list[Object] = [
+        {"name": each.name, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key, "optional": True}}}
+        for each in contract.secrets
+    ]
+    return [{"name": name, "value": value} for name, value in (contract.variables | recipe).items()] + secrets
 
 
-def _scaled(group: WorkerGroup, memory_gib: int | None) -> Object:
-    """The resources of a pod of the group, all scaled by the same factor if `memory_gib` is given."""
+def _scale_resources(group: WorkerGroup, memory_gib: int | None) -> Object:
+    """The resources of a pod of the group, all scaled by the same factor if `memory_gib` is given.
+
+    CPUs are rounded down to thousandths, and everything else to whole bytes.
+    """
     resources: Object = group.container.get("resources", {})
     if memory_gib is None:
         return resources
@@ -190,27 +192,14 @@ def _scaled(group: WorkerGroup, memory_gib: int | None) -> Object:
             f"larger nodes, set CPU_SHAPE in the overlay's settings.env, then: make cluster-up"
         )
     share = Decimal(memory_gib) / most
-    return {
-        kind: {name: _share_of(name, text, share) for name, text in each.items()} for kind, each in resources.items()
-    }
+
+    def scale(name: str, text: str) -> str:
+        amount = quantity(text) * share
+        return f"{int(amount * 1000)}m" if name == "cpu" else str(int(amount))
+
+    return {kind: {name: scale(name, text) for name, text in each.items()} for kind, each in resources.items()}
 
 
-def _share_of(resource: str, text: str, share: Decimal) -> str:
-    """A share of a quantity, rounded down to thousandths of CPUs or to whole bytes."""
-    amount = quantity(text) * share
-    return f"{int(amount * 1000)}m" if resource == "cpu" else str(int(amount))
-
-
-def _one_off_volumes(named: list[Object]) -> list[Object]:
+def _of_storage(named: list[Object]) -> list[Object]:
     """The volumes or mounts that a one-off gets: scratch space and the shared file system."""
     return [each for each in named if each["name"] in (SCRATCH.name, ROOT.name)]
-
-
-def _terminated(pod: Object) -> Object | None:
-    statuses = (pod.get("status") or {}).get("containerStatuses") or []
-    ends = [each["state"]["terminated"] for each in statuses if each.get("state", {}).get("terminated")]
-    return dict(ends[0]) if ends else None
-
-
-def _limit_of(job: Object) -> str:
-    return str(job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])

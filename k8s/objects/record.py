@@ -62,18 +62,13 @@ class Record:
     """The newest committed step of each run of the recipe when the last attempt ended."""
     outcome: Outcome | None
     stop: str
-    """The person who asked the deployment to stop, or its limit that did; empty when nobody did."""
+    """The person who asked the deployment to stop, or its limit that has passed; empty when neither did."""
     is_over: bool
     """Whether the Job itself has ended, which it does only after the stage's pods are gone."""
     is_deleted: bool
     created_at: str
     acceptance: Acceptance | None = None
     """The answer of the stage's image; None before it has accepted, when nothing of the stage has been touched."""
-
-    @property
-    def age_seconds(self) -> float:
-        """Seconds since the Job was created; 0 for a Job that is gone."""
-        return time.time() - datetime.fromisoformat(self.created_at).timestamp() if self.created_at else 0.0
 
 
 def read_record(api: Api, stage: str) -> Record | None:
@@ -101,12 +96,20 @@ def record_of(job: Object) -> Record:
         attempts=tuple(Outcome(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
         checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
         outcome=Outcome(**json.loads(outcome)) if outcome else None,
-        stop=annotations.get(STOP_ANNOTATION, ""),
+        stop=annotations.get(STOP_ANNOTATION) or _limit_passed(deployment, metadata["creationTimestamp"]),
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
         acceptance=Acceptance(**json.loads(accepted)) if accepted else None,
     )
+
+
+def _limit_passed(deployment: Deployment, created_at: str) -> str:
+    """The limit of the deployment that has passed since its Job was created; empty where there is none."""
+    seconds = deployment.limit_seconds
+    if not seconds or time.time() < datetime.fromisoformat(created_at).timestamp() + seconds:
+        return ""
+    return f"its limit of {seconds / 3600:g} h (HOURS=)"
 
 
 def _deployment_of(job: Object) -> Deployment:

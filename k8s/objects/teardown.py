@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from k8s.objects.api import Api
+from k8s.objects.api import Api, Object
 from k8s.objects.attempt import has_ended, rayjobs_of
-from k8s.objects.names import CLUSTER, STAGE_LABEL
+from k8s.objects.conditions import is_pod_over
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, STAGE_LABEL
 from k8s.objects.placement import pods_of
 from k8s.objects.worker_group import scale_down, worker_group_of
 
 
-def delete_rayjobs(api: Api, stage: str) -> int:
-    """Delete the stage's RayJobs, whose running jobs the operator stops. Returns how many RayJobs there were."""
-    jobs = rayjobs_of(api, stage)
-    for job in jobs:
-        api.delete("RayJob", job["metadata"]["name"])
-    return len(jobs)
+def deploy_pods_of(api: Api, stage: str) -> list[Object]:
+    """Pods of the stage's deploy Jobs that have not ended, the oldest first, which alone changes the stage.
+
+    A pod that was deleted by force, as on a lost node, cannot: the API server refuses the token of a pod that is gone.
+    """
+    pods = api.find_all("Pod", f"{COMPONENT_LABEL}=deploy,{STAGE_LABEL}={stage}")
+    pods.sort(key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["uid"]))
+    return [pod for pod in pods if not is_pod_over(pod)]
 
 
-def stop_rayjobs(api: Api, stage: str, ending: frozenset[str] = frozenset()) -> int:
-    """Delete the RayJobs that have not ended, except those named in `ending`, which Ray says have ended.
+def take_down(api: Api, stage: str) -> int:
+    """Stop the stage's RayJobs, then remove its pods. Returns how many of either are left."""
+    return stop_rayjobs(api, stage) or release_pods(api, stage)
 
-    Returns how many had not ended. An ended RayJob stays for `kubectl get rayjobs` until the next deployment of the
-    stage; nothing starts it again.
+
+def stop_rayjobs(api: Api, stage: str) -> int:
+    """Delete the RayJobs that have not ended, whose jobs the operator stops. Returns how many had not.
+
+    An ended RayJob stays for `kubectl get rayjobs` until the next deployment of the stage; nothing starts it again.
     """
     running = [job for job in rayjobs_of(api, stage) if not has_ended(job)]
     for job in running:
-        if job["metadata"]["name"] not in ending:
-            api.delete("RayJob", job["metadata"]["name"])
+        api.delete("RayJob", job["metadata"]["name"])
     return len(running)
 
 

@@ -6,7 +6,6 @@ import copy
 import json
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from kubernetes.utils import parse_quantity
 
@@ -85,7 +84,7 @@ class WorkerGroup:
 
     @property
     def variant(self) -> str:
-        return str(self._annotation(self.cluster, VARIANT_ANNOTATION, f"RayCluster {CLUSTER}"))
+        return self._required(self.cluster, VARIANT_ANNOTATION)
 
     @property
     def default_recipe(self) -> str:
@@ -94,11 +93,11 @@ class WorkerGroup:
 
     @property
     def queue(self) -> str:
-        return str(self._annotation(self.cluster, QUEUE_ANNOTATION, f"RayCluster {CLUSTER}"))
+        return self._required(self.cluster, QUEUE_ANNOTATION)
 
     @property
     def pod_group(self) -> str:
-        return str(self._annotation(self.spec["template"], GROUP_ANNOTATION, f"worker group {self.name}"))
+        return self._required(self.spec["template"], GROUP_ANNOTATION)
 
     @property
     def routing_resource(self) -> str:
@@ -118,7 +117,7 @@ class WorkerGroup:
     @property
     def drain_seconds(self) -> int:
         """Seconds between a pod's preemption notice and the end of its work, as the manifests set them."""
-        return int(self._annotation(self.spec["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
+        return int(self._required(self.spec["template"], DRAIN_ANNOTATION))
 
     @property
     def node_pool(self) -> str:
@@ -201,13 +200,15 @@ class WorkerGroup:
         """An annotation of the RayCluster; empty where it is absent."""
         return str((self.cluster["metadata"].get("annotations") or {}).get(annotation, ""))
 
-    def _annotation(self, thing: Object, annotation: str, what: str) -> Any:
-        annotations = thing["metadata"].get("annotations") or {}
-        if annotation not in annotations:
+    def _required(self, thing: Object, annotation: str) -> str:
+        """An annotation of the RayCluster or of the group's template. Raises `DeviceError` where it is absent."""
+        value = (thing["metadata"].get("annotations") or {}).get(annotation)
+        if value is None:
             raise DeviceError(
-                f"{what} has no annotation {annotation}. Correct the manifests in k8s/, then: make cluster-up"
+                f"RayCluster {CLUSTER} with worker group {self.name} has no annotation {annotation}. Correct the "
+                f"manifests in k8s/, then: make cluster-up"
             )
-        return annotations[annotation]
+        return str(value)
 
 
 def read_cluster(api: Api) -> Object:

@@ -343,7 +343,7 @@ RIGHTS_OF_PEOPLE = [
     *("create jobs.batch", "patch jobs.batch", "delete jobs.batch", "create configmaps", "get pods --subresource=log"),
     *("create pods --subresource=exec", "list events", "get secrets/millrace", "delete pods", "delete rayjobs.ray.io"),
     *("patch rayclusters.ray.io/millrace", "delete podgroups.scheduling.volcano.sh", "list nodes"),
-    *("delete leases.coordination.k8s.io/stage-trainer", "list queues.scheduling.volcano.sh"),
+    "list queues.scheduling.volcano.sh",
 ]
 BEYOND_PEOPLE = ["get secrets/hugging-face", "create pods", "patch rayclusters.ray.io/other", "create rayjobs.ray.io"]
 
@@ -351,7 +351,7 @@ BEYOND_PEOPLE = ["get secrets/hugging-face", "create pods", "patch rayclusters.r
 @pytest.mark.parametrize(
     ("by", "may", "may_not"),
     [
-        (PERSON, RIGHTS_OF_PEOPLE, [*BEYOND_PEOPLE, "delete leases.coordination.k8s.io/node-group-trainium"]),
+        (PERSON, RIGHTS_OF_PEOPLE, [*BEYOND_PEOPLE, "delete leases.coordination.k8s.io"]),
         (OTHERS, [], RIGHTS_OF_PEOPLE),
         (
             DEPLOYER,

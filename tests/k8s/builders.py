@@ -63,6 +63,17 @@ def node(name: str, taints: list[Thing], conditions: list[Thing]) -> Thing:
     }
 
 
+def pod(name: str, on: str = "", component: str = "trainer", phase: str = "Running", **metadata: Any) -> Thing:
+    """A pod of a stage or a Job, on the node `on` if that is given."""
+    labels = {"millrace.dev/component": component, "millrace.dev/stage": "trainer", "ray.io/node-type": "worker"}
+    return {
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels} | metadata,
+        "spec": {"terminationGracePeriodSeconds": 330} | ({"nodeName": on} if on else {}),
+        "status": {"phase": phase},
+    }
+
+
 def one_off_of(stage: Stage = "trainer", **changes: Any) -> OneOff:
     fields: dict[str, Any] = {
         "stage": stage,

@@ -81,8 +81,8 @@ class Refusal:
     """Makes EKS refuse the calls of one operation."""
 
     def __init__(self, operation: str, status: int, code: str, times: int = 1_000_000) -> None:
-        self.left = times
-        self._status, self._code = status, code
+        self.refused = 0
+        self._times, self._status, self._code = times, status, code
         self._event = f"before-call.eks.{operation}"
         _connect().meta.events.register(self._event, self._answer)
 
@@ -90,9 +90,9 @@ class Refusal:
         _connect().meta.events.unregister(self._event, self._answer)
 
     def _answer(self, **_: Any) -> tuple[AWSResponse, dict[str, Any]] | None:
-        if self.left == 0:
+        if self.refused == self._times:
             return None
-        self.left -= 1
+        self.refused += 1
         said = {"Code": self._code, "Message": f"said by {self._code}"}
         answer = {"Error": said, "ResponseMetadata": {"HTTPStatusCode": self._status}}
         return AWSResponse("https://eks", self._status, {}, None), answer

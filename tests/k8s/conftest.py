@@ -88,7 +88,7 @@ def reconcile(world: World, monkeypatch: pytest.MonkeyPatch) -> Reconcile:
     monkeypatch.setattr(Reconciler, "_pause", lambda self: world.pass_time())
 
     def run(**changes: Any) -> Outcome:
-        outcome = Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        outcome = Reconciler(world.api, world.deploy(**changes), "pod").run()
         assert outcome
         world.pass_time()
         return outcome

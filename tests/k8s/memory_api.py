@@ -55,11 +55,9 @@ class MemoryApi:
         self._objects[key] = made
         return self._changed(key, made)
 
-    def replace(self, body: Thing) -> Thing:
-        key = (body["kind"], body["metadata"]["name"])
-        self._require_version(key, body["metadata"])
-        kept = {field: self._objects[key]["metadata"][field] for field in ("uid", "creationTimestamp")}
-        return self._changed(key, copy.deepcopy(body) | {"metadata": body["metadata"] | kept})
+    def apply(self, body: Thing) -> Thing:
+        is_there = (body["kind"], body["metadata"]["name"]) in self._objects
+        return self.merge(body["kind"], body["metadata"]["name"], body) if is_there else self.create(body)
 
     def merge(self, kind: str, name: str, patch: Thing) -> Thing:
         self._require_version((kind, name), patch.get("metadata", {}))

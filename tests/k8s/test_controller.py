@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k8s.controller.history import find_newest_checkpoints
-from k8s.controller.observation import count_disturbances, has_progressed, may_try_again
-from k8s.controller.stage_lease import LEASE_SECONDS, LeaseHeld, StageLease
+from k8s.controller.observation import has_progressed, may_try_again
+from k8s.controller.ray_jobs import DriverLog
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
-from tests.k8s.builders import READY, Clock, deployment_of, node
+from tests.k8s.builders import READY, Clock, deployment_of, node, pod
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 
@@ -20,21 +21,18 @@ LOST, MOVED = Outcome(75, "the driver was lost"), Outcome(75, "the driver was lo
 
 
 @pytest.mark.parametrize(
-    ("attempts", "count", "goes_on"),
+    ("attempts", "goes_on"),
     [
-        ((LOST,), 1, True),
-        ((LOST, LOST, LOST), 3, True),
-        ((LOST, LOST, LOST, LOST), 4, False),
-        ((MOVED, MOVED, MOVED, MOVED, MOVED, MOVED), 1, True),  # a run of weeks
-        ((LOST, LOST, LOST, MOVED, LOST, LOST), 3, True),
-        ((LOST, LOST, MOVED, LOST, LOST, LOST), 4, False),
-        ((MOVED, Outcome(3, "no corpus")), 2, False),
+        ((LOST,), True),
+        ((LOST, LOST, LOST), True),
+        ((LOST, LOST, LOST, LOST), False),
+        ((MOVED, MOVED, MOVED, MOVED, MOVED, MOVED), True),  # a run of weeks
+        ((LOST, LOST, LOST, MOVED, LOST, LOST), True),
+        ((LOST, LOST, MOVED, LOST, LOST, LOST), False),
+        ((MOVED, Outcome(3, "no corpus")), False),
     ],
 )
-def test_retries_count_disturbances_since_the_newest_checkpoint(
-    attempts: tuple[Outcome, ...], count: int, goes_on: bool
-) -> None:
-    assert count_disturbances(attempts) == count
+def test_retries_count_disturbances_since_the_newest_checkpoint(attempts: tuple[Outcome, ...], goes_on: bool) -> None:
     assert may_try_again(record_of(attempts)) is goes_on
 
 
@@ -97,7 +95,6 @@ FAULT = {"type": "AcceleratedHardwareReady", "status": "False", "reason": "Neuro
         ([{"key": "node.kubernetes.io/unreachable"}], [{"type": "Ready", "status": "Unknown"}], True, False),
         ([], [{"type": "Ready", "status": "Unknown"}], True, False),
         ([{"key": "node.kubernetes.io/not-ready"}], [{"type": "Ready", "status": "False"}], True, False),
-        ([{"key": "node.kubernetes.io/out-of-service"}], [READY], True, False),
         ([], [READY, FAULT], True, True),
         ([], [READY, {"type": "NeuronHealth", "status": "True"}], True, True),
         ([], [READY, {"type": "NeuronHealth", "status": "False"}, FAULT | {"status": "True"}], False, False),
@@ -107,16 +104,6 @@ FAULT = {"type": "AcceleratedHardwareReady", "status": "False", "reason": "Neuro
 def test_a_lost_node(taints: list[Thing], conditions: list[Thing], is_lost: bool, has_fault: bool) -> None:
     loss = loss_of(node("n", taints, conditions))
     assert (loss is not None, bool(loss and loss.is_fault)) == (is_lost, has_fault)
-
-
-def pod(name: str, on: str, component: str = "trainer", **metadata: Any) -> Thing:
-    labels = {"millrace.dev/component": component, "ray.io/node-type": "worker"}
-    return {
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": labels} | metadata,
-        "spec": {"nodeName": on, "terminationGracePeriodSeconds": 330},
-        "status": {"phase": "Running"},
-    }
 
 
 TERMINATING: dict[str, Any] = {"deletionTimestamp": "yesterday", "deletionGracePeriodSeconds": 330}
@@ -133,6 +120,7 @@ def nodes_and_pods() -> MemoryApi:
         pod("silent", "dark"),
         pod("machine-gone", "gone", **TERMINATING),
         pod("deployer", "dark", "deploy", **TERMINATING),
+        pod("one-off", "dark", "one-off", **TERMINATING),
         pod("another-stage", "dark", "compiler", **TERMINATING),
     )
 
@@ -142,9 +130,8 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
     said: list[str] = []
     lost = LostPods(nodes_and_pods, "trainer", said.append)  # type: ignore[arg-type]
 
-    assert lost.remove(is_idle=False) == 3
-    everyone = ["another-stage", "deployer", "leaves", "silent", "starts", "stuck"]
-    assert nodes_and_pods.names("Pod") == everyone, "the one whose machine is gone need not be waited for"
+    assert lost.remove(is_idle=False) == 4
+    everyone = nodes_and_pods.names("Pod")
     clock.now += 31
     lost.remove(is_idle=False)
     everyone.remove("deployer")  # whoever holds the Lease goes on, and its Job is not over before it is gone
@@ -159,20 +146,19 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
     assert len(said) == len(set(said)), "nothing is said twice"
 
 
-def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Clock) -> None:
-    api = MemoryApi()
-    here, there = StageLease(api, "trainer", "here"), StageLease(api, "trainer", "there")  # type: ignore[arg-type]
-    there.hold()
-    for renewed in ("1970-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"):
-        api.merge("Lease", "stage-trainer", {"spec": {"renewTime": renewed}})
-        for _ in range(3):
-            with pytest.raises(LeaseHeld):
-                here.hold()
-            clock.now += LEASE_SECONDS - 1
-            there.hold()
-    with pytest.raises(LeaseHeld):
-        here.hold()
-    clock.now += LEASE_SECONDS + 1
-    here.hold()
-    with pytest.raises(LeaseHeld):
-        there.hold()
+@pytest.mark.parametrize("size", [1, 7, 1_000])
+def test_a_driver_s_log_is_kept_once_and_shown_without_ray_s_state_dumps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    """Another process has written a part of it, and the stream starts from its beginning, however it is cut."""
+    text = "step 1\n\x1b[36m(raylet)\x1b[0m [state-dump] NodeManager:\n(raylet) [state-dump] 17 more\nstep 2\nstep 3"
+    (tmp_path / "job-5.log").write_text("step 1\n")
+
+    class Jobs:
+        def follow_log(self, name: str, write: Callable[[str], None]) -> None:
+            for at in range(0, len(text), size):
+                write(text[at : at + size])
+
+    DriverLog(Jobs(), "job", 5, tmp_path).close(60)  # type: ignore[arg-type]
+    assert (tmp_path / "job-5.log").read_text() == text
+    assert capsys.readouterr().out == "step 2\nstep 3\n"

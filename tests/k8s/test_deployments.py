@@ -19,8 +19,6 @@ from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import Watch
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
-from k8s.controller.observation import exit_code_of_rayjob
-from k8s.controller.ray_jobs import Readable
 from k8s.objects.attempt import render_isolated_rayjob, render_rayjob
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
@@ -54,18 +52,6 @@ def test_a_drain_reaches_pod_and_ray(clusters: dict[str, Thing]) -> None:
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
     assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == environment["RAY_JOB_STOP_WAIT_TIME_S"] == "500"
     assert pod["terminationGracePeriodSeconds"] > 500
-
-
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        ({"jobDeploymentStatus": "Failed", "message": "entrypoint command failed with exit code 5, logs"}, 5),
-        ({"jobDeploymentStatus": "Failed", "message": "the cluster was lost"}, 75),
-    ],
-)
-def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -> None:
-    """tests/k8s/test_decision.py has the other ends."""
-    assert exit_code_of_rayjob({"status": status})[0] == code
 
 
 @pytest.mark.parametrize(
@@ -220,15 +206,6 @@ def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
     api.merge("Queue", "millrace", {"status": {"state": "Closed"}})
     assert "millrace is Closed" in check_queue(api, trainer, 1)
     assert "does not exist" in check_queue(NO_API, trainer, 1)
-
-
-def test_a_followed_log_leaves_out_ray_s_state_dumps() -> None:
-    """However the text is cut; the file under the root has all of it."""
-    text = "step 1\n\x1b[36m(raylet)\x1b[0m [state-dump] NodeManager:\n(raylet) [state-dump] 17 more\nstep 2\nstep 3"
-    for size in (1, 7, 1_000):
-        readable = Readable()
-        shown = [readable.take(text[at : at + size]) for at in range(0, len(text), size)]
-        assert "".join([*shown, readable.finish()]) == "step 1\nstep 2\nstep 3"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -12,19 +12,19 @@ import pytest
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
 from k8s.controller import node_pool, reconciler
-from k8s.controller.node_pool import DESCRIBE_SECONDS
-from k8s.controller.one_off_nodes import APPEAR_SECONDS, LEAVE_SECONDS, OneOffNodes
+from k8s.controller.node_pool import PAUSE_SECONDS, RELEASE_SECONDS
+from k8s.controller.one_off_nodes import OneOffNodes
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
-from k8s.controller.reconciler import RELEASE_SECONDS, Reconciler
+from k8s.controller.reconciler import Reconciler
 from k8s.objects import node_group
-from k8s.objects.names import OUTCOME_ANNOTATION, node_pool_annotation, one_off_nodes_name
+from k8s.objects.names import node_pool_annotation
 from k8s.objects.node_group import take_lease
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.record import ask_to_stop
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import Clock, one_off_of
+from tests.k8s.builders import Clock, one_off_of, pod
 from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.rendered import Thing
 from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, reap
@@ -58,7 +58,7 @@ class Mortal:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._api, name)
-        return self.counted(call) if name in ("create", "merge", "replace", "delete") else call
+        return self.counted(call) if name in ("create", "merge", "apply", "delete") else call
 
     def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def write(*arguments: Any, **options: Any) -> Any:
@@ -109,7 +109,7 @@ def test_nodes_come_for_a_deployment_and_go_after_it(
 def test_a_group_has_one_holder_and_the_next_one_waits(
     world: World, cloud: Cloud, reconcile: Reconcile, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take_lease(world.api, POOL, "compiler")  # type: ignore[arg-type]
+    take_lease(world.api, POOL, "compiler")
     assert reconcile(start_timeout_seconds=60).exit_code == 75
     assert f"node group {POOL} is held by compiler" in capsys.readouterr().out
     assert (cloud.sizes, world.holder) == ([0], "compiler")
@@ -133,7 +133,7 @@ def test_who_ends_a_deployment_gives_its_nodes_back(world: World, cloud: Cloud, 
         if world.drivers and how != "stop-stage":
             world.api.delete("Job", "deploy-trainer")
         elif world.drivers and not world.record.stop:
-            ask_to_stop(world.api, world.record, "ann")  # type: ignore[arg-type]
+            ask_to_stop(world.api, world.record, "ann")
 
     world.watch = end
     world.attempt = lambda number: RUNNING
@@ -162,13 +162,13 @@ def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
         try:
             outcome = Reconciler(api, deployment, "first").run()  # type: ignore[arg-type]
         except Killed:
-            outcome = Reconciler(world.api, deployment, "second").run()  # type: ignore[arg-type]
+            outcome = Reconciler(world.api, deployment, "second").run()
         else:
             break
         world.pass_time()
         assert outcome, f"killed after write {writes}"
         assert (cloud.sizes, world.holder, world.bound()) == ([0, 2, 0], "", []), f"killed after write {writes}"
-    assert writes > 15
+    assert writes > 10
 
 
 def test_kept_pods_keep_their_nodes_until_they_are_stopped(
@@ -185,14 +185,14 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     reap(world, 3 * ORPHAN_SECONDS)
     assert (world.bound(), world.holder) == (["ip-0", "ip-1"], "trainer")
     with pytest.raises(DeviceError, match=rf"{POOL} by trainer.*make stop-stage STAGE=trainer"):
-        require_nodes_given_back(world.api)  # type: ignore[arg-type]
-    print_left_nodes(world.api)  # type: ignore[arg-type]
+        require_nodes_given_back(world.api)
+    print_left_nodes(world.api)
     assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
-    KubeRayTarget(world.api).stop("trainer")  # type: ignore[arg-type]
+    KubeRayTarget(world.api).stop("trainer")
     assert (cloud.size, world.bound()) == (2, [])
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.is_down
-    require_nodes_given_back(world.api)  # type: ignore[arg-type]
+    require_nodes_given_back(world.api)
 
 
 def test_nodes_without_capacity_are_given_up_and_given_back(world: World, cloud: Cloud, reconcile: Reconcile) -> None:
@@ -209,12 +209,12 @@ def test_eks_that_is_busy_is_asked_again_after_a_pause(world: World, cloud: Clou
     began = world.clock.now
 
     def attempt(number: int) -> DriverState:
-        assert world.clock.now - began > 3 * DESCRIBE_SECONDS
+        assert world.clock.now - began > 3 * PAUSE_SECONDS
         return ended(0)
 
     world.attempt = attempt
     assert reconcile().exit_code == 0
-    assert refusal.left == 0
+    assert refusal.refused == 3
     assert cloud.sizes == [0, 2, 0]
 
 
@@ -259,7 +259,10 @@ def test_nodes_that_eks_does_not_take_back_are_left_to_the_reaper(
     code: str,
     waited_seconds: float,
 ) -> None:
-    """The budget's action takes the right from the deploy Job while a stage runs; the reaper keeps it."""
+    """The budget's action takes the right from the deploy Job while a stage runs; the reaper keeps it.
+
+    EKS answers a few calls a second for a whole account, so one that is busy is asked once in a pause.
+    """
     refusals: list[Refusal] = []
 
     def attempt(number: int) -> DriverState:
@@ -270,6 +273,7 @@ def test_nodes_that_eks_does_not_take_back_are_left_to_the_reaper(
     began = world.clock.now
     assert reconcile().exit_code == 0
     assert waited_seconds <= world.clock.now - began < waited_seconds + 120
+    assert 1 <= refusals[0].refused <= 1 + waited_seconds / PAUSE_SECONDS
     assert (cloud.size, world.holder) == (2, "trainer")
     assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
     refusals[0].end()
@@ -286,7 +290,7 @@ def one_off_nodes(world: World, api: Any = None) -> OneOffNodes:
         cpu_group = cpu_group_of(cluster)
         world.api.create(render_one_off_nodes_job(cpu_group, one_off_of()))
         world.api.create(render_one_off_job(worker_group_of(cluster, "trainer"), cpu_group, one_off_of()))
-    return OneOffNodes(api or world.api, ONE_OFF)  # type: ignore[arg-type]
+    return OneOffNodes(api or world.api, ONE_OFF)
 
 
 def advance(world: World, nodes: OneOffNodes, times: int = 4) -> bool:
@@ -297,67 +301,31 @@ def advance(world: World, nodes: OneOffNodes, times: int = 4) -> bool:
     return is_left
 
 
-def begin_pod(world: World) -> None:
-    metadata = {"name": "pod", "labels": {"job-name": ONE_OFF}}
-    world.api.create({"kind": "Pod", "metadata": metadata, "spec": {}, "status": {"phase": "Running"}})
-
-
-def test_a_node_comes_for_a_one_off_and_goes_when_its_pod_has_ended(world: World, cloud: Cloud) -> None:
+@pytest.mark.parametrize("how", ["it has ended", "Ctrl-C deletes it"])
+def test_a_node_comes_for_a_one_off_and_goes_when_its_pod_has_ended(world: World, cloud: Cloud, how: str) -> None:
     nodes = one_off_nodes(world)
     advance(world, nodes)
     assert (cloud.sizes, world.holder) == ([0, 1], ONE_OFF)
-    begin_pod(world)
-    complete_job(world, ONE_OFF)
-    advance(world, nodes)
+    world.api.create(pod("pod", component="one-off"))
+    world.api.merge("Pod", "pod", {"metadata": {"labels": {"job-name": ONE_OFF}}})
+    if how == "it has ended":
+        complete_job(world, ONE_OFF)
+    else:
+        world.api.delete("Job", ONE_OFF)
+    assert advance(world, nodes)
     assert cloud.size == 1, "the pod is still on it"
     world.api.merge("Pod", "pod", {"status": {"phase": "Succeeded"}})
     assert not advance(world, nodes)
     assert (cloud.sizes, world.holder) == ([0, 1, 0], "")
 
 
-@pytest.mark.parametrize(("has_pod", "seconds"), [(True, LEAVE_SECONDS), (False, APPEAR_SECONDS)])
-def test_a_one_off_whose_job_is_gone_holds_a_node_for_a_while_only(
-    world: World, cloud: Cloud, has_pod: bool, seconds: float
+def test_a_one_off_whose_node_will_never_come_is_told_why(
+    world: World, cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C deleted it, or the client died before it made the Job."""
-    nodes = one_off_nodes(world)
-    if has_pod:
-        advance(world, nodes)
-        begin_pod(world)
-    world.api.delete("Job", ONE_OFF)
-    assert advance(world, nodes)
-    assert cloud.size == has_pod
-    world.clock.now += seconds
-    assert not advance(world, nodes)
-    assert (cloud.size, world.holder) == (0, "")
-
-
-def test_a_one_off_s_node_goes_as_soon_as_the_client_has_deleted_the_ended_job(world: World, cloud: Cloud) -> None:
-    nodes = one_off_nodes(world)
-    advance(world, nodes)
-    world.api.delete("Job", ONE_OFF)  # and with it its pod
-    assert not nodes.advance()
-    assert (cloud.size, world.holder) == (0, "")
-
-
-def test_a_one_off_s_node_that_eks_does_not_take_back_is_left_to_the_reaper(world: World, cloud: Cloud) -> None:
-    nodes = one_off_nodes(world)
-    advance(world, nodes)
-    complete_job(world, ONE_OFF)
-    refusal = Refusal("UpdateNodegroupConfig", 403, "AccessDeniedException")
-    assert not nodes.advance()
-    refusal.end()
-    assert (cloud.size, world.holder) == (1, ONE_OFF)
-    reap(world, 2 * ORPHAN_SECONDS, ONE_OFF)
-    assert (cloud.size, world.holder) == (0, "")
-
-
-def test_a_one_off_whose_node_will_never_come_is_told_why(world: World, cloud: Cloud) -> None:
     refusal = Refusal("UpdateNodegroupConfig", 403, "AccessDeniedException")
     assert not advance(world, one_off_nodes(world))
     refusal.end()
-    job = world.api.find("Job", one_off_nodes_name(ONE_OFF)) or {}
-    assert OUTCOME_ANNOTATION in job["metadata"]["annotations"]
+    assert "AccessDeniedException" in capsys.readouterr().out
     assert (cloud.size, world.holder) == (0, "")
 
 

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import yaml
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client import deployment_watch, kuberay_one_off
-from k8s.client.kuberay_one_off import LEAVE_SECONDS, run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
-from k8s.objects.names import OUTCOME_ANNOTATION, good_images_annotation, node_pool_annotation
+from k8s.objects.names import good_images_annotation, node_pool_annotation
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job
-from k8s.objects.record import Outcome
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError, LimitError, RecipeError
 from services.common.process.entry_point import exit_code_of
@@ -29,7 +28,7 @@ from services.common.process.subcommands import LABEL
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
-from tests.k8s.builders import DIGEST, Clock, deployment_of, one_off_of
+from tests.k8s.builders import DIGEST, deployment_of, one_off_of, pod
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 from tests.polling import Script, script_polls
@@ -262,21 +261,6 @@ def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, ask: As
     assert run(api, ask(hours=0.5)) == 75
 
 
-def test_one_whose_node_died_ends_without_a_person(api: Cluster, ask: Ask, while_waiting: Script, clock: Clock) -> None:
-    """No kubelet confirms the end of its pod, which keeps the Job from ending until the pod is deleted by force."""
-
-    def pass_leave_seconds() -> None:
-        assert api.names("Pod")
-        clock.now += LEAVE_SECONDS + 1
-
-    def end() -> None:
-        assert api.names("Pod") == []
-        api.end_job("Failed")
-
-    while_waiting(api.begin_pod, lambda: api.delete("Pod", api.names("Pod")[0]), pass_leave_seconds, end)
-    assert run(api, ask()) == 75
-
-
 def test_a_refusal_of_the_api_server_ends_the_client_and_not_the_one_off(
     api: Cluster, ask: Ask, while_waiting: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,32 +287,21 @@ def test_one_that_nobody_followed_is_found_again_and_its_end_is_shown(
     assert (len(api.sent), api.one_offs) == (1, [])
 
 
-NO_CAPACITY = json.dumps(asdict(Outcome(75, "there is no capacity")))
-
-
-@pytest.mark.parametrize(
-    ("patch", "code", "named"),
-    [
-        ({"metadata": {"annotations": {OUTCOME_ANNOTATION: NO_CAPACITY}}}, 75, "there is no capacity"),
-        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "gets no node"),
-    ],
-)
 def test_a_node_that_does_not_come_ends_it(
-    pooled: Cluster,
-    ask: Ask,
-    while_waiting: Script,
-    capsys: pytest.CaptureFixture[str],
-    patch: Thing,
-    code: int,
-    named: str,
+    pooled: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The Job that adds nodes has ended, because EKS refuses them. Its output says why."""
+
     def refuse() -> None:
         [name] = [each for each in pooled.names("Job") if each.startswith("one-off-nodes-")]
-        pooled.merge("Job", name, patch)
+        pooled.create(pod(f"{name}-x", component="one-off-nodes", phase="Succeeded"))
+        pooled.merge("Pod", f"{name}-x", {"metadata": {"labels": {"job-name": name}}})
+        pooled.lines.append("nodes: AccessDeniedException")
+        pooled.merge("Job", name, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
 
     while_waiting(lambda: pooled.begin_pod(phase="Pending"), refuse)
-    assert exit_code_of(lambda: run(pooled, ask())) == code
-    assert named in capsys.readouterr().err
+    assert exit_code_of(lambda: run(pooled, ask())) == 4
+    assert "AccessDeniedException" in capsys.readouterr().out
     assert pooled.one_offs == []
 
 

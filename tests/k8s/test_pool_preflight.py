@@ -125,7 +125,7 @@ def test_a_pool_that_eks_does_not_have_ends_a_deployment(trainer: WorkerGroup, p
     """tests/k8s/test_node_pools.py has what EKS refuses, and that nothing is scaled then."""
     Cloud()
     api: Any = MemoryApi()
-    assert said in NodePool(api, "trainer", pool).observe(2, trainer).refusal
+    assert said in NodePool(api, "trainer", pool, print).observe(2, trainer).refusal
 
 
 def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:

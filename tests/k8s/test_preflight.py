@@ -157,7 +157,7 @@ class Client:
         self.world.watch()
 
     def wait(self) -> Acceptance:
-        return await_acceptance(self.world.api, self.deployment)  # type: ignore[arg-type]
+        return await_acceptance(self.world.api, self.deployment)
 
 
 def state(which: str = "preflight", **of_container: Thing) -> Thing:
@@ -215,9 +215,9 @@ def test_a_client_waits_for_the_answer_and_tells_what_for(
     statuses: list[str] = []
 
     def look() -> None:
-        statuses.append(describe_status(world.api))  # type: ignore[arg-type]
+        statuses.append(describe_status(world.api))
         if len(statuses) == 65:
-            write_outcome(world.api, world.record, Outcome(3, "no corpus"))  # type: ignore[arg-type]
+            write_outcome(world.api, world.record, Outcome(3, "no corpus"))
         if len(statuses) == 67:
             complete_job(world)
 
@@ -230,15 +230,14 @@ def test_a_client_waits_for_the_answer_and_tells_what_for(
     assert world.api.names("Job") == ["deploy-trainer"], "its outcome stays for stage-status"
 
     client = Client(world, waiting("ErrImagePull", "registry is down"))
-    KubeRayTarget(world.api).stop("trainer")  # type: ignore[arg-type]
-    assert read_record(world.api, "trainer") is None  # type: ignore[arg-type]
+    KubeRayTarget(world.api).stop("trainer")
+    assert read_record(world.api, "trainer") is None
 
 
 def stand(world: World) -> None:
     """Make what `make cluster-up` leaves in the namespace."""
-    cluster = world.api.find("RayCluster", "millrace") or {}
-    cluster["metadata"]["annotations"].pop("millrace.dev/trainer-node-pool", None)
-    world.api.replace(cluster)
+    without_pool = {"metadata": {"annotations": {"millrace.dev/trainer-node-pool": None}}}
+    cluster = world.api.merge("RayCluster", "millrace", without_pool)
     group = worker_group_of(cluster, "trainer")
     names = {
         "Secret": ["millrace"],
@@ -277,7 +276,7 @@ def test_a_client_and_its_deploy_job_agree(
         ask(world, said)
         record = world.record
         if not record.is_over:
-            Reconciler(world.api, record.deployment, "pod").run()  # type: ignore[arg-type]
+            Reconciler(world.api, record.deployment, "pod").run()
             complete_job(world)
 
     monkeypatch.setattr("time.sleep", run_job)
@@ -285,7 +284,7 @@ def test_a_client_and_its_deploy_job_agree(
         "trainer", read_requested_recipe(DEFAULT_RECIPE), "a/b@sha256:1", nodes=2, is_followed=False
     )
     try:
-        ended = KubeRayTarget(world.api).deploy(request)  # type: ignore[arg-type]
+        ended = KubeRayTarget(world.api).deploy(request)
     except NotDeployed as error:
         print(error)
         ended = error.exit_code
@@ -301,13 +300,13 @@ def test_a_rollback_does_not_repeat_what_was_refused(world: World) -> None:
     world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": {"millrace.dev/trainer-good-images": good}}})
     world.deploy(is_accepted=False)
     with pytest.raises(DeviceError, match="RECIPE="):
-        KubeRayTarget(world.api).roll_back(DeployRequest("trainer"))  # type: ignore[arg-type]
+        KubeRayTarget(world.api).roll_back(DeployRequest("trainer"))
 
 
 def test_a_missing_right_is_named_before_anything_is_written(world: World) -> None:
     world.api.forbidden = {"create configmaps", "get pods/log"}
     group = worker_group_of(world.api.find("RayCluster", "millrace") or {}, "trainer")
-    problems = check_cluster(world.api, group, deployment_of(), outline_of())  # type: ignore[arg-type]
+    problems = check_cluster(world.api, group, deployment_of(), outline_of())
     [said] = [each for each in problems if "may not" in each]
     assert "create configmaps, get pods/log" in said
     assert "millrace-deployers" in said

@@ -12,9 +12,9 @@ from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
-from k8s.controller.reconciler import Reconciler
+from k8s.controller.reconciler import SETTLE_SECONDS, Reconciler
 from k8s.objects.worker_group import read_worker_group
-from tests.k8s.builders import READY, Clock
+from tests.k8s.builders import READY, Clock, pod
 from tests.k8s.rendered import Thing
 from tests.k8s.world import DARK, LOST, Reconcile, World, complete_job, ended, orphan, reap
 
@@ -95,7 +95,7 @@ def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_sta
             world.drivers["trainer-abc123-1"] = ended(0)
 
     world.watch = finish
-    outcome = Reconciler(world.api, world.record.deployment, "pod").run()  # type: ignore[arg-type]
+    outcome = Reconciler(world.api, world.record.deployment, "pod").run()
     assert outcome
     assert outcome.exit_code == exit_code
     assert [attempt.exit_code for attempt in world.record.attempts] == [exit_code]
@@ -105,12 +105,12 @@ def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_sta
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:
     """The Job's limit is lowered to its failures so far; before that its pod is replaced however often it fails."""
-    limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
+    limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]
     assert limit >= 1_000
     world.attempt = lambda number: ended(3, "millrace: no corpus")
     outcome = reconcile()
     assert (outcome.exit_code, "no corpus" in outcome.message) == (3, True)
-    assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
+    assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2
 
 
 def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
@@ -123,13 +123,13 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
     def attempt(number: int) -> DriverState:
         job = world.api.find("RayJob", f"trainer-abc123-{number}") or {}
         ran.append((job["spec"]["metadata"]["nodes"], job["spec"]["entrypoint"].rpartition(" ")[2], world.bound()))
-        statuses.append(describe_status(world.api))  # type: ignore[arg-type]
+        statuses.append(describe_status(world.api))
         world.set_node("n1", *(DARK if number == 1 else ([], [READY])))
         return LOST if number < 3 else ended(0)
 
     world.attempt = attempt
     reconcile(drain_seconds=60, nodes=2, fewer_nodes=(1,), workers_per_node=4, retries=3)
-    root = read_worker_group(world.api, "trainer").root  # type: ignore[arg-type]
+    root = read_worker_group(world.api, "trainer").root
     assert ran == [
         ("2", root, ["n0", "n1"]),
         ("1", "--parallel.data_parallel_size=4", ["n0"]),
@@ -164,9 +164,21 @@ def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile
     world.attempt = lambda number: LOST if number == 1 else ended(0)
     reconcile()
     assert world.api.names("RayJob") == ["trainer-abc123-2"]
-    assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"  # type: ignore[index]
+    assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"
     reconcile(id="def456", image="another")
     assert world.api.names("RayJob") == ["trainer-def456-2"]
+
+
+def test_a_rayjob_that_the_operator_never_marks_as_ended_is_deleted(
+    world: World, reconcile: Reconcile, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver succeeds, and the operator is given a while to notice."""
+    monkeypatch.setattr(World, "_run_ray", lambda world: world.drivers.update({"trainer-abc123-1": ended(0)}))
+    began = clock.now
+    assert reconcile().exit_code == 0
+    assert world.api.names("RayJob") == []
+    assert clock.now - began > SETTLE_SECONDS
+    assert world.is_down
 
 
 @pytest.mark.usefixtures("reconcile")
@@ -184,22 +196,46 @@ def test_a_stage_that_nobody_holds_is_taken_down(world: World) -> None:
 
 @pytest.mark.usefixtures("reconcile")
 def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
-    """The Job is deleted, its process is not: it takes the stage down itself, with time for a checkpoint."""
+    """The Job is deleted, its pod is not: that takes the stage down itself, with time for a checkpoint."""
     orphan(world)
+    world.api.create(pod("leaves", "n0", "deploy"))
     world.api.delete("Job", "deploy-trainer")
-    world.watch = lambda: world.api.merge("Lease", "stage-trainer", {"spec": {}})
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.bound() == ["n0", "n1"]
+    world.api.merge("Pod", "leaves", {"status": {"phase": "Failed"}})
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert world.bound() == []
+
+
+@pytest.mark.parametrize("is_node_lost", [True, False])
+def test_of_two_pods_that_deploy_a_stage_the_older_acts_first(
+    world: World, reconcile: Reconcile, clock: Clock, is_node_lost: bool
+) -> None:
+    """On a lost node it never ends, and is removed by force."""
+    if is_node_lost:
+        world.set_node("n9", *DARK)
+    world.api.create(pod("older", "n9" if is_node_lost else "n0", "deploy"))
+    world.api.delete("Pod", "older")
+    began = clock.now
+
+    def end() -> None:
+        assert not world.drivers or "older" not in world.api.names("Pod")
+        if not is_node_lost and clock.now > began + 60 and "older" in world.api.names("Pod"):
+            world.api.delete("Pod", "older", grace_seconds=0)
+
+    world.watch = end
+    assert reconcile().exit_code == 0
+    assert clock.now - began > 30
 
 
 @pytest.mark.parametrize("is_job_there", [True, False])
-def test_pods_that_were_to_stay_stay(world: World, reconcile: Reconcile, is_job_there: bool) -> None:
+def test_kept_pods_stay_as_long_as_their_job(world: World, reconcile: Reconcile, is_job_there: bool) -> None:
     reconcile(keep=True)
     complete_job(world)
     if not is_job_there:
         world.api.delete("Job", "deploy-trainer")
     reap(world, 3 * ORPHAN_SECONDS)
-    assert world.bound() == ["n0", "n1"]
+    assert world.bound() == (["n0", "n1"] if is_job_there else [])
 
 
 def test_an_image_that_ended_well_is_known_to_the_next_cluster(
@@ -208,8 +244,8 @@ def test_an_image_that_ended_well_is_known_to_the_next_cluster(
     """Clients read it from the RayCluster; the root keeps it where the RayCluster does not."""
     annotation = "millrace.dev/trainer-good-images"
     reconcile(image="a@sha256:1")
-    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]
     world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": {annotation: None}}})
     reconcile(id="def456", image="a@sha256:2")
-    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]  # type: ignore[arg-type]
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]
     assert read_good_images(tmp_path, "trainer") == ["a@sha256:1", "a@sha256:2"]

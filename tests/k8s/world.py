@@ -25,7 +25,7 @@ from k8s.objects.node_group import find_holder
 from k8s.objects.placement import pods_of
 from k8s.objects.record import Acceptance, Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
-from tests.k8s.builders import READY, Clock, deployment_of, node
+from tests.k8s.builders import READY, Clock, deployment_of, node, pod
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 
@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, cluster: Thing, clock: Clock, nodes: int, pool: str = "") -> None:
         self.clock, self.pool = clock, pool
-        self.api = MemoryApi(copy.deepcopy(cluster))
+        self.api: Any = MemoryApi(copy.deepcopy(cluster))
         self.is_head_there = True
         self.drivers: dict[str, DriverState] = {}
         self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
@@ -71,21 +71,21 @@ class World:
         deployment = deployment_of(**settings | changes)
         if self.api.find("Job", "deploy-trainer"):
             self.api.delete("Job", "deploy-trainer")
-        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)  # type: ignore[arg-type]
+        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)
         job["metadata"]["annotations"] = {PREFLIGHT_ANNOTATION: json.dumps(asdict(Acceptance()))} if is_accepted else {}
         self.api.create(job | {"status": {"failed": 2}})
         return deployment
 
     @property
     def record(self) -> Record:
-        record = read_record(self.api, "trainer")  # type: ignore[arg-type]
+        record = read_record(self.api, "trainer")
         assert record
         return record
 
     @property
     def holder(self) -> str:
         """The stage or one-off that holds the node group."""
-        return find_holder(self.api, self.pool)  # type: ignore[arg-type]
+        return find_holder(self.api, self.pool)
 
     @property
     def is_down(self) -> bool:
@@ -108,22 +108,22 @@ class World:
         self.watch()
 
     def _pods(self) -> list[Thing]:
-        return pods_of(self.api, "trainer")  # type: ignore[arg-type]
+        return pods_of(self.api, "trainer")
 
     def _is_up(self, name: str) -> bool:
         return (self.api.find("Node", name) or {"spec": {"taints": ["gone"]}})["spec"]["taints"] == []
 
     def _end_pods_on_live_nodes(self) -> None:
-        for pod in self._pods():
-            where = pod["spec"].get("nodeName")
-            if "deletionTimestamp" in pod["metadata"] and (not where or self._is_up(where)):
-                self.api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+        for each in self._pods():
+            where = each["spec"].get("nodeName")
+            if "deletionTimestamp" in each["metadata"] and (not where or self._is_up(where)):
+                self.api.delete("Pod", each["metadata"]["name"], grace_seconds=0)
 
     def _evict_from_dark_nodes(self) -> None:
-        for pod in self._pods():
-            if pod["spec"].get("nodeName") and not self._is_up(pod["spec"]["nodeName"]):
-                self.api.merge("Pod", pod["metadata"]["name"], {"status": {"conditions": []}})
-                self.api.delete("Pod", pod["metadata"]["name"])
+        for each in self._pods():
+            if each["spec"].get("nodeName") and not self._is_up(each["spec"]["nodeName"]):
+                self.api.merge("Pod", each["metadata"]["name"], {"status": {"conditions": []}})
+                self.api.delete("Pod", each["metadata"]["name"])
 
     def _operate(self) -> None:
         """Make and delete pods like KubeRay, for which terminating pods count."""
@@ -131,15 +131,13 @@ class World:
         if cluster is None:
             return
         group, pods = cluster_group(cluster), self._pods()
-        for pod in pods[group["replicas"] :]:
-            self.api.delete("Pod", pod["metadata"]["name"])
+        for each in pods[group["replicas"] :]:
+            self.api.delete("Pod", each["metadata"]["name"])
         for _ in range(group["replicas"] - len(pods)):
             self._pods_made += 1
-            labels = {"millrace.dev/component": "trainer", "ray.io/node-type": "worker"}
-            spec = {"terminationGracePeriodSeconds": group["template"]["spec"]["terminationGracePeriodSeconds"]}
-            name = f"trainer-{self._pods_made}"
-            pod = {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec, "status": {}}
-            self.api.create(pod)
+            made = pod(f"trainer-{self._pods_made}", phase="Pending")
+            made["spec"] = {"terminationGracePeriodSeconds": group["template"]["spec"]["terminationGracePeriodSeconds"]}
+            self.api.create(made)
 
     def _schedule(self) -> None:
         """Place pods like Volcano: the whole gang or none of it."""
@@ -185,7 +183,8 @@ class NoLog:
 
     path = "nowhere"
 
-    def __init__(self, *arguments: object) -> None: ...
+    def __init__(self, jobs: object, job: str, started_at_ms: int, folder: object) -> None:
+        self.submission = (job, started_at_ms)
 
     def close(self, timeout_seconds: float) -> None: ...
 
@@ -220,12 +219,12 @@ def orphan(world: World, **changes: Any) -> None:
     world.watch = leave
     world.attempt = lambda number: RUNNING
     with pytest.raises(Gone):
-        Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        Reconciler(world.api, world.deploy(**changes), "pod").run()
     world.watch = watch
 
 
 def reap(world: World, seconds: float, holder: str = "trainer") -> None:
-    reaper = Reaper(world.api, holder)  # type: ignore[arg-type]
+    reaper = Reaper(world.api, holder)
     until = world.clock.now + seconds
     while reaper.advance() and world.clock.now < until:
         world.pass_time()
