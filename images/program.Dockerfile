@@ -42,7 +42,9 @@ RUN sh /build/install.sh compiler-${VARIANT}.txt
 
 FROM compiler-packages AS service-packages
 ARG SERVICE
+ARG BASE
 ARG VARIANT
+ARG PINNED_PYTHON
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH_INDEX_URL

@@ -40,7 +40,8 @@ def read_output(
     done = subprocess.run(command, input=written, capture_output=True, text=True, check=False)
     if done.returncode not in good_codes:
         shown = " ".join((name, *arguments[:4]))
-        raise DeviceError(f"{shown} ended with {done.returncode}: {done.stderr.strip()}. {advice}".rstrip())
+        more = f". {advice}" if advice else ""
+        raise DeviceError(f"{shown} ended with {done.returncode}: {done.stderr.strip()}{more}")
     return done.stdout
 
 

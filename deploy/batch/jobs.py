@@ -124,17 +124,15 @@ class Jobs:
 
         `after` is the id of a job that has to end with exit code 0 first.
         """
-        name = body["jobDefinitionName"]
         if same is None:
-            with explaining_refusals(f"register job definition {name}"):
+            with explaining_refusals(f"register job definition {body['jobDefinitionName']}"):
                 made = self._batch.register_job_definition(**body)
             same = _read_definition(body | {key: made[key] for key in ("jobDefinitionArn", "revision")})
+        # A recipe's name may have a dot, as llama3.1 does, which Batch refuses in a name.
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._config.name}-{spec.stage}-{spec.run}")
         with explaining_refusals(f"submit a job of {spec.stage}"):
             made = self._batch.submit_job(
-                # A recipe's name may have a dot, as llama3.1 does, which Batch refuses in a name.
-                jobName=re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._config.name}-{spec.stage}-{spec.run}")[
-                    :NAME_CHARACTERS
-                ],
+                jobName=name[:NAME_CHARACTERS],
                 jobQueue=queue,
                 jobDefinition=same.arn,
                 propagateTags=True,

@@ -26,20 +26,11 @@ class NodeGroup:
 
 def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
     """Lists all node groups, except those that disappear while they are read."""
-    names = account.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster)
-    return [found for name in names if (found := _find(account, cluster, name))]
-
-
-def _find(account: Account, cluster: str, name: str) -> NodeGroup | None:
-    answer = account.find("eks", "describe_nodegroup", clusterName=cluster, nodegroupName=name)
-    if answer is None:
-        return None
-    found = answer["nodegroup"]
-    size = found["scalingConfig"]
-    return NodeGroup(
-        name=name,
-        pool=(found.get("labels") or {}).get(POOL_LABEL, ""),
-        stack=(found.get("tags") or {}).get(STACK_TAG, ""),
-        desired_nodes=size["desiredSize"],
-        min_nodes=size["minSize"],
-    )
+    groups = []
+    for name in account.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster):
+        if answer := account.find("eks", "describe_nodegroup", clusterName=cluster, nodegroupName=name):
+            found = answer["nodegroup"]
+            pool, stack = (found.get("labels") or {}).get(POOL_LABEL, ""), (found.get("tags") or {}).get(STACK_TAG, "")
+            size = found["scalingConfig"]
+            groups.append(NodeGroup(name, pool, stack, size["desiredSize"], size["minSize"]))
+    return groups

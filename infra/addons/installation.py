@@ -67,14 +67,15 @@ def print_differences(releases: list[Release]) -> None:
     installed = list_installed()
     others = _find_others(releases, installed)
     for release in releases:
-        if release.name in others:
-            print(f"{release.name} {release.version}: skipped, because make addons did not install it")
-            print("".join(f"  {each}\n" for each in others[release.name]), end="")
+        title = f"{release.name} {release.version}"
+        if found := others.get(release.name):
+            print(
+                f"{title}: skipped, because make addons did not install it", *(f"  {each}" for each in found), sep="\n"
+            )
             continue
         is_there = any((each.name, each.namespace) == (release.name, release.namespace) for each in installed)
         difference = list(_list_differences(release, is_there))
-        print(f"{release.name} {release.version}: {'would change' if difference else 'is installed like this'}")
-        print("".join(f"{line}\n" for line in difference), end="")
+        print(f"{title}: {'would change' if difference else 'is installed like this'}", *difference, sep="\n")
 
 
 def remove_releases(releases: list[Release], installed: list[Installed], own_namespaces: Collection[str]) -> None:

@@ -38,9 +38,9 @@ class Owners:
 
 
 def read_owners() -> Owners:
-    """Reads the helm releases on the cluster. Without helm, prints that releases are not checked."""
+    """Reads the helm releases on the cluster. Without helm, prints that add-ons stay there."""
     if shutil.which("helm") is None:
-        print("add-ons     no helm on PATH: helm releases are not checked", flush=True)
+        print("add-ons     no helm on PATH: releases are not checked, and stay on the cluster", flush=True)
         return Owners(())
     return Owners(tuple(list_installed()))
 

@@ -92,12 +92,9 @@ class Teardown:
     def _detach_stop_policy(self) -> None:
         """Detaches the policy that the budget's action attached, because IAM deletes no attached policy."""
         iam, policy = self.account.client("iam"), STOP_POLICY.format(name=self.name, region=self.account.region)
-        for each in self.account.pages("iam", "list_policies", "Policies", Scope="Local"):
-            if each["PolicyName"] != policy:
-                continue
-            arn = each["Arn"]
-            found = self.account.pages("iam", "list_entities_for_policy", "PolicyRoles", PolicyArn=arn)
-            for role in list(found):
+        found = self.account.pages("iam", "list_policies", "Policies", Scope="Local")
+        for arn in [each["Arn"] for each in found if each["PolicyName"] == policy]:
+            for role in list(self.account.pages("iam", "list_entities_for_policy", "PolicyRoles", PolicyArn=arn)):
                 print(f"policy      {policy} detached from role {role['RoleName']}", flush=True)
                 iam.detach_role_policy(RoleName=role["RoleName"], PolicyArn=arn)
 

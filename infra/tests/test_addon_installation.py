@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -226,32 +221,3 @@ def test_a_cluster_that_does_not_answer_is_no_new_installation(run_infra: RunInf
 
     assert "Kubernetes cluster unreachable" in done.stderr
     assert cluster.upgraded == []
-
-
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_stop_signal_lets_helm_roll_back(
-    programs: Programs, cluster: Installed, tmp_path: Path, signum: signal.Signals, exit_code: int
-) -> None:
-    """A killed helm would leave a release that no later upgrade may touch."""
-    began, ended = tmp_path / "began", tmp_path / "ended"
-    cluster.answer(
-        helm=f"""[ "$1" = upgrade ] || exit 0
-trap 'echo rolled back >>"{ended}"; exit 1' INT
-echo began >"{began}"
-while :; do sleep 0.05; done""",
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infra", "addons"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, env=os.environ
-    )
-    deadline = time.monotonic() + 60
-    while not began.exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signum)
-    _, words = process.communicate(timeout=60)
-
-    assert process.returncode == exit_code
-    assert ended.read_text(encoding="utf-8") == "rolled back\n"
-    assert ": helm ended" in words
-    assert cluster.upgraded == ["kuberay"]

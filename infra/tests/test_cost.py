@@ -12,13 +12,11 @@ import hcl2
 import pytest
 
 from infra import __main__ as commands
-from infra.apply.inputs import ENDPOINTS, Budget, Inputs, read_inputs
+from infra.apply.inputs import ENDPOINTS
 from infra.apply.terraform import STACK
-from infra.apply.variables import read_variables
-from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
+from infra.cost.estimate import FSX_THROUGHPUTS
 from infra.cost.prices import fsx_gb_month, read_prices
 from infra.tests.conftest import RunInfra, WriteValues
-from services.common.errors import RecipeError
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
 IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
@@ -130,17 +128,6 @@ def test_nodes_are_billed_as_they_are_bought(
     assert said in done.stdout
     assert f"${standing:,.2f}/hour" in done.stdout.partition("/month")[0]
     assert f"a run of 10 hours: ${hourly * 10:,.2f}" in done.stdout
-
-
-def test_a_budget_that_is_spent_with_nothing_running_is_refused() -> None:
-    def with_budget(dollars: float | None) -> Inputs:
-        inputs = read_inputs(read_variables(None), needs_place=False)
-        return inputs.model_copy(update={"budget": Budget(monthly_dollars=dollars)})
-
-    for enough in (None, STANDING * 730 + 1):
-        require_budget(with_budget(enough), IN_STANDARD_SUPPORT)
-    with pytest.raises(RecipeError, match=rf"monthly_dollars = 1400, .*\${STANDING * 730:,.2f} a month"):
-        require_budget(with_budget(1400), IN_STANDARD_SUPPORT)
 
 
 @pytest.mark.parametrize(("name", "value"), [("NODES", "many"), ("HOURS", "-1"), ("HOURS", "inf"), ("CPU_NODES", "a")])

@@ -96,7 +96,11 @@ def test_a_budget_that_standing_alone_spends_is_refused(
     assert not (site.stack / "terraform.tfstate").exists()
 
 
-def test_ctrl_c_during_an_apply_lets_terraform_write_its_state(run_infra: RunInfra, site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stop_signal_during_an_apply_lets_terraform_write_its_state(
+    run_infra: RunInfra, site: Site, tmp_path: Path, signum: signal.Signals, exit_code: int
+) -> None:
+    """As it lets helm roll back: a killed one would leave a release that no later upgrade may touch."""
     slow = tmp_path / "slow"
     slow.touch()
     process = subprocess.Popen(
@@ -112,11 +116,11 @@ def test_ctrl_c_during_an_apply_lets_terraform_write_its_state(run_infra: RunInf
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, words = process.communicate(timeout=120)
 
-    assert process.returncode == 130
-    assert "Ctrl-C: terraform ended" in words
+    assert process.returncode == exit_code
+    assert ": terraform ended" in words
     assert "module.storage.terraform_data.bucket" in site.addresses
     assert (site.overlay / "settings.env").read_text(encoding="utf-8") == SETTINGS
     slow.unlink()

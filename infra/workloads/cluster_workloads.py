@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,10 +70,8 @@ class ClusterWorkloads:
         owners = read_owners()
         self._stop_deployments()
         self._empty_pools(find_pods_by_node_group(owners))
-        if shutil.which("helm"):  # first, because a claim stays while a pod of an add-on uses it
-            remove_releases(read_releases(), list(owners.releases), owners.namespaces)
-        else:
-            print("add-ons     no helm on PATH: they stay on the cluster, outside which they make nothing")
+        # First, because a claim stays while a pod of an add-on uses it.
+        remove_releases(read_releases(), list(owners.releases), owners.namespaces)
         self._delete_cloud_objects(owners)
 
     def forget(self) -> None:
