@@ -234,7 +234,7 @@ def make_site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.
         programs.add_real("terraform")
         programs.add_real("sh")
         site = Site(tmp_path, programs, stack)
-        for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("CONFIG", site.config), ("YES", 1)):
+        for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("YES", 1)):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
         monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
