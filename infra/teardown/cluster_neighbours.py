@@ -45,14 +45,28 @@ def read_owners() -> Owners:
     return Owners(tuple(list_installed()))
 
 
-def find_on_cluster(owners: Owners) -> list[Neighbour]:
+def find_on_cluster(owners: Owners) -> Iterator[Neighbour]:
     """Resources of others on the cluster, in one request per kind of object."""
     pods = Counter(each["metadata"]["namespace"] for each in list_objects("pods"))
     # An add-on's namespace outlives its release.
     known = {*NAMESPACES, *OF_AWS, DEFAULT, *(release.namespace for release in read_releases())}
     names = sorted(each["metadata"]["name"] for each in list_objects("namespaces"))
     foreign = [name for name in names if name not in known or (name == DEFAULT and pods[name])]
-    return [*_namespaces(foreign, pods, owners), *_releases(foreign, owners), *_cloud_objects(owners)]
+    for name in foreign:
+        releases = [each.name for each in owners.releases if each.namespace == name]
+        detail = f"{pods[name]} pods" + (f", helm releases {', '.join(releases)}" if releases else "")
+        command = "--namespace default delete all --all" if name == DEFAULT else f"delete namespace {name}"
+        yield Neighbour("namespace", name, detail, f"kubectl {command}", is_on_cluster=True)
+    for release in owners.releases:
+        if not release.is_ours and release.namespace not in foreign:
+            removal = f"helm --namespace {release.namespace} uninstall {release.name}"
+            detail = f"{release.chart} in {release.namespace}"
+            yield Neighbour("helm release", release.name, detail, removal, is_on_cluster=True)
+    for each in list_cloud_objects():  # whose load balancers and volumes would outlive the cluster in the account
+        if not owners.has_made(each):
+            detail = f"with a {'load balancer' if each.kind == 'service' else 'volume'} in the account"
+            removal = f"kubectl --namespace {each.namespace} delete {each.kind} {each.name}"
+            yield Neighbour(each.kind, f"{each.namespace}/{each.name}", detail, removal, is_on_cluster=True)
 
 
 def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
@@ -74,32 +88,3 @@ def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
         if group and is_running and metadata["namespace"] not in known and "DaemonSet" not in kinds:
             found[group].append(f"{metadata['namespace']}/{metadata['name']}")
     return found
-
-
-def _namespaces(foreign: list[str], pods: Counter[str], owners: Owners) -> Iterator[Neighbour]:
-    for name in foreign:
-        releases = [each.name for each in owners.releases if each.namespace == name]
-        detail = f"{pods[name]} pods" + (f", helm releases {', '.join(releases)}" if releases else "")
-        removal = f"kubectl delete namespace {name}"
-        if name == DEFAULT:
-            removal = "kubectl --namespace default delete all --all"
-        yield Neighbour("namespace", name, detail, removal, is_on_cluster=True)
-
-
-def _releases(foreign: list[str], owners: Owners) -> Iterator[Neighbour]:
-    """Helm releases of others, except those in a namespace that is listed itself."""
-    for each in owners.releases:
-        if not each.is_ours and each.namespace not in foreign:
-            removal = f"helm --namespace {each.namespace} uninstall {each.name}"
-            detail = f"{each.chart} in {each.namespace}"
-            yield Neighbour("helm release", each.name, detail, removal, is_on_cluster=True)
-
-
-def _cloud_objects(owners: Owners) -> Iterator[Neighbour]:
-    """Services and claims of others, whose load balancers and volumes would outlive the cluster in the account."""
-    for each in list_cloud_objects():
-        if not owners.has_made(each):
-            made = "load balancer" if each.kind == "service" else "volume"
-            removal = f"kubectl --namespace {each.namespace} delete {each.kind} {each.name}"
-            name = f"{each.namespace}/{each.name}"
-            yield Neighbour(each.kind, name, f"with a {made} in the account", removal, is_on_cluster=True)

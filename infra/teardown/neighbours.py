@@ -42,8 +42,7 @@ def find_in_account(account: Account, stack: str, has_service: Callable[[str], b
     """
     found: list[Neighbour] = []
     if account.find("eks", "describe_cluster", name=stack):
-        found += _node_groups(account, stack)
-        found += _fargate_profiles(account, stack)
+        found += _node_pools(account, stack)
     filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
     for vpc in account.pages("ec2", "describe_vpcs", "Vpcs", Filters=filters):
         for find in (_instances, _network_parts):
@@ -61,14 +60,11 @@ def describe_neighbours(neighbours: list[Neighbour]) -> str:
     )
 
 
-def _node_groups(account: Account, stack: str) -> Iterator[Neighbour]:
+def _node_pools(account: Account, stack: str) -> Iterator[Neighbour]:
     for group in list_node_groups(account, stack):
         if group.stack != stack:
             removal = f"aws eks delete-nodegroup --cluster-name {stack} --nodegroup-name {group.name}"
             yield Neighbour("node group", group.name, f"{group.desired_nodes} nodes", removal, is_on_cluster=True)
-
-
-def _fargate_profiles(account: Account, stack: str) -> Iterator[Neighbour]:
     for name in account.pages("eks", "list_fargate_profiles", "fargateProfileNames", clusterName=stack):
         removal = f"aws eks delete-fargate-profile --cluster-name {stack} --fargate-profile-name {name}"
         yield Neighbour("Fargate profile", name, "", removal, is_on_cluster=True)

@@ -107,13 +107,13 @@ class Aws:
             media = "application/vnd.oci.image.manifest.v1+json"
             ecr.put_image(repositoryName=name, imageManifest=manifest, imageManifestMediaType=media, imageTag=tag)
 
-    def make_subnets(self, *zone_ids: str, cidr: str = "10.0.{}.0/24", tags: dict[str, str] | None = None) -> list[str]:
+    def make_subnets(self, *zone_ids: str, tags: dict[str, str] | None = None) -> list[str]:
         """Makes a network with a subnet in each of the zones; returns the subnets' ids. `tags` are the network's."""
         ec2 = self.client("ec2")
         made = {"TagSpecifications": [tagged("vpc", tags)]} if tags else {}
         vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", **made)["Vpc"]["VpcId"]
         subnets = [
-            ec2.create_subnet(VpcId=vpc, CidrBlock=cidr.format(number), AvailabilityZoneId=zone)["Subnet"]
+            ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{number}.0/24", AvailabilityZoneId=zone)["Subnet"]
             for number, zone in enumerate(zone_ids)
         ]
         return [subnet["SubnetId"] for subnet in subnets]
@@ -122,7 +122,7 @@ class Aws:
         network = {"subnetIds": subnets}
         self.client("eks").create_cluster(name="millrace", roleArn=ROLE, resourcesVpcConfig=network, **facts)
 
-    def make_node_group(self, pool: str, subnets: list[str], size: int, is_ours: bool = True, **facts: str) -> None:
+    def make_node_group(self, pool: str, subnets: list[str], size: int, is_ours: bool = True) -> None:
         """A node group of that name, which the stack tags and labels, unless others made it."""
         self.client("eks").create_nodegroup(
             clusterName="millrace",
@@ -132,7 +132,6 @@ class Aws:
             labels={"millrace.dev/pool": pool} if is_ours else {},
             tags={STACK_TAG: "millrace"} if is_ours else {},
             scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
-            **facts,
         )
 
     def node_group_sizes(self) -> dict[str, int]:
@@ -234,7 +233,7 @@ def make_site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.
         programs.add_real("terraform")
         programs.add_real("sh")
         site = Site(tmp_path, programs, stack)
-        for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("CONFIG", site.config), ("YES", 1)):
+        for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("YES", 1)):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
         monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)

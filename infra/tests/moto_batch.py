@@ -17,19 +17,12 @@ def keep_jobs_still(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "terminate", _terminate)
 
 
-def make_queue(
-    client: Callable[[str], Any],
-    name: str,
-    subnet_ids: list[str] | None = None,
-    stack: str = "millrace",
-    ami_id: str = "",
-) -> str:
+def make_queue(client: Callable[[str], Any], name: str, stack: str = "millrace") -> str:
     """A job queue, and a compute environment of that name; the queue's ARN."""
     batch, ec2, iam = client("batch"), client("ec2"), client("iam")
     # Batch refuses to make any without them; moto asks whether they are there.
     role = iam.create_role(RoleName=f"of-{name}", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
     profile = iam.create_instance_profile(InstanceProfileName=f"of-{name}")["InstanceProfile"]["Arn"]
-    chosen = [{"imageType": "ECS_AL2023", "imageIdOverride": ami_id}] if ami_id else []
     environment = batch.create_compute_environment(
         computeEnvironmentName=name,
         type="MANAGED",
@@ -41,9 +34,8 @@ def make_queue(
             "minvCpus": 0,
             "maxvCpus": 512,
             "instanceTypes": ["c5.large"],
-            "ec2Configuration": chosen,
             "instanceRole": profile,
-            "subnets": subnet_ids or [ec2.describe_subnets()["Subnets"][0]["SubnetId"]],
+            "subnets": [ec2.describe_subnets()["Subnets"][0]["SubnetId"]],
             "securityGroupIds": [ec2.describe_security_groups()["SecurityGroups"][0]["GroupId"]],
         },
     )["computeEnvironmentArn"]

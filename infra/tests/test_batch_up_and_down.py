@@ -17,7 +17,9 @@ from infra.workloads import batch_workloads
 @pytest.fixture
 def site(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> Site:
     keep_jobs_still(monkeypatch)
-    return make_site(BATCH_STACK)
+    site = make_site(BATCH_STACK)
+    monkeypatch.setenv("CONFIG", str(site.config))
+    return site
 
 
 def state_of(aws: Aws, queue: str) -> str:
