@@ -83,7 +83,7 @@ def test_a_web_server_that_does_not_tell_sizes_loses_no_document(
         [file] = list_inputs(source)
         assert file.bytes == 0
         assert read_all(source, split_bytes=100) == DOCUMENTS
-    assert "neither time nor tag of 1 files" in caplog.text  # nothing would show that the file has changed
+    assert "no Last-Modified or ETag for 1 files" in caplog.text  # nothing would show that the file has changed
 
 
 def test_a_file_on_a_web_server_is_known_by_its_time(tmp_path: Path) -> None:
