@@ -165,7 +165,10 @@ infra-up: infra-environment ## Create or update the infrastructure, after showin
 	@$(infra) $(if $(filter-out 0,$(DRY_RUN)),plan,up)
 
 eks-up: infra-environment ## Make EKS, add-ons, images and the RayCluster, step by step.
-#? infra-up VARIANT
+#? infra-cost YES
+#? DRY_RUN=1  Show the cost and Terraform's whole plan, and change nothing.
+#? OVERLAY=eks|FOLDER  The overlay whose settings.env is written. Default: eks.
+#? VARIANT=neuron|trn2  The devices of the images. Default: those of trainium.shape.
 	@infra/eks_up.sh
 
 infra-down: infra-environment ## Destroy the infrastructure in order, after asking; may be repeated.

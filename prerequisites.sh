@@ -81,6 +81,9 @@ sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) or not has_headers)' && 
     return 1
 }
 has_docker() { docker --version; }
+has_pants() {
+    pants --version || python3.9 -I -c 'import ensurepip' || ./bootstrap uv python find --managed-python 3.9
+}
 has_skopeo() { skopeo --version; }
 has_kubectl() { kubectl version --client; }
 has_helm() { is_new_enough 3 13 "$(helm version --short)"; }
@@ -128,6 +131,7 @@ require local has_python "Python 3.11 or 3.12 with its headers" "$(choose "$(dnf
 require images has_docker Docker "$(choose "$(dnf docker) && ${sudo}systemctl enable --now docker" \
     "$(apt docker.io)" "brew install --cask docker")"
 require images has_skopeo skopeo "$(choose "" "$(apt skopeo)" "brew install skopeo")"
+require images has_pants "the pants launcher or Python 3.9, which builds images" "./bootstrap uv python install 3.9"
 require kubernetes has_kubectl kubectl "$(choose "$kubectl" "$kubectl" "brew install kubernetes-cli")"
 require kubernetes has_helm "helm 3.13 or newer" "$(choose "$helm" "$helm" "brew install helm")"
 require aws has_terraform "Terraform 1.10 or newer" "$(choose "$terraform_dnf" "$terraform_apt" \

@@ -59,7 +59,7 @@ NEXT_ON_BATCH = f"""\
 {PUSH_IMAGES}
   make deploy-stage STAGE=tokenizer TARGET=batch"""
 VOCABULARY = """\
-A vocabulary file of your own needs no token for a gated one; name it in a copy of the recipe (tokenizer.model):
+A tokenizer file of your own needs no token for a gated one; name it in a copy of the recipe (tokenizer.model):
   aws s3 cp tokenizer.model s3://{bucket}/tokenizer/tokenizer.model"""
 
 

@@ -20,7 +20,15 @@ log_in() {
     aws ecr get-login-password --region "$REGION" | docker login --username AWS --password-stdin "${REGISTRY%%/*}"
 }
 
+if [[ ${STACK:-eks} != eks ]]; then
+    echo "eks-up makes the stack eks, and STACK=$STACK was given: make infra-up STACK=$STACK" >&2
+    exit 2
+fi
 step 1 make --no-print-directory infra-up STACK=eks
+if [[ ${DRY_RUN:-0} != 0 ]]; then
+    echo "DRY_RUN=1: nothing was changed, and steps 2 to 6 were left out"
+    exit
+fi
 # shellcheck source=/dev/null
 source "$overlay/settings.env"
 find_variant='import sys; from images.platforms import find_variant; print(find_variant(sys.argv[1]))'

@@ -80,7 +80,7 @@ def _check_quotas(account: Account, inputs: Inputs, nodes: int, others: list[Ins
         what = " and ".join(f"{count} x {name}" for name, count in counted)
         seen = f"{quota}: {limit:g} vCPU, {used} used outside this stack, {what} need {needed}"
         raised = f"{seen} in {account.region}, expected {used + needed} or more"
-        advice = "aws service-quotas request-service-quota-increase takes days; or lower NODES= and max_nodes"
+        advice = "raise it in the console (Service Quotas > EC2; hours to days), or check for fewer nodes with NODES="
         yield seen, [] if used + needed <= limit else [f"{raised}. {advice}"]
 
 

@@ -37,8 +37,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return found
 
 
-def run(overlay: Path) -> int:
-    environment = {**os.environ, "OVERLAY": str(overlay), "VARIANT": "trn2"}
+def run(overlay: Path, **variables: str) -> int:
+    environment = {**os.environ, "OVERLAY": str(overlay), "VARIANT": "trn2", **variables}
     return subprocess.run([SCRIPT], env=environment, check=False, timeout=60).returncode
 
 
@@ -57,3 +57,13 @@ def test_a_failed_step_ends_it_with_its_exit_code(programs: Programs, tmp_path: 
     programs.add("make", '[[ "$*" != *addons ]] || exit 75')
     assert run(tmp_path) == 75
     assert programs.calls[-1] == STEPS[2]
+
+
+def test_a_dry_run_ends_after_the_plan(programs: Programs, tmp_path: Path) -> None:
+    assert run(tmp_path, DRY_RUN="1") == 0
+    assert programs.calls == STEPS[:1]
+
+
+def test_another_stack_is_refused(programs: Programs, tmp_path: Path) -> None:
+    assert run(tmp_path, STACK="batch") == 2
+    assert programs.calls == []

@@ -51,7 +51,8 @@ def require_network_policies(api: Api, namespace: Object, cluster: Object, head:
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
     }
     if odd := {owner: words for owner, words in answers.items() if words.strip() not in (CLOSED, OPEN)}:
-        raise DeviceError(f"the probe of network policies did not answer: {odd}")
+        said = "; ".join(f"{owner}: {words.strip() or 'nothing'}" for owner, words in odd.items())
+        raise DeviceError(f"the pods that test network policies gave no answer ({said}): repeat make cluster-up")
     reached = [owner for owner, words in answers.items() if words.strip() == OPEN]
     if not reached:
         return "network policies are enforced for pods of Jobs and of the RayCluster"

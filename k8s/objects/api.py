@@ -184,7 +184,8 @@ def connect() -> Api:
         return Api(_patient(kubernetes.config.new_client_from_config(config_file=file)))
     except (ConfigException, OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise DeviceError(
-            f"no Kubernetes cluster is configured ({error}). Set KUBECONFIG, or start one here: make cluster-local"
+            f"no Kubernetes cluster is configured ({error}). Set KUBECONFIG; on EKS `aws eks "
+            f"update-kubeconfig --region REGION --name NAME`; or start one here: make cluster-local"
         ) from error
 
 

@@ -13,7 +13,7 @@ from images.platforms import REPOSITORY
 
 USES = {
     "local": {"make", "git", "a C++ compiler", "Python 3.11 or 3.12 with its headers"},
-    "images": {"Docker", "skopeo"},
+    "images": {"Docker", "skopeo", "the pants launcher or Python 3.9, which builds images"},
     "kubernetes": {"kubectl", "helm 3.13 or newer"},
     "aws": {"Terraform 1.10 or newer", "the AWS CLI"},
 }
@@ -93,6 +93,7 @@ def test_install_runs_the_command_and_looks_again(programs: Path) -> None:
     add(programs, "apt-get", f'[[ "$1" == update ]] || echo "#!/usr/bin/env bash" >{programs}/docker')
     add(programs, "chmod")
     add(programs, "skopeo")
+    add(programs, "pants")
     assert check(programs, "--install", "images")[0] == 4, "what was installed does not run"
     (programs / "docker").chmod(0o755)
     assert check(programs, "--install", "images")[0] == 0
@@ -102,6 +103,7 @@ def test_a_machine_that_has_everything_ends_with_0(programs: Path) -> None:
     for name, printed in (
         ("docker", "Docker version 28"),
         ("skopeo", "skopeo version 1.9"),
+        ("pants", "2.17.1"),
         ("kubectl", "v1.34"),
         ("helm", "v3.19.0"),
     ):

@@ -252,7 +252,7 @@ def _read_masters(folder: Path, rank: Rank, weights: Mapping[str, Tensor]) -> Ma
             )
         found[name] = partial(_join_shards, name, remaining.pop(name), shards, number)
     if remaining:
-        raise ArtifactError(f"{paths[0]}: has no master of {', '.join(list(remaining)[:3])}.")
+        raise ArtifactError(f"{paths[0]}: has no float32 master weights of {', '.join(list(remaining)[:3])}.")
     return found
 
 
