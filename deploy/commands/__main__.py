@@ -59,28 +59,34 @@ def _variable(name: str, kind: Any, text: str, default: Any = None, **settings: 
 VARIABLES = {
     "stage": _variable("STAGE", Stage, "the stage", ...),
     "words": _variable("COMMAND", str, "the subcommand and its options, without --recipe and --root", ...),
-    "target": _variable("TARGET", Target, "where stages run; local, this machine: a pipeline alone", "kuberay"),
-    "recipe": _variable("RECIPE", Path, "the recipe", metavar="FILE"),
+    "target": _variable("TARGET", Target, "where stages run; local is this machine, for pipeline", "kuberay"),
+    "recipe": _variable("RECIPE", Path, "the recipe; default: the overlay's, on Batch Llama 2 7B", metavar="FILE"),
     "root": _variable("ROOT", Path, "the folder for all artifacts", metavar="FOLDER"),
     "tag": _variable("TAG", str, "the stage's image", metavar="TAG|DIGEST|IMAGE"),
-    "nodes": _variable("NODES", int, "the trainer's nodes, also for the compiler; the tokenizer's own", min=1),
+    "nodes": _variable("NODES", int, "the trainer's nodes, also for the compiler; for STAGE=tokenizer its own", min=1),
     # An empty ARGS= is given, too: rollback-stage then repeats no options. The environment's empty values are not.
     "arguments": _variable(
         "ARGS", str, "recipe overrides and other options of the stage", default_factory=lambda: os.environ.get("ARGS")
     ),
-    "retries": _variable("RETRIES", int, "further attempts after exit code 75", min=0),
+    "retries": _variable("RETRIES", int, "further attempts after exit code 75; default: 3", min=0),
     "is_dry_run": _variable("DRY_RUN", bool, "show the plan, and change nothing", False),
     "output": _variable("OUTPUT", Literal["yaml"], "with DRY_RUN=1: write what would be applied to stdout"),
     "is_followed": _variable("FOLLOW", bool, "follow the stage to its end", True),
     "hours": _variable("HOURS", float, "limit of a stage, of its attempt, or of a subcommand", callback=positive),
-    "memory_gib": _variable("MEMORY", int, "memory of the subcommand, in GiB", min=1),
-    "mode": _variable("MODE", ClusterMode, "isolated: a Ray cluster for this stage alone"),
-    "start_timeout_seconds": _variable("WAIT", int, "limit for placing the nodes at first, in seconds", min=0),
-    "loss_timeout_seconds": _variable("WAIT_AFTER_LOSS", int, "limit for replacing lost nodes, in seconds", min=0),
-    "drain_seconds": _variable("DRAIN", int, "notice before a pod ends, for a checkpoint, in seconds", min=1),
-    "is_kept": _variable("KEEP", bool, "leave the pods and their nodes up after the stage", False),
-    "is_again": _variable("AGAIN", bool, "redeploy even if it already succeeded", False),
-    "config": _variable("CONFIG", Path, "the account's queues and roles", metavar="FILE"),
+    "memory_gib": _variable("MEMORY", int, "memory of the subcommand, in GiB; KubeRay only", min=1),
+    "mode": _variable("MODE", ClusterMode, "isolated: a Ray cluster for this stage alone; KubeRay only"),
+    "start_timeout_seconds": _variable(
+        "WAIT", int, "limit for placing the nodes at first, in seconds; default: 1800; KubeRay only", min=0
+    ),
+    "loss_timeout_seconds": _variable(
+        "WAIT_AFTER_LOSS", int, "limit for replacing lost nodes, in seconds; default: 21600; KubeRay only", min=0
+    ),
+    "drain_seconds": _variable(
+        "DRAIN", int, "grace period before a pod ends, in seconds; default: measured; KubeRay only", min=1
+    ),
+    "is_kept": _variable("KEEP", bool, "leave the pods and their nodes up after the stage; KubeRay only", False),
+    "is_again": _variable("AGAIN", bool, "redeploy even if it already succeeded; Batch only", False),
+    "config": _variable("CONFIG", Path, "the account's queues and roles; Batch only", metavar="FILE"),
 }
 """The variables, by the attribute of the request that they set."""
 CLUSTERS, KUBERAY, BATCH, LOCAL = TARGETS[:2], TARGETS[:1], TARGETS[1:2], TARGETS[2:]

@@ -263,8 +263,8 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
     path, manifest = artifact.path, artifact.manifest
     if (manifest.name, manifest.id) != (path.parent.name, path.name):
         raise ArtifactError(
-            f"{path}: its manifest.json is that of {manifest.name}/{manifest.id}, so the directory was renamed or moved. "
-            f"Rename it back, or move it away."
+            f"{path}: its manifest.json is that of {manifest.name}/{manifest.id}, so the directory was renamed or "
+            f"moved. Rename it back, or move it away."
         )
     if key is not None and manifest.identity_key != key:
         raise ArtifactError(

@@ -153,7 +153,8 @@ def _check_tokenizer(content: bytes, special: tuple[str, str]) -> None:
         tokenizer = load_tokenizer(content)
     except ValueError as error:
         raise ArtifactError(
-            f"tokenizer.model is JSON, but tokenizers {tokenizers.__version__} cannot load it as a tokenizer.json: {error}."
+            f"tokenizer.model is JSON, but tokenizers {tokenizers.__version__} cannot load it as a tokenizer.json: "
+            f"{error}."
         ) from error
     for token in special:
         if tokenizer.token_to_id(token) in tokenizer.encode(token, add_special_tokens=False).ids:
