@@ -16,7 +16,7 @@ on_cluster = $(filter-out local,$(TARGET))
 inspect = $(if $(on_cluster),STAGE=trainer COMMAND='$(1)' MAKE_VARIABLES="$(filter-out RUN COMPARE,$(named))" $(client) -m deploy.commands stage-run,$(python) -m services.trainer $(1) --root "$(or $(ROOT),./fsx)")
 images = ./bootstrap python -m images
 # A virtual environment with exactly the packages of a lockfile: $(call environment,.venv-docs,docs).
-environment = ./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" $(1) && ./bootstrap uv pip sync --quiet --compile-bytecode --python $(1)/bin/python --require-hashes lockfiles/$(2).txt
+environment = cmp -s lockfiles/$(2).txt $(1)/installed.txt && $(1)/bin/python -c '' || { ./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" $(1) && ./bootstrap uv pip sync --quiet --compile-bytecode --python $(1)/bin/python --require-hashes lockfiles/$(2).txt && cp lockfiles/$(2).txt $(1)/installed.txt; }
 # Looks the pins up in the OSV database, each file by itself. The images' locks are left out: the unions (dev.txt,
 # dev-neuron.txt) have the same pins.
 audit_locks = for lock in $(filter-out $(foreach stage,head tokenizer compiler trainer,lockfiles/$(stage)-%),$(wildcard lockfiles/*.txt)); do \

@@ -130,7 +130,9 @@ require local has_python "Python 3.11 or 3.12 with its headers" "$(choose "$(dnf
     "$(apt "python3 python3-dev python3-venv")" "brew install python@3.12")"
 require images has_docker Docker "$(choose "$(dnf docker) && ${sudo}systemctl enable --now docker" \
     "$(apt docker.io)" "brew install --cask docker")"
-require images has_skopeo skopeo "$(choose "" "$(apt skopeo)" "brew install skopeo")"
+looks_up=kubernetes # deployments and pushes look images up
+[[ "$uses " != *" images "* ]] || looks_up=images
+require "$looks_up" has_skopeo skopeo "$(choose "" "$(apt skopeo)" "brew install skopeo")"
 require images has_pants "the pants launcher or Python 3.9, which builds images" "./bootstrap uv python install 3.9"
 require kubernetes has_kubectl kubectl "$(choose "$kubectl" "$kubectl" "brew install kubernetes-cli")"
 require kubernetes has_helm "helm 3.13 or newer" "$(choose "$helm" "$helm" "brew install helm")"

@@ -9,8 +9,8 @@ from typing import Any
 from services.common.errors import DeviceError
 
 TIMEOUT = "60s"
-# What the OCI Distribution Specification lets a registry answer where it has no such tag, or no such repository.
-NOT_HELD = ("manifest unknown", "name unknown")
+# Answers where a registry has no such tag or repository: words of the OCI Distribution Specification, and Harbor's.
+NOT_HELD = ("manifest unknown", "name unknown", "NOT_FOUND", "404 Not Found", "StatusCode: 404")
 
 
 class NotHeld(DeviceError):
@@ -58,8 +58,8 @@ def _inspect(image: str) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise DeviceError(
-            f"skopeo, which looks {image} up in its registry, is not on PATH. Debian: apt-get install skopeo; "
-            f"macOS: brew install skopeo"
+            f"skopeo, which looks {image} up in its registry, is not on PATH. ./prerequisites.sh kubernetes "
+            f"names the command that installs it"
         ) from error
     if done.returncode != 0:
         error_type = NotHeld if any(answer in done.stderr for answer in NOT_HELD) else DeviceError

@@ -33,8 +33,10 @@ fi
 source "$overlay/settings.env"
 find_variant='import sys; from images.platforms import find_variant; print(find_variant(sys.argv[1]))'
 variant=${VARIANT:-$(.venv-infra/bin/python -c "$find_variant" "$TRAINIUM_SHAPE")}
+export KUBECONFIG=${KUBECONFIG:-$HOME/.kube/config} # of these steps: a cluster of `make cluster-local` comes first elsewhere
 step 2 aws eks update-kubeconfig --region "$REGION" --name "$CLUSTER_NAME"
 step 3 make --no-print-directory addons
 step 4 log_in
 step 5 make --no-print-directory images VARIANT="$variant" PUSH="$REGISTRY"
 step 6 make --no-print-directory cluster-up OVERLAY="$overlay"
+[[ ! -e .cluster/kubeconfig ]] || echo "make cluster-local left a cluster here, too; for this one: export KUBECONFIG=$KUBECONFIG"

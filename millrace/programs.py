@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +87,11 @@ def require_installed(call: Call) -> None:
 def list_extras(call: Call) -> list[str]:
     """Return the extras of the package whose libraries the program imports."""
     if call.module == DEPLOY:
-        is_here = "demo" in call.words or "local" in call.words or "--target=local" in call.words
+        options = " ".join(call.words).replace("--target ", "--target=").split()
+        target = next(
+            (each for each in options if each.startswith("--target=")), f"--target={os.environ.get('TARGET')}"
+        )
+        is_here = call.words[0] == "demo" or target == "--target=local"
         return ["tokenizer", "trainer"] if is_here else ["deploy"]
     return [extra for extra in LIBRARIES if call.module == f"services.{extra}"]
 

@@ -122,7 +122,8 @@ def refuse_inapplicable(command: str, target: Target, given: Mapping[str, str]) 
     """Raise `RecipeError` for a variable that does not apply to the command on the target."""
     for name, value in sorted(given.items(), key=lambda each: each[0] != "TARGET"):
         if advice := explain_inapplicable(name, command, target):
-            raise RecipeError(f"{name}={value} does not apply to {command} with TARGET={target}: {advice}")
+            on = "" if name == "TARGET" else f" with TARGET={target}"
+            raise RecipeError(f"{name}={value} does not apply to {command}{on}: {advice}")
 
 
 def write_given(values: Mapping[str, Any]) -> dict[str, str]:

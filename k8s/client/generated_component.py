@@ -71,7 +71,10 @@ def write_component(overlay: Path) -> None:
             write_component(overlay / resource)
     if (overlay / SETTINGS).is_file():
         if GENERATED not in kustomization.get("components", []):
-            raise RecipeError(f"{overlay}/kustomization.yaml: {SETTINGS} needs components: [../../aws, {GENERATED}]")
+            raise RecipeError(
+                f"{overlay}/kustomization.yaml: {SETTINGS} needs resources: [../../base] and "
+                f"components: [../../aws, {GENERATED}], as k8s/overlays/existing has"
+            )
         text, file = render_component(read_settings(overlay / SETTINGS)), overlay / GENERATED / "kustomization.yaml"
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             file.parent.mkdir(exist_ok=True)

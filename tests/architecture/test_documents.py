@@ -30,6 +30,11 @@ MADE_BY_COMMANDS = [
 ]
 
 
+def test_no_document_has_control_characters() -> None:
+    """One NUL makes `grep` take a page for a binary file."""
+    assert [each.name for each in DOCUMENTS if re.search(r"[\x00-\x08\x0b-\x1f]", each.text)] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_what_a_document_names_exists(document: Document) -> None:
     """Links, paths that begin with a folder of the repository, and modules without their folder, such as `loop.py`."""
