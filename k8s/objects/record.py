@@ -1,7 +1,7 @@
 """The record of a deployment: what was requested, how each attempt ended, and how the deployment ended.
 
 The deploy Job carries the whole record. The client writes the request and a request to stop; the controller writes
-everything else.
+everything else, and the request to stop for a limit that has passed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def record_of(job: Object) -> Record:
         attempts=tuple(Outcome(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
         checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
         outcome=Outcome(**json.loads(outcome)) if outcome else None,
-        stop=annotations.get(STOP_ANNOTATION) or _limit_passed(deployment, metadata["creationTimestamp"]),
+        stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
@@ -104,10 +104,15 @@ def record_of(job: Object) -> Record:
     )
 
 
-def _limit_passed(deployment: Deployment, created_at: str) -> str:
-    """The limit of the deployment that has passed since its Job was created; empty where there is none."""
-    seconds = deployment.limit_seconds
-    if not seconds or time.time() < datetime.fromisoformat(created_at).timestamp() + seconds:
+def find_passed_limit(record: Record) -> str:
+    """The limit that has passed since the Job of a deployment that nobody stops was created, or an empty text.
+
+    For programs in the cluster alone: a laptop's clock may differ from the API server's.
+    """
+    seconds = record.deployment.limit_seconds
+    if not seconds or record.stop or record.outcome:
+        return ""
+    if time.time() < datetime.fromisoformat(record.created_at).timestamp() + seconds:
         return ""
     return f"its limit of {seconds / 3600:g} h (HOURS=)"
 
@@ -124,7 +129,7 @@ def _deployment_of(job: Object) -> Deployment:
 
 
 def ask_to_stop(api: Api, record: Record, who: str) -> None:
-    """Write a stop request to the deploy Job, whose controller reads it. Raises `Conflict` for another Job."""
+    """Write a request of a person or of a limit to stop to the deploy Job. Raises `Conflict` for another Job."""
     metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: who}}
     api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
 
