@@ -253,6 +253,38 @@ def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
     assert world.bound() == []
 
 
+@pytest.mark.usefixtures("reconcile")
+@pytest.mark.parametrize(
+    ("who", "phase", "age_hours", "is_running", "is_down"),
+    [
+        ("ann", "Pending", 1.0, True, True),
+        ("HOURS=", "Pending", 1.0, True, True),
+        ("", "Pending", 1.0, False, True),  # the attempt has ended
+        ("", "Pending", 1.0, True, False),
+        ("ann", "Pending", 0.1, True, False),  # its node may pull the image
+        ("ann", "Running", 1.0, True, False),
+    ],
+)
+def test_a_stage_is_taken_down_whose_deploy_pod_never_starts(
+    world: World, who: str, phase: str, age_hours: float, is_running: bool, is_down: bool
+) -> None:
+    """The pod was replaced, and asks an image that its registry has no more."""
+    orphan(world, limit_seconds=60 if who == "HOURS=" else 0)
+    since = (datetime.now(UTC) - timedelta(hours=age_hours)).isoformat()
+    world.api.create(pod("waits", component="deploy", phase=phase, creationTimestamp=since))
+    if who == "HOURS=":
+        world.api.merge("Job", "deploy-trainer", {"metadata": {"creationTimestamp": since}})
+    elif who:
+        ask_to_stop(world.api, world.record, who)
+    if not is_running:
+        world.drivers["trainer-abc123-1"] = LOST
+        world.pass_time()
+    reap(world, 3 * ORPHAN_SECONDS)
+    if is_down:
+        world.api.delete("Pod", "waits", grace_seconds=0)
+    assert world.is_down is is_down
+
+
 @pytest.mark.parametrize("is_node_lost", [True, False])
 def test_of_two_pods_that_deploy_a_stage_the_older_acts_first(
     world: World, reconcile: Reconcile, clock: Clock, is_node_lost: bool
