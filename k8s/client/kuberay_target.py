@@ -300,7 +300,7 @@ def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before
 
 def _wait_until_over(api: Api, record: Record, read: Callable[[Api, str], Record | None] = read_running_record) -> bool:
     """Wait until `read` finds the deployment no more. False if that takes longer than a stage may take to stop."""
-    deadline = time.monotonic() + _patience(record)
+    deadline = time.monotonic() + (_patience(record) if record.acceptance else STOP_MARGIN_SECONDS)
     while time.monotonic() < deadline:
         now = read(api, record.deployment.stage)
         if now is None or now.uid != record.uid:

@@ -329,6 +329,15 @@ def test_a_client_and_its_deploy_job_agree(
     assert (world.record.outcome.exit_code, len(world.record.attempts)) == (code, 0 if code else 1)
 
 
+def test_a_stop_removes_a_job_that_kubernetes_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pod is on a lost node, or the check of its image hangs."""
+    world.deploy(is_accepted=False)
+    began = world.clock.now
+    monkeypatch.setattr("time.sleep", lambda seconds: setattr(world.clock, "now", world.clock.now + seconds))
+    KubeRayTarget(world.api).stop("trainer")
+    assert (world.api.names("Job"), world.clock.now - began < 400) == ([], True)
+
+
 GOOD, OLD, NEW = (f"a/b@sha256:{name}" for name in ("good", "old", "new"))
 
 
