@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter, print_line
 from k8s.client.pull_watch import PullWatch, explain_crash, explain_wait
-from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
+from k8s.objects.conditions import is_pod_over
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import DEPLOYMENT_LABEL, job_name
+from k8s.objects.names import COMPONENT_LABEL, DEPLOYMENT_LABEL, STAGE_LABEL, job_name
 from k8s.objects.placement import newest_event
-from k8s.objects.record import Acceptance, Record, read_record
+from k8s.objects.record import Acceptance, Outcome, Record, end_unanswered, read_record
 from services.common.errors import DeviceError, MillraceError
 
 POLL_SECONDS = 1.0
@@ -71,10 +72,12 @@ def follow(api: Api, stage: str, deployment_id: str, watch: Watch = PRINTING) ->
 def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
     """Wait until the stage's image has accepted the deployment, and report what it waits for, such as its pull.
 
-    Raises `NotDeployed` where the image refuses, or will never answer: then the Job, which would wait on, is deleted.
+    The time limit of the image begins when no earlier deployment's pod is at work. Raises `NotDeployed` where the image
+    refuses, or will never answer: then the Job, which would wait on, is ended.
     """
     stage, pull, waits = deployment.stage, PullWatch(), "its pod has not started"
-    deadline = time.monotonic() + max(deployment.start_timeout_seconds, LEAST_SECONDS)
+    limit = max(deployment.start_timeout_seconds, LEAST_SECONDS)
+    deadline = time.monotonic() + limit
     report = ProgressPrinter(f"asking the {stage}'s image").report
     while True:
         problem, code = "", DeviceError.exit_code
@@ -84,17 +87,26 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
                 return record.acceptance
             if record.is_over:
                 problem, code = record.outcome.message if record.outcome else waits, _exit_code(record)
-            pods = [] if record.outcome else api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
+            found = api.find_all("Pod", f"{COMPONENT_LABEL}=deploy,{STAGE_LABEL}={stage}")
+            own = [pod for pod in found if pod["metadata"]["labels"].get(DEPLOYMENT_LABEL) == deployment.id]
+            older = [pod["metadata"]["name"] for pod in found if pod not in own and not is_pod_over(pod)]
+            if older:
+                deadline = time.monotonic() + limit
+                report(f"waits for pod {older[0]}, which works on {stage}, to end")
+            pods = [] if record.outcome else own
             if not pods:  # as where the quota is used up
                 waits = newest_event(api, {"metadata": {"uid": record.uid}}) or waits
             for pod in pods:
                 waits = explain_wait(api, pod)
-                report(waits)
+                if not older:
+                    report(waits)
                 problem = problem or explain_crash(pod, (0, EXIT_ENDED_BADLY)) or pull.explain_end(pod, waits)
             if not (problem or record.outcome) and time.monotonic() > deadline:
                 problem, code = f"image {deployment.image} did not answer in time: {waits}", EXIT_AGAIN
             if problem and not record.is_over:
-                api.delete("Job", job_name(stage), uid=record.uid)
+                end_unanswered(api, record, Outcome(code, problem))
+        except Conflict:  # the image may have answered in between
+            problem = ""
         except ApiUnreachable as error:
             problem = ""
             report(f"{error}; the Job continues")

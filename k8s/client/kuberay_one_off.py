@@ -149,10 +149,13 @@ def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
 
 
 def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> RequestedRecipe:
-    """The recipe that RECIPE names; else that of the newest deployment, with its overrides; else the overlay's."""
+    """The recipe that RECIPE names; else that of the last deployment that its image accepted, with its overrides; else
+    the overlay's.
+    """
     if request.recipe:
         return request.recipe
-    record = read_record(api, group.name)
+    newest = read_record(api, group.name)
+    record = newest.accepted if newest else None
     text = find_recipe_text(api, group.name, record.deployment.recipe_digest) if record else None
     if record and text:
         recipe = parse_requested_recipe(text, f"that of the {group.name}'s newest deployment")

@@ -34,7 +34,15 @@ from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import STAGE_LABEL, job_name, recipe_name
 from k8s.objects.node_group import read_leases
-from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
+from k8s.objects.record import (
+    Outcome,
+    Record,
+    ask_to_stop,
+    end_unanswered,
+    read_record,
+    read_running_record,
+    render_before,
+)
 from k8s.objects.teardown import take_down
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
 from services.common.errors import DeviceError, RecipeError
@@ -100,6 +108,13 @@ class KubeRayTarget:
                     f"removes it from this machine"
                 )
         elif running:
+            if running.acceptance:
+                print(
+                    f"first the deployment that runs is stopped, then {resolved.deployment.image} is asked whether it "
+                    f"accepts the recipe. If it refuses, the present one runs again with its RECIPE= and ARGS= by: "
+                    f"make deploy-stage STAGE={request.stage} TAG={running.deployment.image}",
+                    flush=True,
+                )
             self.stop(request.stage)
         self._send(read_worker_group(self._api, request.stage), resolved.deployment, resolved.recipe.text)
         return self._follow(resolved.deployment, request, watch)
@@ -107,12 +122,18 @@ class KubeRayTarget:
     def stop(self, stage: Stage) -> int:
         """Let the stage commit a checkpoint and remove its pods; this client removes them if no deploy Job does."""
         record = read_record(self._api, stage)
-        if record and not record.is_over and not record.acceptance:
-            self._api.delete("Job", job_name(stage), uid=record.uid)  # its pod may wait for an image for ever
-        elif record and not record.is_over:
-            print(f"stopping {stage}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
-            with suppress(Conflict):  # the deployment ended in between
-                ask_to_stop(self._api, record, getpass.getuser())
+        if record and not record.is_over:
+            if record.acceptance:
+                told = "its driver gets SIGTERM, which the trainer turns into a checkpoint"
+                print(f"stopping {stage}: {told}", flush=True)
+                with suppress(Conflict):  # the deployment ended in between
+                    ask_to_stop(self._api, record, getpass.getuser())
+            elif not record.outcome:  # its pod may wait for an image for ever
+                try:
+                    said = f"stopped by {getpass.getuser()} before its image answered"
+                    end_unanswered(self._api, record, Outcome(EXIT_AGAIN, said))
+                except Conflict:  # the image has answered in between
+                    return self.stop(stage)
             if not _wait_until_over(self._api, record):
                 print(f"Job {job_name(stage)} does not answer: this client removes {stage}'s pods instead", flush=True)
                 self._api.delete("Job", job_name(stage), uid=record.uid)
@@ -130,8 +151,7 @@ class KubeRayTarget:
         """
         group = read_worker_group(self._api, request.stage)
         record = read_record(self._api, request.stage)
-        if record and not record.acceptance:
-            record = None  # its image has not accepted it, so it has run nowhere
+        record = record.accepted if record else None  # what its image has not accepted has run nowhere
         present = record.deployment.image if record else group.image
         image = find_image_before(group.good_images, present)
         if image is None:
@@ -189,14 +209,15 @@ class KubeRayTarget:
         if before and before.is_over:
             self._api.delete("Job", job_name(group.name), uid=before.uid)
             _wait_until_over(self._api, before, read_record)
+        last = before.accepted if before else None
         try:
-            self._api.create(render_deploy_job(group, deployment))
+            self._api.create(render_deploy_job(group, deployment, render_before(last) if last else None))
         except Conflict as error:
             raise DeviceError(
                 f"somebody else started to deploy {group.name} at the same time: make stage-status shows the "
                 f"deployment, and repeating this command follows it if it is identical"
             ) from error
-        _forget_recipes(self._api, group, deployment, before)
+        _forget_recipes(self._api, group, deployment, last)
 
     def _attach(self, running: Record, deployment: Deployment, request: DeployRequest, watch: Watch) -> int:
         differences = running.deployment.differences(deployment)
@@ -279,7 +300,7 @@ def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before
 
 def _wait_until_over(api: Api, record: Record, read: Callable[[Api, str], Record | None] = read_running_record) -> bool:
     """Wait until `read` finds the deployment no more. False if that takes longer than a stage may take to stop."""
-    deadline = time.monotonic() + _patience(record)
+    deadline = time.monotonic() + (_patience(record) if record.acceptance else STOP_MARGIN_SECONDS)
     while time.monotonic() < deadline:
         now = read(api, record.deployment.stage)
         if now is None or now.uid != record.uid:

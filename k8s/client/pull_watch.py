@@ -19,23 +19,24 @@ STOPPED = (137, 143)
 
 
 class PullWatch:
-    """Watches one pod that has not started."""
+    """Watches pods that have not started."""
 
     def __init__(self) -> None:
-        self._failing_since: float | None = None
+        self._failing_since: dict[str, float] = {}  # by the pod's uid
 
     def explain_end(self, pod: Object, waits: str) -> str:
         """The reason why the pod will never start; empty while it may. `waits` describes what it waits for."""
-        name, reason = _waiting(pod)
+        (name, reason), uid = _waiting(pod), pod["metadata"]["uid"]
         if reason in HOPELESS:
             return f"{_image_of(pod, name)} cannot run: {waits}"
         if reason not in PULL_ERRORS:
+            self._failing_since.pop(uid, None)
             return ""
-        self._failing_since = self._failing_since or time.monotonic()
+        failing_since = self._failing_since.setdefault(uid, time.monotonic())
         what = f"image {_image_of(pod, name)} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}"
         if any(each in waits for each in OTHER_PROCESSOR):
             return f"{what}. It is built for another processor than the node's: {BUILD_ANOTHER}"
-        if time.monotonic() - self._failing_since <= PULL_PATIENCE_SECONDS:
+        if time.monotonic() - failing_since <= PULL_PATIENCE_SECONDS:
             return ""
         return (
             f"{what}. Does the tag exist, do the nodes reach that registry, and may they pull from it? make images "

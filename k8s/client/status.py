@@ -43,9 +43,11 @@ def _describe_stage(api: Api, group: WorkerGroup) -> str:
         lines.append(f"  nodes     {describe_pool(api, group.node_pool)}")
     if record:
         lines += _describe_record(api, group, record)
-    if pods and (record is None or (record.is_over and not record.deployment.keep)):
+    accepted = record.accepted if record else None
+    is_kept = bool(accepted and accepted.deployment.keep)
+    if pods and not is_kept and (record is None or record.is_over):
         lines.append(f"  orphaned  {len(pods)} pods belong to no deployment: make stop-stage STAGE={group.name}")
-    if record and record.is_over and record.deployment.keep and pods:
+    if pods and is_kept and record and record.is_over:
         lines.append(f"  kept      {len(pods)} pods hold their nodes (KEEP=1): make stop-stage STAGE={group.name}")
     if group.good_images:
         lines.append(f"  good      {group.good_images[-1]}")
@@ -75,6 +77,10 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         lines.append(f"  now       attempt {number}{on}: {state.lower()}{stopping}")
         missing = explain_placement(api, group, nodes) if deployment.mode == "shared" else ""
         lines += [f"  waits     {missing}"] if missing else []
+    if not record.acceptance and record.before:
+        end, by = record.before.outcome, record.before.deployment.user
+        said = f"exit code {end.exit_code}: {end.message}" if end else "no outcome"
+        lines.append(f"  before    by {by} at {record.before.created_at}, {said}")
     if not record.is_over:
         pods = api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
         pending = [explain_wait(api, pod) for pod in pods if pod["status"].get("phase") == "Pending"]

@@ -86,7 +86,8 @@ class Observation:
     missing: str = ""
     """A sentence about the attempt's pods that are not ready; empty when all are."""
     waited_seconds: float = 0.0
-    """Seconds since the deployment entered this state or, while a gang is placed, since the gang has this size."""
+    """Seconds since the deployment entered this state or, in it, since the gang has its size or the job was submitted.
+    """
 
     @property
     def deployment(self) -> Deployment:

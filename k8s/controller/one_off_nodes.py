@@ -20,6 +20,8 @@ from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
+JOB_SECONDS = 30.0
+"""Seconds in which the client, which creates the nodes' Job first, has created that of the one-off."""
 NODES = 1
 
 
@@ -29,6 +31,7 @@ class OneOffNodes:
     def __init__(self, api: Api, one_off: str) -> None:
         self._api, self._one_off = api, one_off
         self._report = ProgressPrinter("nodes").report
+        self._began = time.monotonic()
         group = cpu_group_of(read_cluster(api))
         self._pool = NodePool(api, one_off, group.node_pool, self._report, group.capacity_ends_at)
 
@@ -37,19 +40,25 @@ class OneOffNodes:
 
         Raises errors of the Kubernetes API and of EKS, after which it may be called again.
         """
-        if is_active(self._api.find("Job", self._one_off)):
+        job = self._api.find("Job", self._one_off)
+        pods = [pod for pod in self._api.find_all("Pod", f"job-name={self._one_off}") if not is_pod_over(pod)]
+        if is_active(job):
             state = self._pool.observe(NODES)
             self._report(state.refusal or state.report or "the node is ready")
-            if not state.refusal:  # otherwise the node never comes: this Job ends, and the client deletes the other
+            if not state.refusal:
                 if not state.is_raised:
                     self._pool.hold(NODES)
                 return True
-        elif self._has_pods():  # the reaper removes a pod whose node is lost
+            # Otherwise the node never comes: this Job ends, and the client deletes the other.
+            if any(pod["spec"].get("nodeName") for pod in pods):
+                return True
+        elif pods:  # the reaper removes a pod whose node is lost
             return True
+        elif job is None:
+            self._report(f"Job {self._one_off} does not exist, so it needs no node")
+            if time.monotonic() - self._began < JOB_SECONDS:
+                return True
         return not self._pool.release()
-
-    def _has_pods(self) -> bool:
-        return not all(map(is_pod_over, self._api.find_all("Pod", f"job-name={self._one_off}")))
 
 
 def main(one_off: str) -> int:

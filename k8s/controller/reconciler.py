@@ -24,6 +24,7 @@ from k8s.controller.preflight import judge, read_answer
 from k8s.controller.ray_jobs import LOG_FOLDER, DriverLog, RayJobs, RayUnreachable
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.attempt import (
+    has_been_submitted,
     has_ended,
     nodes_of,
     placed_size,
@@ -41,6 +42,8 @@ from k8s.objects.record import (
     Acceptance,
     Outcome,
     Record,
+    ask_to_stop,
+    find_passed_limit,
     no_more_failures,
     read_record,
     write_acceptance,
@@ -73,7 +76,7 @@ class Reconciler:
         self._lost = LostPods(api, deployment.stage, self._report)
         self._pool = NodePool(api, self._stage, deployment.node_pool, self._report, deployment.capacity_ends_at)
         self._refused_since: float | None = None
-        self._entered: tuple[object, float] = (None, 0.0)  # the state with the gang's size, and since when
+        self._entered: tuple[object, float] = (None, 0.0)  # what `_with_wait` tells apart, and since when
         self._log: DriverLog | None = None
 
     def run(self) -> Outcome | None:
@@ -116,6 +119,9 @@ class Reconciler:
     def _reconcile(self) -> Outcome | None:
         """Observe, decide and act once. Returns the outcome once everything is down."""
         record = self._read_record()
+        if limit := find_passed_limit(record):
+            ask_to_stop(self._api, record, limit)
+            return None
         if not (record.acceptance or record.outcome or record.stop):
             self._await_acceptance(record)
             return None
@@ -144,8 +150,11 @@ class Reconciler:
                 write_outcome(self._api, record, outcome)
 
     def _with_wait(self, seen: Observation) -> Observation:
-        """The observation with the seconds that the deployment has waited in its state."""
-        entered = (seen.state, seen.gang.nodes if seen.gang else 0)
+        """The observation with the seconds that the deployment has waited in its state.
+
+        A submitted job has a wait of its own: an isolated attempt may take longer than that for its Ray cluster.
+        """
+        entered = (seen.state, seen.gang.nodes if seen.gang else 0, has_been_submitted(seen.rayjob or {}))
         if entered != self._entered[0]:
             self._entered = (entered, time.monotonic())
         return replace(seen, waited_seconds=time.monotonic() - self._entered[1])
@@ -307,9 +316,11 @@ class Reconciler:
 
     def _end_after_long_refusal(self, error: MillraceError) -> None:
         """End the deployment when the API refuses for longer than a start may take, so that no nodes stay held."""
+        if isinstance(error, ApiUnreachable | Conflict | RayUnreachable):
+            return
         self._refused_since = self._refused_since or time.monotonic()
         seconds = self._deployment.start_timeout_seconds
-        if isinstance(error, ApiUnreachable | Conflict) or time.monotonic() - self._refused_since < seconds:
+        if time.monotonic() - self._refused_since < seconds:
             return
         self._end_at_once(Outcome(error.exit_code, f"refused for {seconds} s: {error}"))
 

@@ -107,7 +107,7 @@ def render_head_program(
     }
 
 
-def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
+def render_deploy_job(group: WorkerGroup, deployment: Deployment, annotations: dict[str, str] | None = None) -> Object:
     """The Job that runs a deployment from the head's image, so that a closed laptop holds no nodes."""
     labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
     labels |= {RUN_LABEL: deployment.run_label}
@@ -128,7 +128,7 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": job_name(group.name), "labels": labels},
+        "metadata": {"name": job_name(group.name), "labels": labels, "annotations": annotations or {}},
         "spec": {
             # A pod that is deleted, evicted or lost is replaced, however often. A pod that ended the deployment is not:
             # it lowers the limit to the failures that there were (`no_more_failures`). A policy on exit codes would say

@@ -26,12 +26,14 @@ DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: 
 REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: the AWS region of its nodes
 NODE_GROUP_ANNOTATION = "millrace.dev/node-group"  # on the Lease of a node group: CLUSTER/GROUP
 
-# On a deploy Job: the answer of the stage's image, its attempts, its outcome, and who asked it to stop.
+# On a deploy Job: the answer of the stage's image, its attempts, its outcome, who asked it to stop, and the record of
+# the last deployment before it that its image accepted.
 PREFLIGHT_ANNOTATION = "millrace.dev/preflight"
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"
 CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"
 STOP_ANNOTATION = "millrace.dev/stop"
+BEFORE_ANNOTATION = "millrace.dev/before"
 
 PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"  # on a PodGroup: the RayJob that its pods are placed for
 

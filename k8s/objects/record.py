@@ -1,7 +1,7 @@
 """The record of a deployment: what was requested, how each attempt ended, and how the deployment ended.
 
 The deploy Job carries the whole record. The client writes the request and a request to stop; the controller writes
-everything else.
+everything else, and the request to stop for a limit that has passed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from k8s.objects.conditions import is_job_over
 from k8s.objects.deployment import UPDATE_CLIENT, Deployment, UnknownRecord
 from k8s.objects.names import (
     ATTEMPTS_ANNOTATION,
+    BEFORE_ANNOTATION,
     CHECKPOINTS_ANNOTATION,
     NAMESPACE,
     OUTCOME_ANNOTATION,
@@ -69,6 +70,13 @@ class Record:
     created_at: str
     acceptance: Acceptance | None = None
     """The answer of the stage's image; None before it has accepted, when nothing of the stage has been touched."""
+    before: Record | None = None
+    """The last deployment before this one that its image accepted, without its attempts; None where there is none."""
+
+    @property
+    def accepted(self) -> Record | None:
+        """The stage's newest deployment that its image accepted: what the stage's pods, if it has any, come from."""
+        return self if self.acceptance else self.before
 
 
 def read_record(api: Api, stage: str) -> Record | None:
@@ -89,6 +97,7 @@ def record_of(job: Object) -> Record:
     annotations: dict[str, str] = metadata.get("annotations") or {}
     deployment = _deployment_of(job)
     outcome, accepted = annotations.get(OUTCOME_ANNOTATION), annotations.get(PREFLIGHT_ANNOTATION)
+    before = annotations.get(BEFORE_ANNOTATION)
     return Record(
         deployment=deployment,
         uid=metadata["uid"],
@@ -96,18 +105,39 @@ def record_of(job: Object) -> Record:
         attempts=tuple(Outcome(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
         checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
         outcome=Outcome(**json.loads(outcome)) if outcome else None,
-        stop=annotations.get(STOP_ANNOTATION) or _limit_passed(deployment, metadata["creationTimestamp"]),
+        stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
         acceptance=Acceptance(**json.loads(accepted)) if accepted else None,
+        before=_read_before(before) if before else None,
     )
 
 
-def _limit_passed(deployment: Deployment, created_at: str) -> str:
-    """The limit of the deployment that has passed since its Job was created; empty where there is none."""
-    seconds = deployment.limit_seconds
-    if not seconds or time.time() < datetime.fromisoformat(created_at).timestamp() + seconds:
+def render_before(record: Record) -> dict[str, str]:
+    """The annotation with which the next deploy Job of the stage keeps the record of an ended deployment."""
+    kept = {name: getattr(record, name) for name in ("acceptance", "outcome")}
+    said = {name: value and asdict(value) for name, value in kept.items()}
+    said |= {"deployment": record.deployment.to_json(), "created_at": record.created_at}
+    return {BEFORE_ANNOTATION: json.dumps(said)}
+
+
+def _read_before(text: str) -> Record:
+    said = json.loads(text)
+    deployment, accepted = Deployment.from_json(said["deployment"]), Acceptance(**said["acceptance"])
+    outcome = Outcome(**said["outcome"]) if said["outcome"] else None
+    return Record(deployment, "", "", (), {}, outcome, "", True, False, said["created_at"], accepted)
+
+
+def find_passed_limit(record: Record) -> str:
+    """The limit that has passed since the Job of a deployment that nobody stops was created, or an empty text.
+
+    For programs in the cluster alone: a laptop's clock may differ from the API server's.
+    """
+    seconds = record.deployment.limit_seconds
+    if not seconds or record.stop or record.outcome:
+        return ""
+    if time.time() < datetime.fromisoformat(record.created_at).timestamp() + seconds:
         return ""
     return f"its limit of {seconds / 3600:g} h (HOURS=)"
 
@@ -124,7 +154,7 @@ def _deployment_of(job: Object) -> Deployment:
 
 
 def ask_to_stop(api: Api, record: Record, who: str) -> None:
-    """Write a stop request to the deploy Job, whose controller reads it. Raises `Conflict` for another Job."""
+    """Write a request of a person or of a limit to stop to the deploy Job. Raises `Conflict` for another Job."""
     metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: who}}
     api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
 
@@ -161,13 +191,21 @@ def write_outcome(api: Api, record: Record, outcome: Outcome) -> None:
     _annotate(api, record, {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))})
 
 
+def end_unanswered(api: Api, record: Record, outcome: Outcome) -> None:
+    """Write the outcome of a deployment whose image has not answered, and let Kubernetes end its Job with its pod.
+
+    Raises `Conflict` as `write_outcome` does, such as where the image has just accepted it.
+    """
+    _annotate(api, record, {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))}, {"spec": {"activeDeadlineSeconds": 1}})
+
+
 def no_more_failures(job: Object) -> Object:
     """The patch after which Kubernetes creates no further pod when the deploy Job's pod fails."""
     return {"spec": {"backoffLimit": int((job.get("status") or {}).get("failed") or 0)}}
 
 
-def _annotate(api: Api, record: Record, annotations: dict[str, str]) -> None:
+def _annotate(api: Api, record: Record, annotations: dict[str, str], changes: Object | None = None) -> None:
     if not record.uid:
         raise Conflict(f"Job {job_name(record.deployment.stage)} is gone")
     metadata = {"annotations": annotations, "resourceVersion": record.version, "uid": record.uid}
-    api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
+    api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata} | (changes or {}))

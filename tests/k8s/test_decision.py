@@ -119,6 +119,7 @@ WITHOUT_RAYJOB: list[Row] = [
 WITH_RAYJOB: list[Row] = [
     ("a running driver", seen(**driver(JobStatus.RUNNING)), WAIT),
     ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), WAIT),
+    ("a job just submitted to a cluster of its own", seen(mode="isolated", **driver(JobStatus.PENDING)), WAIT),
     (
         "a driver that stays pending",
         seen(**driver(JobStatus.PENDING), waited_seconds=DRIVER_SECONDS + 1),

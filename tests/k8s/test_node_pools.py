@@ -329,6 +329,36 @@ def test_a_one_off_whose_node_will_never_come_is_told_why(
     assert (cloud.size, world.holder) == (0, "")
 
 
+def test_a_refusal_of_eks_takes_no_node_from_a_pod_that_runs(world: World, cloud: Cloud) -> None:
+    nodes = one_off_nodes(world)
+    advance(world, nodes)
+    world.api.create(pod("pod", "ip-0", "one-off"))
+    world.api.merge("Pod", "pod", {"metadata": {"labels": {"job-name": ONE_OFF}}})
+    refusal = Refusal("DescribeNodegroup", 400, "ClientException")
+    assert advance(world, nodes, 30)
+    assert (cloud.size, world.holder) == (1, ONE_OFF)
+    refusal.end()
+    world.api.merge("Pod", "pod", {"status": {"phase": "Succeeded"}})
+    complete_job(world, ONE_OFF)
+    assert not advance(world, nodes, 30)
+    assert (cloud.size, world.holder) == (0, "")
+
+
+@pytest.mark.parametrize("does_job_come", [True, False])
+def test_a_node_waits_for_a_one_off_that_the_client_creates_late(
+    world: World, cloud: Cloud, does_job_come: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = one_off_nodes(world)
+    late = world.api.find("Job", ONE_OFF)
+    world.api.delete("Job", ONE_OFF)
+    assert advance(world, nodes)
+    if does_job_come:
+        world.api.create(late)
+    assert advance(world, nodes) is does_job_come
+    assert (cloud.size, world.holder) == ((1, ONE_OFF) if does_job_come else (0, ""))
+    assert f"Job {ONE_OFF} does not exist" in capsys.readouterr().out
+
+
 def test_what_holds_a_one_off_s_node_may_be_killed_after_any_write(
     make_world: Callable[[], World], cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deploy.client.request import DeployRequest
-from deploy.client.requested_recipe import read_requested_recipe
+from deploy.client.requested_recipe import parse_requested_recipe, read_requested_recipe
 from k8s.client.deployment_watch import NotDeployed, await_acceptance
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.resolved_deployment import DEFAULT_RECIPE
@@ -17,16 +18,19 @@ from k8s.client.stage_preflight import check_cluster
 from k8s.client.status import describe_status
 from k8s.controller import job
 from k8s.controller.preflight import judge
+from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
+from k8s.objects.conditions import is_job_over
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
-from k8s.objects.record import Acceptance, Outcome, read_record, write_outcome
+from k8s.objects.names import OUTCOME_ANNOTATION
+from k8s.objects.record import Acceptance, Outcome, write_acceptance, write_outcome
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from services.common.hardware.image_platform import describe_platform
-from tests.k8s.builders import Clock, deployment_of, outline_of
+from tests.k8s.builders import Clock, deployment_of, outline_of, pod
 from tests.k8s.rendered import Thing
-from tests.k8s.world import Reconcile, World, complete_job
+from tests.k8s.world import Reconcile, World, complete_job, reap
 
 PLATFORM = {name: describe_platform()[name] for name in ("variant", "python", "ray")}
 CORPUS = {"schema": "corpus/4", "name": "notes", "id": "c" * 16}
@@ -138,6 +142,18 @@ def test_a_job_of_another_version_ends_and_says_which_side_is_older(
     assert (world.api.find("Job", "deploy-trainer") or {})["spec"]["backoffLimit"] == 2, "it gets no further pod"
 
 
+def set_pod(world: World, state: Thing) -> None:
+    """Give the deploy Job a pod in this state, or, as Kubernetes does after a deadline, end the Job and its pod."""
+    spec = (world.api.find("Job", "deploy-trainer") or {})["spec"]
+    template = spec["template"]
+    pod = {"kind": "Pod", "metadata": template["metadata"] | {"name": "pod", "uid": "u"}, "status": state}
+    world.api.delete("Pod", "pod", grace_seconds=0)
+    if "activeDeadlineSeconds" in spec:
+        complete_job(world)
+    else:
+        world.api.create(pod | {"spec": template["spec"] | {"nodeName": "core-0"}})
+
+
 class Client:
     """A client that waits for a deploy Job, whose pod it finds in the states that are given, one after the other."""
 
@@ -149,11 +165,7 @@ class Client:
     def sleep(self, seconds: float) -> None:
         """Time passes, kubelet reports the next state, and then whoever watches the world acts."""
         self.world.clock.now += seconds
-        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
-        template = (self.world.api.find("Job", "deploy-trainer") or {})["spec"]["template"]
-        pod = {"kind": "Pod", "metadata": template["metadata"] | {"name": "pod", "uid": "u"}, "status": state}
-        self.world.api.delete("Pod", "pod", grace_seconds=0)
-        self.world.api.create(pod | {"spec": template["spec"] | {"nodeName": "core-0"}})
+        set_pod(self.world, self._states.pop(0) if len(self._states) > 1 else self._states[0])
         self.world.watch()
 
     def wait(self) -> Acceptance:
@@ -191,9 +203,10 @@ OTHER = "no match for platform in manifest sha256:1: not found"
         ([ended(1, "Traceback\nImportError: x", "deploy")], 1, ["millrace/head", "ImportError: x"]),
         ([waiting("")], 1_800, [IMAGE, "did not answer in time"]),
         ([ended(137), ended(143), waiting("")], 1_800, ["did not answer in time"]),  # pods that were evicted
+        ([*[waiting("ErrImagePull")] * 60, *[waiting("")] * 30, waiting("ErrImagePull")], 181, [IMAGE]),  # a new try
     ],
 )
-def test_a_job_whose_image_will_never_answer_is_deleted(
+def test_a_job_whose_image_will_never_answer_is_ended(
     world: World, monkeypatch: pytest.MonkeyPatch, states: list[Thing], seconds: int, words: list[str]
 ) -> None:
     client, began = Client(world, *states), world.clock.now
@@ -203,7 +216,28 @@ def test_a_job_whose_image_will_never_answer_is_deleted(
     assert raised.value.exit_code == (75 if seconds == 1_800 else 4)
     assert [word for word in words if word not in str(raised.value)] == []
     assert seconds <= world.clock.now - began <= seconds + 5
-    assert world.api.names("Job") == []
+    assert world.record.outcome == Outcome(raised.value.exit_code, str(raised.value).partition("- ")[2])
+    client.sleep(1)
+    assert world.record.is_over
+
+
+def test_an_image_has_its_time_after_an_older_pod_has_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pod of the deployment before works on a checkpoint for longer than the image may take."""
+    client, began = Client(world, waiting("")), world.clock.now
+    world.api.create(pod("older", "core-1", "deploy"))
+    monkeypatch.setattr("time.sleep", client.sleep)
+
+    def end() -> None:
+        if world.clock.now > began + 3_000:
+            world.api.delete("Pod", "older", grace_seconds=0)
+        if world.clock.now > began + 4_000:
+            write_acceptance(world.api, world.record, Acceptance())
+
+    world.watch = end
+    assert client.wait() == Acceptance()
+    assert "pod older" in capsys.readouterr().out
 
 
 def test_a_client_waits_for_the_answer_and_tells_what_for(
@@ -230,8 +264,10 @@ def test_a_client_waits_for_the_answer_and_tells_what_for(
     assert world.api.names("Job") == ["deploy-trainer"], "its outcome stays for stage-status"
 
     client = Client(world, waiting("ErrImagePull", "registry is down"))
+    monkeypatch.setattr("time.sleep", client.sleep)
+    world.watch = lambda: None
     KubeRayTarget(world.api).stop("trainer")
-    assert read_record(world.api, "trainer") is None
+    assert (world.record.is_over, world.record.outcome and world.record.outcome.exit_code) == (True, 75)
 
 
 def stand(world: World) -> None:
@@ -291,6 +327,93 @@ def test_a_client_and_its_deploy_job_agree(
     assert (ended, words in capsys.readouterr().out) == (code, True)
     assert world.record.outcome
     assert (world.record.outcome.exit_code, len(world.record.attempts)) == (code, 0 if code else 1)
+
+
+def test_a_stop_removes_a_job_that_kubernetes_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pod is on a lost node, or the check of its image hangs."""
+    world.deploy(is_accepted=False)
+    began = world.clock.now
+    monkeypatch.setattr("time.sleep", lambda seconds: setattr(world.clock, "now", world.clock.now + seconds))
+    KubeRayTarget(world.api).stop("trainer")
+    assert (world.api.names("Job"), world.clock.now - began < 400) == ([], True)
+
+
+GOOD, OLD, NEW = (f"a/b@sha256:{name}" for name in ("good", "old", "new"))
+
+
+def play(world: World, state_of_new: Thing, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let Kubernetes and the deploy Job act while the client waits; the image NEW gets no further than this state."""
+    stand(world)
+
+    def act(seconds: float) -> None:
+        job = world.api.find("Job", "deploy-trainer")
+        if job and not is_job_over(job):
+            record = world.record
+            is_new = record.deployment.image == NEW
+            set_pod(world, state_of_new if is_new else ended(0, answer()))
+            if not is_new or "terminated" in state_of_new["initContainerStatuses"][0]["state"]:
+                Reconciler(world.api, record.deployment, "pod").run()
+                complete_job(world)
+                world.api.delete("Pod", "pod", grace_seconds=0)
+        world.pass_time()
+
+    monkeypatch.setattr("time.sleep", act)
+    return act
+
+
+def make_known(world: World, *images: str) -> None:
+    good = {"millrace.dev/trainer-good-images": json.dumps(images)}
+    world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": good}})
+
+
+@pytest.mark.usefixtures("reconcile")
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("state_of_new", [ended(0, answer(3, problem="no corpus")), waiting("ErrImagePull")])
+def test_what_is_not_accepted_leaves_the_deployment_before_as_it_was(
+    world: World, monkeypatch: pytest.MonkeyPatch, state_of_new: Thing, is_stopped: bool
+) -> None:
+    """Twice: its pods are kept, and stage-status, stage-run and rollback-stage know it with its recipe."""
+    act = play(world, state_of_new, monkeypatch)
+    target, recipe = KubeRayTarget(world.api), read_requested_recipe(DEFAULT_RECIPE)
+    other = parse_requested_recipe(f"{recipe.text}# changed\n", "another")
+    wanted = DeployRequest("trainer", recipe.with_arguments("--train.seed=7"), GOOD, nodes=2, is_kept=True)
+    assert target.deploy(replace(wanted, is_followed=False)) == 0
+    for _ in range(2):
+        with pytest.raises(NotDeployed):
+            target.deploy(DeployRequest("trainer", other, NEW, nodes=1))
+    act(1)
+    assert world.record.deployment.image == NEW
+    if is_stopped:
+        target.stop("trainer")
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert world.bound() == ([] if is_stopped else ["n0", "n1"])
+    before = world.record.accepted
+    assert before
+    assert (before.deployment.image, before.outcome) == (GOOD, Outcome(0, "done"))
+    status = describe_status(world.api)
+    assert (before.created_at in status, "KEEP=1" in status, "orphaned" in status) == (True, not is_stopped, False)
+    make_known(world, OLD, GOOD)
+    assert target.roll_back(DeployRequest("trainer", is_followed=False)) == 0
+    again = world.record.deployment
+    assert (again.image, again.recipe_digest) == (OLD, before.deployment.recipe_digest)
+    assert (again.arguments, again.nodes) == (before.deployment.arguments, 2)
+
+
+@pytest.mark.usefixtures("reconcile")
+def test_a_rollback_that_is_refused_says_before_the_stop_how_to_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(world, ended(0, answer(2, problem="unknown key")), monkeypatch)
+    target, recipe = KubeRayTarget(world.api), read_requested_recipe(DEFAULT_RECIPE)
+    assert target.deploy(DeployRequest("trainer", recipe, GOOD, nodes=2, is_followed=False)) == 0
+    world.api.merge("Job", "deploy-trainer", {"metadata": {"annotations": {OUTCOME_ANNOTATION: None}}, "status": None})
+    make_known(world, NEW, GOOD)
+    capsys.readouterr()
+    with pytest.raises(NotDeployed) as raised:
+        target.roll_back(DeployRequest("trainer"))
+    assert raised.value.exit_code == 2
+    said = capsys.readouterr().out
+    assert f"TAG={GOOD}" in said.partition("stopping trainer")[0]
 
 
 def test_a_rollback_does_not_repeat_what_was_refused(world: World) -> None:

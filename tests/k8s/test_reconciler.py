@@ -7,16 +7,18 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobStatus
 
 from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
-from k8s.controller.ray_jobs import DriverState
+from k8s.controller.ray_jobs import DriverState, RayUnreachable
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import SETTLE_SECONDS, Reconciler
+from k8s.objects.record import ask_to_stop
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock, pod
 from tests.k8s.rendered import Thing
-from tests.k8s.world import DARK, LOST, Reconcile, World, complete_job, ended, orphan, reap
+from tests.k8s.world import DARK, LOST, RUNNING, Reconcile, World, complete_job, ended, orphan, reap
 
 
 @pytest.fixture
@@ -88,6 +90,7 @@ def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_sta
     orphan(world, limit_seconds=3_600)
     created_at = datetime.now(UTC) - timedelta(hours=age_hours)
     world.api.merge("Job", "deploy-trainer", {"metadata": {"creationTimestamp": created_at.isoformat()}})
+    assert not world.record.stop, "a client's clock may differ from the API server's"
     until = clock.now + 60
 
     def finish() -> None:
@@ -101,6 +104,49 @@ def test_a_limit_counts_from_the_job_s_creation_however_often_the_controller_sta
     assert [attempt.exit_code for attempt in world.record.attempts] == [exit_code]
     assert bool(world.record.stop) == bool(exit_code)
     assert world.is_down
+
+
+def test_a_ray_cluster_that_comes_late_leaves_its_driver_all_of_its_time(
+    world: World, reconcile: Reconcile, clock: Clock
+) -> None:
+    """An isolated attempt: its Ray cluster takes 700 s, and the driver a minute after that."""
+    made: list[float] = []
+    name = "trainer-abc123-1"
+
+    def bring() -> None:
+        made.extend([clock.now] if not made and world.api.find("RayJob", name) else [])
+        if made and clock.now > made[0] + 700 and name not in world.drivers:
+            world.drivers[name] = DriverState(JobStatus.PENDING, None, "", 1)
+            world.api.merge("RayJob", name, {"status": {"jobStatus": "PENDING"}})
+        if made and clock.now > made[0] + 760:
+            world.drivers[name] = ended(0)
+
+    world.attempt, world.watch = lambda number: None, bring
+    assert reconcile(mode="isolated").exit_code == 0
+    assert [each.exit_code for each in world.record.attempts] == [0]
+
+
+def test_a_head_that_does_not_stop_the_driver_refuses_nothing(
+    world: World, reconcile: Reconcile, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers after twice the time after which a refusal of the Kubernetes API ends a deployment."""
+    asked: list[float] = []
+    stop = world.stop
+
+    def stop_late(name: str) -> None:
+        asked.append(clock.now)
+        if clock.now < asked[0] + 120:
+            raise RayUnreachable("500")
+        stop(name)
+
+    def end() -> None:
+        if world.drivers and not world.record.stop:
+            ask_to_stop(world.api, world.record, "ann")
+
+    monkeypatch.setattr(world, "stop", stop_late)
+    world.attempt, world.watch = lambda number: RUNNING, end
+    assert reconcile(start_timeout_seconds=60).exit_code == 75
+    assert [each.exit_code for each in world.record.attempts] == [75]
 
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:
@@ -205,6 +251,38 @@ def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
     world.api.merge("Pod", "leaves", {"status": {"phase": "Failed"}})
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.bound() == []
+
+
+@pytest.mark.usefixtures("reconcile")
+@pytest.mark.parametrize(
+    ("who", "phase", "age_hours", "is_running", "is_down"),
+    [
+        ("ann", "Pending", 1.0, True, True),
+        ("HOURS=", "Pending", 1.0, True, True),
+        ("", "Pending", 1.0, False, True),  # the attempt has ended
+        ("", "Pending", 1.0, True, False),
+        ("ann", "Pending", 0.1, True, False),  # its node may pull the image
+        ("ann", "Running", 1.0, True, False),
+    ],
+)
+def test_a_stage_is_taken_down_whose_deploy_pod_never_starts(
+    world: World, who: str, phase: str, age_hours: float, is_running: bool, is_down: bool
+) -> None:
+    """The pod was replaced, and asks an image that its registry has no more."""
+    orphan(world, limit_seconds=60 if who == "HOURS=" else 0)
+    since = (datetime.now(UTC) - timedelta(hours=age_hours)).isoformat()
+    world.api.create(pod("waits", component="deploy", phase=phase, creationTimestamp=since))
+    if who == "HOURS=":
+        world.api.merge("Job", "deploy-trainer", {"metadata": {"creationTimestamp": since}})
+    elif who:
+        ask_to_stop(world.api, world.record, who)
+    if not is_running:
+        world.drivers["trainer-abc123-1"] = LOST
+        world.pass_time()
+    reap(world, 3 * ORPHAN_SECONDS)
+    if is_down:
+        world.api.delete("Pod", "waits", grace_seconds=0)
+    assert world.is_down is is_down
 
 
 @pytest.mark.parametrize("is_node_lost", [True, False])
