@@ -148,9 +148,12 @@ def name_as_torchtitan(weights: Weights, model: Model, names: tuple[str, str] = 
     for number in range(model.num_hidden_layers):
         theirs, ours = f"layers.{number}.", f"model.layers.{number}."
         for kind in "qk":
-            renamed[f"{theirs}{attention}.w{kind}.weight"] = pair_neighbours(
-                weights[f"{ours}self_attn.{kind}_proj.weight"], model.head_dim
-            )
+            projection = weights[f"{ours}self_attn.{kind}_proj.weight"]
+            if model.qk_norm:  # torchtitan's Qwen3 rotates halves
+                renamed[f"{theirs}attention.{kind}_norm.weight"] = weights[f"{ours}self_attn.{kind}_norm.weight"]
+            else:
+                projection = pair_neighbours(projection, model.head_dim)
+            renamed[f"{theirs}{attention}.w{kind}.weight"] = projection
         renamed |= {
             f"{theirs}{attention}.wv.weight": weights[f"{ours}self_attn.v_proj.weight"],
             f"{theirs}attention.wo.weight": weights[f"{ours}self_attn.o_proj.weight"],

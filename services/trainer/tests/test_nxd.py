@@ -63,6 +63,14 @@ def test_weights_come_back_from_nxd_bit_for_bit(tmp_path: Path, model: Model, la
     assert (tmp_path / "done").read_text() == (tmp_path / "checkpoint").read_text() == "1"
 
 
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"head_dim": 8}])
+def test_a_model_that_is_not_nxds_llama_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = llama(2, **changes)
+
+    with pytest.raises(RecipeError, match="head_dim"):
+        write_nxd_model(tmp_path, model, NxdLayout(2), draw_weights(model).__getitem__)
+
+
 @pytest.mark.parametrize(
     ("num_stages", "dtype", "by_tensor"), [(1, torch.float32, True), (2, torch.bfloat16, False)], ids=["xser", "whole"]
 )
