@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from services.common.errors import ArtifactError
 from services.common.problem_list import list_names
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.hugging_face import require_finite, require_model
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.common.testing.fork_server import start_process
 from services.trainer.conversion.nxd.checkpoint import NxdWeights

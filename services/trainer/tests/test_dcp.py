@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.common.errors import ArtifactError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.file import load_recipe
 from services.trainer.conversion.dcp import METADATA, DcpWeights
 from services.trainer.conversion.export import export

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import VocabularyKind
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.common.testing.disks import mounted
 from services.common.vocabularies.codec import load_codec

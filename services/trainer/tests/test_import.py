@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Model
 from services.trainer.conversion.configuration import require_same_model

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.nxd.checkpoint import load_rank_file, write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout

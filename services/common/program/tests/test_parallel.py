@@ -11,10 +11,10 @@ import torch
 
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.llama import Llama, parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.state import StateSlice
 from services.common.program.tests import work
+from services.common.program.transformer import Transformer, parameter_shapes
 from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
 
@@ -137,7 +137,7 @@ def test_a_split_model_has_the_loss_and_the_gradient_norm_of_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")  # in no image: Pants leaves this test out
     recipe = make_recipe(tmp_path, **work.PARALLEL)
-    ours, model = Llama(recipe.model, recipe.corpus.sequence_length), recipe.model
+    ours, model = Transformer(recipe.model, recipe.corpus.sequence_length), recipe.model
     initialize(ours, model, recipe.train.seed)
     fields = model.model_dump(exclude={"preset", "qk_norm", "rope_theta", "rope_scaling"})
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, rope_theta=model.rope_theta))

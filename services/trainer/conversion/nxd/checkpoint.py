@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.hugging_face import require_finite, require_model, require_names
 from services.trainer.conversion.nxd.layout import NxdLayout, rank_tensors

@@ -33,7 +33,7 @@ from services.common.recipe.schema import Model, RopeScaling
 from services.common.recipe.training import ActivationCheckpointing
 
 
-class Llama(nn.Module):
+class Transformer(nn.Module):
     """One rank's shard of the model, which is the whole model on one rank.
 
     `forward` stops before the language-model head, which the loss applies in chunks (see `loss`).
@@ -90,7 +90,7 @@ class Llama(nn.Module):
 def parameter_shapes(config: Model) -> dict[str, torch.Size]:
     """Return the shapes of the full parameters, by name."""
     with torch.device("meta"):
-        model = Llama(config, sequence_length=1)
+        model = Transformer(config, sequence_length=1)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 

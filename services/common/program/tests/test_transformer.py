@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from services.common.program.backends.backend import Collectives
-from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Model, RopeScaling
 from services.common.testing.models import initialize
 
@@ -51,7 +51,7 @@ SHAPES = {
 
 
 @pytest.fixture(params=SHAPES, scope="module")
-def models(request: pytest.FixtureRequest) -> tuple[Llama, Any]:
+def models(request: pytest.FixtureRequest) -> tuple[Transformer, Any]:
     # No image has transformers. Pants tests with an image's packages, and so skips these tests; `make test` runs them.
     transformers = pytest.importorskip("transformers")
     config, ours = SHAPES[request.param], _model(request.param)
@@ -62,8 +62,8 @@ def models(request: pytest.FixtureRequest) -> tuple[Llama, Any]:
     return ours, theirs
 
 
-def _model(shape: str) -> Llama:
-    model = Llama(SHAPES[shape], LENGTH)
+def _model(shape: str) -> Transformer:
+    model = Transformer(SHAPES[shape], LENGTH)
     initialize(model, SHAPES[shape], seed=7)
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
@@ -84,13 +84,13 @@ def _tokens(columns: int) -> torch.Tensor:
     return torch.randint(0, 320, (2, columns), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_are_bit_equal(models: tuple[Llama, Any]) -> None:
+def test_logits_are_bit_equal(models: tuple[Transformer, Any]) -> None:
     ours, theirs = models
     tokens_BS = _tokens(LENGTH)
     assert torch.equal(ours.logits(tokens_BS), theirs(tokens_BS).logits)
 
 
-def test_loss_and_every_gradient_are_bit_equal(models: tuple[Llama, Any]) -> None:
+def test_loss_and_every_gradient_are_bit_equal(models: tuple[Transformer, Any]) -> None:
     ours, theirs = models
     tokens_BS = _tokens(LENGTH + 1)
     inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:].contiguous()
