@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.program.backends.native_device import CUBLAS_WORKSPACE
-from services.common.program.llama import Llama
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Recipe
 from services.common.testing.models import initialize
 from services.common.testing.recipes import load_with, write_recipe
@@ -94,7 +94,7 @@ class Workbench:
 
     def fill(self) -> None:
         recipe = self.recipe()
-        model = Llama(recipe.model, recipe.corpus.sequence_length)
+        model = Transformer(recipe.model, recipe.corpus.sequence_length)
         initialize(model, recipe.model, recipe.train.seed)
         safetensors.torch.save_file(model.state_dict(), self.weights, metadata={"format": "pt"})
 

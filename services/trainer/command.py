@@ -344,8 +344,8 @@ def import_model(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Hugging Face folder of a Llama, folder of an NxD checkpoint's tag, or folder of a DCP checkpoint's "
-            "step",
+            help="Hugging Face folder of a Llama or Qwen3, folder of an NxD checkpoint's tag, or folder of a DCP "
+            "checkpoint's step",
         ),
     ],
     root: Root = ROOT,

@@ -15,12 +15,12 @@ from services.common.program.backends.backend import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.health import Health, measure_activations, name_groups
 from services.common.program.initial_weights import draw_weights
-from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.process_group import naming_lost_workers
 from services.common.program.sharded_state import ShardedState
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,7 +61,7 @@ class Program:
         reduce_dtype = DTYPES[recipe.parallel.reduce_dtype]
         self._head_options = (batch.loss_chunk_tokens, backend, reduce_dtype, recipe.model.vocab_size)
         with backend.device:
-            self.model = Llama(recipe.model, length, backend, checkpointing, reduce_dtype)
+            self.model = Transformer(recipe.model, length, backend, checkpointing, reduce_dtype)
         with backend.host:
             self._place_zeros()
             shardings = self.model.shardings()

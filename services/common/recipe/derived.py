@@ -134,8 +134,7 @@ def _multiplied_parameters(recipe: Recipe) -> int:
 
 def _causal_attention_flops_per_token(recipe: Recipe) -> float:
     model = recipe.model
-    width = model.num_attention_heads * model.head_dim
-    return 6.0 * model.num_hidden_layers * width * recipe.corpus.sequence_length
+    return 6.0 * model.num_hidden_layers * model.query_size * recipe.corpus.sequence_length
 
 
 def steps_of_run(recipe: Recipe) -> int:

@@ -57,17 +57,21 @@ class _Sizes:
         width, tokens = model.hidden_size, batch.micro_batch_size * recipe.corpus.sequence_length
         heads = model.num_key_value_heads * model.head_dim * key_value_copies(recipe) // parts
         inner, vocab_rows = model.intermediate_size // parts, -(-model.num_vocab_rows // parts)
-        layer = 2 * width * width // parts + 2 * width * heads + 3 * width * inner
+        queries = model.query_size // parts
+        layer = 2 * width * (queries + heads) + 3 * width * inner
         self.is_split = parts > 1
         self.table = vocab_rows * width  # of the embeddings
         self.largest_bucket = max(layer, self.table)
         self.matrices = model.num_hidden_layers * layer + self.table * (1 if model.tie_word_embeddings else 2)
         self.parameters = self.matrices + (2 * model.num_hidden_layers + 1) * width
+        self.parameters += 2 * model.num_hidden_layers * model.head_dim if model.qk_norm else 0
         # A lookup reads the embeddings without a cast.
         self.multiplied = self.matrices - (0 if model.tie_word_embeddings else self.table)
         self.stream = tokens * width // parts  # the residual stream between layers, split along the sequence: B S/t D
         self.sequence = tokens * width  # the residual stream as a layer gathers it: B S D
+        self.queries = tokens * queries
         self.keys = tokens * heads  # the values have as many
+        self.normalised = self.queries + self.keys if model.qk_norm else 0  # by QK norm
         self.inner = tokens * inner
         self.mask = tokens * recipe.corpus.sequence_length if recipe.train.attention_mask == "block_causal" else 0
         # One worker that has the whole model keeps all logits.
@@ -141,7 +145,8 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
     a, r, s, mode = sizes.compute_bytes, sizes.param_bytes, sizes.sum_bytes, recipe.train.activation_checkpointing
     norms = 2 * (FLOAT32_BYTES + r) * sizes.stream  # a norm computes in float32
     inputs = 2 if a == r else 5  # each of five products casts the input that two or three of them share
-    queries = sizes.stream
+    queries = sizes.queries
+    norms += (FLOAT32_BYTES + a) * sizes.normalised
     everything = norms + a * (inputs * sizes.sequence + 3 * queries + 2 * sizes.keys + 4 * sizes.inner + sizes.mask)
     products = a * (2 * queries + 2 * sizes.keys + 2 * sizes.inner + 2 * sizes.sequence)
     # An exact sum is computed from the parts of all workers, which the collective returns.

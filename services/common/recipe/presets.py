@@ -1,4 +1,6 @@
-"""The published sizes of Llama and TinyLlama (arXiv 2401.02385), as the recipe's `[model]` section has them."""
+"""The published sizes of Llama, TinyLlama (arXiv 2401.02385) and Qwen3 (arXiv 2505.09388), as the recipe's `[model]`
+section has them.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,17 @@ def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, 
     }
 
 
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, is_tied: bool) -> dict[str, Any]:
+    return _sizes(151_669, hidden, intermediate, layers, heads, 8) | {
+        "padded_vocab_size": 151_936,
+        "head_dim": 128,
+        "qk_norm": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": is_tied,
+    }
+
+
 _LLAMA3_8B = _sizes(128_256, 4_096, 14_336, 32, 32, 8) | {"rope_theta": 500_000.0}
 _LLAMA31_SCALING = {
     "factor": 8.0,
@@ -29,4 +42,8 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": _LLAMA3_8B,
     "llama3.1-8b": _LLAMA3_8B | {"rope_scaling": _LLAMA31_SCALING},
     "tinyllama-1.1b": _sizes(32_000, 2_048, 5_632, 22, 32, 4),
+    "qwen3-0.6b": _qwen3(1_024, 3_072, 28, 16, is_tied=True),
+    "qwen3-1.7b": _qwen3(2_048, 6_144, 28, 16, is_tied=True),
+    "qwen3-4b": _qwen3(2_560, 9_728, 36, 32, is_tied=True),
+    "qwen3-8b": _qwen3(4_096, 12_288, 36, 32, is_tied=False),
 }

@@ -159,8 +159,14 @@ class RopeScaling(Section):
     original_max_position_embeddings: Positive
 
 
+def _default_head_dim(known: dict[str, Any]) -> int:
+    """Return an equal share of the width, or 0 where there is no even one."""
+    width, heads = known["hidden_size"], known["num_attention_heads"]
+    return 0 if width % (2 * heads) else width // heads
+
+
 class Model(Section):
-    """A Llama. Field names are those of a Hugging Face `config.json`."""
+    """A Llama or a dense Qwen3. Field names are those of a Hugging Face `config.json`, except `qk_norm`."""
 
     preset: str | None = None
     """A named size whose values the other keys of this section override."""
@@ -174,6 +180,10 @@ class Model(Section):
     num_hidden_layers: Positive
     num_attention_heads: Positive
     num_key_value_heads: Positive
+    head_dim: Annotated[Positive, Field(default_factory=_default_head_dim)]
+    """Dimensions of a head. Default: `hidden_size` / `num_attention_heads`."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys pass an RMSNorm before they are rotated: a Qwen3 (arXiv 2505.09388)."""
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -194,11 +204,13 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        if self.hidden_size % (2 * self.num_attention_heads):
+        if self.head_dim == 0:
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be an even multiple of num_attention_heads "
-                f"{self.num_attention_heads}: rotary embedding pairs the dimensions of a head"
+                f"{self.num_attention_heads}, unless head_dim is given"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even: rotary embedding pairs the dimensions of a head")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
@@ -209,8 +221,9 @@ class Model(Section):
         return self
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def query_size(self) -> int:
+        """Dimensions of the queries of all heads together, which differ from `hidden_size` in most Qwen3."""
+        return self.num_attention_heads * self.head_dim
 
     @property
     def num_vocab_rows(self) -> int:
@@ -219,8 +232,8 @@ class Model(Section):
 
     @property
     def num_parameters(self) -> int:
-        attention = 2 * self.hidden_size * self.hidden_size
-        attention += 2 * self.hidden_size * self.num_key_value_heads * self.head_dim
+        attention = 2 * self.hidden_size * (self.query_size + self.num_key_value_heads * self.head_dim)
+        attention += 2 * self.head_dim if self.qk_norm else 0
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         embeddings = self.num_vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * layer + self.hidden_size
@@ -393,6 +406,10 @@ def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tup
                 del plain[name]["preset"]  # another way of writing the other fields
                 if value.num_vocab_rows == value.vocab_size:
                     del plain[name]["padded_vocab_size"]
+                if value.query_size == value.hidden_size:
+                    del plain[name]["head_dim"]
+                if not value.qk_norm:
+                    del plain[name]["qk_norm"]
             yield prefix + name, plain[name]
         elif isinstance(value, BaseModel):
             yield from _identity_fields(value, kind, f"{prefix}{name}.")

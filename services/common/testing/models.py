@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from services.common.program.initial_weights import draw_weights
-from services.common.program.llama import Llama
 from services.common.program.state import StateSlice
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Model
 
 
-def initialize(model: Llama, config: Model, seed: int) -> None:
+def initialize(model: Transformer, config: Model, seed: int) -> None:
     """Give a model, or a rank's part of it, the weights with which a program of this seed begins."""
     shardings, shapes, held = model.shardings(), {}, {}
     for name, parameter in model.named_parameters():

@@ -141,6 +141,7 @@ EIGHT = {
             {"model.num_attention_heads": "4", "model.num_key_value_heads": "3"},
             "num_attention_heads 4 .* num_key_value_heads 3",
         ),
+        ({"model.head_dim": "7"}, "head_dim 7"),
         ({"train.param_dtype": "bfloat16"}, "train.param_dtype 'bfloat16' .* 'float32'"),
         ({"parallel.reduce_dtype": "bfloat16"}, "parallel.reduce_dtype 'bfloat16' .* 'float32'"),
         ({"compile.flags": '["--model-type transformer"]'}, "'--model-type transformer'"),
@@ -178,10 +179,19 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | No
         load_recipe(path)
 
 
-# The published sizes, of these repositories' config.json: meta-llama/Llama-2-7b-hf, -13b-hf, Meta-Llama-3-8B, 3.1-8B.
+# The published sizes, of these repositories' config.json: meta-llama/Llama-2-7b-hf, -13b-hf, Meta-Llama-3-8B, 3.1-8B,
+# Qwen/Qwen3-0.6B-Base, -1.7B-Base, -4B-Base, -8B-Base; a tied head counts once.
 @pytest.mark.parametrize(
     ("preset", "parameters"),
-    [("llama2-7b", 6_738_415_616), ("llama2-13b", 13_015_864_320), ("llama3-8b", 8_030_261_248)],
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+    ],
 )
 def test_a_preset_has_the_published_number_of_parameters(preset: str, parameters: int) -> None:
     assert Model.model_validate({"preset": preset}).num_parameters == parameters

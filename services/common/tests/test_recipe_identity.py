@@ -99,6 +99,9 @@ BRANCH = {"train.branch.run": "small-01234567", "train.branch.step": "5"}
         ({}, {"model.preset": "llama2-7b"}, ""),
         ({}, {"model.padded_vocab_size": "320"}, "compile_cache checkpoint"),
         ({}, {"model.padded_vocab_size": "300"}, ""),
+        ({}, {"model.head_dim": "8"}, ""),  # the default
+        ({}, {"model.head_dim": "16"}, "compile_cache checkpoint"),
+        ({}, {"model.qk_norm": "true"}, "compile_cache checkpoint"),
     ],
 )
 def test_an_id_changes_with_the_fields_that_decide_it(
@@ -127,8 +130,9 @@ def test_a_preset_and_its_values_written_out_are_one_identity(tmp_path: Path) ->
     assert identity(by_preset, "checkpoint") == identity(written_out, "checkpoint")
 
 
-def test_a_model_without_padding_has_the_identity_of_a_recipe_without_the_field(tmp_path: Path) -> None:
-    assert "padded_vocab_size" not in identity(load_small(tmp_path, {}), "compile_cache")["model"]
+def test_a_model_without_them_has_the_identity_of_a_recipe_without_the_fields(tmp_path: Path) -> None:
+    fields = identity(load_small(tmp_path, {}), "compile_cache")["model"]
+    assert not fields.keys() & {"padded_vocab_size", "head_dim", "qk_norm"}
 
 
 @pytest.mark.parametrize(("content_version", "inputs"), [(2, ["a"]), (1, ["b"]), (1, ["a", "b"])])

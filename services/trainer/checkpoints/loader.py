@@ -22,11 +22,11 @@ from services.common.artifacts.checkpoint import (
 )
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, UnreadableError
-from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
+from services.common.program.transformer import parameter_shapes
 from services.trainer.checkpoints.index import read_index
 from services.trainer.checkpoints.lookup import (
     FoundCheckpoint,

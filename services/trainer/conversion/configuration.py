@@ -65,15 +65,16 @@ def export_config(
 
     Settings of the imported model stay as they were, where the recipe says nothing about them.
     """
-    from transformers import LlamaConfig  # noqa: PLC0415 - takes seconds
+    from transformers import LlamaConfig, Qwen3Config  # noqa: PLC0415 - takes seconds
 
     theirs = imported.config if imported else {}
-    config = LlamaConfig.from_dict(theirs)
+    layers = {"num_hidden_layers": model.num_hidden_layers}  # of which Qwen3's has a list
+    config = (Qwen3Config if model.qk_norm else LlamaConfig).from_dict({**theirs, **layers})
     length = recipe.corpus.sequence_length
     config.update(
         {
             **_describe(model),
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": ["Qwen3ForCausalLM" if model.qk_norm else "LlamaForCausalLM"],
             "dtype": dtype,
             "max_position_embeddings": max(config.max_position_embeddings, length) if theirs else length,
         }
@@ -101,8 +102,9 @@ def require_same_model(folder: Path, model: Model) -> None:
     try:
         theirs = AutoConfig.from_pretrained(folder).to_dict()  # nosec B615 # a folder of this machine
     except Exception as error:  # those of JSON, of its own validators and of their causes
-        raise ArtifactError(f"{folder / CONFIG}: not a Llama's configuration: {error}.") from error
-    ours = {**_describe(model), "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+        raise ArtifactError(f"{folder / CONFIG}: not a model's configuration: {error}.") from error
+    family, option = ("qwen3", "use_sliding_window") if model.qk_norm else ("llama", "mlp_bias")
+    ours = {**_describe(model), "model_type": family, "hidden_act": "silu", "attention_bias": False, option: False}
     rope = theirs.get("rope_parameters") or {}
     theirs["rope_parameters"] = {name: rope.get(name) for name in ours["rope_parameters"]}
     differences = [
@@ -118,14 +120,13 @@ def require_same_model(folder: Path, model: Model) -> None:
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    """Return the settings of a `LlamaConfig` that decide what the model computes."""
-    own = {"preset", "padded_vocab_size", "initializer_range", "rope_scaling", "rope_theta"}
+    """Return the settings of a `LlamaConfig` or `Qwen3Config` that decide what the model computes."""
+    own = {"preset", "padded_vocab_size", "initializer_range", "qk_norm", "rope_scaling", "rope_theta"}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling:
         rope |= {"rope_type": "llama3", **model.rope_scaling.model_dump()}
     return {
         **model.model_dump(mode="json", exclude=own),
         "vocab_size": model.num_vocab_rows,
-        "head_dim": model.head_dim,
         "rope_parameters": rope,
     }

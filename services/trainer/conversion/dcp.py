@@ -2,7 +2,8 @@
 
 Names are Hugging Face's or torchtitan's, whose `output` became `lm_head` and `attention.wq` became
 `attention.qkv_linear.wq` (0.3.0). torchtitan's Llama rotates pairs of neighbours of a head, (0, 1), (2, 3) and so on,
-where Hugging Face's rotates (0, N / 2), (1, N / 2 + 1); so the rows of its queries and keys have another order.
+where Hugging Face's rotates (0, N / 2), (1, N / 2 + 1); so the rows of its queries and keys have another order. Its
+Qwen3 rotates as Hugging Face's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from services.common.errors import ArtifactError
 from services.common.problem_list import list_names
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.hugging_face import require_finite, require_model
 
@@ -42,6 +43,7 @@ _RENAMES = (
     (r"^(norm|layers)\b", r"model.\1"),
     (r"^output\b", "lm_head"),
     (r"\battention\.(?:qkv_linear\.)?w([qkvo])\b", r"self_attn.\1_proj"),
+    (r"\battention\.([qk])_norm\b", r"self_attn.\1_norm"),
     (r"\bfeed_forward\.w1\b", "mlp.gate_proj"),
     (r"\bfeed_forward\.w2\b", "mlp.down_proj"),
     (r"\bfeed_forward\.w3\b", "mlp.up_proj"),
@@ -92,7 +94,8 @@ class DcpWeights:
             cause = next(iter(error.failures.values()))[0]
             raise ArtifactError(f"{self._folder}: {stored}: {cause}. Copy the checkpoint again.") from error
         require_finite(self._folder, stored, weight)
-        return pair_halves(name, weight, self._model) if self.is_torchtitans else weight
+        has_pairs = self.is_torchtitans and not self._model.qk_norm
+        return pair_halves(name, weight, self._model) if has_pairs else weight
 
 
 class _Reader(FileSystemReader):
@@ -128,7 +131,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def find_model(folder: Path, names: Iterable[str]) -> tuple[dict[str, str], bool]:
-    """Return the stored names of a Llama by Hugging Face's names, and whether the stored ones are torchtitan's.
+    """Return the stored names of a model by Hugging Face's names, and whether the stored ones are torchtitan's.
 
     Raises `ArtifactError` unless the checkpoint has one model.
     """

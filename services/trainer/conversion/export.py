@@ -22,7 +22,7 @@ from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, RecipeError
 from services.common.problem_list import list_names
 from services.common.program.initial_weights import VOCABULARY_WEIGHTS
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.checkpoints.lookup import open_checkpoint, require_of_run, verify_checkpoint
 from services.trainer.checkpoints.shards import ShardReader

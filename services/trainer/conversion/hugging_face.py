@@ -1,4 +1,4 @@
-"""Reads and writes the weights in a Hugging Face folder of a Llama."""
+"""Reads and writes the weights in a Hugging Face folder of a Llama or Qwen3."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from services.common.artifacts.files import listed_file
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, commit, make_partial
 from services.common.errors import ArtifactError, RecipeError, unreadable
-from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
+from services.common.program.transformer import parameter_shapes
 from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.shards import write_shard

@@ -11,8 +11,8 @@ import xxhash
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import Artifact
-from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateKind, StateSlice
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.shards import ShardReader
 

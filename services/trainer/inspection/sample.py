@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import Llama, parameter_shapes
+from services.common.program.transformer import Transformer, parameter_shapes
 from services.common.vocabularies.codec import load_codec
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.runs.run import Run, vocabulary_file
@@ -51,9 +51,9 @@ class TextGenerator:
             raise ArtifactError(f"{self._corpus}: its vocabulary lacks an id below its size ({error}).") from error
 
 
-def load_model(run: Run) -> Llama:
+def load_model(run: Run) -> Transformer:
     """Load the run's model with the weights of its newest checkpoint."""
-    model = Llama(run.recipe.model, run.recipe.corpus.sequence_length)
+    model = Transformer(run.recipe.model, run.recipe.corpus.sequence_length)
     model.load_state_dict(load_weights(run), strict=not run.recipe.model.tie_word_embeddings)
     return model.eval()
 

@@ -36,6 +36,8 @@ _SHAPE = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
+    "qk_norm",
     "tie_word_embeddings",
 )
 """Fields of the model that decide the shapes of the weights and what their rows mean."""

@@ -65,6 +65,14 @@ LLAMA_3_1 = {
     "original_max_position_embeddings = 8}",
 }
 """Overrides for the rope scaling of Llama 3.1, with fewer original positions than a row of the small recipe."""
+QWEN_3 = {
+    "model__qk_norm": "true",
+    "model__head_dim": "12",
+    "model__rms_norm_eps": "1e-6",
+    "model__rope_theta": "1e6",
+    "model__tie_word_embeddings": "true",
+}
+"""Overrides for a small Qwen3, whose heads are together wider than the hidden states."""
 DOCUMENT_TOKENS = 24
 """Tokens of each document, so that rows of 16 tokens have a document's begin at 0, at 8, or none."""
 

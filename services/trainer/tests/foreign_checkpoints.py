@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.common.testing.fork_server import start_process
 from services.trainer.conversion.nxd.checkpoint import NxdWeights
@@ -148,9 +148,12 @@ def name_as_torchtitan(weights: Weights, model: Model, names: tuple[str, str] = 
     for number in range(model.num_hidden_layers):
         theirs, ours = f"layers.{number}.", f"model.layers.{number}."
         for kind in "qk":
-            renamed[f"{theirs}{attention}.w{kind}.weight"] = pair_neighbours(
-                weights[f"{ours}self_attn.{kind}_proj.weight"], model.head_dim
-            )
+            projection = weights[f"{ours}self_attn.{kind}_proj.weight"]
+            if model.qk_norm:  # torchtitan's Qwen3 rotates halves
+                renamed[f"{theirs}attention.{kind}_norm.weight"] = weights[f"{ours}self_attn.{kind}_norm.weight"]
+            else:
+                projection = pair_neighbours(projection, model.head_dim)
+            renamed[f"{theirs}{attention}.w{kind}.weight"] = projection
         renamed |= {
             f"{theirs}{attention}.wv.weight": weights[f"{ours}self_attn.v_proj.weight"],
             f"{theirs}attention.wo.weight": weights[f"{ours}self_attn.o_proj.weight"],

@@ -23,10 +23,10 @@ from services.common.artifacts.checkpoint import CheckpointManifest, ShardOrigin
 from services.common.artifacts.store import open_artifact
 from services.common.process.entry_point import exit_code_of
 from services.common.program.backends.torch_native import TorchNative
-from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.state import StateKind, StateSlice
 from services.common.program.step import Program
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Recipe
 from services.common.testing.commands import start_python
 from services.common.testing.manifests import Fields, forge

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.common.errors import ArtifactError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.file import load_recipe
 from services.trainer.conversion.dcp import METADATA, DcpWeights
 from services.trainer.conversion.export import export
@@ -71,6 +71,17 @@ def test_weights_of_two_ranks_come_back_bit_for_bit(saved: dict[str, Path], weig
         assert sorted(path.name for path in folder.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
         assert DcpWeights(folder, MODEL).is_torchtitans == ("torchtitan" in name)
         assert are_equal(read_all(folder), weights), name
+
+
+@pytest.mark.parametrize("names", ["hugging-face", "torchtitan"])
+def test_a_qwen3_comes_back_bit_for_bit(tmp_path: Path, names: str) -> None:
+    """torchtitan's has the rows of queries and keys in the order of Hugging Face's."""
+    model = llama(2, qk_norm=True, head_dim=6)
+    weights = draw_weights(model)
+    folder = save(tmp_path / "step-3", name_as_torchtitan(weights, model) if names == "torchtitan" else weights)
+
+    chunks = DcpWeights(folder, model)
+    assert are_equal({name: chunks.read(name) for name in parameter_shapes(model)}, weights)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import VocabularyKind
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.common.testing.disks import mounted
 from services.common.vocabularies.codec import load_codec
@@ -31,7 +31,7 @@ from services.trainer.conversion.weight_import import digest_weights, import_wei
 from services.trainer.inspection.sample import TextGenerator, load_model, load_weights
 from services.trainer.job import Job
 from services.trainer.runs.run import Run, open_run, vocabulary_file
-from services.trainer.tests.builders import LLAMA_3_1, NewJob, train_here, train_new, write_recipe
+from services.trainer.tests.builders import LLAMA_3_1, QWEN_3, NewJob, train_here, train_new, write_recipe
 from services.trainer.tests.runs import call_trainer, flip_a_bit
 
 
@@ -41,9 +41,19 @@ def trained(new_shared_job: NewJob) -> Job:
     return train_new(new_shared_job, train__max_steps="1")
 
 
-@pytest.mark.parametrize("shape", [{}, LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["2", "3.1", "tied"])
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", LLAMA_3_1),
+        ("LlamaForCausalLM", {"model__tie_word_embeddings": "true"}),
+        ("Qwen3ForCausalLM", QWEN_3),
+        ("Qwen3ForCausalLM", {**QWEN_3, "model__tie_word_embeddings": "false"}),
+    ],
+    ids=["2", "3.1", "tied", "Qwen3", "Qwen3, not tied"],
+)
 def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
-    tmp_path: Path, new_job: NewJob, shape: dict[str, str]
+    tmp_path: Path, new_job: NewJob, architecture: str, shape: dict[str, str]
 ) -> None:
     job = train_new(new_job, train__max_steps="1", **shape)
     run = open_run(job.root, job.run)
@@ -52,6 +62,7 @@ def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(theirs(tokens_BS).logits, load_model(run).logits(tokens_BS))
+    assert (type(theirs).__name__, theirs.config.architectures) == (architecture, [architecture])
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
     ids = load_codec(vocabulary_file(run), run.corpus.manifest.corpus.vocabulary).encode("sentence 1 </s>")
     assert transformers.AutoTokenizer.from_pretrained(folder)("sentence 1 </s>").input_ids == [1, *ids]
@@ -201,6 +212,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         },
     },
+    "Qwen3": {
+        "config.json": {
+            **LLAMA,
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+            "head_dim": 12,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 2,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+        },
+        "generation_config.json": {"eos_token_id": 2, "max_new_tokens": 2048},
+    },
     "rows of padding, one of them for a pad token": {
         "config.json": {**LLAMA, "vocab_size": 320, "pad_token_id": 300, "max_position_embeddings": 8},
         "tokenizer_config.json": {"pad_token": "<pad>", "added_tokens_decoder": {"300": PAD}, "model_max_length": 8},
@@ -209,6 +241,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 RECIPES: dict[str, dict[str, str]] = {
     "Llama 3.1, instruct": LLAMA_3_1,
     "transformers 5": {"model__tie_word_embeddings": "true"},
+    "Qwen3": QWEN_3,
     "rows of padding, one of them for a pad token": {"model__padded_vocab_size": "320"},
 }
 

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.presets import MODEL_PRESETS
 from services.common.recipe.schema import Model
 from services.trainer.conversion.configuration import require_same_model
@@ -113,6 +113,8 @@ SIZES = (
         ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, RecipeError, "rope_parameters"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, RecipeError, "rope_parameters"),
         ({"model_type": "mistral"}, RecipeError, "model_type"),
+        ({"model_type": "qwen3"}, RecipeError, "model_type"),
+        ({"head_dim": 16}, RecipeError, "head_dim"),
         ({"hidden_act": "gelu"}, RecipeError, "hidden_act"),
         ({"attention_bias": True}, RecipeError, "attention_bias"),
         ({"tie_word_embeddings": True}, RecipeError, "tie_word_embeddings"),
@@ -135,12 +137,30 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], error
 
 GROUPED = {"num_key_value_heads": 8, "rope_theta": 500000.0, "attention_bias": False}
 ROPE_3_1 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "max_window_layers": 28,
+    "sliding_window": None,
+}
 SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "llama2-7b": ((32000, 4096, 11008, 32, 32), {"num_key_value_heads": 32, "pretraining_tp": 1, "rope_scaling": None}),
     "llama2-13b": ((32000, 5120, 13824, 40, 40), {}),  # as before grouped heads, without num_key_value_heads
     "llama3-8b": ((128256, 4096, 14336, 32, 32), {**GROUPED, "rope_scaling": None, "tie_word_embeddings": False}),
     "llama3.1-8b": ((128256, 4096, 14336, 32, 32), {**GROUPED, "rope_scaling": {**ROPE_3_1, "rope_type": "llama3"}}),
     "tinyllama-1.1b": ((32000, 2048, 5632, 22, 32), {"num_key_value_heads": 4, "rope_scaling": None}),
+    "qwen3-0.6b": ((151936, 1024, 3072, 28, 16), {**QWEN3, "tie_word_embeddings": True}),
+    "qwen3-1.7b": ((151936, 2048, 6144, 28, 16), {**QWEN3, "tie_word_embeddings": True}),
+    "qwen3-4b": ((151936, 2560, 9728, 36, 32), {**QWEN3, "tie_word_embeddings": True}),
+    "qwen3-8b": ((151936, 4096, 12288, 36, 32), {**QWEN3, "tie_word_embeddings": False}),
 }
 PUBLISHED = {name: {**PLAIN, **dict(zip(SIZES, sizes, strict=False)), **more} for name, (sizes, more) in SHAPES.items()}
 """Each model's own config.json, in the format of transformers 4."""
@@ -155,6 +175,13 @@ def test_the_configurations_that_models_are_published_with_are_those_of_the_pres
     for other in set(MODEL_PRESETS) - {preset}:
         with pytest.raises(RecipeError, match="recipe's model"):
             require_same_model(tmp_path, Model(**MODEL_PRESETS[other]))
+
+
+def test_a_qwen3_with_windows_is_refused(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen3-8b"] | windows))
+    with pytest.raises(RecipeError, match="use_sliding_window"):
+        require_same_model(tmp_path, Model(**MODEL_PRESETS["qwen3-8b"]))
 
 
 NORM = "model.norm.weight"

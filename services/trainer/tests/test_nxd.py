@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.nxd.checkpoint import load_rank_file, write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
@@ -61,6 +61,14 @@ def test_weights_come_back_from_nxd_bit_for_bit(tmp_path: Path, model: Model, la
     assert found.keys() == expected.keys()
     assert all(are_equal(state, expected[name]) for name, state in found.items())
     assert (tmp_path / "done").read_text() == (tmp_path / "checkpoint").read_text() == "1"
+
+
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"head_dim": 8}])
+def test_a_model_that_is_not_nxds_llama_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = llama(2, **changes)
+
+    with pytest.raises(RecipeError, match="head_dim"):
+        write_nxd_model(tmp_path, model, NxdLayout(2), draw_weights(model).__getitem__)
 
 
 @pytest.mark.parametrize(

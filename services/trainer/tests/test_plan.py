@@ -199,6 +199,7 @@ def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
 IN_BFLOAT16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}
 ONE_GPU = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
 SPLIT = {"parallel__tensor_parallel_size": "4"}
+QWEN_3 = {"model__qk_norm": "true", "model__head_dim": "128", "model__tie_word_embeddings": "true"}
 
 
 def wide(folder: Path, **overrides: str) -> Recipe:
@@ -216,13 +217,16 @@ def wide(folder: Path, **overrides: str) -> Recipe:
     [
         ("none", {}),
         ("full", {**SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
+        pytest.param("none", QWEN_3, marks=pytest.mark.slow),
+        ("full", {**QWEN_3, **SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
+        pytest.param("selective", {**QWEN_3, **SPLIT, **IN_BFLOAT16}, marks=pytest.mark.slow),
         pytest.param("selective", SPLIT, marks=pytest.mark.slow),
         pytest.param("none", {**IN_BFLOAT16, **ONE_GPU}, marks=pytest.mark.slow),
         pytest.param(
             "selective", {**SPLIT, **IN_BFLOAT16, "parallel__reduce_dtype": "float32"}, marks=pytest.mark.slow
         ),
     ],
-    ids=["none", "full", "selective", "one GPU", "float32 sums"],
+    ids=["none", "full", "Qwen3, none", "Qwen3, full", "Qwen3, selective", "selective", "one GPU", "float32 sums"],
 )
 def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
     tmp_path: Path, checkpointing: str, overrides: dict[str, str]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Recipe
 from services.common.recipe.training import ActivationCheckpointing
 from services.common.testing.models import initialize
@@ -24,7 +24,7 @@ def gradients(mode: ActivationCheckpointing, is_compiled: bool = False) -> tuple
 
     Compiled, the model is traced into a graph, whose operations then run one by one.
     """
-    model = Llama(GROUPED, LENGTH, activation_checkpointing=mode)
+    model = Transformer(GROUPED, LENGTH, activation_checkpointing=mode)
     initialize(model, GROUPED, seed=7)
     tokens_BS = torch.randint(GROUPED.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

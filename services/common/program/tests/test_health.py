@@ -13,11 +13,11 @@ from torch import Tensor
 
 from services.common.program.buckets import make_buckets
 from services.common.program.health import name_groups
-from services.common.program.llama import Llama
 from services.common.program.mesh import Mesh
 from services.common.program.optimizer import learning_rate
 from services.common.program.tests import work
 from services.common.program.tests.work import Measured
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Recipe
 from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
@@ -55,7 +55,7 @@ def group_of(name: str, num_layers: int) -> str:
 
 def measure_in_plain_torch(recipe: Recipe) -> dict[str, float | dict[str, float]]:
     """Train by torch's AdamW and clip, and measure the last step by differences of weights."""
-    model, settings = Llama(recipe.model, recipe.corpus.sequence_length), recipe.optimizer
+    model, settings = Transformer(recipe.model, recipe.corpus.sequence_length), recipe.optimizer
     initialize(model, recipe.model, recipe.train.seed)
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -134,7 +134,7 @@ def test_layers_form_at_most_four_groups_that_hold_each_layer_once(
     for is_tied in ("false", "true"):
         recipe = make_recipe(folder, model__num_hidden_layers=str(num_layers), model__tie_word_embeddings=is_tied)
         with torch.device("meta"):
-            model = Llama(recipe.model, recipe.corpus.sequence_length)
+            model = Transformer(recipe.model, recipe.corpus.sequence_length)
         buckets = make_buckets(dict(model.named_parameters()), model.shardings(), 1)
         names = name_groups(buckets, num_layers)
         assert list(dict.fromkeys(names)) == ["embedding", *groups, *["head"] * (is_tied == "false"), "norms"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from services.common.program.initial_weights import VOCABULARY_WEIGHTS
-from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.state import StateSlice
 from services.common.program.tests import work
+from services.common.program.transformer import parameter_shapes
 from services.common.testing.recipes import make_recipe
 
 

@@ -11,19 +11,19 @@ import torch
 
 from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.llama import Llama, parameter_shapes
 from services.common.program.mesh import Mesh
 from services.common.program.state import StateSlice
 from services.common.program.tests import work
+from services.common.program.transformer import Transformer, parameter_shapes
 from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
 
 Results = dict[str, work.Trained]
 
 
-def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[StateSlice, torch.Tensor]:
+def whole_state(tmp_path: Path, together: list[Results], name: str, **overrides: str) -> dict[StateSlice, torch.Tensor]:
     """Assemble the full tensors from the slices that the mesh's workers own."""
-    shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL).model)
+    shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL, **overrides).model)
     return work.assemble([results[name] for results in together if name in results], shapes)
 
 
@@ -63,6 +63,16 @@ def test_four_data_parallel_workers_have_the_bits_of_one(
         assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
         for piece, tensor in whole_state(tmp_path, together, name).items():
             assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
+
+
+def test_four_workers_that_share_the_optimizers_state_of_a_qwen3_have_the_bits_of_one(
+    tmp_path: Path, together: list[Results]
+) -> None:
+    """Its tied head and embedding, and its norms of queries and keys, are summed in the order of one worker."""
+    alone, name = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.QWEN_3), "data 4" + work.OF_QWEN_3
+    assert all(results[name]["numbers"] == alone["numbers"] for results in together)
+    for piece, tensor in whole_state(tmp_path, together, name, **work.QWEN_3).items():
+        assert torch.equal(tensor.flatten(), alone["state"][piece.key]), piece.key
 
 
 def test_two_four_and_eight_workers_that_share_the_optimizers_state_have_the_bits_of_one(
@@ -127,9 +137,9 @@ def test_a_split_model_has_the_loss_and_the_gradient_norm_of_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")  # in no image: Pants leaves this test out
     recipe = make_recipe(tmp_path, **work.PARALLEL)
-    ours, model = Llama(recipe.model, recipe.corpus.sequence_length), recipe.model
+    ours, model = Transformer(recipe.model, recipe.corpus.sequence_length), recipe.model
     initialize(ours, model, recipe.train.seed)
-    fields = model.model_dump(exclude={"preset", "rope_theta", "rope_scaling"})
+    fields = model.model_dump(exclude={"preset", "qk_norm", "rope_theta", "rope_scaling"})
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, rope_theta=model.rope_theta))
     theirs.load_state_dict(ours.state_dict())
     tokens_BS = work.tokens_of(recipe, step=0).flatten(0, 1)

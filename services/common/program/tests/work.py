@@ -173,6 +173,9 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
 SHARDED, RECOMPUTED, IN_DOCUMENTS = ", ZeRO-1", ", recomputed", ", z-loss and documents"
 WITH_DOCUMENTS = {"train__z_loss": "0.01", "train__attention_mask": "block_causal"}
 DOCUMENT_TOKENS = 7  # rows of 16
+QWEN_3 = {"model__qk_norm": "true", "model__head_dim": "6", "model__tie_word_embeddings": "true"}
+"""Overrides for QK norm, heads that are wider than a share of the hidden size, and a tied head."""
+OF_QWEN_3 = ", Qwen3"
 ROUNDED, FAST, LONG = ", bfloat16 weights", ", fast sums", ", many steps"
 WITH_ROUNDED_WEIGHTS = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16"}
 
@@ -257,6 +260,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
                 results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing=mode)
             if mesh.data_parallel_size == 1:
                 results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
+        results["data 4" + OF_QWEN_3] = train_on(meshes["data 4"], own, parallel__zero_stage="1", **QWEN_3)
         results["data 4" + FAST] = train_on(meshes["data 4"], own, train__reduction="fast")
     if rank < 2:
         with in_group(rank, 2, f"{environment.rendezvous}-two"):
@@ -298,6 +302,7 @@ def _of_ids(number: str) -> dict[str, str]:
 ODD_VOCABULARIES: dict[str, dict[str, str]] = {
     "301 ids, z-loss and documents": {**_of_ids("301"), **WITH_DOCUMENTS},
     "301 ids, tied": {**_of_ids("301"), "model__tie_word_embeddings": "true"},
+    "301 ids, Qwen3": {**_of_ids("301"), **QWEN_3},
     "a shard of padding alone": {"model__padded_vocab_size": "901"},
 }
 """Overrides by which shards of the vocabulary have padding, where 2 or 4 workers share a model. 300 ids fill the first

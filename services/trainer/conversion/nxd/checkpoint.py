@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import parameter_shapes
+from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
 from services.trainer.conversion.hugging_face import require_finite, require_model, require_names
 from services.trainer.conversion.nxd.layout import NxdLayout, rank_tensors
@@ -210,7 +210,7 @@ def _find_layout(
     if found := shapes.get(f"{prefix}qkv_proj.weight_k"):
         copies, qkv_linear = found[0] * tensor_parallel_size // key_rows, True
     elif found := shapes.get(f"{prefix}qkv_proj.weight_qkv"):
-        rows = found[0] * tensor_parallel_size - model.hidden_size
+        rows = found[0] * tensor_parallel_size - model.query_size
         copies, qkv_linear, fuse_qkv = rows // (2 * key_rows), True, True
     layout = NxdLayout(tensor_parallel_size, max(copies, 1), qkv_linear, fuse_qkv)
     if misfit := layout.find_misfit(model):

@@ -34,6 +34,8 @@ class NxdLayout:
         """Return the reason for which NxD cannot split the model by this layout; None if it can."""
         size, copies = self.tensor_parallel_size, self.kv_size_multiplier
         is_grouped = model.num_key_value_heads < model.num_attention_heads
+        if model.qk_norm or model.query_size != model.hidden_size:
+            return "its Llama has neither QK norm nor a head_dim other than hidden_size / num_attention_heads"
         if copies > 1 and not self.qkv_linear:
             return f"only qkv_linear can have copies of key-value heads, and kv_size_multiplier is {copies}"
         if self.fuse_qkv and is_grouped and not self.qkv_linear:

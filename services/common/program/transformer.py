@@ -1,7 +1,7 @@
-"""Llama with Hugging Face's parameter names, so that a checkpoint needs no converter.
+"""Llama and dense Qwen3 with Hugging Face's parameter names, so that a checkpoint needs no converter.
 
-In eager float32, logits and every gradient are bit-equal to those of transformers' `LlamaForCausalLM` with SDPA
-attention. The order of the operations below is part of that promise.
+In eager float32, logits and every gradient are bit-equal to those of transformers' `LlamaForCausalLM`, or with QK norm
+`Qwen3ForCausalLM`, with SDPA attention. The order of the operations below is part of that promise.
 
 Shape suffixes: B sequences, S positions, D hidden size, H query heads, K key-value heads, N head dimension,
 F intermediate size, V vocabulary with its padding, T = B * S tokens, and t ranks of the tensor axis (see `layers`).
@@ -33,7 +33,7 @@ from services.common.recipe.schema import Model, RopeScaling
 from services.common.recipe.training import ActivationCheckpointing
 
 
-class Llama(nn.Module):
+class Transformer(nn.Module):
     """One rank's shard of the model, which is the whole model on one rank.
 
     `forward` stops before the language-model head, which the loss applies in chunks (see `loss`).
@@ -90,7 +90,7 @@ class Llama(nn.Module):
 def parameter_shapes(config: Model) -> dict[str, torch.Size]:
     """Return the shapes of the full parameters, by name."""
     with torch.device("meta"):
-        model = Llama(config, sequence_length=1)
+        model = Transformer(config, sequence_length=1)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -155,17 +155,20 @@ class _Attention(nn.Module):
         self._collectives, self._reduce_dtype, mesh = collectives, reduce_dtype, collectives.mesh
         self.head_dim = config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = ColumnParallelLinear(config.hidden_size, config.hidden_size, mesh, heads="query")
+        self.q_proj = ColumnParallelLinear(config.hidden_size, config.query_size, mesh, heads="query")
         self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, heads="key_value")
         self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, heads="key_value")
-        self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh, heads="query")
+        self.o_proj = RowParallelLinear(config.query_size, config.hidden_size, mesh, heads="query")
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, mesh) if config.qk_norm else nn.Identity() for _ in "qk"
+        )
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         x_BSD = gather_sequence(x_BSD, self._collectives, self._reduce_dtype)
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_dim)
-        q_BHSN = self.q_proj(x_BSD).view(heads).transpose(1, 2)
-        k_BKSN = self.k_proj(x_BSD).view(heads).transpose(1, 2)
+        q_BHSN = self.q_norm(self.q_proj(x_BSD).view(heads)).transpose(1, 2)
+        k_BKSN = self.k_norm(self.k_proj(x_BSD).view(heads)).transpose(1, 2)
         v_BKSN = self.v_proj(x_BSD).view(heads).transpose(1, 2)
         q_BHSN, k_BKSN = _rotate(q_BHSN, cos, sin), _rotate(k_BKSN, cos, sin)
         mixed_BHSN = self._collectives.attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
@@ -226,5 +229,8 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _rotate(x_BHSN: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x_BHSN.shape[-1] // 2
+    # This product comes before the halves, as in transformers: the gradient of x then has the memory layout that it has
+    # there, which decides the order in which the gradient of QK norm's weight is summed.
+    straight = x_BHSN * cos
     swapped = torch.cat((-x_BHSN[..., half:], x_BHSN[..., :half]), dim=-1)
-    return x_BHSN * cos + swapped * sin
+    return straight + swapped * sin

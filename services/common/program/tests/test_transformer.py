@@ -1,4 +1,4 @@
-"""The Llama is transformers' Llama: same logits, same loss, same gradients, bit for bit in eager float32."""
+"""Llama and Qwen3 are those of transformers: same logits, same loss, same gradients, bit for bit in eager float32."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from services.common.program.backends.backend import Collectives
-from services.common.program.llama import Llama
 from services.common.program.loss import next_token_loss
+from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Model, RopeScaling
 from services.common.testing.models import initialize
 
@@ -22,8 +22,11 @@ LLAMA_2 = Model(
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=4,
+    head_dim=16,
 )
-LLAMA_3 = LLAMA_2.model_copy(update={"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0})
+LLAMA_3 = LLAMA_2.model_copy(
+    update={"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 500_000.0}
+)
 LLAMA_3_1 = LLAMA_3.model_copy(
     update={
         # The original length is so small that this length takes all three branches of the scaling.
@@ -33,27 +36,44 @@ LLAMA_3_1 = LLAMA_3.model_copy(
     }
 )
 TIED = LLAMA_2.model_copy(update={"tie_word_embeddings": True})
-SHAPES = {"llama-2": LLAMA_2, "llama-3": LLAMA_3, "llama-3.1": LLAMA_3_1, "tied": TIED}
+WIDE_HEADS = LLAMA_3.model_copy(update={"head_dim": 24})  # queries have three times the width of the hidden states
+QWEN_3 = WIDE_HEADS.model_copy(update={"qk_norm": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6})
+SHAPES = {
+    "llama-2": LLAMA_2,
+    "llama-3": LLAMA_3,
+    "llama-3.1": LLAMA_3_1,
+    "tied": TIED,
+    "wide heads": WIDE_HEADS,
+    "qwen-3": QWEN_3,
+    "qwen-3, tied": QWEN_3.model_copy(update={"tie_word_embeddings": True}),
+    "qwen-3, heads that are not grouped": QWEN_3.model_copy(update={"num_key_value_heads": 8}),
+}
 
 
 @pytest.fixture(params=SHAPES, scope="module")
-def models(request: pytest.FixtureRequest) -> tuple[Llama, Any]:
+def models(request: pytest.FixtureRequest) -> tuple[Transformer, Any]:
     # No image has transformers. Pants tests with an image's packages, and so skips these tests; `make test` runs them.
     transformers = pytest.importorskip("transformers")
     config, ours = SHAPES[request.param], _model(request.param)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_transformers_fields(config)))
+    family = "qwen3" if config.qk_norm else "llama"
+    fields = transformers.AutoConfig.for_model(family, **_transformers_fields(config))
+    theirs = transformers.AutoModelForCausalLM.from_config(fields, dtype=torch.float32)
     theirs.load_state_dict(ours.state_dict(), strict=True)  # names and shapes are Hugging Face's
     return ours, theirs
 
 
-def _model(shape: str) -> Llama:
-    model = Llama(SHAPES[shape], LENGTH)
+def _model(shape: str) -> Transformer:
+    model = Transformer(SHAPES[shape], LENGTH)
     initialize(model, SHAPES[shape], seed=7)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # a norm's, which begins at 1
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
 
 
 def _transformers_fields(config: Model) -> dict[str, Any]:
-    fields = config.model_dump(exclude={"preset", "rope_theta", "rope_scaling"})
+    fields = config.model_dump(exclude={"preset", "qk_norm", "rope_theta", "rope_scaling"})
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
         rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **config.rope_scaling.model_dump()}
@@ -64,13 +84,13 @@ def _tokens(columns: int) -> torch.Tensor:
     return torch.randint(0, 320, (2, columns), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_are_bit_equal(models: tuple[Llama, Any]) -> None:
+def test_logits_are_bit_equal(models: tuple[Transformer, Any]) -> None:
     ours, theirs = models
     tokens_BS = _tokens(LENGTH)
     assert torch.equal(ours.logits(tokens_BS), theirs(tokens_BS).logits)
 
 
-def test_loss_and_every_gradient_are_bit_equal(models: tuple[Llama, Any]) -> None:
+def test_loss_and_every_gradient_are_bit_equal(models: tuple[Transformer, Any]) -> None:
     ours, theirs = models
     tokens_BS = _tokens(LENGTH + 1)
     inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:].contiguous()
