@@ -19,7 +19,7 @@ from services.common.process.entry_point import exit_code_of
 
 _SETTINGS: dict[str, Any] = {"help_option_names": list(HELP)}
 app = typer.Typer(
-    help="Pre-train Llama models in three stages that meet in files: tokenize, compile, train.",
+    help="Pre-train Llama and Qwen3 models in three stages that meet in files: tokenize, compile, train.",
     epilog="RECIPE is a TOML file, or the name of a shipped one: millrace train tiny-cpu --train.max_steps=500. "
     "`millrace COMMAND --help` lists the options; `make` lists what is beside: clusters, infrastructure, images.",
     no_args_is_help=True,
