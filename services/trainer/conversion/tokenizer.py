@@ -27,6 +27,7 @@ from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
+from services.common.vocabularies.hugging_face import load_folder, read_borders
 from services.common.vocabularies.sentencepiece_model import PieceKind, SentencePieceSettings, load_model, read_settings
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, read_ranks
 from services.common.vocabularies.tokenizer_json import load_tokenizer
@@ -68,13 +69,14 @@ def write_tokenizer(
     payload, name = corpus.manifest.corpus, vocabulary_file.name
     vocabulary, codec = payload.vocabulary, load_codec(vocabulary_file, payload.vocabulary)
     split: Split = "validation" if payload.splits["validation"].documents else "train"
-    files = {name: vocabulary_file.read_bytes()}
+    given = {name: vocabulary_file.read_bytes()}
     if vocabulary.kind == "hugging_face":
-        files = {path.name: path.read_bytes() for path in vocabulary_file.parent.iterdir() if path.name != CONFIG}
+        given = {path.name: path.read_bytes() for path in vocabulary_file.parent.iterdir()}
+    files = {each: content for each, content in given.items() if each != CONFIG}
     try:
         if vocabulary.kind == "hugging_face":
             _write_files(folder, files)
-            encode, before = _load_exported(folder / name, vocabulary), []
+            encode, before = _load_exported(folder, vocabulary_file, vocabulary), []
         else:
             tokenizer = make_tokenizer(files[name], vocabulary)
             encode, before = (lambda text: tokenizer.encode(text).ids), [vocabulary.bos_id]
@@ -87,7 +89,7 @@ def write_tokenizer(
         for each in files:
             (folder / each).unlink(missing_ok=True)
         (folder / VOCABULARY_FOLDER).mkdir()
-        _write_files(folder / VOCABULARY_FOLDER, files)
+        _write_files(folder / VOCABULARY_FOLDER, given)
         after = "" if vocabulary.bos_id is None else f", after the id {vocabulary.bos_id} (BOS)"
         (folder / NO_TOKENIZER).write_text(
             f"The ids of a tokenizer for transformers would not be those that the model was trained on. {error}\n\n"
@@ -107,11 +109,18 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def _load_exported(path: Path, vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+def _load_exported(folder: Path, vocabulary_file: Path, vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """Load the tokenizer of a folder, of which the model's configuration can make another than the corpus's."""
     try:
-        return load_codec(path, vocabulary).encode
+        codec = load_codec(folder / vocabulary_file.name, vocabulary)
+        found, expected = (read_borders(load_folder(each)) for each in (folder, vocabulary_file.parent))
     except ArtifactError as error:
         raise InconvertibleVocabularyError(f"Beside the model's {CONFIG}: {error}") from error
+    if found != expected:
+        raise InconvertibleVocabularyError(
+            f"Beside the model's {CONFIG} it puts {found} around a text, not {expected}."
+        )
+    return codec.encode
 
 
 def make_tokenizer(content: bytes, vocabulary: Vocabulary) -> Tokenizer:
