@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import transformers
@@ -12,16 +16,26 @@ from tokenizers import processors
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
+from services.common.testing.commands import start_python
 from services.common.vocabularies.codec import load_codec
-from services.tokenizer.tests.builders import TEXTS, publish, read_stream, run, write_jsonl, write_recipe
-from services.tokenizer.tests.tokenizer_folders import DOCUMENTS, KINDS, byte_level, save, write_config
+from services.tokenizer.tests.builders import (
+    TEXTS,
+    publish,
+    published,
+    read_stream,
+    run,
+    serve,
+    write_jsonl,
+    write_recipe,
+)
+from services.tokenizer.tests.tokenizer_folders import DOCUMENTS, KINDS, byte_level, save, write_config, write_gpt2
 
 
 def tokenize(tmp_path: Path, folder: Path) -> Artifact[CorpusManifest]:
     size = max(transformers.AutoTokenizer.from_pretrained(folder).get_vocab().values()) + 1
     source = write_jsonl(tmp_path / "text.jsonl", DOCUMENTS)
-    settings = {"tokenizer__model": str(folder), "model__vocab_size": size}
-    return publish(write_recipe(tmp_path, source, **settings), tmp_path / "fsx")
+    recipe = write_recipe(tmp_path, source, tokenizer__model=str(folder), model__vocab_size=size)
+    return publish(recipe, tmp_path / "fsx")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,3 +135,48 @@ def test_a_recipe_can_name_the_end_of_a_document_and_a_changed_file_is_another_i
     assert publish(recipe, tmp_path / "again").manifest.id == first.manifest.id
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     assert publish(recipe, tmp_path / "other").manifest.id != first.manifest.id
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Hub(http.server.SimpleHTTPRequestHandler):
+    """Answers as the hub about the repository owner/name at COMMIT, whose files are those of a folder."""
+
+    def do_GET(self) -> None:
+        folder = Path(self.directory)
+        path = urlsplit(self.path).path
+        if path == f"/api/models/owner/name/tree/{COMMIT}":
+            files = [{"type": "file", "path": each.name, "size": 1, "oid": "a" * 40} for each in folder.iterdir()]
+            self._answer(json.dumps(files).encode())
+        elif path.startswith(f"/owner/name/resolve/{COMMIT}/"):
+            self._answer((folder / Path(path).name).read_bytes())
+        elif path.startswith("/api/models/owner/name"):
+            self._answer(json.dumps({"id": "owner/name", "sha": COMMIT}).encode())
+        else:
+            self.send_error(404)
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_repository_of_the_hub_gives_the_corpus_of_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_gpt2(folder)
+    local = tokenize(tmp_path, folder)
+    model = f"hf://owner/name@{COMMIT}"
+    size = local.manifest.corpus.vocabulary.vocab_size
+    recipe = write_recipe(tmp_path, tmp_path / "text.jsonl", tokenizer__model=model, model__vocab_size=size)
+    with serve(partial(_Hub, directory=str(folder))) as address:
+        command = ["-m", "services.tokenizer", "--recipe", str(recipe), "--root", str(tmp_path / "hub")]
+        process = start_python([*command, "--launch", "inline"], HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert published(tmp_path / "hub").manifest.content_digest == local.manifest.content_digest

@@ -37,7 +37,8 @@ def train(tokenizer: tokenizers.Tokenizer, trainer: Any, special: list[str], **s
 
 
 def save(folder: Path, tokenizer: tokenizers.Tokenizer, **settings: Any) -> None:
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings).save_pretrained(folder)
+    made: Any = transformers.PreTrainedTokenizerFast
+    made(tokenizer_object=tokenizer, **settings).save_pretrained(folder)
 
 
 def around(tokenizer: tokenizers.Tokenizer, before: str | None, behind: str | None = None) -> None:
