@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,16 @@ def main_file(names: list[str]) -> str:
 
 
 def load_folder(folder: Path) -> Any:
-    """Load the tokenizer of a folder. Raises `ArtifactError` where transformers cannot, or needs the folder's code."""
+    """Load the tokenizer of a folder, once while its files are the same: a large one takes seconds.
+
+    Raises `ArtifactError` where transformers cannot, or needs the folder's code.
+    """
+    states = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return _load(folder, tuple((name, state.st_size, state.st_mtime_ns) for name, state in states))
+
+
+@lru_cache(maxsize=2)
+def _load(folder: Path, _: tuple[tuple[str, int, int], ...]) -> Any:
     import transformers  # noqa: PLC0415 - takes seconds
 
     try:

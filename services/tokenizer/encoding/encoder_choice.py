@@ -39,7 +39,8 @@ def load_encoder(path: Path, vocabulary: Vocabulary, settings: Tokenizer) -> Che
     reference = ReferenceEncoder(path, vocabulary)
     fast = _try_fast(path, vocabulary) if settings.encoder == "auto" else ""
     encoder: Encoder = reference if isinstance(fast, str) else fast
-    fuzz = fuzz_of_vocabulary(path, vocabulary, FUZZ_DOCUMENTS)
+    is_compared = vocabulary.kind == "hugging_face"  # by `_try_fast`
+    fuzz = [] if is_compared else fuzz_of_vocabulary(path, vocabulary, FUZZ_DOCUMENTS)
     return CheckedEncoder(encoder, reference, fuzz, max(MIN_SAMPLED_BYTES, SAMPLED_BYTES // settings.num_workers))
 
 
