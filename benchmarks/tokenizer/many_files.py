@@ -143,7 +143,7 @@ def measure_memory(folder: Path) -> None:
 
 def _make_result(index: int) -> EncodedPartition:
     """Return what an encode task returns, without its work."""
-    part = EncodedPart(documents=1, text_bytes=1, document_tokens=index, tokens_xxh3="0" * 32, starts_xxh3="0" * 32)
+    part = EncodedPart(documents=1, text_bytes=1, tokens=index + 2, tokens_xxh3="0" * 32, starts_xxh3="0" * 32)
     return EncodedPartition(
         index=index,
         key="",

@@ -96,7 +96,7 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
         encoded.add(index, encode_partition(task)[0])
     encoding = watch.stop()
     watch = Watch()
-    overlap = count_overlap(bench.output, tasks[0].vocabulary.vocab_size, encoded, inline, num_workers=1)
+    overlap = count_overlap(bench.output, tasks[0].vocabulary, encoded, inline, num_workers=1)
     measured = watch.stop()
     measured.tokens = sum(encoded.totals(split).tokens for split in SPLITS)
     ngrams, in_train = sum(each.ngrams for each in overlap), sum(each.ngrams_in_train for each in overlap)

@@ -41,7 +41,7 @@ def build_corpus(
         plan = plan_partitions(plan_folder_of(workspace, recipe, inputs), recipe, inputs.listings, launcher)
     with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, inputs, workspace.scratch)
-        logger.info("%s", describe_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder))
+        logger.info("%s", describe_choice(vocabulary_path, vocabulary, recipe.tokenizer.encoder))
     folder = open_partition_folder(workspace, plan.path, vocabulary, recipe.tokenizer.encoder)
     duplicates = None
     if recipe.corpus.duplicates == "drop":
@@ -53,18 +53,19 @@ def build_corpus(
         encoded = _encode(tasks, plan, launcher, num_workers)
     _check_text(encoded, recipe.corpus)
     with phase_timer.phase("overlap"):
-        overlap = count_overlap(folder, vocabulary.vocab_size, encoded, launcher, num_workers)
+        overlap = count_overlap(folder, vocabulary, encoded, launcher, num_workers)
     with phase_timer.phase("pack"):
-        vocabulary_entry = _copy_vocabulary(vocabulary_path, workspace.files, vocabulary)
-        dtype = token_dtype(vocabulary.vocab_size)
-        splits, entries = pack_splits(workspace.files, folder, encoded, recipe.corpus, dtype, launcher, num_workers)
+        vocabulary_entries = _copy_vocabulary(vocabulary_path.parent, workspace.files, vocabulary)
+        splits, entries = pack_splits(
+            workspace.files, folder, encoded, recipe.corpus, vocabulary, launcher, num_workers
+        )
         sync_folder(workspace.files)
     payload = CorpusPayload(
         vocabulary=vocabulary,
         encoder=", ".join(sorted(encoded.encoders)),
         reference=reference_name(vocabulary),
         control_text=recipe.corpus.control_text,
-        token_dtype=dtype,
+        token_dtype=token_dtype(vocabulary.vocab_size),
         sequence_length=recipe.corpus.sequence_length,
         rows_per_shard=recipe.corpus.rows_per_shard,
         **encoded.counts,
@@ -75,7 +76,7 @@ def build_corpus(
         phases=tuple(phase_timer.phases),
     )
     links = inputs.link(recipe, [encoded.text_digest(source) for source in range(len(recipe.corpus.sources))])
-    files = sorted([vocabulary_entry, *entries], key=lambda entry: entry.path)
+    files = sorted([*vocabulary_entries, *entries], key=lambda entry: entry.path)
     return Draft(payload, links, tuple(files), keeps_scratch=recipe.tokenizer.keep_encoded)
 
 
@@ -151,11 +152,13 @@ def _count_sources(
     return tuple(counts)
 
 
-def _copy_vocabulary(path: Path, folder: Path, vocabulary: Vocabulary) -> FileEntry:
-    """Write the vocabulary to its place below `folder`, and return the manifest's entry of the file."""
-    target = folder / vocabulary.path
-    target.parent.mkdir()
-    with write_hashed_file(target) as file:
-        file.write(path.read_bytes())
-    sync_folder(target.parent)
-    return file.entry(vocabulary.path)
+def _copy_vocabulary(source: Path, folder: Path, vocabulary: Vocabulary) -> list[FileEntry]:
+    """Write the vocabulary's files to their place below `folder`, and return the manifest's entries of the files."""
+    target, entries = (folder / vocabulary.path).parent, []
+    target.mkdir()
+    for path in source.iterdir():
+        with write_hashed_file(target / path.name) as file:
+            file.write(path.read_bytes())
+        entries.append(file.entry(f"{target.name}/{path.name}"))
+    sync_folder(target)
+    return entries

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import xxhash
-
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.schema import Recipe
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.sources.file_system import read_file
 from services.tokenizer.sources.input_files import FileListing
+from services.tokenizer.vocabulary.files import VocabularyFiles, read_vocabulary
 
 CONTENT_VERSION = 4
 """A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
@@ -24,8 +22,8 @@ class CorpusInputs:
     artifact_id: str
     listings: tuple[FileListing, ...]
     """Files of each source, in the order of `corpus.sources`."""
-    vocabulary: bytes | None
-    """Content of the vocabulary that the recipe names; None where a vocabulary is trained."""
+    vocabulary: VocabularyFiles | None
+    """The vocabulary that the recipe names; None where a vocabulary is trained."""
 
     def link(self, recipe: Recipe, text_digests: list[str]) -> tuple[InputLink, ...]:
         """Return the inputs that the manifest names: one link for each source, then one for a given vocabulary.
@@ -37,16 +35,16 @@ class CorpusInputs:
             for source, listing, text_digest in zip(recipe.corpus.sources, self.listings, text_digests, strict=True)
         ]
         if self.vocabulary is not None:
-            path, digest = str(recipe.tokenizer.model), xxhash.xxh3_128_hexdigest(self.vocabulary)
+            path, digest = str(recipe.tokenizer.model), self.vocabulary.digest
             links.append(InputLink(schema_id="vocabulary/1", path=path, id=digest[:16], content_digest=digest))
         return tuple(links)
 
 
 def list_corpus_inputs(recipe: Recipe) -> CorpusInputs:
-    """List the files of all sources. A named vocabulary, which is small, is the only file that is read."""
+    """List the files of all sources. A named vocabulary, which is small, is all that is read."""
     listings = tuple(list_inputs(source) for source in recipe.corpus.sources)
-    vocabulary = read_file(recipe.tokenizer.model) if recipe.tokenizer.model else None
+    vocabulary = read_vocabulary(recipe.tokenizer.model) if recipe.tokenizer.model else None
     digests = [listing.digest for listing in listings]
     if vocabulary is not None:
-        digests.append(xxhash.xxh3_128_hexdigest(vocabulary))
+        digests.append(vocabulary.digest)
     return CorpusInputs(artifact_id(recipe, "corpus", CONTENT_VERSION, digests), listings, vocabulary)

@@ -25,7 +25,7 @@ from services.common.recipe.schema import Corpus, Recipe, fingerprint
 from services.tokenizer.corpus_inputs import CONTENT_VERSION
 from services.tokenizer.document_hashes import are_for_training, are_for_validation
 from services.tokenizer.duplicates import Duplicates
-from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
+from services.tokenizer.encoding.encoder import Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import load_encoder, reference_name
 from services.tokenizer.partition_plan import Partitions, PlanFolder
 from services.tokenizer.sources.bad_rows import BadRows, add_up
@@ -64,8 +64,8 @@ class EncodedPart(ManifestModel):
     documents: int
     text_bytes: int
     """UTF-8 bytes of the documents."""
-    document_tokens: int
-    """Number of tokens without BOS and EOS."""
+    tokens: int
+    """Number of tokens, with BOS and EOS."""
     tokens_xxh3: str
     starts_xxh3: str
 
@@ -90,7 +90,7 @@ class EncodedPartition(ManifestModel):
 
     @property
     def tokens(self) -> int:
-        return sum(part.document_tokens + BOS_AND_EOS * part.documents for part in self.parts.values())
+        return sum(part.tokens for part in self.parts.values())
 
 
 class EncodedPartitions:
@@ -101,7 +101,7 @@ class EncodedPartitions:
         self._is_first_pass: npt.NDArray[np.bool_] = partitions["pass_number"] == 0
         self.encoders: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self.documents, self.text_bytes, self.document_tokens = (
+        self.documents, self.text_bytes, self._tokens = (
             {split: np.zeros(len(partitions), np.int64) for split in SPLITS} for _ in range(3)
         )
         self.duplicates = np.zeros(len(partitions), np.int64)
@@ -121,7 +121,7 @@ class EncodedPartitions:
         for split, part in encoded.parts.items():
             self.documents[split][index] = part.documents
             self.text_bytes[split][index] = part.text_bytes
-            self.document_tokens[split][index] = part.document_tokens
+            self._tokens[split][index] = part.tokens
 
     @property
     def bad_files(self) -> list[BadFile]:
@@ -130,7 +130,7 @@ class EncodedPartitions:
 
     def tokens(self, split: Split) -> npt.NDArray[np.int64]:
         """Return the number of tokens of every partition in a split, with BOS and EOS."""
-        return self.document_tokens[split] + BOS_AND_EOS * self.documents[split]
+        return self._tokens[split]
 
     def totals(self, split: Split, source: int | None = None) -> SourceSplitCounts:
         """Return the sums of a split over all partitions, or over those of one source."""
@@ -358,7 +358,7 @@ class _PartWriter:
         return EncodedPart(
             documents=self._documents,
             text_bytes=self._text_bytes,
-            document_tokens=self._tokens - BOS_AND_EOS * self._documents,
+            tokens=self._tokens,
             tokens_xxh3=self._tokens_hash.hexdigest(),
             starts_xxh3=self._starts_hash.hexdigest(),
         )

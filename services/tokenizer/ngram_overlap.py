@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.common.artifacts.corpus import Split
+from services.common.artifacts.corpus import Split, Vocabulary
 from services.common.launch.launcher import Launcher
 from services.common.process.progress import show_progress
 from services.tokenizer.encode_task import EncodedPartitions, starts_path, tokens_path
@@ -59,7 +59,7 @@ class NgramTask:
     folder: Path
     """Folder of the encoded partitions."""
     partitions: range
-    vocab_size: int
+    vocabulary: Vocabulary
     limit: int
     """Largest hash that counts."""
 
@@ -76,7 +76,7 @@ class NgramTask:
 
 def count_overlap(
     folder: Path,
-    vocab_size: int,
+    vocabulary: Vocabulary,
     encoded: EncodedPartitions,
     launcher: Launcher,
     num_workers: int,
@@ -84,11 +84,12 @@ def count_overlap(
 ) -> list[NgramOverlap]:
     """Return the counts of each source's validation documents. `folder` has the encoded partitions."""
     num_sources = int(encoded.sources.max(initial=-1)) + 1
-    num_tokens = encoded.document_tokens["validation"].sum()
+    documents, tokens = encoded.documents["validation"], encoded.tokens("validation")
+    num_tokens = int(tokens.sum() - vocabulary.num_borders * documents.sum())
     if num_tokens == 0:
         return [NgramOverlap()] * num_sources
-    limit = _LARGEST_HASH * min(int(num_tokens), max_ngrams) // int(num_tokens)
-    everything = NgramTask(folder, range(len(encoded.sources)), vocab_size, limit)
+    limit = _LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
+    everything = NgramTask(folder, range(len(encoded.sources)), vocabulary, limit)
     own: list[list[Hashes]] = [[np.empty(0, np.uint64)] for _ in range(num_sources)]
     hash_tasks = everything.split(NUMBERS_PER_FOLDER)
     for _, hashes in launcher.map_tasks(hash_validation, hash_tasks, num_workers):
@@ -127,18 +128,19 @@ def find_ngrams(task: NgramTask) -> Indices:
 
 
 def _hash_blocks(task: NgramTask, partition: int, split: Split) -> Iterator[Hashes]:
-    tokens = map_array(tokens_path(task.folder, partition, split), token_dtype(task.vocab_size))
+    tokens = map_array(tokens_path(task.folder, partition, split), token_dtype(task.vocabulary.vocab_size))
     starts = map_array(starts_path(task.folder, partition, split), np.int64)
-    hasher = NgramHasher(task.vocab_size, _BLOCK_TOKENS)
+    hasher = NgramHasher(task.vocabulary, _BLOCK_TOKENS)
     for begin in range(0, len(tokens), _BLOCK_TOKENS):
         yield hasher.hash_block(tokens, starts, begin, min(begin + _BLOCK_TOKENS, len(tokens)), task.limit)
 
 
 class NgramHasher:
-    """Hashes the n-grams of token ids below `vocab_size`, in blocks of up to `block_tokens`."""
+    """Hashes the n-grams of token ids of a vocabulary, in blocks of up to `block_tokens`."""
 
-    def __init__(self, vocab_size: int, block_tokens: int) -> None:
-        self._mixed_tokens = _mix(np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_BASE))
+    def __init__(self, vocabulary: Vocabulary, block_tokens: int) -> None:
+        self._num_borders = vocabulary.num_borders
+        self._mixed_tokens = _mix(np.arange(1, vocabulary.vocab_size + 1, dtype=np.uint64) * np.uint64(_BASE))
         self._powers = _powers(_BASE, block_tokens + NGRAM_TOKENS)
         self._inverse_powers = _powers(pow(_BASE, -1, 2**64), block_tokens + NGRAM_TOKENS)
 
@@ -147,7 +149,7 @@ class NgramHasher:
     ) -> Hashes:
         """Return the hashes up to `limit` of the n-grams that end in [begin, end).
 
-        Documents begin at `starts` with BOS, and each ends with EOS before the next one.
+        Documents begin at `starts`, with BOS if there is one, and each ends with EOS before the next one.
         """
         first = max(0, begin - NGRAM_TOKENS + 1)
         count = end - first
@@ -161,7 +163,7 @@ class NgramHasher:
         if end == len(tokens):
             borders = np.append(borders, end)
         # An n-gram that begins at most NGRAM_TOKENS before a border holds the EOS before it or the BOS behind it.
-        crossing = (borders[:, None] - first + np.arange(-NGRAM_TOKENS, 1)).ravel()
+        crossing = (borders[:, None] - first + np.arange(-NGRAM_TOKENS, self._num_borders - 1)).ravel()
         is_wanted[crossing[(crossing >= 0) & (crossing < len(hashes))]] = False
         return hashes[is_wanted]
 

@@ -24,6 +24,7 @@ from services.common.artifacts.corpus import (
     SPLITS,
     Split,
     SplitCounts,
+    Vocabulary,
     arrow_schema,
     shard_path,
     tail_path,
@@ -35,7 +36,7 @@ from services.common.launch.launcher import Launcher
 from services.common.recipe.schema import Corpus
 from services.tokenizer.arrow_arrays import array_of_numbers, numbers_of
 from services.tokenizer.encode_task import EncodedPartitions, read_whole_partition, starts_path, tokens_path
-from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenDtype, TokenIds
+from services.tokenizer.encoding.encoder import Offsets, TokenDtype, TokenIds, token_dtype
 from services.tokenizer.tasks import TEMPORARY_SUFFIX, map_array, run_largest_first, write_file
 
 
@@ -79,7 +80,7 @@ def pack_splits(
     encoded_folder: Path,
     encoded: EncodedPartitions,
     corpus: Corpus,
-    dtype: TokenDtype,
+    vocabulary: Vocabulary,
     launcher: Launcher,
     num_workers: int,
 ) -> tuple[dict[Split, SplitCounts], list[FileEntry]]:
@@ -88,6 +89,7 @@ def pack_splits(
     Documents are counted by the encoder, and rows by the tasks that wrote them: a lost token shows in the sums.
     """
     tasks: list[PackTask] = []
+    dtype = token_dtype(vocabulary.vocab_size)
     for split in SPLITS:
         (folder / split / "tail").mkdir(parents=True)
         first = PackTask(folder, encoded_folder, split, dtype, corpus.sequence_length, None, 0, 0, ())
@@ -99,7 +101,7 @@ def pack_splits(
             path.unlink(missing_ok=True)
         sync_folder(folder / split / "tail")
         sync_folder(folder / split)
-    counts = {split: _count(split, tasks, packed, encoded) for split in SPLITS}
+    counts = {split: _count(split, tasks, packed, encoded, vocabulary) for split in SPLITS}
     return counts, [file.entry for file in packed]
 
 
@@ -123,7 +125,11 @@ def _plan_files(task: PackTask, tokens: npt.NDArray[np.int64], rows_per_shard: i
 
 
 def _count(
-    split: Split, tasks: Sequence[PackTask], packed: Sequence[PackedFile], encoded: EncodedPartitions
+    split: Split,
+    tasks: Sequence[PackTask],
+    packed: Sequence[PackedFile],
+    encoded: EncodedPartitions,
+    vocabulary: Vocabulary,
 ) -> SplitCounts:
     """Return a split's counts. Raises `ArtifactError` when the files do not begin as many documents as were encoded."""
     own = [file for task, file in zip(tasks, packed, strict=True) if task.split == split]
@@ -137,8 +143,8 @@ def _count(
     return SplitCounts(
         documents=totals.documents,
         text_bytes=totals.text_bytes,
-        document_tokens=totals.tokens - BOS_AND_EOS * totals.documents,
-        bos=totals.documents,
+        document_tokens=totals.tokens - vocabulary.num_borders * totals.documents,
+        bos=totals.documents if vocabulary.bos_id is not None else 0,
         eos=totals.documents,
         rows=sum(file.tokens for file in own[:-1]) // tasks[0].sequence_length,
         tail_tokens=own[-1].tokens,

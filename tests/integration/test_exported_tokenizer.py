@@ -22,6 +22,7 @@ from services.common.recipe.schema import Tokenizer
 from services.common.testing import fork_server
 from services.tokenizer.document_hashes import are_for_validation
 from services.tokenizer.tests.builders import make_documents, published, read_stream, run, write_documents, write_recipe
+from services.tokenizer.tests.tokenizer_folders import FOREIGN, KINDS
 from services.tokenizer.text_batch import TextBatch
 from services.tokenizer.vocabulary.provision import describe_vocabulary
 from services.trainer.conversion.tokenizer import (
@@ -125,11 +126,15 @@ def llama_2(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest
 
 def make_corpus(folder: Path, content: bytes, size: int) -> Artifact[CorpusManifest]:
     (folder / "vocabulary").write_bytes(content)
+    return tokenize(folder, str(folder / "vocabulary"), size)
+
+
+def tokenize(folder: Path, model: str, size: int) -> Artifact[CorpusManifest]:
     text = write_documents(folder / "text", DOCUMENTS)
     recipe = write_recipe(
         folder,
         text,
-        tokenizer__model=str(folder / "vocabulary"),
+        tokenizer__model=model,
         model__vocab_size=size,
         corpus__validation_fraction=VALIDATION,
         corpus__rows_per_shard=10_000,  # a shard for each few rows would be a thousand files
@@ -172,6 +177,22 @@ def test_auto_tokenizer_gives_the_ids_of_each_validation_document(tmp_path: Path
     eos_id = corpus.manifest.corpus.vocabulary.eos_id
     assert [[*loaded(text).input_ids, eos_id] for text in texts] == stored
     assert (loaded.bos_token_id, loaded.eos_token_id) == (stored[0][0], eos_id)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folders_tokenizer_is_exported_as_it_is(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    KINDS[kind][0](source)
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    corpus = tokenize(tmp_path, str(source), max(theirs.get_vocab().values()) + 1)
+
+    exported = export_tokenizer(tmp_path, corpus)
+
+    ours = transformers.AutoTokenizer.from_pretrained(exported)
+    assert [ours(text).input_ids for text in FOREIGN] == [theirs(text).input_ids for text in FOREIGN]
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    assert before == {path.name: path.read_bytes() for path in exported.iterdir() if path.name != "config.json"}
 
 
 def test_an_exported_tokenizer_is_that_of_its_own_file(tmp_path: Path) -> None:

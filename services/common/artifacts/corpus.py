@@ -1,9 +1,10 @@
 """Defines corpus/4: packed token rows in Arrow files, from which `token_stream` cuts training samples.
 
-A split of T tokens is one stream of documents, and each document is BOS + tokens + EOS. Rows of L tokens are in
-`<split>/shard-*.arrow` (columns `input_ids`, `doc_starts` and `check`), and the T mod L last tokens in
-`<split>/tail/tail.arrow`, which has the same columns and one row. The manifest alone says how many rows each file has,
-so that nothing is opened to find a row; `corpus_rows` defines the column `check`, by which a reader trusts a row.
+A split of T tokens is one stream of documents, and each document is BOS + tokens + EOS, or tokens + EOS where the
+tokenizer has no BOS. Rows of L tokens are in `<split>/shard-*.arrow` (columns `input_ids`, `doc_starts` and `check`),
+and the T mod L last tokens in `<split>/tail/tail.arrow`, which has the same columns and one row. The manifest alone
+says how many rows each file has, so that nothing is opened to find a row; `corpus_rows` defines the column `check`, by
+which a reader trusts a row.
 Sample j is tokens [jL, jL + L] inclusive: L inputs, and L targets that are one token further. So there are
 floor((T - 1) / L) samples, and no target is lost at the end of a row or of a shard.
 """
@@ -22,7 +23,7 @@ from services.common.artifacts.manifest import Count, Manifest, ManifestModel, P
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
+VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken", "hugging_face"]
 BadRowReason = Literal["not JSON", "not an object", "not text", "too long", "not UTF-8"]
 MAX_BAD_FILES = 1_000
 """Most files whose bad rows a manifest lists: those with most of them."""
@@ -31,10 +32,18 @@ MAX_BAD_FILES = 1_000
 class Vocabulary(ManifestModel):
     kind: VocabularyKind
     path: RelativePath
+    """The vocabulary's file. Of a tokenizer of Hugging Face the other files are beside it."""
     sha256: Sha256
+    """Hash of the file, or of the names and contents of all files of a tokenizer of Hugging Face."""
     vocab_size: Annotated[int, Field(ge=2, lt=2**32)]
-    bos_id: Count
+    bos_id: Count | None
+    """None where the tokenizer puts no token before a text."""
     eos_id: Count
+
+    @property
+    def num_borders(self) -> int:
+        """Number of tokens that are stored around a document: BOS, if there is one, and EOS."""
+        return 1 + (self.bos_id is not None)
 
 
 class SplitCounts(ManifestModel):
@@ -56,7 +65,7 @@ class SplitCounts(ManifestModel):
 
     @model_validator(mode="after")
     def _has_borders_around_each_document(self) -> Self:
-        if not self.documents == self.bos == self.eos:
+        if self.documents != self.eos or self.bos not in (0, self.documents):
             raise ValueError(
                 f"{self.documents:,} documents, {self.bos:,} BOS and {self.eos:,} EOS, expected equal numbers"
             )
@@ -199,6 +208,8 @@ class CorpusPayload(ManifestModel):
     def _nothing_is_lost(self) -> Self:
         for name, counts in self.splits.items():
             stored = counts.rows * self.sequence_length + counts.tail_tokens
+            if counts.bos != (counts.documents if self.vocabulary.bos_id is not None else 0):
+                raise ValueError(f"{name}: {counts.bos:,} BOS, and the vocabulary's BOS is {self.vocabulary.bos_id}")
             if counts.tokens != stored:
                 raise ValueError(f"{name}: {counts.tokens:,} tokens were encoded and {stored:,} are stored")
             if len(counts.check_digests) != self.num_shards(name) + 1:

@@ -133,9 +133,9 @@ def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
             f"tokenizer or of the trainer."
         ) from error
     try:
-        codec.decode([vocabulary.bos_id, vocabulary.eos_id])
+        codec.decode([each for each in (vocabulary.bos_id, vocabulary.eos_id) if each is not None])
     except (LookupError, ValueError, OverflowError) as error:
         raise ArtifactError(
-            f"{path}: does not have BOS {vocabulary.bos_id:,} and EOS {vocabulary.eos_id:,} of the manifest: {error}. "
+            f"{path}: does not have BOS {vocabulary.bos_id} and EOS {vocabulary.eos_id} of the manifest: {error}. "
             f"Move the corpus away and run the tokenizer stage to rebuild it."
         ) from error

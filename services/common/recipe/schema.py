@@ -129,12 +129,15 @@ class VocabularyTraining(Section):
 
 class Tokenizer(Section):
     model: Annotated[str | None, CORPUS] = None
-    """Path or address of a SentencePiece model, a `tokenizer.json` or a tiktoken file, unless `train` makes one."""
+    """Path or address of a SentencePiece model, a `tokenizer.json` or a tiktoken file, or `hf://OWNER/NAME` or a folder
+    with the files of any tokenizer that `AutoTokenizer` loads, unless `train` makes one."""
     train: Annotated[VocabularyTraining | None, CORPUS] = None
     bos_token: Annotated[str | None, CORPUS] = None
-    """Special token before each document, for a `tokenizer.json` other than Llama 2's and 3's."""
+    """Special token before each document, for a `tokenizer.json` other than Llama 2's and 3's. A folder's tokenizer has
+    its own, or none."""
     eos_token: Annotated[str | None, CORPUS] = None
-    """Special token after each document, for a `tokenizer.json` other than Llama 2's and 3's."""
+    """Special token after each document, for a `tokenizer.json` other than Llama 2's and 3's, and for a folder's
+    tokenizer that has none."""
     encoder: Literal["auto", "reference"] = "auto"
     """`auto` takes the fastest encoder that gives the reference's ids; `reference` is the library that defines them."""
     num_workers: Positive = 1

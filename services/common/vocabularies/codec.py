@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError, unreadable
@@ -31,12 +31,12 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
     if not content:  # SentencePiece accepts it as a model without pieces
         raise ArtifactError(f"{path} is empty, so it is no vocabulary.")
     try:
-        return _load(content, vocabulary)
+        return _load(content, path.parent, vocabulary)
     except (ArtifactError, RuntimeError, ValueError, TypeError, AttributeError) as error:  # as the libraries raise
         raise ArtifactError(f"{path} is no {vocabulary.kind} vocabulary: {error}") from error
 
 
-def _load(content: bytes, vocabulary: Vocabulary) -> Codec:
+def _load(content: bytes, folder: Path, vocabulary: Vocabulary) -> Codec:
     match vocabulary.kind:
         case "sentencepiece":
             import sentencepiece  # noqa: PLC0415
@@ -53,10 +53,22 @@ def _load(content: bytes, vocabulary: Vocabulary) -> Codec:
 
             tokenizer = load_tokenizer(content)
 
-            def decode(ids: list[int]) -> str:
-                unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() omits them
-                if unknown:
-                    raise LookupError(f"{unknown[0]:,} is not an id of the vocabulary")
-                return str(tokenizer.decode(ids, skip_special_tokens=False))
+            return Codec(
+                lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+                _decode_by(tokenizer, vocabulary),
+            )
+        case "hugging_face":
+            from services.common.vocabularies.hugging_face import encode_texts, load_folder  # noqa: PLC0415
 
-            return Codec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), decode)
+            theirs = load_folder(folder)
+            return Codec(lambda text: encode_texts(theirs, [text])[0], _decode_by(theirs, vocabulary))
+
+
+def _decode_by(tokenizer: Any, vocabulary: Vocabulary) -> Callable[[list[int]], str]:
+    def decode(ids: list[int]) -> str:
+        unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() omits them
+        if unknown:
+            raise LookupError(f"{unknown[0]:,} is not an id of the vocabulary")
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    return decode

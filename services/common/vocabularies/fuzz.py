@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.common.artifacts.corpus import Vocabulary
 
@@ -20,13 +21,19 @@ _SCRIPTS = (
 )
 
 
-def fuzz_of_vocabulary(content: bytes, vocabulary: Vocabulary, count: int) -> list[bytes]:
+def fuzz_of_vocabulary(path: Path, vocabulary: Vocabulary, count: int) -> list[bytes]:
     """Make fuzz for a vocabulary's file: `count` random documents, and each of its added tokens in several places."""
     match vocabulary.kind:
         case "sentencepiece":
-            pieces, added = _read_sentencepiece(content)
+            pieces, added = _read_sentencepiece(path.read_bytes())
         case "tokenizer_json":
-            pieces, added = _read_tokenizer_json(content)
+            pieces, added = _read_tokenizer_json(path.read_bytes())
+        case "hugging_face":
+            from services.common.vocabularies.hugging_face import load_folder  # noqa: PLC0415
+
+            tokenizer = load_folder(path.parent)
+            pieces = sorted(map(str, tokenizer.get_vocab()))
+            added = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items())]
         case "tiktoken":
             from services.common.vocabularies.tiktoken_file import LLAMA3_SPECIAL_TOKENS  # noqa: PLC0415
 

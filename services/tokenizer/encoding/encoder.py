@@ -16,9 +16,6 @@ TokenIds = npt.NDArray[np.integer[Any]]
 Offsets = npt.NDArray[np.int64]
 TokenDtype = Literal["uint16", "uint32"]
 
-BOS_AND_EOS = 2
-"""Number of tokens that are stored around a document: one BOS before it and one EOS behind it."""
-
 FUZZ_DOCUMENTS = 400
 """Random documents of fuzz, besides those of the vocabulary's added tokens."""
 SAMPLED_DOCUMENTS = 2_000
@@ -37,7 +34,7 @@ class Encoder(Protocol):
     """Name for logs and the manifest, with the library's version where a library encodes."""
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
-        """Return the ids of all documents in one array, each document as BOS + its tokens + EOS.
+        """Return the ids of all documents in one array, each document as BOS, if there is one, + its tokens + EOS.
 
         Document i is `ids[offsets[i]:offsets[i + 1]]`. A document whose text has no token gets no ids, not even BOS and
         EOS. Special tokens are never found in text: `</s>` that an author typed is encoded as characters.
@@ -52,14 +49,16 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 
 def join_documents(encoded: list[npt.NDArray[Any]], vocabulary: Vocabulary) -> tuple[TokenIds, Offsets]:
     """Make the result of `Encoder.encode` from one array of ids, without BOS and EOS, for each document."""
-    sizes = np.fromiter((len(ids) + BOS_AND_EOS if len(ids) else 0 for ids in encoded), np.int64, len(encoded))
+    borders = vocabulary.num_borders
+    sizes = np.fromiter((len(ids) + borders if len(ids) else 0 for ids in encoded), np.int64, len(encoded))
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     joined: TokenIds = np.empty(int(offsets[-1]), token_dtype(vocabulary.vocab_size))
     for index in np.flatnonzero(sizes).tolist():
         begin, end = offsets[index], offsets[index + 1]
-        joined[begin] = vocabulary.bos_id
-        joined[begin + 1 : end - 1] = encoded[index]
+        if vocabulary.bos_id is not None:
+            joined[begin] = vocabulary.bos_id
+        joined[begin + borders - 1 : end - 1] = encoded[index]
         joined[end - 1] = vocabulary.eos_id
     return joined, offsets
 

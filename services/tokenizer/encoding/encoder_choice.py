@@ -14,6 +14,7 @@ import numpy.typing as npt
 from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
+from services.common.vocabularies.hugging_face import encode_texts, load_folder, read_backend
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
 from services.tokenizer.encoding.encoder import (
     FUZZ_DOCUMENTS,
@@ -23,6 +24,7 @@ from services.tokenizer.encoding.encoder import (
     Encoder,
     Offsets,
     TokenIds,
+    find_difference,
     join_documents,
 )
 from services.tokenizer.text_batch import TextBatch
@@ -34,29 +36,34 @@ def load_encoder(path: Path, vocabulary: Vocabulary, settings: Tokenizer) -> Che
 
     Raises `DeviceError`, with the document and both lists of ids, when the two encode a document differently.
     """
-    content = path.read_bytes()
-    reference = ReferenceEncoder(content, vocabulary)
-    fast = _try_fast(content, vocabulary) if settings.encoder == "auto" else ""
+    reference = ReferenceEncoder(path, vocabulary)
+    fast = _try_fast(path, vocabulary) if settings.encoder == "auto" else ""
     encoder: Encoder = reference if isinstance(fast, str) else fast
-    fuzz = fuzz_of_vocabulary(content, vocabulary, FUZZ_DOCUMENTS)
+    is_compared = vocabulary.kind == "hugging_face"  # by `_try_fast`
+    fuzz = [] if is_compared else fuzz_of_vocabulary(path, vocabulary, FUZZ_DOCUMENTS)
     return CheckedEncoder(encoder, reference, fuzz, max(MIN_SAMPLED_BYTES, SAMPLED_BYTES // settings.num_workers))
 
 
-def describe_choice(content: bytes, vocabulary: Vocabulary, choice: str) -> str:
+def describe_choice(path: Path, vocabulary: Vocabulary, choice: str) -> str:
     """Return a line for the log that names the encoder which `load_encoder` takes, and the reason."""
     if choice == "reference":
         return 'the reference library encodes, because tokenizer.encoder = "reference"'
     if vocabulary.kind == "sentencepiece":  # `_try_fast` would import numba, which this process does not need
-        obstacle, fast_name = obstacle_to_chunks(content), "chunk kernel"
+        obstacle, fast_name = obstacle_to_chunks(path.read_bytes()), "chunk kernel"
     else:
-        fast = _try_fast(content, vocabulary)
+        fast = _try_fast(path, vocabulary)
         obstacle, fast_name = (fast, "") if isinstance(fast, str) else (None, fast.name)
     return f"{reference_name(vocabulary)} itself encodes, because {obstacle}" if obstacle else f"{fast_name} encodes"
 
 
 @lru_cache(maxsize=1)
-def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
+def _try_fast(path: Path, vocabulary: Vocabulary) -> Encoder | str:
     """Return the vocabulary's fast encoder, or the reason why it has none, as the end of a sentence with "because"."""
+    content: bytes | None = path.read_bytes()
+    if vocabulary.kind == "hugging_face":
+        content = read_backend(load_folder(path.parent))
+    if content is None:
+        return "it is written in Python"
     if vocabulary.kind == "sentencepiece":
         if obstacle := obstacle_to_chunks(content):
             return obstacle
@@ -69,15 +76,19 @@ def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
         encoder = FastokensEncoder(content, vocabulary)
     except ValueError as error:
         return f"fastokens cannot read the vocabulary ({error})"
-    obstacle = obstacle_to_fastokens(content) if vocabulary.kind == "tokenizer_json" else None
-    return obstacle or encoder
+    obstacle = obstacle_to_fastokens(content) if vocabulary.kind != "tiktoken" else None
+    if obstacle or vocabulary.kind != "hugging_face":
+        return obstacle or encoder
+    fuzz = TextBatch.of(fuzz_of_vocabulary(path, vocabulary, FUZZ_DOCUMENTS))
+    different = find_difference(encoder, ReferenceEncoder(path, vocabulary), fuzz)
+    return encoder if different is None else f"{encoder.name} gives other ids for {different.decode()[:40]!r}"
 
 
 class ReferenceEncoder:
     """The reference for vocabularies of all kinds."""
 
-    def __init__(self, content: bytes, vocabulary: Vocabulary) -> None:
-        self._encode, self.vocabulary = _load(content, vocabulary.kind), vocabulary
+    def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
+        self._encode, self.vocabulary = _load(path, vocabulary.kind), vocabulary
         self.name = reference_name(vocabulary)
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
@@ -87,33 +98,45 @@ class ReferenceEncoder:
 
 def reference_name(vocabulary: Vocabulary) -> str:
     """Return name and version of the library that defines the vocabulary's ids."""
-    package = "tokenizers" if vocabulary.kind == "tokenizer_json" else vocabulary.kind
+    names = {"tokenizer_json": "tokenizers", "hugging_face": "transformers"}
+    package = names.get(vocabulary.kind, vocabulary.kind)
     return f"{package} {importlib.metadata.version(package)}"
 
 
-def _load(content: bytes, kind: VocabularyKind) -> Callable[[list[bytes]], list[npt.NDArray[Any]]]:
+def _load(path: Path, kind: VocabularyKind) -> Callable[[list[bytes]], list[npt.NDArray[Any]]]:
     """Return a function that encodes documents without BOS and EOS. Only the library of the kind is imported."""
     match kind:
         case "sentencepiece":
             from services.common.vocabularies.sentencepiece_model import load_model  # noqa: PLC0415
 
-            processor = load_model(content)
+            processor = load_model(path.read_bytes())
             return lambda documents: processor.encode(documents, out_type="numpy", num_threads=1)
         case "tokenizer_json":
-            from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
-
-            tokenizer = load_tokenizer(content)
-
-            def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
-                texts = [document.decode() for document in documents]
-                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-                return [np.array(encoding.ids, np.uint32) for encoding in encoded]
-
-            return encode
+            return _load_json(path.read_bytes())
+        case "hugging_face":
+            tokenizer = load_folder(path.parent)
+            if backend := read_backend(tokenizer):
+                return _load_json(backend)
+            return lambda documents: [
+                np.array(ids, np.uint32) for ids in encode_texts(tokenizer, [each.decode() for each in documents])
+            ]
         case "tiktoken":
             from services.common.vocabularies.tiktoken_file import load_encoding  # noqa: PLC0415
 
-            encoding = load_encoding(content)
+            encoding = load_encoding(path.read_bytes())
             return lambda documents: [
                 encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in documents
             ]
+
+
+def _load_json(content: bytes) -> Callable[[list[bytes]], list[npt.NDArray[Any]]]:
+    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
+
+    tokenizer = load_tokenizer(content)
+
+    def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
+        texts = [document.decode() for document in documents]
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encoded]
+
+    return encode

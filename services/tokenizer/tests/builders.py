@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,7 +90,9 @@ def write_model(folder: Path) -> Path:
 
 def load_reference(vocabulary: bytes) -> ReferenceEncoder:
     """Load the library that defines the ids of a vocabulary's file."""
-    return ReferenceEncoder(vocabulary, describe_vocabulary(vocabulary, Tokenizer(model="given")))
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(vocabulary)
+        return ReferenceEncoder(Path(file.name), describe_vocabulary(vocabulary, Tokenizer(model="given")))
 
 
 def pieces_of(model: bytes) -> list[str]:

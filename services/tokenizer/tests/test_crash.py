@@ -138,7 +138,7 @@ def test_what_is_finished_is_not_made_again_and_what_is_damaged_is(
     content = bytearray(damaged.read_bytes())
     content[100] ^= 1
     damaged.write_bytes(content)
-    [vocabulary] = root.rglob("*.scratch/vocabulary")
+    [vocabulary] = root.rglob("*.scratch/vocabulary/*")
     vocabulary.write_bytes(vocabulary.read_bytes()[:-1])
     torn = damaged.with_name(".000011.train.tokens.0123.tmp")
     torn.write_bytes(b"left by a killed writer")

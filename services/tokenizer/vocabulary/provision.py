@@ -1,19 +1,22 @@
-"""Provides the corpus's vocabulary: the file that the recipe names, or a SentencePiece model trained on the text."""
+"""Provides the corpus's vocabulary: the one that the recipe names, or a SentencePiece model trained on the text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import tempfile
 from pathlib import Path
 
 import xxhash
 
 from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.artifacts.manifest import ManifestModel, write_durably
+from services.common.artifacts.store import discard
 from services.common.artifacts.upstream import advise_vocab_size
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Corpus, Recipe, Tokenizer, VocabularyTraining
+from services.common.vocabularies.hugging_face import load_folder, main_file, read_backend, read_borders
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.scratch import VOCABULARY, VOCABULARY_MARKER
@@ -24,37 +27,44 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 
 logger = logging.getLogger(__name__)
 
-PATH_IN_CORPUS: dict[VocabularyKind, str] = {
-    "sentencepiece": "tokenizer/tokenizer.model",
-    "tokenizer_json": "tokenizer/tokenizer.json",
-    "tiktoken": "tokenizer/tokenizer.tiktoken",
+_FOLDER = "tokenizer"
+"""Folder of the vocabulary in a corpus."""
+_NAMES: dict[VocabularyKind, str] = {
+    "sentencepiece": "tokenizer.model",
+    "tokenizer_json": "tokenizer.json",
+    "tiktoken": "tokenizer.tiktoken",
 }
 # BOS and EOS of Llama 3 and of Llama 2, for a tokenizer.json: the file does not name them.
 _KNOWN_BORDERS: tuple[tuple[str, str], ...] = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
 
 
 class _VocabularyMarker(ManifestModel):
-    """The checksum of the vocabulary's file in scratch."""
+    """The checksums of the vocabulary's files in scratch, by their names."""
 
-    xxh3: str
+    files: dict[str, str]
 
 
 def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> tuple[Path, Vocabulary]:
-    """Return the path of the vocabulary in `scratch`, and its description. A file that is there and whole is used.
+    """Return the path of the vocabulary in `scratch`, and its description. A trained one that is there is used.
 
-    Raises `ArtifactError` for a file that is no vocabulary, and `RecipeError` where its size is not `model.vocab_size`.
+    Raises `ArtifactError` for files that are no vocabulary, and `RecipeError` where its size is not `model.vocab_size`.
     """
-    path, marker_path = scratch / VOCABULARY, scratch / VOCABULARY_MARKER
-    marker = read_marker(marker_path, _VocabularyMarker, lambda marker: {path: marker.xxh3})
-    if marker:
-        content = path.read_bytes()
-    elif recipe.tokenizer.train:
-        content, _ = train_on_sample(recipe.corpus, inputs.listings, recipe.tokenizer.train)
-    else:
-        content = inputs.vocabulary or b""
-    uri = recipe.tokenizer.model
+    folder, marker_path = scratch / VOCABULARY, scratch / VOCABULARY_MARKER
+    uri, content = recipe.tokenizer.model, inputs.vocabulary.content if inputs.vocabulary else b""
+    marker = read_marker(
+        marker_path, _VocabularyMarker, lambda marker: {folder / name: each for name, each in marker.files.items()}
+    )
+    if recipe.tokenizer.train:
+        if marker:
+            content = (folder / _NAMES["sentencepiece"]).read_bytes()
+        else:
+            content, _ = train_on_sample(recipe.corpus, inputs.listings, recipe.tokenizer.train)
     try:
-        vocabulary = describe_vocabulary(content, recipe.tokenizer)
+        if isinstance(content, dict):
+            vocabulary, files = _describe_files(content, recipe.tokenizer), content
+        else:
+            vocabulary = describe_vocabulary(content, recipe.tokenizer)
+            files = {_NAMES[vocabulary.kind]: content}
     except ArtifactError as error:
         raise ArtifactError(f"{uri}: {error}") from error
     if vocabulary.vocab_size != recipe.model.vocab_size:
@@ -63,9 +73,13 @@ def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> t
             f"{advise_vocab_size(recipe.model, vocabulary.vocab_size)}, or name another tokenizer.model."
         )
     if not marker:
-        write_durably(path, content)
-        write_marker(marker_path, _VocabularyMarker(xxh3=xxhash.xxh3_128_hexdigest(content)))
-    return path, vocabulary
+        discard(folder)
+        folder.mkdir()
+        for name, each in files.items():
+            write_durably(folder / name, each)
+        digests = {name: xxhash.xxh3_128_hexdigest(each) for name, each in files.items()}
+        write_marker(marker_path, _VocabularyMarker(files=digests))
+    return folder / Path(vocabulary.path).name, vocabulary
 
 
 def train_on_sample(
@@ -95,9 +109,47 @@ def describe_vocabulary(content: bytes, settings: Tokenizer) -> Vocabulary:
         kind, (vocab_size, bos_id, eos_id) = "sentencepiece", _describe_sentencepiece(content)
     return Vocabulary(
         kind=kind,
-        path=PATH_IN_CORPUS[kind],
+        path=f"{_FOLDER}/{_NAMES[kind]}",
         sha256=hashlib.sha256(content).hexdigest(),
         vocab_size=vocab_size,
+        bos_id=bos_id,
+        eos_id=eos_id,
+    )
+
+
+def _describe_files(files: dict[str, bytes], settings: Tokenizer) -> Vocabulary:
+    """Describe the tokenizer of a folder's files, whose tokens around a text are those that the tokenizer puts there.
+
+    Raises `ArtifactError` where transformers cannot load it, or it has no token that ends a document.
+    """
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        tokenizer = load_folder(Path(folder))
+    if backend := read_backend(tokenizer):
+        from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
+
+        load_tokenizer(backend)  # raises for added tokens on which the library fails
+    ids: dict[str, int] = tokenizer.get_vocab()
+    for token in filter(None, (settings.bos_token, settings.eos_token)):
+        if token not in ids:
+            raise ArtifactError(f"the tokenizer has no token {token!r}, which tokenizer.bos_token or eos_token names.")
+    bos_id, eos_id = read_borders(tokenizer)
+    bos_id = ids[settings.bos_token] if settings.bos_token else bos_id
+    eos_id = ids[settings.eos_token] if settings.eos_token else eos_id
+    if eos_id is None:
+        raise ArtifactError(
+            "the tokenizer has no EOS, and a corpus stores one behind every document. Set tokenizer.eos_token to one "
+            f"of its special tokens: {', '.join(tokenizer.all_special_tokens[:20]) or 'it has none'}."
+        )
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    return Vocabulary(
+        kind="hugging_face",
+        path=f"{_FOLDER}/{main_file(list(files))}",
+        sha256=digest.hexdigest(),
+        vocab_size=max(ids.values()) + 1,
         bos_id=bos_id,
         eos_id=eos_id,
     )
@@ -109,7 +161,7 @@ def _describe_sentencepiece(content: bytes) -> tuple[int, int, int]:
     except ArtifactError as error:
         raise ArtifactError(
             "the file is no SentencePiece model, no tokenizer.json and no tiktoken file. "
-            "Set tokenizer.model to one of the three."
+            "Set tokenizer.model to one of the three, or to the folder of a tokenizer of another kind."
         ) from error
     if min(processor.bos_id(), processor.eos_id()) < 0:
         raise ArtifactError(

@@ -1,5 +1,7 @@
 """Makes Hugging Face's tokenizer of a vocabulary, and exports it once its ids are those of the corpus.
 
+The files of a corpus that was made with a tokenizer of Hugging Face are handed on as they are.
+
 transformers builds tokenizers of its own from `tokenizer.model`. Those give other ids: version 5 orders the merges by
 id instead of by score, and does not double a leading space. So the whole pipeline is written to `tokenizer.json`, which
 every version of transformers loads as it is; and `tokenizer_config.json` names a class that every version has.
@@ -9,10 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +24,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from services.common.artifacts.corpus import CorpusManifest, Split, Vocabulary
 from services.common.artifacts.corpus_rows import map_files
 from services.common.artifacts.store import Artifact
+from services.common.errors import ArtifactError
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
+from services.common.vocabularies.hugging_face import load_folder, read_borders
 from services.common.vocabularies.sentencepiece_model import PieceKind, SentencePieceSettings, load_model, read_settings
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, read_ranks
 from services.common.vocabularies.tokenizer_json import load_tokenizer
-from services.trainer.conversion.configuration import TOKENIZER_CONFIG
+from services.trainer.conversion.configuration import CONFIG, TOKENIZER_CONFIG
 
 TOKENIZER = "tokenizer.json"
 NO_TOKENIZER = "NO_TOKENIZER.txt"
@@ -56,35 +60,67 @@ def write_tokenizer(
     folder: Path, corpus: Artifact[CorpusManifest], vocabulary_file: Path, imported: Mapping[str, Any]
 ) -> None:
     """Write the files by which AutoTokenizer gives the corpus's ids, and the vocabulary's file. `imported` is the
-    `tokenizer_config.json` of an imported model.
+    `tokenizer_config.json` of an imported model. The folder has its `config.json`, which can change what AutoTokenizer
+    loads.
 
     Validation documents and fuzz are encoded by the tokenizer and by the vocabulary's library. If one of them gets
     other ids, no tokenizer is written but `NO_TOKENIZER.txt`, with the reason.
     """
-    payload = corpus.manifest.corpus
-    vocabulary, content, name = payload.vocabulary, vocabulary_file.read_bytes(), vocabulary_file.name
-    codec = load_codec(vocabulary_file, vocabulary)
+    payload, name = corpus.manifest.corpus, vocabulary_file.name
+    vocabulary, codec = payload.vocabulary, load_codec(vocabulary_file, payload.vocabulary)
     split: Split = "validation" if payload.splits["validation"].documents else "train"
+    given = {name: vocabulary_file.read_bytes()}
+    if vocabulary.kind == "hugging_face":
+        given = {path.name: path.read_bytes() for path in vocabulary_file.parent.iterdir()}
+    files = {each: content for each, content in given.items() if each != CONFIG}
     try:
-        tokenizer = make_tokenizer(content, vocabulary)
-        texts = [text.decode() for text in fuzz_of_vocabulary(content, vocabulary, FUZZ_TEXTS)]
-        texts += [codec.decode(ids[1:-1].tolist()) for ids in sample_documents(corpus, split, CHECKED_TOKENS)]
-        _require_same_ids(tokenizer, codec, vocabulary.bos_id, texts)
+        if vocabulary.kind == "hugging_face":
+            _write_files(folder, files)
+            encode, before = _load_exported(folder, vocabulary_file, vocabulary), []
+        else:
+            tokenizer = make_tokenizer(files[name], vocabulary)
+            encode, before = (lambda text: tokenizer.encode(text).ids), [vocabulary.bos_id]
+        texts = [text.decode() for text in fuzz_of_vocabulary(vocabulary_file, vocabulary, FUZZ_TEXTS)]
+        first = vocabulary.num_borders - 1
+        texts += [codec.decode(ids[first:-1].tolist()) for ids in sample_documents(corpus, split, CHECKED_TOKENS)]
+        _require_same_ids(encode, codec, before, texts)
     except InconvertibleVocabularyError as error:
         logger.warning("no tokenizer is exported: %s", error)
+        for each in files:
+            (folder / each).unlink(missing_ok=True)
         (folder / VOCABULARY_FOLDER).mkdir()
-        (folder / VOCABULARY_FOLDER / name).write_bytes(content)
+        _write_files(folder / VOCABULARY_FOLDER, given)
+        after = "" if vocabulary.bos_id is None else f", after the id {vocabulary.bos_id} (BOS)"
         (folder / NO_TOKENIZER).write_text(
             f"The ids of a tokenizer for transformers would not be those that the model was trained on. {error}\n\n"
-            f"Encode texts with the library of {VOCABULARY_FOLDER}/{name}, after the id {vocabulary.bos_id} (BOS).\n",
+            f"Encode texts with the library of {VOCABULARY_FOLDER}/{name}{after}.\n",
             encoding="utf-8",
         )
         return
-    (folder / name).write_bytes(content)
-    (folder / TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    config = _tokenizer_config(tokenizer, vocabulary, payload.sequence_length, imported)
-    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if vocabulary.kind != "hugging_face":
+        config = _tokenizer_config(tokenizer, vocabulary, payload.sequence_length, imported)
+        made = {TOKENIZER: tokenizer.to_str(pretty=True), TOKENIZER_CONFIG: json.dumps(config, indent=2)}
+        _write_files(folder, files | {each: text.encode() for each, text in made.items()})
     logger.info("the tokenizer gives the ids of %s for %s texts", payload.reference, f"{len(texts):,}")
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _load_exported(folder: Path, vocabulary_file: Path, vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """Load the tokenizer of a folder, of which the model's configuration can make another than the corpus's."""
+    try:
+        codec = load_codec(folder / vocabulary_file.name, vocabulary)
+        found, expected = (read_borders(load_folder(each)) for each in (folder, vocabulary_file.parent))
+    except ArtifactError as error:
+        raise InconvertibleVocabularyError(f"Beside the model's {CONFIG}: {error}") from error
+    if found != expected:
+        raise InconvertibleVocabularyError(
+            f"Beside the model's {CONFIG} it puts {found} around a text, not {expected}."
+        )
+    return codec.encode
 
 
 def make_tokenizer(content: bytes, vocabulary: Vocabulary) -> Tokenizer:
@@ -99,7 +135,9 @@ def make_tokenizer(content: bytes, vocabulary: Vocabulary) -> Tokenizer:
             tokenizer = load_tokenizer(content)
         case "tiktoken":
             tokenizer = _from_tiktoken(content)
-    bos = tokenizer.id_to_token(vocabulary.bos_id)
+        case "hugging_face":
+            raise ValueError("the files of a tokenizer of Hugging Face are exported as they are")
+    bos = tokenizer.id_to_token(cast("int", vocabulary.bos_id))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[f"{bos}:0", "$A:0"],
         pair=[f"{bos}:0", "$A:0", f"{bos}:1", "$B:1"],
@@ -137,15 +175,17 @@ def _tokenizer_config(
         own["split_special_tokens"] = True
     return own | {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.id_to_token(vocabulary.bos_id),
+        "bos_token": tokenizer.id_to_token(cast("int", vocabulary.bos_id)),
         "add_bos_token": True,
         "add_eos_token": False,
     }
 
 
-def _require_same_ids(tokenizer: Tokenizer, codec: Codec, bos_id: int, texts: Iterable[str]) -> None:
+def _require_same_ids(
+    encode: Callable[[str], list[int]], codec: Codec, before: Sequence[int | None], texts: Iterable[str]
+) -> None:
     for text in texts:
-        found, expected = tokenizer.encode(text).ids, [bos_id, *codec.encode(text)]
+        found, expected = encode(text), [*before, *codec.encode(text)]
         if found != expected:
             at = next(at for at, (a, b) in enumerate(zip_longest(found, expected)) if a != b)
             raise InconvertibleVocabularyError(

@@ -19,6 +19,7 @@ from services.common.artifacts.store import Draft, commit, make_partial
 from services.common.errors import ArtifactError, RecipeError, unreadable
 from services.common.program.state import StateSlice
 from services.common.program.transformer import parameter_shapes
+from services.common.vocabularies.hugging_face import load_folder
 from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.shards import write_shard
@@ -132,6 +133,13 @@ def _require_named(folder: Path, digest: str, named: str | None) -> None:
 def _require_same_vocabulary(folder: Path, job: Job) -> None:
     vocabulary = job.corpus.payload.vocabulary
     name = Path(vocabulary.path).name
+    if vocabulary.kind == "hugging_face":
+        if (folder / name).exists() and not _have_same_tokens(folder, (job.corpus.path / vocabulary.path).parent):
+            raise RecipeError(
+                f"{folder}: its tokenizer has other tokens than the corpus's, whose ids mean other text to these "
+                f'weights. Tokenize with `[tokenizer] model = "{folder}"`.'
+            )
+        return
     for path in (folder / name, folder / VOCABULARY_FOLDER / name):
         if not path.exists():  # the folder may have its vocabulary in another form
             continue
@@ -146,6 +154,14 @@ def _require_same_vocabulary(folder: Path, job: Job) -> None:
             f"{path}: is another vocabulary ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
             f'the corpus mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
         )
+
+
+def _have_same_tokens(folder: Path, ours: Path) -> bool:
+    try:
+        theirs = load_folder(folder).get_vocab()
+    except ArtifactError as error:
+        raise ArtifactError(f"{folder}: {error}") from error
+    return bool(theirs == load_folder(ours).get_vocab())
 
 
 def _have_same_rules(path: Path, content: bytes, ours: bytes) -> bool:

@@ -57,6 +57,8 @@ class LossTotals:
         """`begins_D` are the positions in the validation split at which its documents begin."""
         self._corpus, self._length = corpus, corpus.sequence_length
         self._num_tokens, self._begins_D = corpus.splits["validation"].tokens, begins_D
+        self._num_borders = corpus.vocabulary.num_borders
+        self._firsts_D = begins_D + self._num_borders - 1
         self._lasts_D = np.append(begins_D[1:], self._num_tokens) - 1
         self._nats_D, self._text_nats_D = np.zeros(len(self._begins_D)), np.zeros(len(self._begins_D))
         self._targets_D, self._text_targets_D = (np.zeros(len(self._begins_D), dtype=np.int64) for _ in range(2))
@@ -67,7 +69,7 @@ class LossTotals:
         positions_T = np.arange(first, min(first + self._length, self._num_tokens))
         losses_T = losses_S[: len(positions_T)].astype(np.float64)
         documents_T = np.searchsorted(self._begins_D, positions_T, side="right") - 1
-        is_text_T = (positions_T > self._begins_D[documents_T]) & (positions_T < self._lasts_D[documents_T])
+        is_text_T = (positions_T >= self._firsts_D[documents_T]) & (positions_T < self._lasts_D[documents_T])
         lowest, end = int(documents_T[0]), int(documents_T[-1]) + 1
         own_T, size = documents_T - lowest, end - lowest
         self._nats_D[lowest:end] += np.bincount(own_T, losses_T, size)
@@ -85,7 +87,7 @@ class LossTotals:
         ):
             theirs = slice(*np.searchsorted(self._begins_D, (tokens.start, tokens.stop)))
             counted = source.splits["validation"]
-            mean = self.mean(theirs, counted.text_bytes, counted.tokens - 2 * counted.documents)
+            mean = self.mean(theirs, counted.text_bytes, counted.tokens - self._num_borders * counted.documents)
             if mean.tokens:
                 sources[label] = mean
         whole = self.mean(documents, counts.text_bytes, counts.document_tokens)

@@ -33,7 +33,10 @@ class TextGenerator:
     def generate(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         """Return the prompt with up to `num_tokens` tokens of its continuation, which ends with the document."""
         generator, num_threads = torch.Generator().manual_seed(seed), torch.get_num_threads()
-        tokens = [self._vocabulary.bos_id, *(self._codec.encode(prompt) if prompt else [])]
+        bos, prompted = self._vocabulary.bos_id, self._codec.encode(prompt) if prompt else []
+        # A text without BOS and prompt follows the EOS of the text before it, as in the corpus.
+        first = [bos] if bos is not None else [] if prompted else [self._vocabulary.eos_id]
+        tokens = [*first, *prompted]
         if sum(each.numel() for each in self._model.parameters()) < SMALL_MODEL_PARAMETERS:
             torch.set_num_threads(1)
         try:
@@ -46,7 +49,7 @@ class TextGenerator:
         finally:
             torch.set_num_threads(num_threads)
         try:
-            return self._codec.decode(tokens[1:])
+            return self._codec.decode(tokens[len(first) :])
         except LookupError as error:
             raise ArtifactError(f"{self._corpus}: its vocabulary lacks an id below its size ({error}).") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import listed_file
+from services.common.artifacts.files import verify_files
 from services.common.artifacts.manifest import Phase
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
@@ -154,6 +154,12 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
 
 
 def vocabulary_file(run: Run) -> Path:
-    """Return the verified vocabulary file of the run's corpus. Raises `ArtifactError` if it is damaged."""
+    """Return the vocabulary file of the run's corpus; it and those beside it are verified.
+
+    Raises `ArtifactError` if one is damaged.
+    """
     manifest = run.corpus.manifest
-    return listed_file(run.corpus.path, manifest, manifest.corpus.vocabulary.path)
+    path = Path(manifest.corpus.vocabulary.path)
+    beside = [entry.path for entry in manifest.files if Path(entry.path).parent == path.parent]
+    verify_files(run.corpus.path, manifest, paths=beside)
+    return run.corpus.path / path

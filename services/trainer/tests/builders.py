@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,9 +133,15 @@ def make_corpus(
     """
 
     def fill(workspace: Workspace) -> Draft:
+        vocabulary = _write_vocabulary(workspace.files, kind, recipe.model.vocab_size)
+        splits = {split: _write_split(workspace.files, split, recipe, rows, tail_tokens) for split in SPLITS}
+        if vocabulary.bos_id is None:  # the token in its place is one of the document's
+            for split, counts in splits.items():
+                change = {"bos": 0, "document_tokens": counts.document_tokens + counts.bos}
+                splits[split] = counts.model_copy(update=change)
         payload = corpus_payload(
-            _write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
-            {split: _write_split(workspace.files, split, recipe, rows, tail_tokens) for split in SPLITS},
+            vocabulary,
+            splits,
             sequence_length=recipe.corpus.sequence_length,
             rows_per_shard=recipe.corpus.rows_per_shard,
             token_dtype="uint16" if recipe.model.vocab_size <= 2**16 else "uint32",
@@ -194,7 +201,9 @@ def write_rows(
 
 
 def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vocabulary:
-    """Write a vocabulary of 200 sentences. A tiktoken file has only bytes as tokens, and 256 special tokens."""
+    """Write a vocabulary of 200 sentences. A tiktoken file has only bytes as tokens, and 256 special tokens; the
+    tokenizer of Hugging Face has no BOS.
+    """
     sentences = [f"sentence {n} of a small text about {n * 7} words" for n in range(200)]
     match kind:
         case "sentencepiece":
@@ -211,7 +220,7 @@ def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vo
                 minloglevel=2,
             )
             name, content, bos_id, eos_id = "tokenizer.model", model.getvalue(), 1, 2
-        case "tokenizer_json":
+        case "tokenizer_json" | "hugging_face":
             tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
             tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -229,11 +238,14 @@ def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vo
     path = folder / "tokenizer" / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
+    if kind == "hugging_face":
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end_of_text|>"}
+        (path.parent / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return Vocabulary(
         kind=kind,
         path=f"tokenizer/{name}",
         sha256=hashlib.sha256(content).hexdigest(),
         vocab_size=vocab_size,
-        bos_id=bos_id,
+        bos_id=None if kind == "hugging_face" else bos_id,
         eos_id=eos_id,
     )

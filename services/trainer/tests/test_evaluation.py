@@ -89,6 +89,25 @@ def test_bits_per_byte_and_standard_error_are_those_of_the_field(
     assert estimate_standard_error(np.array([21.0]), np.array([7])) is None  # of one document
 
 
+def test_the_first_token_of_a_document_without_bos_is_one_of_its_text(
+    evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
+) -> None:
+    payload, (_, begins) = evaluated_run.corpus.payload, read_split(evaluated_run.corpus.path)
+    counts = payload.splits["validation"]
+    without = counts.model_copy(update={"bos": 0, "document_tokens": counts.document_tokens + counts.bos})
+    vocabulary = payload.vocabulary.model_copy(update={"bos_id": None})
+    changed = payload.model_copy(update={"vocabulary": vocabulary, "splits": payload.splits | {"validation": without}})
+
+    found = evaluate_here(evaluated_run, replace(evaluated_run.corpus, payload=changed))
+
+    lasts = {begin - 1 for begin in [*begins, TOKENS]}
+    text = [position - 1 for position in range(1, TOKENS) if position not in lasts]
+    evaluated_bytes = counts.text_bytes * len(text) / without.document_tokens
+    bits = transformers_losses[text].sum() / math.log(2)
+    assert len(text) == without.document_tokens - 1  # the first token of the split is no target
+    assert found.bits_per_byte == pytest.approx(bits / evaluated_bytes, rel=1e-6)
+
+
 def test_a_source_has_the_mean_of_its_own_documents(
     evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:

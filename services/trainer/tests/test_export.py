@@ -133,7 +133,8 @@ def test_a_full_disk_keeps_nothing_of_an_export(trained: Job, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "vocab_size"), [("sentencepiece", "300"), ("tokenizer_json", "300"), ("tiktoken", "512")]
+    ("kind", "vocab_size"),
+    [("sentencepiece", "300"), ("tokenizer_json", "300"), ("tiktoken", "512"), ("hugging_face", "300")],
 )
 def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(
     new_job: NewJob, kind: VocabularyKind, vocab_size: str
@@ -148,6 +149,30 @@ def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(
     texts = [writer.generate(prompt, num_tokens=30, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
     assert texts[0].startswith(prompt)
     assert texts[0] == texts[1] != texts[2]
+    assert writer.generate("", num_tokens=30, temperature=1.0, seed=0)
+
+
+def test_a_tokenizer_of_hugging_face_is_handed_on_and_back(tmp_path: Path, new_job: NewJob) -> None:
+    """It has no BOS, and neither has the model's configuration."""
+    job = train_new(new_job, kind="hugging_face", train__max_steps="1")
+    run = open_run(job.root, job.run)
+    folder = export(run, tmp_path / "hugging-face")
+
+    given = vocabulary_file(run).parent
+    assert all((folder / path.name).read_bytes() == path.read_bytes() for path in given.iterdir())
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert (config.bos_token_id, config.eos_token_id) == (None, 1)
+    assert transformers.AutoTokenizer.from_pretrained(folder).bos_token is None
+    with pytest.raises(RecipeError, match="initial_weights"):  # not refused for its tokenizer
+        import_weights(job, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["!"], tokenizer["model"]["vocab"]["#"] = 4, 2
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RecipeError, match=r"tokenizer\] model"):
+        import_weights(job, folder)
+    flip_a_bit(given / "tokenizer_config.json")
+    with pytest.raises(ArtifactError, match=r"tokenizer_config\.json"):
+        export(run, tmp_path / "again")
 
 
 LLAMA = {
