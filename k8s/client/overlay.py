@@ -224,12 +224,12 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
     if was.has_image:
         container["image"] = was.image
     pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == RECIPE.name else v for v in pod["volumes"]]
-    if was.replicas:  # a group without pods has the manifests' values
+    if run := (was.spec["template"].get("metadata", {}).get("labels") or {}).get(RUN_LABEL):
+        group["template"].setdefault("metadata", {}).setdefault("labels", {})[RUN_LABEL] = run
+    if was.replicas:  # the notice of a group without pods is the manifests'
         pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
         drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}
         container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]
-        if run := (was.spec["template"].get("metadata", {}).get("labels") or {}).get(RUN_LABEL):
-            group["template"].setdefault("metadata", {}).setdefault("labels", {})[RUN_LABEL] = run
 
 
 def _require_head_untouched(api: Api, wanted: Object, live: Object) -> None:

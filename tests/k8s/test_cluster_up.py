@@ -18,7 +18,7 @@ from k8s.client.overlay import cluster_up
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import REGION_ANNOTATION
 from k8s.objects.node_group import take_lease
-from k8s.objects.worker_group import worker_group_of
+from k8s.objects.worker_group import groups_with, render_worker_group, worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import deployment_of
 from tests.k8s.memory_api import MemoryApi
@@ -38,6 +38,7 @@ class Server(MemoryApi):
         head = {"kind": "Pod", "metadata": {"name": "head", "labels": labels}, "spec": spec, "status": ready}
         super().__init__(cluster, head, *objects)
         self.applied: list[str] = []
+        self.bodies: dict[str, Thing] = {}
 
     def within(self, namespace: str) -> Server:
         return self
@@ -45,6 +46,7 @@ class Server(MemoryApi):
     def apply(self, body: Thing, is_trial: bool = False) -> Thing:
         if not is_trial:
             self.applied.append(body["kind"])
+            self.bodies[body["kind"]] = body
         return copy.deepcopy(body)
 
 
@@ -94,6 +96,21 @@ def test_a_head_is_changed_between_stages_and_not_under_one(
     server = Server(live)
     assert up(monkeypatch, server, things, tag) == 0
     assert server.applied.count("RayCluster") == 1
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_what_a_deployment_wrote_stays(
+    overlays: dict[str, list[Thing]], live: Thing, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    """Image, recipe and run of a stage, also when it has ended and its group has no pods."""
+    group = worker_group_of(live, "trainer")
+    deployed = render_worker_group(group, deployment_of(recipe="tiny-cpu", drain_seconds=group.drain_seconds)) | {
+        "replicas": replicas
+    }
+    live["spec"]["workerGroupSpecs"] = groups_with(group, deployed)
+    server = Server(live)
+    assert up(monkeypatch, server, copy.deepcopy(overlays["local"]), HEAD) == 0
+    assert server.bodies["RayCluster"]["spec"]["workerGroupSpecs"] == live["spec"]["workerGroupSpecs"]
 
 
 def test_the_region_is_not_changed_while_a_node_group_of_it_is_held(
