@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +18,7 @@ from deploy.batch.job_definition import (
 )
 from deploy.batch.jobs import Definition, Jobs
 from deploy.client.instance_type import check_instance_type
-from deploy.client.one_off_request import (
-    OneOffRequest,
-    complete_words,
-    describe_judge,
-    identify,
-    needs_recipe,
-    require_known,
-)
+from deploy.client.one_off_request import OneOffRequest, prepare_one_off
 from deploy.client.outline import Outline
 from deploy.client.request import RETRIES, DeployRequest
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
@@ -115,25 +107,19 @@ def resolve_one_off(config: Config, jobs: Jobs, request: OneOffRequest) -> Resol
     """
     stage, newest = request.stage, next(iter(jobs.definitions(request.stage)), None)
     image = find_image(config, jobs, stage, request.tag) if request.tag or not newest else newest.container["image"]
-    labels = find_labels(image)
-    require_known(request, image, labels)
-    recipe = None
-    if needs_recipe(request):
-        recipe = request.recipe or (read_recipe(newest) if newest else read_requested_recipe(DEFAULT_RECIPE))
-        recipe = recipe.with_overrides_only()
-    words = complete_words(request, recipe)
-    digest = identify(request, image, words, recipe)
-    spec = JobSpec(stage, image, recipe, request.seconds, words=words, digest=digest)
+    prepared = prepare_one_off(
+        request,
+        image,
+        find_labels(image),
+        lambda: read_recipe(newest) if newest else read_requested_recipe(DEFAULT_RECIPE),
+    )
+    spec = JobSpec(stage, image, prepared.recipe, request.seconds, words=prepared.words, digest=prepared.digest)
     plan = [
         f"cost        {_describe_cost(config.cpu.shape, 1, request.hours)}",
         f"nodes       queue {config.cpu.name}: one node starts for the job and stops some minutes after it",
-        f"runs        {stage}: {shlex.join(words)}",
-        f"image       {image}",
-        f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
-        describe_judge(labels),
+        *prepared.plan,
     ]
-    body = render_job_definition(config, config.cpu, spec)
-    return ResolvedJob(config.cpu, spec, body, "\n".join(filter(None, plan)))
+    return ResolvedJob(config.cpu, spec, render_job_definition(config, config.cpu, spec), "\n".join(plan))
 
 
 def describe_changes(body: Request, before: Definition | None) -> str:

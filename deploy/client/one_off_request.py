@@ -5,7 +5,8 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from deploy.client.requested_recipe import RequestedRecipe
@@ -50,12 +51,28 @@ class OneOffRequest:
         return round(self.hours * 3600)
 
 
-def require_known(request: OneOffRequest, image: str, labels: Mapping[str, str]) -> None:
-    """Raise `RecipeError` unless the image has the subcommand.
+@dataclass(frozen=True)
+class PreparedOneOff:
+    """What a one-off runs in its image, on any target."""
+
+    words: tuple[str, ...]
+    """The subcommand with its recipe's overrides before its own arguments: the last of two for one key wins."""
+    recipe: RequestedRecipe | None
+    """None for a subcommand that reads none."""
+    digest: str
+    """Of the request and its user: a second identical request follows the first one's Job."""
+    plan: list[str]
+    """Lines of the plan about it."""
+
+
+def prepare_one_off(
+    request: OneOffRequest, image: str, labels: Mapping[str, str], find_recipe: Callable[[], RequestedRecipe]
+) -> PreparedOneOff:
+    """Prepare the request for an image with these labels; `find_recipe` gives the recipe where RECIPE names none.
 
     A label of the image lists its subcommands. Where no labels can be read, as for an image that was loaded onto the
-    nodes, this checkout decides, and the image checks again at its start. Raises `DeviceError` for an image that is too
-    old for one-offs.
+    nodes, this checkout decides, and the image checks again at its start. Raises `RecipeError` for a subcommand that
+    the image lacks, and `DeviceError` for an image that is too old for one-offs.
     """
     known = labels.get(LABEL, "").split()
     if labels and not known:
@@ -63,29 +80,20 @@ def require_known(request: OneOffRequest, image: str, labels: Mapping[str, str])
             f"image {image} is older than stage-run: it has no label {LABEL}. TAG= names another image; make images "
             f"builds that of this checkout"
         )
-    require_subcommand(request.stage, request.words[0], known or names_of(request.stage))
-
-
-def describe_judge(labels: Mapping[str, str]) -> str:
-    """A line of the plan where this checkout, and not the image, knows the subcommand; else empty."""
-    if labels:
-        return ""
-    return "judged by   this checkout, since the image's labels cannot be read here; the image checks before it begins"
-
-
-def needs_recipe(request: OneOffRequest) -> bool:
-    """Does the subcommand read a recipe? A subcommand that this checkout does not know is given one."""
-    name, *words = request.words
-    return reads_recipe(name, words)
-
-
-def complete_words(request: OneOffRequest, recipe: RequestedRecipe | None) -> tuple[str, ...]:
-    """The subcommand with its recipe's overrides before its own arguments: the last of two for one key wins."""
     subcommand, *arguments = request.words
-    return (subcommand, *(recipe.arguments if recipe else ()), *arguments)
-
-
-def identify(request: OneOffRequest, image: str, words: Sequence[str], recipe: RequestedRecipe | None) -> str:
-    """Digest of the request and its user: a second identical request follows the first one's Job."""
-    told = [request.stage, image, *words, "", recipe.text if recipe else "", getpass.getuser()]
-    return hashlib.sha256(json.dumps([*told, request.memory_gib, request.seconds]).encode()).hexdigest()[:16]
+    require_subcommand(request.stage, subcommand, known or names_of(request.stage))
+    # A subcommand that this checkout does not know is given a recipe.
+    recipe = (request.recipe or find_recipe()).with_overrides_only() if reads_recipe(subcommand, arguments) else None
+    words = (subcommand, *(recipe.arguments if recipe else ()), *arguments)
+    asked = [request.stage, image, *words, "", recipe.text if recipe else "", getpass.getuser()]
+    asked_json = json.dumps([*asked, request.memory_gib, request.seconds])
+    plan = [
+        f"runs        {request.stage}: {shlex.join(words)}",
+        f"image       {image}",
+        f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
+    ]
+    if not labels:
+        plan.append(
+            "checked by  this checkout, since the image's labels cannot be read here; the image checks at its start"
+        )
+    return PreparedOneOff(words, recipe, hashlib.sha256(asked_json.encode()).hexdigest()[:16], plan)

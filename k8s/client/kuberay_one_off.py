@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import getpass
 import secrets
-import shlex
 import sys
 import time
 from typing import TextIO
 
-from deploy.client.one_off_request import (
-    OneOffRequest,
-    complete_words,
-    describe_judge,
-    identify,
-    needs_recipe,
-    require_known,
-)
+from deploy.client.one_off_request import OneOffRequest, prepare_one_off
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
 from k8s.client.deployment_plan import write_documents
 from k8s.client.deployment_watch import PodOutput
@@ -105,17 +97,14 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
     cluster = read_cluster(api)
     group, cpu_group = worker_group_of(cluster, request.stage), cpu_group_of(cluster)
     image = _choose_image(api, group, request.tag)
-    labels = find_image_labels(group, image)
-    require_known(request, image, labels)
-    recipe = _choose_recipe(api, group, request) if needs_recipe(request) else None
-    words = complete_words(request, recipe)
+    prepared = prepare_one_off(request, image, find_image_labels(group, image), lambda: _find_recipe(api, group))
     one_off = OneOff(
         stage=request.stage,
         id=secrets.token_hex(3),
-        digest=identify(request, image, words, recipe),
+        digest=prepared.digest,
         image=image,
-        words=words,
-        recipe=pack_recipe(recipe.text.encode()) if recipe else "",
+        words=prepared.words,
+        recipe=pack_recipe(prepared.recipe.text.encode()) if prepared.recipe else "",
         seconds=request.seconds,
         user=getpass.getuser(),
         memory_gib=request.memory_gib,
@@ -127,13 +116,9 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
     told = {
         "cost": _describe_cost(cpu_group, one_off),
         "nodes": _describe_nodes(api, cpu_group),
-        "runs": f"{one_off.stage}: {shlex.join(one_off.words)}",
-        "image": one_off.image,
-        "recipe": recipe.describe() if recipe else "none: the subcommand takes none",
         "takes": _describe_resources(job),
     }
-    plan = [f"{what:<12s}{text}" for what, text in told.items() if text]
-    print("\n".join(filter(None, [*plan, describe_judge(labels)])), flush=True)
+    print("\n".join([*(f"{what:<12s}{text}" for what, text in told.items() if text), *prepared.plan]), flush=True)
     return one_off, jobs
 
 
@@ -148,18 +133,14 @@ def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
     return choose_image(api, group.name, group.variant, group.container, tag)
 
 
-def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> RequestedRecipe:
-    """The recipe that RECIPE names; else that of the last deployment that its image accepted, with its overrides; else
-    the overlay's.
-    """
-    if request.recipe:
-        return request.recipe
+def _find_recipe(api: Api, group: WorkerGroup) -> RequestedRecipe:
+    """The recipe of the last deployment that its image accepted, with its options; else the overlay's."""
     newest = read_record(api, group.name)
     record = newest.accepted if newest else None
     text = find_recipe_text(api, group.name, record.deployment.recipe_digest) if record else None
     if record and text:
         recipe = parse_requested_recipe(text, f"that of the {group.name}'s newest deployment")
-        return recipe.with_arguments(*record.deployment.arguments).with_overrides_only()
+        return recipe.with_arguments(*record.deployment.arguments)
     return read_requested_recipe(default_recipe_of(group))
 
 

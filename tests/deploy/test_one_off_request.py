@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.client.one_off_request import (
-    OneOffRequest,
-    identify,
-    needs_recipe,
-    require_known,
-)
+from deploy.client.one_off_request import OneOffRequest, PreparedOneOff, prepare_one_off
 from deploy.client.requested_recipe import parse_requested_recipe
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.subcommands import LABEL
@@ -22,6 +17,10 @@ IMAGE = "millrace/trainer@sha256:0"
 def asked(**variables: str) -> OneOffRequest:
     request: OneOffRequest = request_of("stage-run", {"STAGE": "trainer", "COMMAND": "summary"} | variables)
     return request
+
+
+def prepare(request: OneOffRequest, labels: dict[str, str], image: str = IMAGE) -> PreparedOneOff:
+    return prepare_one_off(request, image, labels, lambda: parse_requested_recipe(recipe_text(), "a file"))
 
 
 def test_a_command_is_split_as_a_shell_would_and_seen_by_none() -> None:
@@ -60,24 +59,29 @@ def test_an_image_says_which_subcommands_it_has(
     word: str, labels: dict[str, str], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        require_known(asked(COMMAND=word), IMAGE, labels)
+        prepare(asked(COMMAND=word), labels)
 
 
-def test_a_newer_image_may_have_one_that_this_checkout_does_not_know() -> None:
-    request = asked(COMMAND="evaluate --split validation")
-    require_known(request, IMAGE, {LABEL: "plan evaluate"})
-    assert needs_recipe(request)
-    assert not needs_recipe(asked(COMMAND="artifacts list ."))
-    assert not needs_recipe(asked(STAGE="trainer", COMMAND="report --run tiny-cpu"))
-    assert needs_recipe(asked(STAGE="trainer", COMMAND="report --sample"))
+@pytest.mark.parametrize(
+    ("command", "has_recipe"),
+    [
+        ("evaluate --split validation", True),
+        ("artifacts list .", False),
+        ("report --run tiny-cpu", False),
+        ("report --sample", True),
+        ("newer", True),
+    ],
+)
+def test_a_subcommand_that_reads_a_recipe_gets_one_and_so_does_an_unknown_one(command: str, has_recipe: bool) -> None:
+    """A newer image may have a subcommand that this checkout does not know."""
+    prepared = prepare(asked(COMMAND=command), {LABEL: command.partition(" ")[0]})
+    assert (prepared.recipe is not None) == has_recipe
+    assert prepared.words == tuple(command.split())
 
 
 def test_the_same_of_the_same_person_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = parse_requested_recipe(recipe_text(), "a file")
-
     def digest(image: str = IMAGE, **variables: str) -> str:
-        request = asked(**variables)
-        return identify(request, image, request.words, recipe)
+        return prepare(asked(**variables), {}, image).digest
 
     monkeypatch.setenv("LOGNAME", "ann")
     first = digest()
