@@ -85,7 +85,7 @@ def count_overlap(
     """Return the counts of each source's validation documents. `folder` has the encoded partitions."""
     num_sources = int(encoded.sources.max(initial=-1)) + 1
     documents, tokens = encoded.documents["validation"], encoded.tokens("validation")
-    num_tokens = int(tokens.sum() - vocabulary.num_borders * documents.sum())
+    num_tokens = int(tokens.sum() - vocabulary.num_special_tokens * documents.sum())
     if num_tokens == 0:
         return [NgramOverlap()] * num_sources
     limit = _LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
@@ -139,7 +139,7 @@ class NgramHasher:
     """Hashes the n-grams of token ids of a vocabulary, in blocks of up to `block_tokens`."""
 
     def __init__(self, vocabulary: Vocabulary, block_tokens: int) -> None:
-        self._num_borders = vocabulary.num_borders
+        self._num_special_tokens = vocabulary.num_special_tokens
         self._mixed_tokens = _mix(np.arange(1, vocabulary.vocab_size + 1, dtype=np.uint64) * np.uint64(_BASE))
         self._powers = _powers(_BASE, block_tokens + NGRAM_TOKENS)
         self._inverse_powers = _powers(pow(_BASE, -1, 2**64), block_tokens + NGRAM_TOKENS)
@@ -163,7 +163,7 @@ class NgramHasher:
         if end == len(tokens):
             borders = np.append(borders, end)
         # An n-gram that begins at most NGRAM_TOKENS before a border holds the EOS before it or the BOS behind it.
-        crossing = (borders[:, None] - first + np.arange(-NGRAM_TOKENS, self._num_borders - 1)).ravel()
+        crossing = (borders[:, None] - first + np.arange(-NGRAM_TOKENS, self._num_special_tokens - 1)).ravel()
         is_wanted[crossing[(crossing >= 0) & (crossing < len(hashes))]] = False
         return hashes[is_wanted]
 

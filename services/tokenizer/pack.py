@@ -143,7 +143,7 @@ def _count(
     return SplitCounts(
         documents=totals.documents,
         text_bytes=totals.text_bytes,
-        document_tokens=totals.tokens - vocabulary.num_borders * totals.documents,
+        document_tokens=totals.tokens - vocabulary.num_special_tokens * totals.documents,
         bos=totals.documents if vocabulary.bos_id is not None else 0,
         eos=totals.documents,
         rows=sum(file.tokens for file in own[:-1]) // tasks[0].sequence_length,

@@ -41,7 +41,7 @@ class Vocabulary(ManifestModel):
     eos_id: Count
 
     @property
-    def num_borders(self) -> int:
+    def num_special_tokens(self) -> int:
         """Number of tokens that are stored around a document: BOS, if there is one, and EOS."""
         return 1 + (self.bos_id is not None)
 
@@ -64,7 +64,7 @@ class SplitCounts(ManifestModel):
         return self.document_tokens + self.bos + self.eos
 
     @model_validator(mode="after")
-    def _has_borders_around_each_document(self) -> Self:
+    def _has_bos_and_eos_of_each_document(self) -> Self:
         if self.documents != self.eos or self.bos not in (0, self.documents):
             raise ValueError(
                 f"{self.documents:,} documents, {self.bos:,} BOS and {self.eos:,} EOS, expected equal numbers"

@@ -82,7 +82,7 @@ def encode_texts(tokenizer: Any, texts: list[str], *, add_special_tokens: bool =
     return found
 
 
-def read_borders(tokenizer: Any) -> tuple[int | None, int | None]:
+def find_bos_and_eos(tokenizer: Any) -> tuple[int | None, int | None]:
     """Return the ids that the tokenizer puts before and behind a text; the second is else its EOS or separator.
 
     Raises `ArtifactError` for a tokenizer that puts other tokens around a text than one on either side.

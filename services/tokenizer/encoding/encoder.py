@@ -49,7 +49,7 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 
 def join_documents(encoded: list[npt.NDArray[Any]], vocabulary: Vocabulary) -> tuple[TokenIds, Offsets]:
     """Make the result of `Encoder.encode` from one array of ids, without BOS and EOS, for each document."""
-    borders = vocabulary.num_borders
+    borders = vocabulary.num_special_tokens
     sizes = np.fromiter((len(ids) + borders if len(ids) else 0 for ids in encoded), np.int64, len(encoded))
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])

@@ -16,7 +16,7 @@ from services.common.artifacts.store import discard
 from services.common.artifacts.upstream import advise_vocab_size
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Corpus, Recipe, Tokenizer, VocabularyTraining
-from services.common.vocabularies.hugging_face import load_folder, main_file, read_backend, read_borders
+from services.common.vocabularies.hugging_face import find_bos_and_eos, load_folder, main_file, read_backend
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs
 from services.tokenizer.scratch import VOCABULARY, VOCABULARY_MARKER
@@ -35,7 +35,7 @@ _NAMES: dict[VocabularyKind, str] = {
     "tiktoken": "tokenizer.tiktoken",
 }
 # BOS and EOS of Llama 3 and of Llama 2, for a tokenizer.json: the file does not name them.
-_KNOWN_BORDERS: tuple[tuple[str, str], ...] = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
+_KNOWN_BOS_AND_EOS: tuple[tuple[str, str], ...] = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
 
 
 class _VocabularyMarker(ManifestModel):
@@ -134,7 +134,7 @@ def _describe_files(files: dict[str, bytes], settings: Tokenizer) -> Vocabulary:
     for token in filter(None, (settings.bos_token, settings.eos_token)):
         if token not in ids:
             raise ArtifactError(f"the tokenizer has no token {token!r}, which tokenizer.bos_token or eos_token names.")
-    bos_id, eos_id = read_borders(tokenizer)
+    bos_id, eos_id = find_bos_and_eos(tokenizer)
     bos_id = ids[settings.bos_token] if settings.bos_token else bos_id
     eos_id = ids[settings.eos_token] if settings.eos_token else eos_id
     if eos_id is None:
@@ -181,7 +181,7 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
         largest = max([*in_text, *(token["id"] for token in added), -1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"the file is JSON, but no tokenizer.json of Hugging Face ({error!r}).") from error
-    pairs = _KNOWN_BORDERS
+    pairs = _KNOWN_BOS_AND_EOS
     if settings.bos_token and settings.eos_token:
         pairs = ((settings.bos_token, settings.eos_token),)
     bos, eos = next((pair for pair in pairs if ids.keys() >= set(pair)), ("", ""))

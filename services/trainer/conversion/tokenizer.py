@@ -27,7 +27,7 @@ from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
-from services.common.vocabularies.hugging_face import load_folder, read_borders
+from services.common.vocabularies.hugging_face import find_bos_and_eos, load_folder
 from services.common.vocabularies.sentencepiece_model import PieceKind, SentencePieceSettings, load_model, read_settings
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, read_ranks
 from services.common.vocabularies.tokenizer_json import load_tokenizer
@@ -81,7 +81,7 @@ def write_tokenizer(
             tokenizer = make_tokenizer(files[name], vocabulary)
             encode, before = (lambda text: tokenizer.encode(text).ids), [vocabulary.bos_id]
         texts = [text.decode() for text in fuzz_of_vocabulary(vocabulary_file, vocabulary, FUZZ_TEXTS)]
-        first = vocabulary.num_borders - 1
+        first = vocabulary.num_special_tokens - 1
         texts += [codec.decode(ids[first:-1].tolist()) for ids in sample_documents(corpus, split, CHECKED_TOKENS)]
         _require_same_ids(encode, codec, before, texts)
     except InconvertibleVocabularyError as error:
@@ -113,7 +113,7 @@ def _load_exported(folder: Path, vocabulary_file: Path, vocabulary: Vocabulary) 
     """Load the tokenizer of a folder, of which the model's configuration can make another than the corpus's."""
     try:
         codec = load_codec(folder / vocabulary_file.name, vocabulary)
-        found, expected = (read_borders(load_folder(each)) for each in (folder, vocabulary_file.parent))
+        found, expected = (find_bos_and_eos(load_folder(each)) for each in (folder, vocabulary_file.parent))
     except ArtifactError as error:
         raise InconvertibleVocabularyError(f"Beside the model's {CONFIG}: {error}") from error
     if found != expected:

@@ -57,8 +57,8 @@ class LossTotals:
         """`begins_D` are the positions in the validation split at which its documents begin."""
         self._corpus, self._length = corpus, corpus.sequence_length
         self._num_tokens, self._begins_D = corpus.splits["validation"].tokens, begins_D
-        self._num_borders = corpus.vocabulary.num_borders
-        self._firsts_D = begins_D + self._num_borders - 1
+        self._num_special_tokens = corpus.vocabulary.num_special_tokens
+        self._firsts_D = begins_D + self._num_special_tokens - 1
         self._lasts_D = np.append(begins_D[1:], self._num_tokens) - 1
         self._nats_D, self._text_nats_D = np.zeros(len(self._begins_D)), np.zeros(len(self._begins_D))
         self._targets_D, self._text_targets_D = (np.zeros(len(self._begins_D), dtype=np.int64) for _ in range(2))
@@ -87,7 +87,7 @@ class LossTotals:
         ):
             theirs = slice(*np.searchsorted(self._begins_D, (tokens.start, tokens.stop)))
             counted = source.splits["validation"]
-            mean = self.mean(theirs, counted.text_bytes, counted.tokens - self._num_borders * counted.documents)
+            mean = self.mean(theirs, counted.text_bytes, counted.tokens - self._num_special_tokens * counted.documents)
             if mean.tokens:
                 sources[label] = mean
         whole = self.mean(documents, counts.text_bytes, counts.document_tokens)
