@@ -38,7 +38,7 @@ OF_BLUEPRINT = {
     "enable_aws_fsx_csi_driver": "make addons, which installs the driver",
     "enable_amazon_prometheus": "make addons, which installs Prometheus",
     "enable_kube_prometheus_stack": "make addons, which installs Prometheus",
-    "enable_mpi_operator": "nothing: Ray Train starts the nodes",
+    "enable_mpi_operator": "nothing: Ray Train starts the workers",
     "enable_torchx_etcd": "nothing: torch's own store joins the workers",
 }
 """Variables of AWS's RayTrain blueprint, and what takes their place."""
@@ -124,7 +124,7 @@ def _list_unknown_in_environment(values: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(os.environ):
         if name.startswith("TF_VAR_") and (variable := name.removeprefix("TF_VAR_")) not in values:
             if instead := OF_BLUEPRINT.get(variable):
-                yield f"{name}: a variable of the blueprint; expected {instead}"
+                yield f"{name}: AWS's blueprint has this variable, this stack does not; use {instead}"
             else:
                 yield _describe_unknown(name, values, "variable of the stack")
 
