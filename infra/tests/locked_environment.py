@@ -21,7 +21,7 @@ def _normalized(name: str) -> str:
 if __name__ == "__main__":
     pinned = set(map(_normalized, pins_of(Path(sys.argv[1]))))
     for package, distributions in packages_distributions().items():
-        if pinned.isdisjoint(map(_normalized, distributions)):
+        if pinned.isdisjoint(map(_normalized, distributions)) and "millrace" not in distributions:
             sys.modules[package] = None  # type: ignore[assignment]  # Python refuses to import it
     for module in map(importlib.import_module, sys.argv[2:]):
         if module.__name__ == "infra.__main__":
