@@ -1,7 +1,7 @@
 """Records events of a run besides its steps, from workers and from the command, in `events.jsonl`.
 
 Every event has `event` (its kind), `time`, and `attempt` and `start`, which identify the start of the workers. People
-and reports read the file; no decision depends on it, except for the text of an error.
+and reports read the file; beside them only restarts are counted in it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,18 @@ def count_events(run_folder: Path) -> dict[str, int]:
 
 def count_restarts(job: Job) -> int:
     """Count the restarts of the workers in the job's attempt."""
-    found = ((event["event"], event.get("attempt")) for event in read_events(job.run_folder))
-    return sum(each == ("restart", job.attempt) for each in found)
+    return _restarts_of(job).count("restart")
+
+
+def is_restarting(job: Job) -> bool:
+    """Whether the workers of the job's attempt were lost, and those of the newest start have not taken a step yet."""
+    return _restarts_of(job)[-1:] == ["restart"]
+
+
+def _restarts_of(job: Job) -> list[str]:
+    """Return each loss of the attempt's workers, `restart`, and each first step after one, `restarted`."""
+    ours = [event["event"] for event in read_events(job.run_folder) if event.get("attempt") == job.attempt]
+    return [event for event in ours if event in ("restart", "restarted")]
 
 
 class EventTail:

@@ -25,7 +25,7 @@ from services.common.recipe.schema import NoticeCondition
 from services.trainer.health.heartbeats import forget_heartbeats
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics.events import EventTail, warnings_of
+from services.trainer.metrics.events import EventTail, is_restarting, warnings_of
 from services.trainer.metrics.records import read_last_step, read_report
 from services.trainer.supervision.restarts import RestartPolicy
 from services.trainer.supervision.stop import forget_signals, request_stop
@@ -70,7 +70,7 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
         stop=partial(request_stop, job.run_folder, StopReason.PREEMPTION),
     )
     request = _StopRequest(job)
-    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe, request):
+    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe):
         choose_launcher(job.launch).run_workers(group)
     if request.signum is not None:  # it came after the last step, at which the workers no longer look
         forget_signals(job.run_folder)
@@ -105,26 +105,22 @@ class _StopRequest:
     """Passes SIGTERM, SIGHUP and Ctrl-C on to the workers, which then stop after the next step with a checkpoint."""
 
     def __init__(self, job: Job) -> None:
-        self._run_folder = job.run_folder
+        self._job = job
+        self._recorded = read_last_step(job.run_folder)
         self.signum: int | None = None
         """Number of the signal that made the request."""
-        self.note_start()
-
-    def note_start(self) -> None:
-        """Take note of a start of the workers."""
-        self._recorded = read_last_step(self._run_folder)
 
     def make(self, signum: int) -> None:
         """Ask the workers to stop. Raises `Stopped` at once if this start of the workers has not recorded a step."""
         self.signum = signum
-        if read_last_step(self._run_folder) == self._recorded:
+        if is_restarting(self._job) or read_last_step(self._job.run_folder) == self._recorded:
             raise_stopped(signum, f"Stopped by {name_signal(signum)} before the first step. {CONTINUE}")
         logger.warning(
             "%s: stopping after the next step with a checkpoint; send it again to end at once", name_signal(signum)
         )
         reason = StopReason.INTERRUPT if signum == signal.SIGINT else StopReason.SIGTERM
         try:
-            request_stop(self._run_folder, reason)
+            request_stop(self._job.run_folder, reason)
         except OSError:  # a full disk has no room for the request, nor for a checkpoint
             _end_at_once(signum)
 
@@ -134,7 +130,7 @@ def _end_at_once(signum: int) -> NoReturn:
 
 
 @contextmanager
-def _progress_of(job: Job, observe: Observer, request: _StopRequest) -> Iterator[None]:
+def _progress_of(job: Job, observe: Observer) -> Iterator[None]:
     """Show the run's progress from its records, which every launcher has, and pass on its events."""
 
     def follow(is_over: threading.Event) -> None:
@@ -147,7 +143,6 @@ def _progress_of(job: Job, observe: Observer, request: _StopRequest) -> Iterator
             for event in events:
                 if event["event"] == "restart":
                     logger.warning("lost the workers (%s); starting them again", event.get("cause"))
-                    request.note_start()
                     progress.start_again()
             observe(events)
             last = read_last_step(job.run_folder)

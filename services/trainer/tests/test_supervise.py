@@ -29,7 +29,7 @@ from services.common.errors import (
 )
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroup
 from services.common.process.entry_point import exit_code_of
-from services.common.process.shutdown import StopReason
+from services.common.process.shutdown import Stopped, StopReason
 from services.common.recipe.schema import WEBHOOK_VARIABLE
 from services.common.testing.waiting import wait_until
 from services.common.testing.webhooks import Receiver, receiving
@@ -204,6 +204,29 @@ def test_a_signal_after_the_last_step_leaves_no_request_to_stop(
     job = new_job()
     supervise(job)
     assert not (job.run_folder / STOP_FILE).exists()
+
+
+@pytest.mark.parametrize("has_taken_step", [True, False])
+def test_a_signal_after_a_restart_waits_for_a_checkpoint_once_a_step_was_taken(
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch, has_taken_step: bool
+) -> None:
+    """However soon it comes after the step, so that the steps since the newest checkpoint are kept."""
+
+    def lose_once(job: Job) -> None:
+        if not job.start_number:
+            append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
+            raise WorkersLost(KILLED)
+        if has_taken_step:
+            record_event(job, "restarted", step=STEP["step"], seconds=1.0)
+            append(job.run_folder / METRICS_FILE, json.dumps(STEP).encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal only asked for a stop")
+
+    FakeLauncher.use(monkeypatch, lose_once)
+    job = new_job()
+    with pytest.raises(AssertionError if has_taken_step else Stopped):
+        supervise(job)
+    assert (job.run_folder / STOP_FILE).exists() is has_taken_step
 
 
 def test_a_worker_whose_device_fails_says_so(new_job: NewJob, monkeypatch: pytest.MonkeyPatch) -> None:
