@@ -1,23 +1,19 @@
-"""Builds, runs and releases the container images: `python -m images COMMAND`.
+"""Builds and releases the container images: `python -m images COMMAND`.
 
-The commands read variables such as STAGE and VARIANT from the environment. `make help` lists those of its targets, and
-docs/images.md those of `demo`.
+The commands read variables such as STAGE and VARIANT from the environment, which `make help` lists.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
-from pathlib import Path
 
 from images.build import build_images, make_base_image, print_settings, publish_images, repository_of
 from images.check import differences
-from images.demo import STAGES, run_stages
 from images.docker import require_engine
 from images.lock import lock, pin
-from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_digests, read_platforms
+from images.platforms import SERVICES, VARIANTS, read_digests, read_platforms
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
@@ -30,13 +26,12 @@ def main(argv: list[str]) -> int:
         "base": lambda: make_base_image(_variant()),
         "build": build,
         "check": check,
-        "demo": demo,
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
         "pin": lambda: print("\n".join(f"{image}@{digest}" for image, digest in pin().items())),
         "platforms": print_platforms,
         "release": release_stage,
-        "sbom": lambda: print(*write_sboms(_services(SERVICES), _variant()), sep="\n"),
+        "sbom": lambda: print(*write_sboms(_services(), _variant()), sep="\n"),
         "settings": print_settings,
     }
     parser = argparse.ArgumentParser(prog="python -m images", description=__doc__)
@@ -47,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def build() -> None:
     """Build the images of STAGE (default: all) and VARIANT (default: cpu), and push them to PUSH if it is set."""
-    services, variant = _services(SERVICES), _variant()
+    services, variant = _services(), _variant()
     require_engine()
     if registry := os.environ.get("PUSH"):
         publish_images(services, variant, registry)
@@ -61,16 +56,9 @@ def check() -> None:
     print("images: all Dockerfiles and locks have the pins of images/platforms.toml")
 
 
-def demo() -> None:
-    """Run STAGE (default: all three) of VARIANT with RECIPE, ROOT and OPTIONS; TRAINER_TAG= names another image."""
-    recipe = Path(os.environ.get("RECIPE") or REPOSITORY / "recipes/tiny-cpu.toml")
-    root = Path(os.environ.get("ROOT") or "fsx")
-    run_stages(_services(STAGES), _variant(), recipe, root, shlex.split(os.environ.get("OPTIONS", "")))
-
-
 def print_names() -> None:
     """Print the names that `build` gives to the images of STAGE (default: all) and VARIANT (default: cpu)."""
-    for service in _services(SERVICES):
+    for service in _services():
         print(f"{repository_of(service)}:{describe_build(service, _variant()).commit_tag}")
 
 
@@ -99,8 +87,8 @@ def release_stage() -> None:
     print(f"  make images STAGE={service} VARIANT=cpu PUSH=registry")
 
 
-def _services(known: tuple[str, ...]) -> tuple[str, ...]:
-    return (_choice("STAGE", known),) if os.environ.get("STAGE") else known
+def _services() -> tuple[str, ...]:
+    return (_choice("STAGE", SERVICES),) if os.environ.get("STAGE") else SERVICES
 
 
 def _variant() -> str:

@@ -1,11 +1,9 @@
-"""Runs docker commands, and raises errors that say what to do next."""
+"""Asks Docker's engine."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-from typing import Any
 
 from services.common.errors import DeviceError
 
@@ -19,10 +17,7 @@ def require_engine() -> None:
         )
     answer = _run("version", "--format", "{{.Server.Version}}")
     if answer.returncode != 0:
-        raise DeviceError(
-            f"the Docker engine does not answer: {answer.stderr.strip()}. Start it with `systemctl start docker` "
-            f"(without systemd: `dockerd` as root), join the group `docker`, or set DOCKER_HOST."
-        )
+        raise DeviceError(f"the Docker engine does not answer: {answer.stderr.strip()}")
 
 
 def has_image(name: str) -> bool:
@@ -30,21 +25,5 @@ def has_image(name: str) -> bool:
     return shutil.which("docker") is not None and _run("image", "inspect", name).returncode == 0
 
 
-def inspect_image(name: str) -> dict[str, Any]:
-    """Output of `docker image inspect` for one image. Raises `DeviceError` when it is not on this machine."""
-    answer = _run("image", "inspect", name)
-    if answer.returncode != 0:
-        raise DeviceError(f"the image {name} is not on this machine: `make images` builds it.")
-    return dict(json.loads(answer.stdout)[0])
-
-
-def docker(*arguments: str, **options: Any) -> str:
-    """Standard output of a docker command. Raises `DeviceError` with its message when it fails."""
-    answer = _run(*arguments, **options)
-    if answer.returncode != 0:
-        raise DeviceError(f"docker {arguments[0]} failed: {answer.stderr.strip()}")
-    return str(answer.stdout).strip()
-
-
-def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, **options)
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)

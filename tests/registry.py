@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from images.docker import docker
 from services.common.testing.waiting import wait_until
+from tests.containers import docker
 
 PROGRAM = "docker-registry"
 

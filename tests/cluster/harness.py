@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from images.build import build_images
-from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from images.versions import describe_build
 from k8s.objects.api import Api, Object
@@ -26,6 +25,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.testing.waiting import wait_until
 from tests.cluster.kit import cluster, node_images
+from tests.containers import IMAGE_USER
 from tests.k8s.rendered import write_overlay
 from tests.small import write_notes, write_small_recipe
 

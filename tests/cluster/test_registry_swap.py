@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from images.build import publish_images
-from images.docker import docker
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from services.common.errors import DeviceError
@@ -23,6 +22,7 @@ from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, name_of, running_harness
 from tests.cluster.kit.processes import BIN, KUBECONFIG
 from tests.cluster.test_admission import changed
+from tests.containers import docker
 from tests.k8s.rendered import OVERLAYS, write_overlay
 from tests.registry import running_registry
 

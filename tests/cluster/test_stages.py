@@ -1,6 +1,6 @@
 """The three stages for real: real images, real gangs, and what a run survives.
 
-One reference is made with plain containers (`python -m images demo`); whatever happens on the cluster has to end with
+One reference is made with plain containers; whatever happens on the cluster has to end with
 the same bytes.
 """
 
@@ -11,14 +11,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deploy.exit_codes import EXIT_AGAIN
-from images.docker import inspect_image
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api
 from services.common.testing.waiting import wait_until
@@ -31,10 +29,12 @@ from tests.cluster.harness import (
     give_to_stages,
     kill_group,
     load_images,
+    name_of,
     one,
     running_harness,
 )
 from tests.cluster.kit import cluster, node_images
+from tests.containers import inspect_image, run_stage
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -59,8 +59,8 @@ def reference(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> dic
     write_notes(folder / "fsx/notes")
     give_to_stages(folder / "fsx")
     recipe = write_small_recipe(folder / "small.toml", "/fsx/notes")
-    environment = os.environ | {"RECIPE": str(recipe), "ROOT": str(folder / "fsx"), "OPTIONS": ARGUMENTS}
-    subprocess.run([sys.executable, "-m", "images", "demo"], cwd=REPOSITORY, env=environment, check=True)
+    for stage in STAGES:
+        run_stage(name_of(stage), recipe, folder / "fsx", *ARGUMENTS.split())
     return {"corpus": corpus_digest(folder / "fsx"), "weights": weights_digest(folder / "fsx")}
 
 

@@ -12,13 +12,13 @@ from deploy.batch.config import CONFIG, KEYS, PLACES, SECRETS, Config, read_conf
 from deploy.batch.job_definition import HOST_FOLDERS, queue_of, read_container, render_job_definition
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
-from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
 from infra.apply.variables import read_variables
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
+from tests.containers import IMAGE_USER
 from tests.contract.agreements import plain, read_hcl
 from tests.deploy.batch.builders import job_spec_of
 

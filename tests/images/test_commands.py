@@ -30,14 +30,14 @@ def images(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     return run
 
 
-@pytest.mark.parametrize("command", ["build", "demo", "base"])
+@pytest.mark.parametrize("command", ["build", "base"])
 def test_without_docker_the_message_says_what_to_install(images: Images, command: str, tmp_path: Path) -> None:
     done = images(command, PATH=str(tmp_path))
     assert done.returncode == 4
     assert "apt-get install docker.io" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["build", "demo", "sbom", "release"])
+@pytest.mark.parametrize("command", ["build", "sbom", "release"])
 def test_a_stage_that_does_not_exist_is_answered_with_those_that_do(images: Images, command: str) -> None:
     done = images(command, STAGE="tokeniser")
     assert done.returncode == 2

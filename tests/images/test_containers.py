@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from images.build import choose_platform
-from images.docker import docker, inspect_image, require_engine
+from images.docker import require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
 from images.registry import read_labels, resolve_digest
 from services.common.errors import DeviceError
+from tests.containers import docker, inspect_image, run_stage
 from tests.images.checkout import commit, git
 from tests.registry import running_registry
 from tests.small import write_notes, write_small_recipe
@@ -71,11 +72,6 @@ def build(checkout: Path, **variables: str) -> dict[str, str]:
     assert done.returncode == 0, done.stderr
     names = run_images(checkout, "names", **variables).stdout.split()
     return {name.split("/")[3].partition(":")[0]: name for name in names}
-
-
-def run_stage(checkout: Path, stage: str, root: Path) -> subprocess.CompletedProcess[str]:
-    recipe = write_small_recipe(root.parent / "small.toml", "/fsx/notes")
-    return run_images(checkout, "demo", STAGE=stage, ROOT=str(root), RECIPE=str(recipe), OPTIONS=OPTIONS)
 
 
 def make_root(folder: Path) -> Path:
@@ -142,8 +138,8 @@ def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
     checkout: Path, images: dict[str, str], tmp_path: Path
 ) -> None:
     root = make_root(tmp_path / "fsx")
-    made = run_stage(checkout, "tokenizer", root)
-    assert made.returncode == 0, made.stderr
+    recipe = write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
+    run_stage(images["tokenizer"], recipe, root, *OPTIONS.split())
     loop = checkout / "services/trainer/loop.py"
     original = loop.read_text(encoding="utf-8")
     loop.write_text(original + "\n# A changed line.\n", encoding="utf-8")
@@ -154,8 +150,7 @@ def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
         assert layers_of(changed["trainer"])[:-1] == layers_of(images["trainer"])[:-1]
         assert layers_of(changed["trainer"])[-1] != layers_of(images["trainer"])[-1]
 
-        trained = run_stage(checkout, "trainer", root)
-        assert trained.returncode == 0, trained.stderr
+        run_stage(changed["trainer"], recipe, root, *OPTIONS.split())
         producers = {
             kind: json.loads(next(root.glob(f"{kind}/*/*/manifest.json")).read_text())["producer"]
             for kind in ("corpus", "checkpoint")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from images.demo import IMAGE_USER
 from k8s.client import network_probe, overlay
 from k8s.client.network_probe import CLOSED, OPEN, SCRIPT, require_network_policies
 from k8s.client.overlay import cluster_up
@@ -20,6 +19,7 @@ from k8s.objects.names import REGION_ANNOTATION
 from k8s.objects.node_group import take_lease
 from k8s.objects.worker_group import groups_with, render_worker_group, worker_group_of
 from services.common.errors import DeviceError
+from tests.containers import IMAGE_USER
 from tests.k8s.builders import deployment_of
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of, containers_of, of_kind

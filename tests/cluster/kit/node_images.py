@@ -7,11 +7,11 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-from images.docker import inspect_image
 from images.registry import repository_of
 from k8s.client.stage_image import full_name
 from services.common.errors import DeviceError
 from tests.cluster.kit.processes import SOCKET, run
+from tests.containers import inspect_image
 
 
 def load(*images: str) -> None:
