@@ -224,7 +224,6 @@ check: setup ## Check lint rules, format, types and the layers of imports.
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	.venv/bin/lint-imports --no-cache --no-logo
-	$(python) -m images check
 
 check-security: setup ## Check the code with bandit, and the lockfiles' pins with pip-audit.
 	@$(call environment,.venv-security-checks,security-checks)

@@ -10,7 +10,6 @@ import os
 import sys
 
 from images.build import build_images, make_base_image, print_settings, publish_images, repository_of
-from images.check import differences
 from images.docker import require_engine
 from images.lock import lock, pin
 from images.platforms import SERVICES, VARIANTS, read_digests, read_platforms
@@ -25,7 +24,6 @@ def main(argv: list[str]) -> int:
     commands = {
         "base": lambda: make_base_image(_variant()),
         "build": build,
-        "check": check,
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
         "pin": lambda: print("\n".join(f"{image}@{digest}" for image, digest in pin().items())),
@@ -48,12 +46,6 @@ def build() -> None:
         publish_images(services, variant, registry)
     else:
         build_images(services, variant)
-
-
-def check() -> None:
-    if problems := differences():
-        raise RecipeError("these files differ from the pins of their variant:\n  " + "\n  ".join(problems))
-    print("images: all Dockerfiles and locks have the pins of images/platforms.toml")
 
 
 def print_names() -> None:

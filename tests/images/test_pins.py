@@ -1,56 +1,45 @@
-"""The images of a variant have the same pins, and `make check` names a file that differs from them."""
+"""The Dockerfiles and locks of a variant have the pins of `images/platforms.toml`."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+import re
 
 import pytest
 
-from images.check import differences
-from images.platforms import REPOSITORY, explain_no_image, find_variant
+from images.lock import BROUGHT, LOCKS, UNION, pins_of
+from images.platforms import (
+    REPOSITORY,
+    SERVICES,
+    STAGES_WITH_PROGRAM,
+    VARIANTS,
+    dockerfile_of,
+    explain_no_image,
+    find_variant,
+    read_platforms,
+)
 from images.without_cuda import without_cuda
 
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A copy of the files that hold pins."""
-    for name in ("images", "lockfiles"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.crt", "__pycache__"))
-    return tmp_path
+PLATFORMS = read_platforms()
 
 
-def replace_in(path: Path, old: str, new: str) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert old in text
-    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_defaults_of_a_dockerfile_are_the_pins_of_the_cpu_variant(service: str) -> None:
+    text, cpu = (REPOSITORY / dockerfile_of(service)).read_text(encoding="utf-8"), PLATFORMS["cpu"]
+    wanted = {"BASE": cpu.base_of(service), "VARIANT": "cpu", "PINNED_PYTHON": cpu.python, "RAY_VERSION": cpu.ray}
+    assert wanted.items() <= dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE)).items()
 
 
-def test_the_images_of_this_repository_have_their_pins() -> None:
-    assert differences() == []
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "named"),
-    [
-        ("images/head.Dockerfile", "ARG RAY_VERSION=2.60.0", "ARG RAY_VERSION=2.59.0", "ARG RAY_VERSION is 2.59.0"),
-        ("images/program.Dockerfile", "slim-bookworm", "slim-trixie", "images/program.Dockerfile: ARG BASE"),
-        ("images/platforms.toml", 'ray = "2.60.0"', 'ray = "2.61.0"', "lockfiles/trainer-cpu.txt: ray is 2.60.0"),
-        ("images/torch-neuron.txt", "torch==2.13.0", "torch==2.14.0", "images/torch-neuron.txt: torch is 2.14.0"),
-        ("lockfiles/head-cpu.txt", "ray==2.60.0", "ray==2.59.0", "lockfiles/head-cpu.txt: ray is 2.59.0"),
-        ("lockfiles/trainer-neuron.txt", "pyarrow==", "pyarrow==1", "dev-neuron.txt"),
-        ("lockfiles/compiler-neuron.txt", "xxhash==", "numpy==1.26.4\nxxhash==", "compiler-neuron.txt: numpy"),
-        ("lockfiles/trainer-cuda.txt", "torch==2.13.0", "torch==2.12.0", "lockfiles/trainer-cuda.txt: torch is 2.12.0"),
-        ("lockfiles/compiler-cuda.txt", "cuda-toolkit==13.0", "cuda-toolkit==12.9", "cuda-toolkit is 12.9"),
-        ("lockfiles/compiler-trn2.txt", "xxhash==", "torch==2.13.0\nxxhash==", "lockfiles/compiler-trn2.txt: torch"),
-    ],
-)
-def test_an_image_that_leaves_the_pin_of_its_variant_is_named(
-    repository: Path, file: str, old: str, new: str, named: str
-) -> None:
-    assert differences(repository) == []
-    replace_in(repository / file, old, new)
-    assert named in "\n".join(differences(repository))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_package_has_one_version_in_all_locks_of_a_variant(variant: str) -> None:
+    platform = PLATFORMS[variant]
+    locks = {service: pins_of(LOCKS / f"{service}-{variant}.txt") for service in SERVICES}
+    brought = pins_of(BROUGHT[variant]) if variant in BROUGHT else {}
+    versions = pins_of(UNION[variant]) | brought | {"ray": platform.ray, "torch": platform.torch}
+    for service, lock in {**locks, "union": pins_of(UNION[variant]), "brought": brought}.items():
+        assert lock.items() <= versions.items(), service
+    for lock in (locks[service] for service in STAGES_WITH_PROGRAM):
+        assert not lock.keys() & brought.keys(), "the image would get a second one"
+        assert not platform.cuda or lock["cuda-toolkit"].startswith(f"{platform.cuda}.")
 
 
 @pytest.mark.parametrize(
