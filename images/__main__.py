@@ -12,7 +12,7 @@ import sys
 from images.build import build_images, make_base_image, print_settings, publish_images, repository_of
 from images.docker import require_engine
 from images.lock import lock, pin
-from images.platforms import SERVICES, VARIANTS, read_digests, read_platforms
+from images.platforms import SERVICES, VARIANTS
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
@@ -27,7 +27,6 @@ def main(argv: list[str]) -> int:
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
         "pin": lambda: print("\n".join(f"{image}@{digest}" for image, digest in pin().items())),
-        "platforms": print_platforms,
         "release": release_stage,
         "sbom": lambda: print(*write_sboms(_services(), _variant()), sep="\n"),
         "settings": print_settings,
@@ -52,23 +51,6 @@ def print_names() -> None:
     """Print the names that `build` gives to the images of STAGE (default: all) and VARIANT (default: cpu)."""
     for service in _services():
         print(f"{repository_of(service)}:{describe_build(service, _variant()).commit_tag}")
-
-
-def print_platforms() -> None:
-    """Print the pins of each variant, and its requirements on a node."""
-    for variant, platform in read_platforms().items():
-        print(f"{variant}: Python {platform.python}, Ray {platform.ray}, torch {platform.torch}")
-        for base in dict.fromkeys([platform.slim, platform.platform]):
-            print(f"  base    {base}@{read_digests().get(base, 'unpinned: make lock PIN=1')}")
-        if platform.cuda:
-            print(f"  CUDA    {platform.cuda}, with torch")
-            print(f"  node    NVIDIA driver {platform.nvidia_driver} or newer, and the NVIDIA Container Toolkit")
-        if node := platform.node:
-            print(f"  SDK     Neuron {platform.sdk}")
-            print(f"  node    driver: {node.describe_drivers()}")
-            print(f"          device plugin {node.device_plugin or 'unknown: no source names that of the SDK'}")
-            print(f"          EKS AMI {node.ami_type}, of a release in infra/aws_releases.json with such a driver")
-            print(f"          instances of {' and '.join(node.instance_families)}")
 
 
 def release_stage() -> None:

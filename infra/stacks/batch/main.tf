@@ -122,7 +122,7 @@ data "aws_ami" "trainium" {
       error_message = <<-EOT
         ami_id = "${self.id}" is ${self.name}, whose Neuron driver infra/aws_releases.json does not list. It lists
         ${join(", ", keys(local.amis.releases))}.
-        python -m images platforms prints the drivers that the images for the shape accept. Choose an AMI with one of them; if that is
+        images/platforms.toml has the drivers that the images accept. Choose an AMI with one of them; if that is
         yours, look up its driver (modinfo -F version neuron on an instance), and add its name to the table.
       EOT
     }

@@ -67,7 +67,7 @@ variable "webhook_secret" {
 }
 
 variable "ami_id" {
-  description = "Id of the Trainium nodes' AMI, whose name has to be in infra/aws_releases.json. null takes the default of that table. The images accept the Neuron drivers that python -m images platforms prints for the shape; make infra-preflight refuses an AMI with another."
+  description = "Id of the Trainium nodes' AMI, whose name has to be in infra/aws_releases.json. null takes the default of that table. The images accept the Neuron drivers of images/platforms.toml; make infra-preflight refuses an AMI with another."
   type        = string
   default     = null
 

@@ -54,7 +54,7 @@ variable "kubernetes_version" {
     error_message = <<-EOT
       kubernetes_version = "${var.kubernetes_version}": infra/aws_releases.json lists no release of EKS' Neuron AMI for it, only for ${join(" and ", keys(local.ami_versions))}.
       To add a version, look up the aws-neuronx-dkms of its AL2023_x86_64_NEURON releases in ${local.eks_releases.look_up},
-      and add those that the images accept: python -m images platforms prints the drivers for each shape.
+      and add those that the images accept: images/platforms.toml has the drivers.
     EOT
   }
 }
@@ -77,7 +77,7 @@ variable "addon_versions" {
 }
 
 variable "ami_release" {
-  description = "AMI release of the Trainium nodes, such as 1.34.7-20260505. null takes the default of infra/aws_releases.json. The images accept the Neuron drivers that python -m images platforms prints for the shape; make infra-up refuses a release with another."
+  description = "AMI release of the Trainium nodes, such as 1.34.7-20260505. null takes the default of infra/aws_releases.json. The images accept the Neuron drivers of images/platforms.toml; make infra-up refuses a release with another."
   type        = string
   default     = null
 
@@ -86,7 +86,7 @@ variable "ami_release" {
     error_message = <<-EOT
       ami_release = "${coalesce(var.ami_release, "-")}" is not in infra/aws_releases.json, which lists for Kubernetes ${var.kubernetes_version}: ${join(", ", keys(try(local.ami_versions[var.kubernetes_version].releases, {})))}.
       To add a release, look up its aws-neuronx-dkms of AL2023_x86_64_NEURON in ${local.eks_releases.look_up};
-      the images accept the drivers that python -m images platforms prints for the shape.
+      the images accept the drivers of images/platforms.toml.
     EOT
   }
 }
