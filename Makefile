@@ -197,7 +197,6 @@ images: $(if $(filter-out 0,$(LOAD)),setup) ## Build the images of this checkout
 #? PUSH=REGISTRY  Push the images to this registry.
 #? LOAD=1  Copy the images to the node of the local cluster.
 #? DEBOOTSTRAP=1  First make their Python base image with debootstrap, without a registry.
-#? AGAIN=1  With DEBOOTSTRAP=1: replace a base image that exists.
 #? SBOM=1  Instead, write a CycloneDX bill of materials for each image into dist/sbom.
 	@$(if $(filter-out 0,$(DEBOOTSTRAP)),$(images) base)
 	@$(images) $(if $(filter-out 0,$(SBOM)),sbom,build)

@@ -56,7 +56,7 @@ def _run_pants(goal: str, services: Sequence[str], variant: str, **variables: st
 
 
 def make_base_image(variant: str) -> None:
-    """Make the variant's base image with debootstrap, unless it exists; AGAIN=1 makes it again.
+    """Make the variant's base image with debootstrap, unless it exists; `docker rmi` makes room for a new one.
 
     Raises `DeviceError` when a tool is missing, and when Debian has another Python than the pinned one.
     """
@@ -67,9 +67,7 @@ def make_base_image(variant: str) -> None:
             f"make images VARIANT={variant} BASE=... SLIM_BASE=... PINNED_PYTHON=..."
         )
     require_engine()
-    if has_image(debian.slim) and os.environ.get("AGAIN", "") in ("", "0"):
-        # A new base image would have another id even with the same content, and every image would be built again.
-        print(f"{debian.slim} exists; AGAIN=1 makes it again, with Debian's updates")
+    if has_image(debian.slim):  # a new one would have another id, and every image would be built again
         return
     command = ["bash", "images/make_base.sh", debian.suite, debian.python, debian.slim]
     if subprocess.run(command, cwd=REPOSITORY, check=False).returncode != 0:

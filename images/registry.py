@@ -31,15 +31,10 @@ def is_held(image: str) -> bool:
     return True
 
 
-def read_labels(image: str) -> dict[str, str]:
-    """The labels of `image` for linux/amd64. Raises `DeviceError` when its registry does not give them."""
-    return dict(_inspect(image)["Labels"] or {})
-
-
 def find_labels(image: str) -> dict[str, str]:
-    """Return the labels of `image`; none if this machine cannot read them: a registry may serve only the nodes."""
+    """Return the labels of `image` for linux/amd64; none if a registry serves only the nodes."""
     try:
-        return read_labels(image)
+        return dict(_inspect(image)["Labels"] or {})
     except DeviceError:
         return {}
 

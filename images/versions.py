@@ -105,11 +105,8 @@ def _digest(repository: Path, sources: list[str]) -> str:
 
 
 def git(repository: Path, *arguments: str) -> str:
-    """Output of a git command. Raises `DeviceError` with git's message when it fails, and when git is not installed."""
-    try:
-        done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise DeviceError("git is not on PATH, and an image's tag contains the id of a commit. Install git.") from error
+    """Output of a git command. Raises `DeviceError` with git's message when it fails."""
+    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DeviceError(f"git {arguments[0]} failed: {done.stderr.strip()}")
     return done.stdout.strip()

@@ -14,7 +14,7 @@ import pytest
 
 from images.lock import pin
 from images.platforms import PLATFORMS, read_digests
-from images.registry import find_labels, is_held, read_labels
+from images.registry import find_labels, is_held
 from services.common.errors import DeviceError
 
 LABELS = {"millrace.service": "trainer"}
@@ -105,5 +105,5 @@ def test_an_image_is_absent_only_where_its_registry_says_so(registry: str) -> No
 
 
 def test_labels_are_those_of_the_image_and_none_where_the_registry_is_not_reached(registry: str) -> None:
-    assert read_labels(f"{registry}/neuron/base:known") == LABELS
+    assert find_labels(f"{registry}/neuron/base:known") == LABELS
     assert find_labels("127.0.0.1:1/neuron/base:known") == {}
