@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.config import CONFIG, KEYS, PLACES, SECRETS, Config, read_config
+from deploy.batch.config import CONFIG, SECRETS, Config, read_config
 from deploy.batch.job_definition import HOST_FOLDERS, queue_of, read_container, render_job_definition
 from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
@@ -24,6 +24,8 @@ from tests.deploy.batch.builders import job_spec_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
+KEYS = tuple(name.upper() for name in Config.model_fields)
+PLACES = KEYS[:7]
 
 
 def locals_of(path: Path) -> dict[str, Any]:
