@@ -16,8 +16,10 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
     are placed by their cores. A compiler on Trainium nodes traces for a family. `how_to_change` says where the type of
     the nodes is set.
     """
-    wanted, found = outline.cluster.trainer_instance_type, read_instance_types().get(present)
-    if stage != "tokenizer" and (problem := _explain_no_image(wanted or present)):
+    types, wanted = read_instance_types(), outline.cluster.trainer_instance_type
+    found, asked = types.get(present), types.get(wanted or present)
+    is_neuron = stage != "tokenizer" and asked and asked.accelerators == "NeuronCores"
+    if is_neuron and (problem := explain_no_image(wanted or present)):
         return problem
     if found is None:  # without accelerators
         return ""
@@ -35,9 +37,3 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
         f"cluster.trainer_workers_per_node is {per_node}, but a {present} has {most} {found.accelerators}, one for "
         f"each worker: use ARGS=--cluster.trainer_workers_per_node={most}, or nodes of another type: {how_to_change}"
     )
-
-
-def _explain_no_image(instance_type: str) -> str:
-    """The reason why no image can use the type's NeuronCores; empty for a type that images support, or without any."""
-    found = read_instance_types().get(instance_type)
-    return explain_no_image(instance_type) if found and found.accelerators == "NeuronCores" else ""

@@ -92,8 +92,4 @@ def prepare_one_off(
         f"image       {image}",
         f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
     ]
-    if not labels:
-        plan.append(
-            "checked by  this checkout, since the image's labels cannot be read here; the image checks at its start"
-        )
     return PreparedOneOff(words, recipe, hashlib.sha256(asked_json.encode()).hexdigest()[:16], plan)

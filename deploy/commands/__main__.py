@@ -6,7 +6,6 @@ does not apply to its target, and names on make's own command line that it does 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -89,41 +88,30 @@ VARIABLES = {
     "config": _variable("CONFIG", Path, "the account's queues and roles; Batch only", metavar="FILE"),
 }
 """The variables, by the attribute of the request that they set."""
-CLUSTERS, KUBERAY, BATCH, LOCAL = TARGETS[:2], TARGETS[:1], TARGETS[1:2], TARGETS[2:]
-ONLY_ON: dict[str, tuple[tuple[Target, ...], str]] = {
-    "ROOT": (LOCAL, "the cluster's manifests, or CONFIG on Batch, name the root"),
-    "NODES": (CLUSTERS, "ARGS=--parallel.data_parallel_size=... sets the workers of a trainer on this machine"),
-    "RETRIES": (CLUSTERS, "repeat the command, which continues"),
-    "OUTPUT": (CLUSTERS, "nothing is applied on this machine"),
-    "FOLLOW": (CLUSTERS, "a pipeline on this machine ends with its command"),
-    "HOURS": (CLUSTERS, "on this machine the recipe's train.time_limit_seconds limits the trainer"),
-    "MEMORY": (KUBERAY, "on Batch a subcommand has a whole node of CPU_QUEUE"),
-    "MODE": (KUBERAY, "on Batch each job has a Ray cluster of its own"),
-    "WAIT": (KUBERAY, "on Batch the queue limits the wait (2 hours without capacity); make stop-stage ends it"),
-    "WAIT_AFTER_LOSS": (KUBERAY, "on Batch a job that lost a host returns all hosts, and waits in the queue again"),
-    "DRAIN": (KUBERAY, "on Batch the stop timeout of the machines is the notice"),
-    "KEEP": (KUBERAY, "on Batch a job's nodes stop some minutes after the job"),
-    "AGAIN": (BATCH, "on KubeRay the stage itself ends at once where its artifact is published"),
-    "CONFIG": (BATCH, "on KubeRay KUBECONFIG names the cluster"),
+ONLY_ON: dict[str, tuple[Target, ...]] = {
+    "ROOT": ("local",),
+    **dict.fromkeys(("NODES", "RETRIES", "OUTPUT", "FOLLOW", "HOURS"), ("kuberay", "batch")),
+    **dict.fromkeys(("MEMORY", "MODE", "WAIT", "WAIT_AFTER_LOSS", "DRAIN", "KEEP"), ("kuberay",)),
+    **dict.fromkeys(("AGAIN", "CONFIG"), ("batch",)),
 }
-"""Variables that apply to some targets alone, and the advice for a person who gives them for another."""
+"""Targets of the variables that do not apply to all."""
 NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as python -m services.STAGE --recipe FILE"
 
 
 def explain_inapplicable(name: str, command: str, target: Target) -> str:
-    """The advice for a variable that does not apply to the command on the target; empty for one that does."""
+    """The reason why a variable does not apply to the command on the target; empty for one that does."""
     if target == "local" and command != "pipeline":
         return NOT_LOCAL
-    targets, advice = ONLY_ON.get(name, (TARGETS, ""))
-    return "" if target in targets else advice
+    targets = ONLY_ON.get(name, TARGETS)
+    return "" if target in targets else f"it is for TARGET={' and TARGET='.join(targets)}"
 
 
 def refuse_inapplicable(command: str, target: Target, given: Mapping[str, str]) -> None:
     """Raise `RecipeError` for a variable that does not apply to the command on the target."""
     for name, value in sorted(given.items(), key=lambda each: each[0] != "TARGET"):
-        if advice := explain_inapplicable(name, command, target):
+        if reason := explain_inapplicable(name, command, target):
             on = "" if name == "TARGET" else f" with TARGET={target}"
-            raise RecipeError(f"{name}={value} does not apply to {command}{on}: {advice}")
+            raise RecipeError(f"{name}={value} does not apply to {command}{on}: {reason}")
 
 
 def write_given(values: Mapping[str, Any]) -> dict[str, str]:
@@ -210,10 +198,7 @@ class _Command(TyperCommand):
         known = [str(each.envvar) for each in self.params if each.envvar]
         for name in os.environ.get(NAMED_IN_MAKE, "").split():
             if name not in known and not OTHER_PROGRAMS.fullmatch(name):
-                is_of_others = name in {option.envvar for _, option in VARIABLES.values()}
-                near = [] if is_of_others else difflib.get_close_matches(name, known, n=1)
-                meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-                raise RecipeError(f"{self.name} has no variable {name}: {meant}")
+                raise RecipeError(f"{self.name} has no variable {name}: it takes {', '.join(known)}")
         return super().parse_args(ctx, args)
 
 
