@@ -203,7 +203,7 @@ def down(given: Given) -> None:
             "KEEP_DATA=false"
         )
     account, stack = Account(inputs.region), given.stack
-    workloads: Workloads = BatchWorkloads(account, inputs.name, given.CONFIG, stack)
+    workloads: Workloads = BatchWorkloads(account, inputs.name, given.CONFIG)
     if inputs.has_cluster:
         workloads = ClusterWorkloads(account, inputs.name, given.settings)
     teardown = Teardown(account, stack, inputs.name, given.KEEP_DATA, given.KEEP_CLUSTER, workloads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,10 +37,6 @@ class Owners:
 
 
 def read_owners() -> Owners:
-    """Reads the helm releases on the cluster. Without helm, prints that add-ons stay there."""
-    if shutil.which("helm") is None:
-        print("add-ons     no helm on PATH: releases are not checked, and stay on the cluster", flush=True)
-        return Owners(())
     return Owners(tuple(list_installed()))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
+from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
 from infra.account.load_balancers import list_load_balancers
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.cost.estimate import control_plane_price
@@ -99,8 +99,6 @@ def _compute(account: Account, stack: str) -> Iterator[Leftover]:
     for queue in list_queues(account, stack):
         jobs = len(list(list_job_ids(account, queue)))
         yield Leftover("job queue", queue, f"jobs that have not ended: {jobs}", 0)
-    for name in list_environments(account, stack):
-        yield Leftover("compute environment", name, "", 0)
     names = [arn.rpartition("/")[2].rpartition(":")[0] for arn in list_definitions(account, stack)]
     for name in sorted(set(names)):
         yield Leftover("job definition", name, f"revisions: {names.count(name)}", 0, is_data=True)
@@ -122,10 +120,8 @@ def _compute(account: Account, stack: str) -> Iterator[Leftover]:
 def _network(account: Account, stack: str) -> Iterator[Leftover]:
     for name in list_unused_interfaces(account, stack):
         yield Leftover("interface", name, "unused; keeps its subnet from deletion", 0)
-    for each in list_load_balancers(account):
-        if each.is_of(stack):
-            detail, price = f"of a Service{', classic' if each.is_classic else ''}", dollars("load_balancer_hour")
-            yield Leftover("load balancer", each.name, detail, price * HOURS_OF_A_MONTH)
+    for name in list_load_balancers(account, stack):
+        yield Leftover("load balancer", name, "of a Service", dollars("load_balancer_hour") * HOURS_OF_A_MONTH)
     filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
     hourly = dollars("nat_gateway_hour") + dollars("public_address_hour")
     for gateway in account.pages("ec2", "describe_nat_gateways", "NatGateways", Filters=filters):
@@ -153,19 +149,13 @@ def _named(account: Account, stack: str) -> Iterator[Leftover]:
             gigabytes = each.get("storedBytes", 0) / 1e9
             price = gigabytes * dollars("log_gb_month")
             yield Leftover("log group", each["logGroupName"], f"{gigabytes:.1f} GB", price)
-    for each in account.pages("scheduler", "list_schedules", "Schedules", NamePrefix=f"{stack}-export-"):
-        yield Leftover("schedule", each["Name"], each["State"].lower(), 0)
     start = f"{stack}-{account.region}"
     for each in account.pages("iam", "list_roles", "Roles"):
         if each["RoleName"].startswith(f"{start}-"):
             yield Leftover("IAM role", each["RoleName"], "", 0)
     for each in account.pages("iam", "list_policies", "Policies", Scope="Local"):
         if each["PolicyName"].startswith(f"{start}-"):
-            detail = f"attached to {each['AttachmentCount']}" if each["AttachmentCount"] else ""
-            yield Leftover("IAM policy", each["PolicyName"], detail, 0)
-    owner = account.client("sts").get_caller_identity()["Account"]
-    if account.find("budgets", "describe_budget", AccountId=owner, BudgetName=start):
-        yield Leftover("budget", start, "of the whole account", 0)
+            yield Leftover("IAM policy", each["PolicyName"], "", 0)
 
 
 def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.account.load_balancers import list_load_balancers
 from infra.account.managed_node_groups import list_node_groups
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.teardown.leftovers import list_instances
@@ -35,20 +34,14 @@ class Neighbour:
     a subnet or a security group."""
 
 
-def find_in_account(account: Account, stack: str, has_service: Callable[[str], bool]) -> list[Neighbour]:
-    """Resources of others on the stack's cluster and in its VPCs, as AWS' API lists them.
-
-    Leaves out load balancers of Services that the cluster has: `has_service` gets the Service as NAMESPACE/NAME.
-    """
-    found: list[Neighbour] = []
+def find_in_account(account: Account, stack: str) -> Iterator[Neighbour]:
+    """Resources of others on the stack's cluster and in the VPCs that it made, as AWS' API lists them."""
     if account.find("eks", "describe_cluster", name=stack):
-        found += _node_pools(account, stack)
+        yield from _node_pools(account, stack)
     filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
     for vpc in account.pages("ec2", "describe_vpcs", "Vpcs", Filters=filters):
-        for find in (_instances, _network_parts):
-            found += find(account, stack, vpc["VpcId"])
-        found += _load_balancers(account, vpc["VpcId"], has_service)
-    return found
+        yield from _instances(account, stack, vpc["VpcId"])
+        yield from _network_parts(account, stack, vpc["VpcId"])
 
 
 def describe_neighbours(neighbours: list[Neighbour]) -> str:
@@ -91,16 +84,3 @@ def _network_parts(account: Account, stack: str, vpc: str) -> Iterator[Neighbour
             tags = tags_of(each)
             if tags.get(STACK_TAG) != stack and of_cluster not in tags and each.get("GroupName") != "default":
                 yield Neighbour(kind, each[id_key], each[name_key], f"aws ec2 {removal} {each[id_key]}")
-
-
-def _load_balancers(account: Account, vpc: str, has_service: Callable[[str], bool]) -> Iterator[Neighbour]:
-    for each in list_load_balancers(account):
-        if each.vpc != vpc or has_service(each.service):
-            continue
-        detail = f"of Service {each.service}, which the cluster does not have" if each.service else ""
-        removal = (
-            f"aws elb delete-load-balancer --load-balancer-name {each.name}"
-            if each.is_classic
-            else f"aws elbv2 delete-load-balancer --load-balancer-arn {each.arn}"
-        )
-        yield Neighbour("load balancer", each.name, detail, removal)

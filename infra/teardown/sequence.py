@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infra.account.session import Account
 from infra.apply.terraform import Stack, type_of, without_indices
 from infra.teardown.leftovers import list_unused_interfaces
-from infra.teardown.neighbours import describe_neighbours
+from infra.teardown.neighbours import describe_neighbours, find_in_account
 from infra.workloads.batch_workloads import BatchWorkloads
 from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.errors import DeviceError
@@ -44,7 +44,7 @@ class Teardown:
 
         Raises `DeviceError` if some of it would be destroyed with the cluster, or would stop terraform halfway.
         """
-        neighbours = self.workloads.find_neighbours()
+        neighbours = [*self.workloads.find_neighbours(), *find_in_account(self.account, self.name)]
         # With the data the network stays as well, and with the cluster everything.
         in_the_way = [each for each in neighbours if each.is_on_cluster or not self.is_data_kept]
         if in_the_way and not self.is_cluster_kept:

@@ -87,10 +87,7 @@ EKS_STACK = {
     "storage/main.tf": STORAGE,
     "eks/main.tf": EKS,
 }
-BATCH_CONFIG = (
-    "REGION=us-west-2\nNAME=millrace\nECR_REPO=123456789012.dkr.ecr.us-west-2.amazonaws.com/millrace\n"
-    "NOTICE_SECONDS=20000\n"
-)
+BATCH_CONFIG = "REGION=us-west-2\nNAME=millrace\nECR_REPO=123456789012.dkr.ecr.us-west-2.amazonaws.com/millrace\n"
 BATCH_MAIN = f"""
 resource "terraform_data" "given" {{}}
 module "network" {{

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
 from infra.account.polling import wait_until_none
 from infra.account.session import Account
-from infra.apply.terraform import Stack
-from infra.teardown.neighbours import Neighbour, find_in_account
+from infra.teardown.neighbours import Neighbour
 
-JOBS_SECONDS = 1800.0
-"""Seconds in which Batch ends all jobs, also those whose nodes are only starting, unless a notice is longer."""
-AFTER_NOTICE_SECONDS = 300.0
-"""Seconds from the end of a long notice until Batch reports the job as ended."""
+JOBS_SECONDS = 12 * 3600.0
+"""Limit for Batch to end all jobs. It kills a job itself after the machines' stop timeout, hours for a large model."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,6 @@ class BatchWorkloads:
     stack: str
     config: Path
     """The config.txt that deployments read, with the ids of the resources that terraform made."""
-    applied: Stack
 
     @property
     def place(self) -> str:
@@ -36,14 +31,10 @@ class BatchWorkloads:
         return bool(list_queues(self.account, self.stack))
 
     def find_neighbours(self) -> list[Neighbour]:
-        """Lists resources of others in the network that the stack made. An existing network is not looked at."""
-        return find_in_account(self.account, self.stack, lambda service: False)
+        return []
 
     def stop(self) -> None:
-        """Ends all jobs and waits for them.
-
-        Raises `TryAgain` if one has not ended within the longer of `JOBS_SECONDS` and its notice.
-        """
+        """Ends all jobs and waits for them. Raises `TryAgain` if one has not ended within `JOBS_SECONDS`."""
         batch = self.account.client("batch")
         names = list_queues(self.account, self.stack)
         for name in names:
@@ -54,15 +45,10 @@ class BatchWorkloads:
         wait_until_none(
             "jobs",
             lambda: [job_id for name in names for job_id, _ in list_job_ids(self.account, name)],
-            max(JOBS_SECONDS, self._find_notice_seconds() + AFTER_NOTICE_SECONDS),
+            JOBS_SECONDS,
             "aws batch describe-jobs --jobs ... shows why they have not ended",
         )
         print(f"jobs        0 in {', '.join(names)}, which accept no new ones", flush=True)
-
-    def _find_notice_seconds(self) -> int:
-        """Seconds between a job's notice and its kill, for a checkpoint; 0 if the applied stack does not say."""
-        config = str(self.applied.outputs().get("config", ""))
-        return max(map(int, re.findall(r"^NOTICE_SECONDS=(\d+)$", config, re.MULTILINE)), default=0)
 
     def forget(self) -> None:
         """Deregisters job definitions, whose images are gone, and deletes `config.txt` if this stack wrote it."""

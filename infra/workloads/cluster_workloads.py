@@ -18,9 +18,9 @@ from infra.addons.releases import read_releases
 from infra.apply.overlay_settings import forget_settings
 from infra.teardown.cluster_neighbours import Owners, find_on_cluster, find_pods_by_node_group, read_owners
 from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
-from infra.teardown.neighbours import Neighbour, find_in_account
+from infra.teardown.neighbours import Neighbour
 from infra.workloads import kubernetes_cluster
-from services.common.errors import MillraceError
+from services.common.errors import DeviceError
 from services.common.problem_list import list_names
 from services.common.recipe.schema import STAGES
 
@@ -46,24 +46,17 @@ class ClusterWorkloads:
         return kubernetes_cluster.find_endpoint(self.account, self.cluster) is not None
 
     def find_neighbours(self) -> list[Neighbour]:
-        """Lists resources of others on the cluster, unless that is gone, and in the stack's network."""
+        """Lists resources of others on the cluster, unless that is gone."""
         if not self.is_there():
-            return find_in_account(self.account, self.cluster, lambda service: False)
+            return []
         kubernetes_cluster.require_context(self.account, self.cluster)
-        owners = read_owners()
-        services = {f"{each.namespace}/{each.name}" for each in kubernetes_cluster.list_cloud_objects()}
-        in_account = find_in_account(
-            self.account,
-            self.cluster,
-            lambda service: service in services or service.partition("/")[0] in owners.namespaces,
-        )
-        return [*find_on_cluster(owners), *in_account]
+        return list(find_on_cluster(read_owners()))
 
     def stop(self) -> None:
         """Stops deployments, empties node groups, removes add-ons, and deletes Services and claims.
 
         Leaves what others made, and what they use: a node group with their pods, an add-on with their objects. Raises
-        `DeploymentStays` if a stage does not stop, `DeviceError` if kubectl talks to another cluster, and `TryAgain`
+        `DeviceError` if a stage does not stop or kubectl talks to another cluster, and `TryAgain`
         if something is not gone in time.
         """
         kubernetes_cluster.require_context(self.account, self.cluster)
@@ -95,7 +88,7 @@ class ClusterWorkloads:
         done = subprocess.run([sys.executable, "-m", module, command], env=os.environ | variables, check=False)
         if done.returncode:
             shown = " ".join(f"{name}={value}" for name, value in variables.items())
-            raise DeploymentStays(f"make {command} {shown} failed; its output is above", done.returncode)
+            raise DeviceError(f"make {command} {shown} ended with {done.returncode}; its output is above")
 
     def _empty_pools(self, pods_of_others: dict[str, list[str]]) -> None:
         """Scales the stack's node groups to 0, except the core group, whose drivers the next steps need."""
@@ -140,17 +133,8 @@ class ClusterWorkloads:
 
     def _list_made(self, owners: Owners, left: list[str]) -> Iterator[str]:
         """Load balancers and volumes that controllers made for Services and claims in Millrace's own namespaces."""
-        made = {each.name: each.service for each in list_load_balancers(self.account) if each.is_of(self.cluster)}
-        volumes = list_claim_volumes(self.account, self.cluster)
-        made |= {volume["VolumeId"]: claim for volume, claim in volumes}
+        made = list_load_balancers(self.account, self.cluster)
+        made |= {volume["VolumeId"]: claim for volume, claim in list_claim_volumes(self.account, self.cluster)}
         for name, origin in made.items():
             if origin not in left and origin.partition("/")[0] in owners.namespaces:
                 yield name
-
-
-class DeploymentStays(MillraceError):
-    """The deploy tool could not stop a stage, and no later step was begun."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
