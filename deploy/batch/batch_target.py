@@ -16,7 +16,6 @@ from deploy.batch.jobs import POLL_SECONDS, BatchJob, Definition, Jobs, follow
 from deploy.batch.resolved_job import (
     DEFAULT_RECIPE,
     ResolvedJob,
-    describe_changes,
     read_recipe,
     resolve_job,
     resolve_one_off,
@@ -49,7 +48,6 @@ class _Checked:
     """A resolved deployment or one-off, compared with the jobs of its stage."""
 
     resolved: ResolvedJob
-    newest: Definition | None
     same: Definition | None
     """The registered job definition of the identical deployment."""
     present: BatchJob | None
@@ -217,7 +215,6 @@ class BatchTarget:
             )
         return _Checked(
             resolved,
-            newest=next(iter(definitions), None),
             same=next(iter(same), None),
             present=next(iter(present), None),
             done=next((each.succeeded_at for each in same if each.succeeded_at), ""),
@@ -235,18 +232,13 @@ class BatchTarget:
         """Show the plans and submit the jobs, each of which waits for the one before: their ids, by stage.
 
         No job is submitted for what already runs, and for the first stages that have succeeded unless `is_again`. A dry
-        run submits none. Raises `DeviceError` before the first is submitted where a queue starts no jobs.
+        run submits none.
         """
         done = [*takewhile(lambda each: each.done and not each.present and not is_again, checked)]
-        for each in checked[len(done) :]:
-            problem = "" if each.present else self._jobs.explain_queue(each.resolved.queue.name)
-            if problem:
-                raise DeviceError(f"{each.name} is not submitted, nothing was changed: {problem}")
         job_ids: dict[Stage, str] = {}
         for each in checked:
             resolved = each.resolved
-            print(f"{'== ' if len(checked) > 1 else ''}{each.name}\n{resolved.plan}")
-            print_line(describe_changes(resolved.body, each.newest))
+            print(f"{'== ' if len(checked) > 1 else ''}{each.name}\n{resolved.plan}", flush=True)
             if each.present:
                 print_line(f"job {each.present.id} ({each.present.state}) already runs it")
                 job_ids[each.stage] = each.present.id

@@ -37,7 +37,6 @@ HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
 """Folders of a node, by their volume: the mounted file system, and scratch space on the node's disks. The launch
 template prepares both."""
 DEPLOYMENT_TAG = "millrace.dev/deployment"
-SET_BY_BATCH = ("jobDefinitionArn", "revision", "status", "containerOrchestrationType", "parameters", "tags")
 RUN_TAG = "millrace.dev/run"
 """Tag of a job and its tasks with the recipe's name, for reports of costs, or with the name of a one-off."""
 RETRY_RULES: tuple[Request, ...] = (
@@ -120,13 +119,6 @@ def render_job_definition(config: Config, queue: JobQueue, spec: JobSpec) -> Req
 def read_container(body: Request) -> Request:
     """The container of a job definition, which is the same on all nodes."""
     return dict(body["nodeProperties"]["nodeRangeProperties"][0]["container"])
-
-
-def describe_definition(body: Request) -> str:
-    """A job definition as text to compare: with the packed recipe's digest, and without what Batch adds."""
-    text = json.dumps({key: value for key, value in body.items() if key not in SET_BY_BATCH}, indent=2, sort_keys=True)
-    packed = [each["value"] for each in read_container(body)["environment"] if each["name"] == RECIPE_VARIABLE]
-    return text.replace(packed[0], f"recipe {hashlib.sha256(packed[0].encode()).hexdigest()[:10]}") if packed else text
 
 
 def _make_command(contract: StageContract, resources: Resources, spec: JobSpec) -> list[str]:

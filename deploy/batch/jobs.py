@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from deploy.batch.config import Config
 from deploy.batch.job_definition import (
@@ -24,10 +24,10 @@ from deploy.batch.job_definition import (
 )
 from deploy.exit_codes import EXIT_AGAIN, find_error_line, resolve_exit_code
 from deploy.progress import ProgressPrinter, print_line
-from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
+from infra.account.batch_queues import ACTIVE_STATUSES, list_job_ids
 from infra.account.session import Account, explaining_refusals
 from services.common.errors import DeviceError, TryAgain
-from services.common.recipe.schema import STAGES, Stage
+from services.common.recipe.schema import Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 SUCCEEDED_TAG = "millrace.dev/succeeded-at"
@@ -179,11 +179,6 @@ class Jobs:
             answer = self._account.find("logs", "get_log_events", **asked, **({"nextToken": token} if token else {}))
         return ([each["message"] for each in answer["events"]], answer["nextForwardToken"]) if answer else ([], token)
 
-    def explain_queue(self, queue: str) -> str:
-        """The reason why the queue starts no jobs; empty while it does."""
-        with explaining_refusals(f"job queue {queue}"):
-            return explain_queue(self._account, queue)
-
     def resolve_image(self, stage: Stage, tag: str) -> str:
         """The image of a tag or a digest, by digest; empty where the repository has no such tag."""
         repository = self._config.image_of(stage)
@@ -196,19 +191,15 @@ class Jobs:
         return f"{repository}@{found['imageDetails'][0]['imageDigest']}" if found else ""
 
     def _describe(self, ids: list[str]) -> Iterator[BatchJob]:
-        """The jobs of these ids that are of a stage."""
         for first in range(0, len(ids), JOBS_A_CALL // 2):
             asked = ids[first : first + JOBS_A_CALL // 2]
             both = [name for each in asked for name in (each, f"{each}#{MAIN_NODE}")]
             found = {each["jobId"]: each for each in self._batch.describe_jobs(jobs=both)["jobs"]}
             for each in asked:
-                stage = self._stage_of(found[each]["jobDefinition"]) if each in found else None
-                if stage:
+                if each in found:
+                    definition = _name_of(found[each]["jobDefinition"]).removeprefix(f"{self._config.name}-")
+                    stage = cast(Stage, definition.partition("-")[0])
                     yield _read_job(stage, found[each], found.get(f"{each}#{MAIN_NODE}", {}))
-
-    def _stage_of(self, definition: str) -> Stage | None:
-        names = {name_definition(self._config, each, of_one_offs=of): each for each in STAGES for of in (False, True)}
-        return names.get(_name_of(definition))
 
 
 def follow(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from deploy.batch.job_definition import (
     DEPLOYMENT_TAG,
     JobSpec,
     Request,
-    describe_definition,
     queue_of,
     render_job_definition,
 )
@@ -77,10 +75,9 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
     if attempts > MAX_ATTEMPTS:
         raise RecipeError(f"RETRIES={attempts - 1}: at most {MAX_ATTEMPTS - 1} on Batch; the command may be repeated")
     attempt_seconds = _resolve_attempt_seconds(request, recipe.outline)
-    own_limit = recipe.outline.train.time_limit_seconds
     if stage == "trainer":  # at its limit it commits a checkpoint and ends with 75: after Batch's there is no attempt
         most = attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
-        recipe = recipe.with_arguments(f"{TIME_LIMIT}={min(own_limit or most, most)}")
+        recipe = recipe.with_arguments(f"{TIME_LIMIT}={min(recipe.outline.train.time_limit_seconds or most, most)}")
     outline = recipe.outline
     nodes = outline.nodes_of(stage)
     is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
@@ -95,7 +92,7 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
         f"recipe      {outline.name}, {recipe.digest[:10]}",
         f"arguments   {' '.join(recipe.arguments) or 'none'}",
         f"attempts    {spec.attempts}: after exit code 75, or after the main node lost its host",
-        f"limit       {_describe_limit(spec, outline, own_limit)}",
+        f"limit       {_describe_limit(spec, outline)}",
     ]
     return ResolvedJob(queue, spec, render_job_definition(config, queue, spec), "\n".join(plan))
 
@@ -120,16 +117,6 @@ def resolve_one_off(config: Config, jobs: Jobs, request: OneOffRequest) -> Resol
         *prepared.plan,
     ]
     return ResolvedJob(config.cpu, spec, render_job_definition(config, config.cpu, spec), "\n".join(plan))
-
-
-def describe_changes(body: Request, before: Definition | None) -> str:
-    """What a job definition changes of the newest one, as the lines of a diff."""
-    if before is None:
-        return f"definition  {body['jobDefinitionName']} is new"
-    old, new = (describe_definition(each).splitlines() for each in (before.body, body))
-    changes = [line for line in difflib.unified_diff(old, new, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
-    title = f"definition  {body['jobDefinitionName']}, as revision {before.revision}"
-    return "\n".join([f"{title} except for" if changes else title, *changes])
 
 
 def read_recipe(definition: Definition) -> RequestedRecipe:
@@ -194,18 +181,15 @@ def _resolve_attempt_seconds(request: DeployRequest, outline: Outline) -> int:
     return math.ceil(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
 
 
-def _describe_limit(spec: JobSpec, outline: Outline, own_limit: float | None) -> str:
+def _describe_limit(spec: JobSpec, outline: Outline) -> str:
     """What follows when an attempt exceeds its limit. How long a run takes is unknown here: `plan` estimates it."""
     seconds = outline.train.time_limit_seconds
     if spec.stage != "trainer" or not seconds:
         return f"Batch ends an attempt of more than {spec.attempt_seconds / 3600:g} h, and makes no further one"
-    text = (
+    return (
         f"{seconds / 3600:g} h of training an attempt, then a checkpoint, exit code 75 and the next attempt: "
         f"{spec.attempts * seconds / 3600:g} h at most (services.trainer plan estimates what the run needs)"
     )
-    if own_limit and own_limit > seconds:
-        text += f". WARNING: HOURS is below the recipe's train.time_limit_seconds, {own_limit / 3600:g} h an attempt"
-    return text
 
 
 def _describe_cost(shape: Shape, nodes: int, hours: float) -> str:

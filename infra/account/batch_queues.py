@@ -17,26 +17,6 @@ def list_queues(account: Account, stack: str) -> list[str]:
     return sorted(each["jobQueueName"] for each in found if _is_of(each, stack))
 
 
-def list_environments(account: Account, stack: str) -> list[str]:
-    """Names of the compute environments with the stack's tag."""
-    found = account.pages("batch", "describe_compute_environments", "computeEnvironments")
-    return [each["computeEnvironmentName"] for each in found if _is_of(each, stack)]
-
-
-def explain_queue(account: Account, name: str) -> str:
-    """Explains why a queue gives no job to nodes; empty while it does."""
-    batch = account.client("batch")
-    queues = batch.describe_job_queues(jobQueues=[name])["jobQueues"]
-    if not queues:
-        return f"job queue {name} does not exist in {account.region}: make infra-up STACK=batch makes it"
-    if problem := _explain_state("job queue", queues[0]["jobQueueName"], queues[0]):
-        return problem
-    arns = [each["computeEnvironment"] for each in queues[0]["computeEnvironmentOrder"]]
-    found = batch.describe_compute_environments(computeEnvironments=arns)["computeEnvironments"]
-    problems = (_explain_state("compute environment", each["computeEnvironmentName"], each) for each in found)
-    return "; ".join(filter(None, problems))
-
-
 def list_job_ids(
     account: Account, queue: str, statuses: tuple[str, ...] = ACTIVE_STATUSES
 ) -> Iterator[tuple[str, str]]:
@@ -55,11 +35,3 @@ def list_definitions(account: Account, stack: str) -> list[str]:
 
 def _is_of(found: dict[str, Any], stack: str) -> bool:
     return bool((found.get("tags") or {}).get(STACK_TAG) == stack)
-
-
-def _explain_state(what: str, name: str, found: dict[str, Any]) -> str:
-    """Explains any state but ENABLED and VALID. Whole words are compared, because INVALID contains VALID."""
-    if (found["state"], found["status"]) == ("ENABLED", "VALID"):
-        return ""
-    reason = found.get("statusReason") or "Batch gives no reason"
-    return f"{what} {name} is {found['state']} and {found['status']}: {reason}"

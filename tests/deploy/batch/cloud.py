@@ -46,12 +46,10 @@ class Cloud:
         self.batch.meta.events.register("provide-client-params.batch.SubmitJob", self._record_job)
         self.batch.meta.events.register("provide-client-params.batch.RegisterJobDefinition", self._record_definition)
         self.batch.meta.events.register("after-call.batch.DescribeJobDefinitions", self._give_back_nodes)
-        self.batch.meta.events.register("after-call.batch.DescribeComputeEnvironments", self._give_back_state)
         self.batch.meta.events.register("after-call.batch.DescribeJobs", self._tell_of_main_nodes)
         self.are_attempts_the_main_nodes = False
         """Does DescribeJobs tell of attempts with the main node, which moto does not have, in place of the job?"""
         self._streams: dict[str, str] = {}
-        self._environment_state: dict[str, str] = {}
         for queue in (self.config.trainium.name, self.config.cpu.name):
             make_queue(self.account.client, queue)
         for stage in STAGES:
@@ -91,10 +89,6 @@ class Cloud:
                 end = {key: value for key, value in end.items() if value is not None}
                 job.attempts.append({"container": end})
 
-    def break_queue(self, status: str, reason: str) -> None:
-        """Give the queue's compute environment a status with its reason."""
-        self._environment_state = {"status": status, "statusReason": reason}
-
     @property
     def _backend(self) -> Any:
         return batch_backends[ACCOUNT][REGION]
@@ -123,10 +117,6 @@ class Cloud:
                 main_node["attempts"] = job.get("attempts", [])
                 job["attempts"] = [{"container": {}} for _ in main_node["attempts"]]
             parsed["jobs"].append(main_node)
-
-    def _give_back_state(self, parsed: dict[str, Any], **_: Any) -> None:
-        for each in parsed.get("computeEnvironments", []):
-            each.update(self._environment_state)
 
     def _give_back_nodes(self, parsed: dict[str, Any], **_: Any) -> None:
         for each in parsed.get("jobDefinitions", []):

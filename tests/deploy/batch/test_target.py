@@ -66,7 +66,7 @@ def test_an_identical_deployment_that_runs_is_followed_and_another_is_refused(cl
     assert len(cloud.submitted) == 1
 
 
-def test_a_dry_run_shows_cost_definition_and_what_is_new_and_changes_nothing(
+def test_a_dry_run_shows_cost_and_definition_and_changes_nothing(
     cloud: Cloud, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cloud.while_waiting(lambda: cloud.move("SUCCEEDED", 0))
@@ -74,12 +74,8 @@ def test_a_dry_run_shows_cost_definition_and_what_is_new_and_changes_nothing(
     capsys.readouterr()
     assert cloud.target.deploy(ask(arguments=("--train.max_steps=9",), hours=2.0, is_dry_run=True), None) == 0
     said = capsys.readouterr().out
-    for shown in (
-        "$43.00",
-        "--train.max_steps=9",
-        '-    "attemptDurationSeconds": 86400\n+    "attemptDurationSeconds": 7200',
-    ):
-        assert shown in said
+    assert "$43.00" in said
+    assert "--train.max_steps=9" in said
     assert (len(cloud.submitted), len(cloud.jobs.definitions("trainer"))) == (1, 1)
     file = io.StringIO()
     cloud.target.deploy(ask(is_dry_run=True, arguments=("--train.max_steps=9",)), file)
@@ -194,12 +190,10 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(
 def test_a_trainer_commits_a_checkpoint_before_batch_ends_its_attempt_for_good(
     cloud: Cloud, ask: Ask, hours: float | None, of_recipe: int | None, of_attempt: int, of_trainer: int
 ) -> None:
-    """The plan warns where HOURS is too short for the recipe's limit."""
     arguments = (f"--train.time_limit_seconds={of_recipe}",) if of_recipe else ()
     found = resolve_job(cloud.config, cloud.jobs, ask(arguments=arguments, hours=hours))
     assert found.spec.recipe
     assert (found.spec.attempt_seconds, found.spec.recipe.outline.train.time_limit_seconds) == (of_attempt, of_trainer)
-    assert ("WARNING" in found.plan) == ((of_recipe or 0) > of_trainer)
     tokenizer = resolve_job(cloud.config, cloud.jobs, ask("tokenizer", hours=hours)).spec.recipe
     assert tokenizer
     assert tokenizer.arguments == ()
