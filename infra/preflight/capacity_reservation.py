@@ -11,6 +11,7 @@ from infra.preflight.requirement import CheckResult
 # EKS removes the nodes of a Capacity Block this long before the block ends.
 BLOCK_ENDS_EARLY = timedelta(minutes=40)
 SAME_TIME = timedelta(minutes=1)
+MINUTE = "%Y-%m-%d %H:%M UTC"
 
 
 def check_reservation(reservation: dict[str, Any], inputs: Inputs, nodes: int, up: int, now: datetime) -> CheckResult:
@@ -38,20 +39,16 @@ def check_reservation(reservation: dict[str, Any], inputs: Inputs, nodes: int, u
         for name, (actual, chosen) in facts.items()
         if actual != chosen
     ]
-    if is_to_come:
-        problems.append(f"it begins at {_minute(start)}: deploy once it has begun")
-    elif reservation["State"] != "active":
-        problems.append(f"it is {reservation['State']}, expected active")
+    if is_to_come or reservation["State"] != "active":
+        problems.append(
+            f"it is {reservation['State']}{f' until {start:{MINUTE}}' if is_to_come else ''}, expected active"
+        )
     if free + up < nodes:
         problems.append(f"it has {free} free nodes, and {up} that this stack uses, expected {nodes} or more")
     if usable_until and usable_until <= now:
-        problems.append(f"it was usable until {_minute(usable_until)}")
+        problems.append(f"it was usable until {usable_until:{MINUTE}}")
     seen = f"{capacity.reservation_id}: {free} of {total} free"
-    seen += f", from {_minute(start)}" if is_to_come else ""
-    seen += f", until {_minute(usable_until)}" if usable_until else ""
+    seen += f", from {start:{MINUTE}}" if is_to_come else ""
+    seen += f", until {usable_until:{MINUTE}}" if usable_until else ""
     show = f"aws ec2 describe-capacity-reservations --capacity-reservation-ids {capacity.reservation_id} shows it"
     return seen, [f"capacity reservation {capacity.reservation_id}: {each}. {show}" for each in problems]
-
-
-def _minute(time: datetime | None) -> str:
-    return f"{time:%Y-%m-%d %H:%M} UTC" if time else ""

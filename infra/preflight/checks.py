@@ -45,7 +45,7 @@ def run_preflight(account: Account, inputs: Inputs, nodes: int, images: dict[str
     up = sum(each["InstanceType"] == inputs.trainium.shape for each in own)
     checks: dict[str, Callable[[], Iterable[CheckResult]]] = {"device": lambda: [check_machine_image(inputs)]}
     if inputs.kubernetes_version:
-        checks["kubernetes"] = lambda: check_kubernetes(account, inputs)
+        checks["kubernetes"] = lambda: [check_kubernetes(account, inputs)]
         checks["add-ons"] = lambda: [check_addons(account, inputs)]
     if inputs.subnet_id:
         checks["groups"] = lambda: [check_default_group(account, inputs.subnet_id)]

@@ -23,7 +23,6 @@ from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.account.session import STACK_TAG
 from infra.aws_releases import read_addon_pins
-from infra.preflight.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
 from infra.tests.site import EKS_STACK, Site, make_cluster
@@ -95,7 +94,7 @@ class Aws:
             "1.34": ("STANDARD_SUPPORT", datetime(2026, 12, 2, tzinfo=UTC)),
             "1.35": ("STANDARD_SUPPORT", datetime(2027, 3, 27, tzinfo=UTC)),
         }
-        self.addons = {name: ["v1.2.0-eksbuild.1", "v1.1.0-eksbuild.1"] for name in ADDONS}
+        self.addons = {name: ["v1.2.0-eksbuild.1", "v1.1.0-eksbuild.1"] for name in ("coredns", "vpc-cni")}
         self.addons["kube-proxy"] = ["v1.34.9-eksbuild.1", *read_addon_pins("1.34").values()]
 
     def push_images(self, *repositories: str, tag: str) -> None:

@@ -14,7 +14,6 @@ import yaml
 
 from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
-from infra.preflight import kubernetes_versions
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
@@ -239,8 +238,6 @@ def _addons(defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreem
         {"fsx.csi.aws.com"} if re.search(r"aws-fsx-csi-driver += { controller", catalogue) else set(),
         drivers,
     )
-    made = set(re.findall(r'^ {4,6}(?:"?)([a-z]+(?:-[a-z]+)+|coredns)(?:"?) += {', catalogue, re.MULTILINE))
-    yield Agreement("add-ons whose versions infra-preflight shows", set(kubernetes_versions.ADDONS), made)
     enforced = re.search(r'enableNetworkPolicy = "(\w+)"', catalogue)
     has_policies = bool(_all(objects, "NetworkPolicy"))
     yield Agreement("network policies are enforced", bool(enforced and enforced[1] == "true"), has_policies)
