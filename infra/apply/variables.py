@@ -42,7 +42,7 @@ OF_BLUEPRINT = {
     "enable_torchx_etcd": "nothing: torch's own store joins the workers",
 }
 """Variables of AWS's RayTrain blueprint, and what takes their place."""
-UNDECLARED = re.compile(r'declare a variable named "(\w+)" but a value was found in file "(.+)"\.')
+UNDECLARED = "Value for undeclared variable"  # of which terraform only warns
 
 
 def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
@@ -58,13 +58,12 @@ def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
         options = [f"-var-file={path.resolve()}" for path in files]
         messages = _run(scratch, "plan", "-json", "-input=false", "-out=plan", *options)
         found = [json.loads(line).get("diagnostic") for line in messages.splitlines() if line.startswith("{")]
-        diagnostics = [each for each in found if each]
-        if errors := [_describe_error(each) for each in diagnostics if each["severity"] == "error"]:
-            raise RecipeError("\n".join(errors))
+        wrong = [each for each in found if each and (each["severity"] == "error" or each["summary"] == UNDECLARED)]
+        if wrong:
+            raise RecipeError("\n".join(_describe_error(each) for each in wrong))
         shown = json.loads(_run(scratch, "show", "-json", "plan"))
     values: dict[str, Any] = shown["planned_values"]["outputs"]["values"]["value"]
     misspelt = [
-        *_list_undeclared(diagnostics, values),
         *_list_unknown_attributes(shown["variables"], values),
         *_list_unknown_in_environment(values),
     ]
@@ -102,13 +101,6 @@ def _describe_error(diagnostic: dict[str, Any]) -> str:
     where = f"{place['filename']}:{place['start']['line']}: " if place else ""
     detail = diagnostic["detail"].partition("\n\nThis was checked by")[0]
     return f"{where}{diagnostic['summary']}: {detail}"
-
-
-def _list_undeclared(diagnostics: list[dict[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
-    """Undeclared variables, of which terraform only warns."""
-    for each in diagnostics:
-        if found := UNDECLARED.search(each["detail"]):
-            yield f"{found[2]}: {_describe_unknown(found[1], values, 'variable of the stack')}"
 
 
 def _list_unknown_attributes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
