@@ -65,17 +65,17 @@ def print_differences(releases: list[Release]) -> None:
     The cluster renders the chart, so a chart that queries the cluster's API gets the same answers as at installation.
     """
     installed = list_installed()
-    others = _find_others(releases, installed)
+    others, there = _find_others(releases, installed), {(each.name, each.namespace) for each in installed}
     for release in releases:
         title = f"{release.name} {release.version}"
         if found := others.get(release.name):
-            print(
-                f"{title}: skipped, because make addons did not install it", *(f"  {each}" for each in found), sep="\n"
-            )
-            continue
-        is_there = any((each.name, each.namespace) == (release.name, release.namespace) for each in installed)
-        difference = list(_list_differences(release, is_there))
-        print(f"{title}: {'would change' if difference else 'is installed like this'}", *difference, sep="\n")
+            print(f"{title}: skipped, because make addons did not install it", *found, sep="\n  ")
+        elif (release.name, release.namespace) not in there:
+            print(f"{title}: would be installed")
+        elif difference := list(_list_differences(release)):
+            print(f"{title}: would change", *difference, sep="\n")
+        else:
+            print(f"{title}: is installed like this")
 
 
 def remove_releases(releases: list[Release], installed: list[Installed], own_namespaces: Collection[str]) -> None:
@@ -166,18 +166,21 @@ def _describe_others(releases: list[Release], others: dict[str, list[str]]) -> s
     )
 
 
-def _list_differences(release: Release, is_there: bool) -> Iterator[str]:
+def _list_differences(release: Release) -> Iterator[str]:
     if release.crds == "folder":
-        definitions = _run_helm("show", "crds", *release.source)
-        shown = run_kubectl(["diff", *SERVER_SIDE, "--filename", "-"], definitions, (0, DIFFERS))
+        shown = _diff(["--filename", "-"], _run_helm("show", "crds", *release.source))
         # Names alone, because KubeRay's definitions have 71,000 lines.
         yield from (f"definition {name} differs" for name in re.findall(r"^\+\+\+ \S*\.\.(\S+)", shown, re.MULTILINE))
-    before = _run_helm("get", "manifest", release.name, "--namespace", release.namespace) if is_there else ""
+    before = _run_helm("get", "manifest", release.name, "--namespace", release.namespace)
     after = json.loads(_run_helm(*release.upgrade, "--dry-run=server", "--output", "json"))["manifest"]
     old, new = ([line for line in side.strip().splitlines() if REVISION not in line] for side in (before, after))
     yield from difflib.unified_diff(old, new, "installed", "addons.yaml", lineterm="")
-    if release.manifests and is_there:
-        yield from run_kubectl(["diff", *SERVER_SIDE, *release.kustomization], good_codes=(0, DIFFERS)).splitlines()
+    if release.manifests:
+        yield from _diff(release.kustomization).splitlines()
+
+
+def _diff(manifests: list[str], written: str = "") -> str:
+    return run_kubectl(["diff", *SERVER_SIDE, *manifests], written, good_codes=(0, DIFFERS))
 
 
 def _run_helm(*arguments: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +68,9 @@ def read_releases() -> list[Release]:
 def choose_releases(releases: list[Release], only: str) -> list[Release]:
     """The add-ons that `only` names, separated by commas, in the order of installation; all of them if it is empty.
 
-    Raises `RecipeError` for a name that no add-on has, with the nearest one.
+    Raises `RecipeError` for a name that no add-on has.
     """
-    chosen = [name.strip() for name in only.split(",") if name.strip()]
-    names = [release.name for release in releases]
-    for name in chosen:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-            nearest = f" Did you mean {near[0]}?" if near else ""
-            raise RecipeError(f"ONLY={only}: no add-on {name}.{nearest} Expected names of {', '.join(names)}")
+    chosen, names = {name.strip() for name in only.split(",")} - {""}, [release.name for release in releases]
+    if unknown := chosen - {*names}:
+        raise RecipeError(f"ONLY={only}: no add-on {', '.join(unknown)}. Expected names of {', '.join(names)}")
     return [release for release in releases if release.name in chosen or not chosen]
