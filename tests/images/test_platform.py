@@ -28,14 +28,9 @@ def options(tmp_path: Path) -> tuple[str, ...]:
     [
         ("neuron", "cpu", "--parallel.device=xla"),
         ("cuda", "cpu", "--parallel.device=cuda"),
-        ("neuron", "cuda", "make images VARIANT=cuda"),
         ("cpu", "cuda", "make images VARIANT=cuda"),
-        ("trn2", "cpu", "--parallel.device=neuron"),
         ("trn2", "xla", "make images VARIANT=neuron"),
-        ("trn2", "cuda", "make images VARIANT=cuda"),
-        ("neuron", "neuron", "make images VARIANT=trn2"),
         ("cpu", "neuron", "make images VARIANT=trn2"),
-        ("cpu", "xla", "make images VARIANT=neuron"),
     ],
 )
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
