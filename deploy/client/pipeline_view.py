@@ -1,8 +1,8 @@
 """Shows the stages of a pipeline on any target: one table that is redrawn on a terminal, and plain lines elsewhere.
 
 The table has the state, progress, time left, time and cost of every stage. Lines of the stages' logs are printed above
-it, except for their progress, which the table shows. Without a terminal, and where CI or TERM=dumb is set, a line
-reports every change of a state, and the progress every ten seconds.
+it, except for their progress, which the table shows. Without a terminal, and where CI or TERM=dumb is set, all their
+lines are printed, and one for every change of a state.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from services.common.process.progress import (
 )
 
 State = Literal["waiting", "running", "published", "skipped", "failed", "stopped"]
-PLAIN_SECONDS = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
 DONE = ("published", "skipped")
 BAR_CHARACTERS = 12
 LEAST_BAR_COLUMNS = 100
@@ -101,7 +99,6 @@ class PipelineView:
         # A terminal whose lines can be redrawn, and no log of CI.
         self.is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not os.environ.get("CI")
         self._lock = threading.RLock()
-        self._said_at = dict.fromkeys(stages, time.monotonic())
 
     def __enter__(self) -> Self:
         if self.is_live:
@@ -153,30 +150,19 @@ class PipelineView:
             self._change(stage, state, f"exit code {exit_code}{f': {reason}' if reason else ''}")
 
     def report(self, stage: str, record: ProgressRecord) -> None:
-        """Show a stage's newest progress."""
+        """Show a stage's newest progress in the table."""
         with self._lock:
-            row = self._rows[stage]
-            row.progress = record
-            is_due = time.monotonic() - self._said_at[stage] >= PLAIN_SECONDS
-            if self.is_live or row.state != "running" or not is_due:
-                return
-            self._said_at[stage] = time.monotonic()
-            words, left, _, cost = row.cells()
-        told = (row.state, words, left and f"{left} left", cost and f"{cost} so far")
-        self._say(f"{stage}: {', '.join(filter(None, told))}")
+            self._rows[stage].progress = record
 
     def take_line(self, stage: str, line: str, output: TextIO | None = None) -> None:
-        """Print a line of a stage's log to `output`, by default stdout; a line of its progress is shown instead."""
-        if record := parse_progress_line(stage, line):
+        """Print a line of a stage's log to `output`, by default stdout; the table shows a line of its progress."""
+        progress = parse_progress_line(stage, line)
+        if record := progress or parse_published_line(stage, line):
             self.report(stage, record)
-            return
-        if record := parse_published_line(stage, line):
-            with self._lock:
-                self._rows[stage].progress = record
-        if self.is_live:
-            self._console.print(Text.from_ansi(line), soft_wrap=True)
-        else:
+        if not self.is_live:
             _print(line, output or sys.stdout)
+        elif not progress:
+            self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def _change(self, stage: str, state: State, detail: str) -> None:
         with self._lock:
@@ -186,7 +172,6 @@ class PipelineView:
             if (row.state, row.detail) == (state, detail):
                 return
             row.state, row.detail = state, detail
-            self._said_at[stage] = time.monotonic()
         if not self.is_live:
             self._say(f"{stage}: {state}{f', {detail}' if detail else ''}")
 
