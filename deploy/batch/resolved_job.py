@@ -34,9 +34,6 @@ DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")
 """The recipe of a request that names none."""
 TIME_LIMIT = "--train.time_limit_seconds"
 """The option that ends every trainer before Batch ends its attempt."""
-MAX_ATTEMPTS = 10
-"""Batch's limit for the attempts of one job."""
-LEAST_ATTEMPT_SECONDS = 60
 HOURS = 24.0
 """Limit of an attempt, in hours, where neither HOURS nor the recipe sets one."""
 LIMIT_MARGIN_SECONDS = 3_600
@@ -72,8 +69,6 @@ def resolve_job(config: Config, jobs: Jobs, request: DeployRequest) -> ResolvedJ
     if not request.tag:
         recipe.require_known()
     attempts = 1 + (RETRIES if request.retries is None else request.retries)
-    if attempts > MAX_ATTEMPTS:
-        raise RecipeError(f"RETRIES={attempts - 1}: at most {MAX_ATTEMPTS - 1} on Batch; the command may be repeated")
     attempt_seconds = _resolve_attempt_seconds(request, recipe.outline)
     if stage == "trainer":  # at its limit it commits a checkpoint and ends with 75: after Batch's there is no attempt
         most = attempt_seconds - min(LIMIT_MARGIN_SECONDS, attempt_seconds // 4)
@@ -173,10 +168,7 @@ def _require_capacity(config: Config, queue: JobQueue, stage: Stage, nodes: int,
 
 def _resolve_attempt_seconds(request: DeployRequest, outline: Outline) -> int:
     if request.hours is not None:
-        seconds = round(request.hours * 3600)
-        if seconds < LEAST_ATTEMPT_SECONDS:
-            raise RecipeError(f"HOURS={request.hours:g}: Batch's shortest attempt has {LEAST_ATTEMPT_SECONDS} s")
-        return seconds
+        return round(request.hours * 3600)
     limit = outline.train.time_limit_seconds if request.stage == "trainer" else None
     return math.ceil(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
 
