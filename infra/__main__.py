@@ -73,7 +73,7 @@ class Given(BaseModel):
     CONFIG: Path = CONFIG
     NODES: NonNegativeInt | None = None
     CPU_NODES: NonNegativeInt = 0
-    HOURS: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 24
+    HOURS: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     RECIPE: Path = RECIPE
     TAG: str = ""
     ONLY: str = ""
