@@ -201,7 +201,7 @@ def _describe_limit(spec: JobSpec, outline: Outline, own_limit: float | None) ->
         return f"Batch ends an attempt of more than {spec.attempt_seconds / 3600:g} h, and makes no further one"
     text = (
         f"{seconds / 3600:g} h of training an attempt, then a checkpoint, exit code 75 and the next attempt: "
-        f"{spec.attempts * seconds / 3600:g} h at most (services.trainer plan estimates what the run needs)"
+        f"{spec.attempts * seconds / 3600:g} h at most (`millrace plan` estimates what the run needs)"
     )
     if own_limit and own_limit > seconds:
         text += f". WARNING: HOURS is below the recipe's train.time_limit_seconds, {own_limit / 3600:g} h an attempt"

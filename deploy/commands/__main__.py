@@ -101,13 +101,13 @@ ONLY_ON: dict[str, tuple[tuple[Target, ...], str]] = {
     "MODE": (KUBERAY, "on Batch each job has a Ray cluster of its own"),
     "WAIT": (KUBERAY, "on Batch the queue limits the wait (2 hours without capacity); make stop-stage ends it"),
     "WAIT_AFTER_LOSS": (KUBERAY, "on Batch a job that lost a host returns all hosts, and waits in the queue again"),
-    "DRAIN": (KUBERAY, "on Batch the stop timeout of the machines is the notice"),
+    "DRAIN": (KUBERAY, "on Batch the stop timeout of the machines is the grace period"),
     "KEEP": (KUBERAY, "on Batch a job's nodes stop some minutes after the job"),
     "AGAIN": (BATCH, "on KubeRay the stage itself ends at once where its artifact is published"),
     "CONFIG": (BATCH, "on KubeRay KUBECONFIG names the cluster"),
 }
 """Variables that apply to some targets alone, and the advice for a person who gives them for another."""
-NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as python -m services.STAGE --recipe FILE"
+NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as millrace tokenize|compile|train RECIPE"
 
 
 def explain_inapplicable(name: str, command: str, target: Target) -> str:
