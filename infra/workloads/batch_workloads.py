@@ -13,9 +13,9 @@ from infra.apply.terraform import Stack
 from infra.teardown.neighbours import Neighbour, find_in_account
 
 JOBS_SECONDS = 1800.0
-"""Seconds in which Batch ends all jobs, also those whose nodes are only starting, unless a notice is longer."""
+"""Seconds in which Batch ends all jobs, also those whose nodes are only starting, unless a grace period is longer."""
 AFTER_NOTICE_SECONDS = 300.0
-"""Seconds from the end of a long notice until Batch reports the job as ended."""
+"""Seconds from the end of a long grace period until Batch reports the job as ended."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BatchWorkloads:
     def stop(self) -> None:
         """Ends all jobs and waits for them.
 
-        Raises `TryAgain` if one has not ended within the longer of `JOBS_SECONDS` and its notice.
+        Raises `TryAgain` if one has not ended within the longer of `JOBS_SECONDS` and its grace period.
         """
         batch = self.account.client("batch")
         names = list_queues(self.account, self.stack)
@@ -60,7 +60,7 @@ class BatchWorkloads:
         print(f"jobs        0 in {', '.join(names)}, which accept no new ones", flush=True)
 
     def _find_notice_seconds(self) -> int:
-        """Seconds between a job's notice and its kill, for a checkpoint; 0 if the applied stack does not say."""
+        """Seconds between a job's SIGTERM and SIGKILL, for a checkpoint; 0 if the applied stack does not say."""
         config = str(self.applied.outputs().get("config", ""))
         return max(map(int, re.findall(r"^NOTICE_SECONDS=(\d+)$", config, re.MULTILINE)), default=0)
 
