@@ -147,7 +147,7 @@ infra-cost: infra-environment ## Show what the infrastructure costs, by list pri
 #? STACK VARS
 #? NODES=NUMBER  Trainium nodes of the estimate. Default: those of the recipe.
 #? CPU_NODES=NUMBER  CPU nodes of the estimate. Default: 0.
-#? HOURS=NUMBER  Hours of the estimate. Default: 24.
+#? HOURS=NUMBER  Hours of the run. Default: plan's estimate for RECIPE, or 24 where it has none.
 #? RECIPE=FILE  The recipe of the run. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
@@ -304,7 +304,7 @@ benchmark: setup ## Measure a stage and its alternatives.
 #? MODE=shared|isolated  isolated: a Ray cluster for this stage alone. TARGET=kuberay only.
 #? WAIT=SECONDS  Limit for placing the nodes at first. Default: 1800. TARGET=kuberay only.
 #? WAIT_AFTER_LOSS=SECONDS  Limit for replacing lost nodes. Default: 21600. TARGET=kuberay only.
-#? DRAIN=SECONDS  Notice before a pod ends, for a checkpoint. Default: measured. TARGET=kuberay only.
+#? DRAIN=SECONDS  Grace period of a pod, for a checkpoint. Default: measured. TARGET=kuberay only.
 #? KEEP=1  Leave the pods and their nodes up after the stage. TARGET=kuberay only.
 #? HOURS=NUMBER  Limit of a stage; on Batch, of an attempt. Default: none; on Batch 24 or the recipe's.
 #? AGAIN=1  Redeploy even if it already succeeded. TARGET=batch only.

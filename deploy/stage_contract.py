@@ -24,7 +24,7 @@ DEGREE = "--parallel.data_parallel_size"
 """The option of compiler and trainer that follows from the number of the trainer's nodes."""
 
 DRAIN_VARIABLES = (NOTICE_VARIABLE, "RAY_JOB_STOP_WAIT_TIME_S")
-"""Variables that hold the termination notice: of a node that Ray drains, and of a driver that Ray stops."""
+"""Variables that hold the grace period: of a node that Ray drains, and of a driver that Ray stops."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StageContract:
     environment: dict[str, str]
     """Environment variables, without DRAIN_VARIABLES."""
     drain_seconds: int
-    """Termination notice, in seconds before the container is killed; a checkpoint must fit into it."""
+    """Grace period, in seconds before the container is killed; a checkpoint must fit into it."""
     mounts: tuple[ContainerMount, ...] = (SCRATCH, ROOT, RECIPE)
     secrets: tuple[SecretVariable, ...] = ()
 
@@ -146,10 +146,10 @@ EFA_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "64",
 }
 HUGGING_FACE_TOKEN = SecretVariable("HF_TOKEN", secret="hugging-face", key="token")
-"""Token for higher limits and gated repositories of the Hub. Only the tokenizer reads text and vocabularies."""
+"""Token for higher limits and gated repositories of the Hub. Only the tokenizer reads text and tokenizer files."""
 DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": TRAINER_NOTICE_SECONDS}
 ONE_OFF_DRAIN_SECONDS = 30
-"""Termination notice of a subcommand's container, in seconds: a subcommand publishes its whole result or none."""
+"""Grace period of a subcommand's container, in seconds: a subcommand publishes its whole result or none."""
 
 
 def find_contract(stage: Stage, resources: Resources | None) -> StageContract:

@@ -58,7 +58,7 @@ NEXT_ON_EKS = f"""\
 NEXT_ON_BATCH = f"""\
 {PUSH_IMAGES}
   make deploy-stage STAGE=tokenizer TARGET=batch"""
-VOCABULARY = """\
+TOKENIZER_FILE = """\
 A tokenizer file of your own needs no token for a gated one; name it in a copy of the recipe (tokenizer.model):
   aws s3 cp tokenizer.model s3://{bucket}/tokenizer/tokenizer.model"""
 
@@ -73,7 +73,7 @@ class Given(BaseModel):
     CONFIG: Path = CONFIG
     NODES: NonNegativeInt | None = None
     CPU_NODES: NonNegativeInt = 0
-    HOURS: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 24
+    HOURS: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     RECIPE: Path = RECIPE
     TAG: str = ""
     ONLY: str = ""
@@ -192,7 +192,7 @@ def _write_addresses(given: Given, stack: Stack, inputs: Inputs) -> None:
         [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
     print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes; its addresses are in {path}. Next:")
     names = {"region": inputs.region, "name": inputs.name, "registry": registry, "bucket": outputs["bucket"]}
-    print(f"{commands}\n{VOCABULARY}".format(**names, variant=find_variant(inputs.trainium.shape)))
+    print(f"{commands}\n{TOKENIZER_FILE}".format(**names, variant=find_variant(inputs.trainium.shape)))
 
 
 def down(given: Given) -> None:

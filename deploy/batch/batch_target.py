@@ -34,7 +34,7 @@ from services.common.recipe.schema import STAGES, Stage
 STOP_SECONDS = 900.0
 """Shortest time, in seconds, that a job is given to end."""
 STOP_MARGIN_SECONDS = 300.0
-"""Seconds added to the machines' termination notice, in which Batch reports that the job has ended."""
+"""Seconds added to the machines' grace period, in which Batch reports that the job has ended."""
 
 
 def connect_batch(path: Path | None = None) -> BatchTarget:

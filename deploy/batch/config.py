@@ -65,7 +65,7 @@ class Config(BaseModel):
     """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; 0 where
     it is unknown."""
     notice_seconds: NonNegativeFloat = 0
-    """Termination notice of the machines, in seconds before a container is killed; 0 where it is unknown."""
+    """Grace period of the machines, in seconds before a container is killed; 0 where it is unknown."""
     execution_role: str = ""
     """Role that reads secrets for containers."""
     hf_token_secret: SecretArn | None = None

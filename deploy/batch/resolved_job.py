@@ -180,7 +180,7 @@ def _describe_limit(spec: JobSpec, outline: Outline) -> str:
         return f"Batch ends an attempt of more than {spec.attempt_seconds / 3600:g} h, and makes no further one"
     return (
         f"{seconds / 3600:g} h of training an attempt, then a checkpoint, exit code 75 and the next attempt: "
-        f"{spec.attempts * seconds / 3600:g} h at most (services.trainer plan estimates what the run needs)"
+        f"{spec.attempts * seconds / 3600:g} h at most (`millrace plan` estimates what the run needs)"
     )
 
 

@@ -95,7 +95,7 @@ ONLY_ON: dict[str, tuple[Target, ...]] = {
     **dict.fromkeys(("AGAIN", "CONFIG"), ("batch",)),
 }
 """Targets of the variables that do not apply to all."""
-NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as python -m services.STAGE --recipe FILE"
+NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as millrace tokenize|compile|train RECIPE"
 
 
 def explain_inapplicable(name: str, command: str, target: Target) -> str:

@@ -12,10 +12,8 @@ from infra.cost.prices import HOURS_OF_A_MONTH, ListPrice, dollars, fsx_gb_month
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
-from services.common.process.shutdown import (
-    CHECKPOINTS_PER_NOTICE,
-    TRAINER_NOTICE_SECONDS,
-)
+from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS
+from services.common.recipe.derived import estimate_step
 from services.common.recipe.memory_estimate import checkpoint_bytes
 from services.common.recipe.schema import Recipe
 
@@ -71,11 +69,17 @@ def list_running(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> list[Li
 
 
 def describe_cost(
-    inputs: Inputs, trainium_nodes: int, cpu_nodes: int, hours: float, recipe: Recipe, today: date
+    inputs: Inputs, trainium_nodes: int, cpu_nodes: int, hours: float | None, recipe: Recipe, today: date
 ) -> str:
-    """Both lists with their sums, the price of a run of `hours`, and how long a checkpoint of the recipe takes."""
+    """Both lists with their sums, the price of a run of `hours`, and how long a checkpoint of the recipe takes.
+
+    By default the run has the recipe's steps, or 24 hours where their time on the stack's nodes is unknown.
+    """
     standing, running = list_standing(inputs, today), list_running(inputs, trainium_nodes, cpu_nodes)
-    hourly, running_hourly = _sum(standing), _sum(running)
+    hourly, running_hourly, step = _sum(standing), _sum(running), estimate_step(recipe)
+    fits = step is not None and step.device.name == inputs.trainium.shape
+    if hours is None:
+        hours = round(step.node_hours / trainium_nodes, 1) if step and fits and trainium_nodes else 24.0
     text = [
         "List prices, for an estimate: prices differ between regions, and commitments cost less.",
         *_describe_gaps(inputs, trainium_nodes, [*standing, *running]),
@@ -87,8 +91,16 @@ def describe_cost(
             *_table("billed in addition while a deployment has its nodes", running),
             f"  {_money(running_hourly)}/hour  {_money(running_hourly * 24)}/day",
         ]
+    if step:
+        run = f"{step.describe_hours()}; {step.describe_cost()}"
+        text.append(f"{recipe.name} on {step.nodes} x {step.device.name}: {run}")
+    if not fits:
+        text.append(
+            f"WARNING: no hours of {recipe.name} are known on {inputs.trainium.shape} (trainium.shape): its "
+            f"cluster.trainer_instance_type is {step.device.name if step else 'not set'}"
+        )
     if trainium_nodes or cpu_nodes:
-        text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}")
+        text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}, the stack included")
     text += _describe_support(inputs, today)
     if size := inputs.lustre_size:
         text.append(describe_checkpoints(size, recipe))
@@ -110,20 +122,17 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
     """
     written, rate = checkpoint_bytes(recipe), size.bytes_per_second
     wanted = CHECKPOINTS_PER_NOTICE * written / TRAINER_NOTICE_SECONDS
-    what = f"{written / GIB:,.0f} GiB of {recipe.name}"
-    speed = f"{written / rate:,.0f} s at the file system's {rate / 1e6:,.0f} MB/s"
-    notice = f"the {TRAINER_NOTICE_SECONDS} s between a stop's notice and the kill"
-    if rate >= wanted:
-        return f"a checkpoint, {what}, takes {speed}; {notice} have room for the expected {CHECKPOINTS_PER_NOTICE}"
-    advice = f"No throughput of {size.gib:,} GiB is fast enough; a larger fsx.gib is faster in proportion"
-    for throughput in FSX_THROUGHPUTS:
-        if LustreSize(size.gib, throughput).bytes_per_second >= wanted:
-            advice = f"fsx = {{ gib = {size.gib}, throughput = {throughput} }} is fast enough"
-            break
-    return (
-        f"WARNING: a checkpoint, {what}, takes {speed}, and {notice} should have room for {CHECKPOINTS_PER_NOTICE}: a "
-        f"stop may lose the steps since the previous checkpoint. {advice}"
+    text = (
+        f"a checkpoint, {written / GIB:,.0f} GiB of {recipe.name}, takes {written / rate:,.0f} s at the file system's "
+        f"{rate / 1e6:,.0f} MB/s; {CHECKPOINTS_PER_NOTICE} should fit the {TRAINER_NOTICE_SECONDS} s of a grace period"
     )
+    if rate >= wanted:
+        return text
+    fast = [each for each in FSX_THROUGHPUTS if LustreSize(size.gib, each).bytes_per_second >= wanted]
+    advice = f"No throughput of {size.gib:,} GiB is fast enough; a larger fsx.gib is faster in proportion"
+    if fast:
+        advice = f"fsx = {{ gib = {size.gib}, throughput = {fast[0]} }} is fast enough"
+    return f"WARNING: {text}, or a stop may lose the steps since the previous checkpoint. {advice}"
 
 
 def require_budget(inputs: Inputs, today: date) -> None:

@@ -17,6 +17,8 @@ from infra.apply.terraform import STACK
 from infra.cost.estimate import FSX_THROUGHPUTS
 from infra.cost.prices import fsx_gb_month, read_prices
 from infra.tests.conftest import RunInfra, WriteValues
+from services.common.recipe.file import load_recipe
+from services.trainer.inspection.run_plan import Assumptions, describe_plan
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
 IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
@@ -42,9 +44,31 @@ def test_a_run_costs_what_its_parts_cost(run_infra: RunInfra, monkeypatch: pytes
     assert "logs ($0.500 a GB written, $0.030/GB and month" in excluded
     assert "WARNING" not in done.stdout  # nobody has chosen a region
 
-    monkeypatch.delenv("NODES")
-    monkeypatch.setenv("RECIPE", "recipes/tiny-cpu.toml")  # which has two nodes
-    assert f"a run of 10 hours: ${(STANDING + 43) * 10:,.2f}" in run_infra("cost").stdout
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "run"),
+    [
+        ("llama2-7b-trn1", None, (111.0, 86)),
+        ("llama2-7b-trn1", "8", (55.5, 172)),
+        ("llama3.1-8b-trn2", "2", (24, 43)),  # another type than the stack's
+        ("tiny-cpu", None, (24, 43)),  # two nodes of no type
+    ],
+)
+def test_a_run_takes_the_hours_and_dollars_of_its_plan(
+    run_infra: RunInfra, monkeypatch: pytest.MonkeyPatch, recipe: str, nodes: str | None, run: tuple[float, float]
+) -> None:
+    path = ROOT / "recipes" / f"{recipe}.toml"
+    monkeypatch.setenv("RECIPE", str(path))
+    if nodes:
+        monkeypatch.setenv("NODES", nodes)
+
+    shown = run_infra("cost").stdout
+
+    (hours, hourly), planned = run, describe_plan(load_recipe(path), None, Assumptions())
+    assert f"a run of {hours:g} hours: ${(STANDING + hourly) * hours:,.2f}" in shown
+    for row in re.findall(r"^  (?:run|cost)  (.* node-hour.*)$", planned, re.MULTILINE):
+        assert row in shown
+    assert ("WARNING: no hours" in shown) is (hours == 24)
 
 
 @pytest.mark.parametrize(

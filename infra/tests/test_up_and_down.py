@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_up_shows_the_cost_applies_and_writes_the_settings(run_infra: RunInfra, site: Site) -> None:
     done = run_infra("up")
 
-    assert done.stdout.index("a run of 24 hours") < done.stdout.index("in us-west-2? yes (YES=1)")
+    assert done.stdout.index("a run of 111 hours") < done.stdout.index("in us-west-2? yes (YES=1)")
     assert "terraform would create 3, change 0, replace 0 and destroy 0" in done.stdout
     assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stdout
     assert "make images VARIANT=neuron PUSH=123456789012.dkr.ecr.us-west-2.amazonaws.com\n" in done.stdout

@@ -52,7 +52,7 @@ POLL_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 300.0
 REAP_MINUTES = 10
 ORPHAN_SECONDS = 900.0
-"""Seconds in which pods of a deployment without a record must end: their termination notice is unknown."""
+"""Seconds in which pods of a deployment without a record must end: their grace period is unknown."""
 
 
 class KubeRayTarget:
@@ -310,5 +310,5 @@ def _wait_until_over(api: Api, record: Record, read: Callable[[Api, str], Record
 
 
 def _patience(record: Record) -> float:
-    """Seconds in which a deployment must end: the driver's termination notice, then the pods', and a margin."""
+    """Seconds in which a deployment must end: the driver's grace period, then the pods', and a margin."""
     return 2 * (record.deployment.drain_seconds + DRAIN_MARGIN_SECONDS) + STOP_MARGIN_SECONDS

@@ -22,14 +22,7 @@ from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, ONE_OFF_NODES, RUN_LABEL, VARIANT_ANNOTATION
-from k8s.objects.placement import (
-    explain_batch_scheduler,
-    explain_start,
-    heads_of,
-    is_ready,
-    newest_event,
-    pods_of,
-)
+from k8s.objects.placement import explain_batch_scheduler, explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
@@ -226,7 +219,7 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
     pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == RECIPE.name else v for v in pod["volumes"]]
     if run := (was.spec["template"].get("metadata", {}).get("labels") or {}).get(RUN_LABEL):
         group["template"].setdefault("metadata", {}).setdefault("labels", {})[RUN_LABEL] = run
-    if was.replicas:  # the notice of a group without pods is the manifests'
+    if was.replicas:  # the grace period of a group without pods is the manifests'
         pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
         drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}
         container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]

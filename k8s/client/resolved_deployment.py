@@ -143,5 +143,5 @@ def _given(value: int | None, default: int) -> int:
 
 
 def _needed_drain_seconds(group: WorkerGroup) -> int:
-    """The manifests' notice, or three times the duration of the slowest checkpoint where that is longer."""
+    """The manifests' grace period, or three times the duration of the slowest checkpoint where that is longer."""
     return max(group.drain_seconds, needed_notice_seconds(group.checkpoint_seconds))

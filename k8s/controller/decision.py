@@ -107,7 +107,7 @@ def decide(seen: Observation) -> Action:
         case State.RUNNING:
             return Action(Step.WAIT, f"attempt {seen.attempt} is running")
         case State.STOPPING:
-            return Action(Step.STOP_DRIVER, f"stopping for {record.stop}: the driver has its notice")
+            return Action(Step.STOP_DRIVER, f"stopping for {record.stop}: the driver has its grace period")
         case State.STOPPED_BEFORE_RUN:
             return _end_attempt(EXIT_AGAIN, f"stopped by {record.stop} before its driver ran")
         case State.ATTEMPT_ENDED:

@@ -55,7 +55,7 @@ class Deployment:
     """Seconds after the deploy Job's creation, with all attempts and waits, in which the deployment is told to stop;
     0 where there is no limit."""
     drain_seconds: int
-    """Seconds between a pod's preemption notice and its kill; a checkpoint must fit into them."""
+    """Grace period of a pod, in seconds; a checkpoint must fit into it."""
     fewer_nodes: tuple[int, ...]
     """Numbers of nodes, largest first, with which the stage may continue after it lost nodes."""
     workers_per_node: int

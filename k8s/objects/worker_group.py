@@ -116,7 +116,7 @@ class WorkerGroup:
 
     @property
     def drain_seconds(self) -> int:
-        """Seconds between a pod's preemption notice and the end of its work, as the manifests set them."""
+        """Grace period of a pod's work, in seconds, as the manifests set it."""
         return int(self._required(self.spec["template"], DRAIN_ANNOTATION))
 
     @property

@@ -7,6 +7,7 @@ of Millrace: it keeps its traceback and exits with 1.
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,18 @@ class Interrupted(MillraceError):
     """The user pressed Ctrl-C; everything committed before stays."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+def shell_command(module: str, subcommand: str) -> str:
+    """Return the start of a command, as a message advises it: of `services.trainer` and `runs`, `millrace runs`.
+
+    It is `python -m services.trainer runs` where `millrace` is not beside this Python, as in all images.
+    """
+    if not (module.startswith("services.") and Path(sys.executable).with_name("millrace").is_file()):
+        return f"python -m {module} {subcommand}"
+    if module == "services.common.artifacts":
+        return f"millrace artifacts {subcommand}"
+    return f"millrace {'plan-compile' if (module, subcommand) == ('services.compiler', 'plan') else subcommand}"
 
 
 def unreadable(path: Path | str, error: OSError) -> MillraceError:

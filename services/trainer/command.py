@@ -256,7 +256,7 @@ def evaluate(
     launch: Launch = "",
     corpus_path: Annotated[
         Path | None,
-        typer.Option("--corpus", help="corpus to evaluate, of the same vocabulary (default: the recipe's newest)"),
+        typer.Option("--corpus", help="corpus to evaluate, of the same tokenizer (default: the recipe's newest)"),
     ] = None,
     step: Step = None,
     checkpoint_path: Annotated[

@@ -165,7 +165,7 @@ def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_manifests_have_the_environment_of_the_contract(kubectl: Path, overlay: str) -> None:
-    """Of the head, and of the stages, whose notice may be shorter on a small machine."""
+    """Of the head, and of the stages, whose grace period may be shorter on a small machine."""
 
     def environment_of(container: Thing) -> dict[str, str]:
         return {each["name"]: each["value"] for each in container["env"] if "value" in each}

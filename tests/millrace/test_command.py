@@ -17,7 +17,7 @@ import pytest
 from docs.site.commands import list_commands
 from images.platforms import REPOSITORY
 from millrace.programs import DEPLOY_PROGRAMS, PROGRAMS, Call, Program, require_installed
-from services.common.errors import DeviceError
+from services.common.errors import DeviceError, shell_command
 from services.common.process.subcommands import ARTIFACTS
 from services.common.testing.commands import run_python
 
@@ -68,12 +68,19 @@ def test_a_command_starts_a_program_with_its_words(line: str, started: str) -> N
     assert str(call(line)) == started
 
 
-def test_every_subcommand_of_every_stage_has_a_command() -> None:
+def test_every_subcommand_of_every_stage_has_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name it where it is installed, and the program elsewhere."""
     programs = {(each.module, " ".join(each.words)) for each in COMMANDS.values()}
     stages = {(each.module, each.subcommand) for each in list_commands() if each.module.startswith("services.")}
     shared = {each for each in stages if each[0].startswith("services.common.")}
     assert stages - shared <= programs
     assert COMMANDS[ARTIFACTS].module == "services.common.artifacts"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    named = {each for each in stages if each[1] and each[0] != "services.common.hardware.image_platform"}
+    assert all(shell_command(*each) == f"python -m {' '.join(each)}" for each in named)
+    (tmp_path / "millrace").touch()
+    for each in named:
+        assert str(call(shell_command(*each).removeprefix("millrace "))) == f"python -m {' '.join(each)}"
 
 
 def test_the_help_lists_every_command_and_imports_no_heavy_library() -> None:

@@ -21,7 +21,7 @@ locals {
     "arn:${var.account.partition}:eks:${var.account.region}:${var.account.id}:nodegroup/${var.name}/${group}/*"
   ]
 
-  # The tokenizer reads texts and a vocabulary from the bucket. The compiler and the trainer use only the file system, so they
+  # The tokenizer reads texts and a tokenizer file from the bucket. The compiler and the trainer use only the file system, so they
   # have no role; the network policies of k8s/base would not let them reach S3 either.
   bucket_policies = {
     for account in var.bucket_users : account => [

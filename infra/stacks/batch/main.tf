@@ -22,7 +22,7 @@ locals {
   amis = jsondecode(file("${path.module}/../../aws_releases.json")).ecs
 }
 
-# Between a container's notice and its kill a trainer commits a checkpoint, perhaps after one that is being written and the
+# In a container's grace period a trainer commits a checkpoint, perhaps after one that is being written and the
 # step that is running. The checkpoint's size and the file system decide how long that takes.
 locals {
   checkpoints_per_notice = 3

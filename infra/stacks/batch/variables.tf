@@ -39,7 +39,7 @@ variable "queue_limits" {
 }
 
 variable "hugging_face_secret" {
-  description = "ARN of a secret in Secrets Manager, encrypted with AWS' own key, whose whole value is a Hugging Face token for gated texts and vocabularies; null for none."
+  description = "ARN of a secret in Secrets Manager, encrypted with AWS' own key, whose whole value is a Hugging Face token for gated texts and tokenizers; null for none."
   type        = string
   default     = null
 

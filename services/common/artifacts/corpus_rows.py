@@ -25,7 +25,7 @@ import xxhash
 
 from services.common.artifacts.corpus import CorpusPayload, Split
 from services.common.artifacts.files import locate
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, shell_command
 
 MAX_MAPS = 256
 """Files that a reader keeps mapped. Linux allows a process 65,530 maps by default, and a corpus may have more files."""
@@ -209,7 +209,7 @@ def require_documents(folder: Path, corpus: CorpusPayload, split: Split, found: 
 
 def advise_verify(folder: Path) -> str:
     """Return the sentence that says how to find all damage of a corpus."""
-    return f"Check the corpus with `python -m services.common.artifacts verify {folder}`."
+    return f"Check the corpus with `{shell_command('services.common.artifacts', 'verify')} {folder}`."
 
 
 def _view(values: pa.Array) -> Any:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from services.common.errors import ArtifactError, unreadable
+from services.common.errors import ArtifactError, shell_command, unreadable
 from services.common.problem_list import list_names, list_problems
 from services.common.process.progress import report_phase
 from services.common.recipe.schema import fingerprint
@@ -173,7 +173,7 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ArtifactError(
             f"{folder}: not a published artifact (no {MANIFEST}). "
-            f"`python -m services.common.artifacts list ROOT` shows what is published below a root."
+            f"`{shell_command('services.common.artifacts', 'list')} ROOT` shows what is published below a root."
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error

@@ -9,9 +9,11 @@ from pathlib import Path
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, shell_command
 from services.common.recipe.file import read_override
 from services.common.recipe.schema import Model, Recipe, Stage
+
+_OWN = {"tokenizer": "tokenize", "compiler": "compile", "trainer": "train"}
 
 
 def stage_command(stage: Stage, recipe_path: Path, root: Path, subcommand: str = "", *options: str) -> str:
@@ -19,9 +21,10 @@ def stage_command(stage: Stage, recipe_path: Path, root: Path, subcommand: str =
 
     It has the overrides of this program's own command line: without them it would be about another recipe.
     """
-    words = ["python", "-m", f"services.{stage}", *([subcommand] if subcommand else [])]
+    start = shell_command(f"services.{stage}", subcommand or _OWN[stage])
     overrides = [word for word in sys.argv[1:] if read_override(word)]
-    return shlex.join([*words, "--recipe", str(recipe_path), "--root", str(root), *overrides, *options])
+    words = shlex.join([str(recipe_path), "--root", str(root), *overrides, *options])
+    return f"{start} {words}" if start.startswith("millrace") else f"{start} --recipe {words}"
 
 
 def open_corpus(
@@ -42,7 +45,7 @@ def open_corpus(
         raise ArtifactError(
             f"{corpus.path}: its vocabulary has {payload.vocabulary.vocab_size:,} pieces, model.vocab_size is "
             f"{recipe.model.vocab_size:,}. {advise_vocab_size(recipe.model, payload.vocabulary.vocab_size)} or use the "
-            f"corpus of a vocabulary with {recipe.model.vocab_size:,} pieces."
+            f"corpus of a tokenizer with {recipe.model.vocab_size:,} pieces."
         )
     if payload.sequence_length != recipe.corpus.sequence_length:
         raise ArtifactError(

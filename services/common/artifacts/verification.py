@@ -129,7 +129,7 @@ def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
         codec = load_codec(path, vocabulary)
     except ImportError as error:
         raise DeviceError(
-            f"{path}: no library for a {vocabulary.kind} vocabulary ({error}). Verify the corpus in the image of the "
+            f"{path}: no library for a {vocabulary.kind} tokenizer ({error}). Verify the corpus in the image of the "
             f"tokenizer or of the trainer."
         ) from error
     try:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from services.common.errors import RecipeError
+from services.common.errors import RecipeError, shell_command
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe.file import load_recipe, read_override, read_overrides
@@ -52,6 +52,8 @@ def run_app(app: typer.Typer, argv: list[str], program: str) -> int:
     except typer.TyperException as error:
         failed = getattr(error, "ctx", None)
         usage = f"\n{failed.get_usage()}" if failed else ""
+        if failed and failed.parent:
+            usage = usage.replace(failed.command_path, shell_command(program, failed.info_name))
         raise RecipeError(f"{error.format_message()}{usage}") from error
 
 

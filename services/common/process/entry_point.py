@@ -26,6 +26,7 @@ from services.common.errors import (
     RecipeError,
     StorageError,
     TryAgain,
+    shell_command,
 )
 from services.common.hardware.faults import find_hardware_fault
 from services.common.process.shutdown import (
@@ -164,7 +165,7 @@ def _of_os_error(error: OSError) -> MillraceError | None:
     if error.errno in _FULL_ERRNOS:
         return StorageError(
             f"{place}{_free_space(name)}. Free space there; the same command then continues. "
-            f"`python -m services.common.artifacts gc DIR` removes what interrupted commands left below the root DIR."
+            f"`{shell_command('services.common.artifacts', 'gc')} ROOT` removes what interrupted commands left there."
         )
     if error.errno in _PLACE_ERRNOS:
         return StorageError(

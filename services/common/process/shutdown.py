@@ -1,4 +1,4 @@
-"""Ends a program early: the signals that ask for it, the reasons to stop, and the notice that a node gives.
+"""Ends a program early: the signals that ask for it, the reasons to stop, and the grace period.
 
 SIGTERM, SIGHUP and Ctrl-C ask a program to stop where the same command can continue later. SIGHUP, which a closing
 terminal sends, has the meaning of SIGTERM. A signal that the program was started to ignore, such as SIGHUP under
@@ -35,9 +35,9 @@ AGAIN_SECONDS = 0.1
 NOTICE_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 """Variable with the seconds that Ray gives to a node which has to leave. Every stage's container sets it."""
 TRAINER_NOTICE_SECONDS = 300
-"""Notice in seconds of a trainer's container on every target, unless a deployment or the machines set another."""
+"""Grace period in seconds of a trainer's container on every target, unless a deployment or the machines set another."""
 CHECKPOINTS_PER_NOTICE = 3
-"""Checkpoint times that a notice should hold: a stop waits for its step and for a checkpoint that is being written."""
+"""Checkpoints that a grace period should hold: a stop waits for its step and for a checkpoint that is being written."""
 
 
 class Stopped(BaseException):
@@ -210,18 +210,18 @@ class StopReason(enum.IntEnum):
 
 
 def needed_notice_seconds(checkpoint_seconds: float) -> int:
-    """Return the seconds of notice in which a checkpoint that takes this long is always committed."""
+    """Return the grace period in seconds in which a checkpoint that takes this long is always committed."""
     return math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_seconds)
 
 
 def check_notice(checkpoint_seconds: float) -> str:
-    """Return a warning where this container's notice may be too short for a checkpoint that takes this long, or ""."""
+    """Return a warning where the container's grace period may be too short for a checkpoint of these seconds, or ""."""
     notice_seconds = float(os.environ.get(NOTICE_VARIABLE) or "inf")
     needed = needed_notice_seconds(checkpoint_seconds)
     if needed <= notice_seconds:
         return ""
     return (
-        f"a checkpoint took {checkpoint_seconds:.1f} s, and this container has a termination notice of "
+        f"a checkpoint took {checkpoint_seconds:.1f} s, and this container has a grace period of "
         f"{notice_seconds:g} s, which should be {CHECKPOINTS_PER_NOTICE} times as long: a stop may lose the steps "
         f"since the checkpoint before. On Kubernetes the next deployment sets {needed} s by itself; on AWS "
         f"Batch, raise checkpoint_gb in the tfvars of infra/stacks/batch, then make infra-up STACK=batch"

@@ -1,17 +1,59 @@
-"""Derives the numbers that `--dry-run` prints from a recipe, before anything is computed."""
+"""Derives numbers of a recipe before anything is computed: those of `--dry-run`, and time and price of its run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from services.common.artifacts.corpus import CorpusPayload
 from services.common.hardware.image_platform import BACKENDS
+from services.common.hardware.instance_types import InstanceType, read_instance_types
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 
+if TYPE_CHECKING:
+    from services.common.artifacts.corpus import CorpusPayload
+
 MAX_EPOCHS = 4
 """Epochs up to which repeated text teaches almost as much as new text (arXiv 2305.16264)."""
+NEURON_MFU_OF_PRESETS = {"llama2-7b": 0.37, "llama2-13b": 0.29, "llama3-8b": 0.21, "llama3.1-8b": 0.21}
+"""Share of its peak that a NeuronCore is assumed to reach, by preset: that of AWS Neuron's training benchmarks on
+trn1.32xlarge, by `causal_flops_per_token`: Llama 2 7B with 101.3 sequences of 4,096 tokens a second on 16 nodes and
+Llama 2 13B with 84.0 on 32 (SDK 2.20), and Llama 3.1 8B with 47.95 of 8,192 tokens on 32 (SDK 2.24). No training
+benchmark is published for trn2, so a preset has the same share there.
+"""
+NEURON_MFU = 0.29
+"""Share for a model without a published benchmark: that between the others."""
+GPU_MFU = 0.42
+"""Share of its dense bfloat16 peak that a GPU is assumed to reach, by `causal_flops_per_token`: that of a compiled
+Llama of a billion parameters on one H100 (docs/benchmarks/trainer.md).
+"""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Time and price of a step on the instance type of a recipe, and of all steps of its run."""
+
+    device: InstanceType
+    mfu: float
+    mfu_source: str
+    seconds: float
+    price: float | None
+    """Dollars for an hour of a node; None if no list has them."""
+    price_source: str
+    nodes: int
+    node_hours: float
+    """Hours of the run, times its nodes."""
+
+    def describe_hours(self) -> str:
+        return f"{self.node_hours / self.nodes:,.0f} hours, {self.node_hours:,.0f} node-hours"
+
+    def describe_cost(self) -> str:
+        if self.price is None:
+            return f"unknown: no public list has a price of {self.device.name} (plan --dollars-per-node-hour)"
+        dollars = self.node_hours * self.price
+        return f"${dollars:,.0f} at ${self.price:,.2f} for a node-hour ({self.price_source})"
 
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
@@ -144,3 +186,32 @@ def steps_of_run(recipe: Recipe) -> int:
 
 def tokens_per_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * recipe.corpus.sequence_length
+
+
+def instance_type(recipe: Recipe) -> InstanceType | None:
+    """Return the instance type of the trainer's nodes, divided for its workers; None if the recipe names none."""
+    name = recipe.cluster.trainer_instance_type
+    return read_instance_types()[name].divided_for(recipe.cluster.trainer_workers_per_node) if name else None
+
+
+def estimate_step(recipe: Recipe, mfu: float | None = None, price: float | None = None) -> StepEstimate | None:
+    """Estimate a step on all workers, without idle cores; None if the recipe names no instance type."""
+    device = instance_type(recipe)
+    if device is None:
+        return None
+    share, source = _assume_mfu(recipe, device) if mfu is None else (mfu, "--mfu")
+    peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
+    seconds = causal_flops_per_token(recipe) * tokens_per_step(recipe) / (peak * share)
+    listed = f"on demand, {device.price_source}" if price is None else "--dollars-per-node-hour"
+    nodes, price = stage_nodes(recipe, "trainer"), device.dollars_per_hour if price is None else price
+    node_hours = nodes * seconds * steps_of_run(recipe) / 3600
+    return StepEstimate(device, share, source, seconds, price, listed, nodes, node_hours)
+
+
+def _assume_mfu(recipe: Recipe, device: InstanceType) -> tuple[float, str]:
+    """Return the share of the peak that a step of the recipe is assumed to reach, and where that share comes from."""
+    if device.accelerators == "GPUs":
+        return GPU_MFU, "this trainer's goal for one GPU"
+    if share := NEURON_MFU_OF_PRESETS.get(recipe.model.preset or ""):
+        return share, "AWS's benchmark of this size on trn1"
+    return NEURON_MFU, "AWS's benchmark of Llama 2 13B on trn1; none is known for this size"

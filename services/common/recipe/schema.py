@@ -65,7 +65,7 @@ class Source(Section):
     column: str = "text"
     """The jsonl key, or the parquet or arrow column, that holds the document. `a.b` is the key `b` within `a`."""
     revision: str | None = None
-    """Commit of a repository on the Hugging Face hub; `python -m services.tokenizer pin` writes it for a branch."""
+    """Commit of a repository on the Hugging Face hub; `millrace pin` writes it for a branch."""
     subset: str | None = None
     """Name of the configuration of a `datasets://` source."""
     split: str = "train"

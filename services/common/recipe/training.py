@@ -13,10 +13,10 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 
 class Branch(Section):
     """A checkpoint of another run below the same root, with which a run begins: weights, moments, the number of steps,
-    and the position in the data. The model's shapes and the vocabulary must be the parent's."""
+    and the position in the data. The model's shapes and the tokenizer must be the parent's."""
 
     run: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}$", max_length=MAX_NAME_LENGTH + 9)]
-    """Name of the parent run, as `python -m services.trainer runs` lists it."""
+    """Name of the parent run, as `millrace runs` lists it."""
     step: Annotated[int, Field(ge=0)]
     """Step after which the parent has a checkpoint. The branch counts its steps from there on."""
     data: Literal["continue", "restart"] = "continue"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import RecipeError
+from services.common.errors import RecipeError, shell_command
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.command_line import (
     ROOT,
@@ -85,10 +85,15 @@ def test_a_wrong_word_is_a_recipe_error(tmp_path: Path, words: list[str]) -> Non
 
 @pytest.mark.parametrize(
     ("words", "usage"),
-    [([], "trainer train"), (["rnus"], "trainer"), (["--dry-run"], "trainer train"), (["runs", "--x"], "trainer runs")],
+    [
+        ([], shell_command("services.trainer", "train")),
+        (["rnus"], "python -m services.trainer"),
+        (["--dry-run"], shell_command("services.trainer", "train")),
+        (["runs", "--x"], shell_command("services.trainer", "runs")),
+    ],
 )
 def test_a_wrong_command_line_is_a_recipe_error_with_the_usage(words: list[str], usage: str) -> None:
-    with pytest.raises(RecipeError, match=rf"\nUsage: python -m services\.{usage} \[OPTIONS\]"):
+    with pytest.raises(RecipeError, match=rf"\nUsage: {usage} \[OPTIONS\]"):
         run(*words)
 
 

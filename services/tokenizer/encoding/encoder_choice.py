@@ -75,7 +75,7 @@ def _try_fast(path: Path, vocabulary: Vocabulary) -> Encoder | str:
     try:
         encoder = FastokensEncoder(content, vocabulary)
     except ValueError as error:
-        return f"fastokens cannot read the vocabulary ({error})"
+        return f"fastokens cannot read the tokenizer file ({error})"
     obstacle = obstacle_to_fastokens(content) if vocabulary.kind != "tiktoken" else None
     if obstacle or vocabulary.kind != "hugging_face":
         return obstacle or encoder

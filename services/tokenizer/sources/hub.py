@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from services.common.errors import ArtifactError, RecipeError
+from services.common.errors import ArtifactError, RecipeError, shell_command
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.columns import find_column, follow, read_column
@@ -96,7 +96,7 @@ def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> I
 
 def _warn_of_branch(uri: str, revision: str) -> None:
     if not is_commit(revision):
-        logger.warning("%s: revision %r may change. python -m services.tokenizer pin writes its commit", uri, revision)
+        logger.warning("%s: %r may change: %s pins it", uri, revision, shell_command("services.tokenizer", "pin"))
 
 
 def _load_builder(source: Source) -> Any:

@@ -90,8 +90,8 @@ def train_on_sample(
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         uris = ", ".join(source.uri for source in corpus.sources)
-        raise ArtifactError(f"{uris}: the sources hold no text to train a vocabulary on. Add text.")
-    logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
+        raise ArtifactError(f"{uris}: the sources hold no text to train a tokenizer on. Add text.")
+    logger.info("training a tokenizer of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
     return train_vocabulary(documents, training.vocab_size), documents
 
 

@@ -13,7 +13,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, verify_files
 from services.common.artifacts.manifest import MANIFEST, FileEntry
 from services.common.artifacts.store import Address, Artifact, identity_key, open_artifact, require_in_place
-from services.common.errors import ArtifactError, UnreadableError
+from services.common.errors import ArtifactError, UnreadableError, shell_command
 from services.common.problem_list import list_names, list_problems
 from services.common.program.mesh import Mesh
 from services.common.recipe.schema import Recipe
@@ -143,12 +143,12 @@ def all_damaged(collection: Path, damages: list[str]) -> ArtifactError:
 def no_checkpoint_yet(collection: Path) -> ArtifactError:
     return ArtifactError(
         f"{collection}: the run has no checkpoint. Train it first, or pass the recipe and the overrides of another "
-        f"run: `{list_runs_command(collection.parents[1])}` lists them."
+        f"run: `{runs_command(collection.parents[1])}` lists them."
     )
 
 
-def list_runs_command(root: Path) -> str:
-    return shlex.join(["python", "-m", "services.trainer", "runs", "--root", str(root)])
+def runs_command(root: Path) -> str:
+    return f"{shell_command('services.trainer', 'runs')} --root {shlex.quote(str(root))}"
 
 
 def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest]:
@@ -197,5 +197,5 @@ def find_trained_corpus(checkpoint: Artifact[CheckpointManifest], root: Path) ->
             return found
     raise ArtifactError(
         f"{checkpoint.path}: was trained on the corpus {name}/{link.id} ({link.path}), which is gone, so its "
-        f"vocabulary cannot be compared. Restore that corpus below {root / 'corpus'}; its manifest is enough."
+        f"tokenizer cannot be compared. Restore that corpus below {root / 'corpus'}; its manifest is enough."
     )

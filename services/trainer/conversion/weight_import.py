@@ -151,7 +151,7 @@ def _require_same_vocabulary(folder: Path, job: Job) -> None:
         if vocabulary.kind == "tokenizer_json" and _have_same_rules(path, content, ours.read_bytes()):
             continue
         raise RecipeError(
-            f"{path}: is another vocabulary ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
+            f"{path}: is another tokenizer ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
             f'the corpus mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
         )
 

@@ -69,7 +69,7 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
     if Validation(job.recipe, job.corpus, num_tokens).is_empty:
         raise ArtifactError(
             f"{job.corpus.path}: its validation split has no target to evaluate. Name another corpus of the same "
-            f"vocabulary with --corpus; another corpus.validation_fraction makes the recipe that of another run."
+            f"tokenizer with --corpus; another corpus.validation_fraction makes the recipe that of another run."
         )
     shared = None if job.launch == "inline" else job.root  # for the result, where all workers see it
     with using_node(job), tempfile.TemporaryDirectory(prefix=".evaluate-", dir=shared) as name:

@@ -28,7 +28,7 @@ from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.memory_estimate import show_size
 from services.common.recipe.schema import fingerprint
-from services.trainer.checkpoints.lookup import all_damaged, open_checkpoint, verify_sizes, verify_state
+from services.trainer.checkpoints.lookup import all_damaged, open_checkpoint, runs_command, verify_sizes, verify_state
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.command_inputs import new_job, open_cache
 from services.trainer.inspection.findings import (
@@ -78,7 +78,7 @@ class Doctor:
 
     def check(self) -> list[Finding]:
         findings = [
-            run_check("recipe", self._check_recipe, "python -m services.trainer plan"),
+            run_check("recipe", self._check_recipe, self._make("trainer", "plan")),
             run_check("corpus", self._check_corpus, self._make("tokenizer")),
             run_check("compile cache", self._check_cache, self._make("compiler")),
         ]
@@ -92,8 +92,8 @@ class Doctor:
             ]
         return findings + self._check_nodes()
 
-    def _make(self, stage: Any) -> str:
-        return stage_command(stage, self.given.recipe_path, self.given.root)
+    def _make(self, stage: Any, *words: str) -> str:
+        return stage_command(stage, self.given.recipe_path, self.given.root, *words)
 
     def _check_recipe(self) -> Finding:
         recipe, parallel = self.given.recipe, self.given.recipe.parallel
@@ -167,13 +167,11 @@ class Doctor:
         train = job.recipe.train
         if train.initial_weights:
             none = ArtifactError(f"{job.run}: its weights (train.initial_weights) are not imported yet")
-            return problem(
-                none, stage_command("trainer", self.given.recipe_path, job.root, "import", "--from", "FOLDER")
-            )
+            return problem(none, self._make("trainer", "import", "--from", "FOLDER"))
         if train.branch:
             parent = open_parent(job.root, train.branch)
             require_same_vocabulary(job.root, parent, job.recipe, job.corpus)
-            verified = self._verify(parent, f"python -m services.trainer runs --root {job.root}")
+            verified = self._verify(parent, runs_command(job.root))
             if verified.result is not Result.OK:
                 return verified
         return ok(f"none of {job.run}: it starts at step {train.first_step}")
@@ -205,7 +203,7 @@ class Doctor:
                 raise DeviceError("no node can take this stage's work")
             return ok(f"checked: {len(found)}")
 
-        inline = "check them; python -m services.trainer doctor with --launch inline checks this machine only"
+        inline = f"check them; {self._make('trainer', 'doctor', '--launch', 'inline')} checks this machine only"
         nodes = run_check("nodes", check, inline)
         ordered = dict(sorted(found.items()))
         return [nodes, *merge_nodes(ordered), *compare_nodes(ordered)]

@@ -6,14 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from services.common.errors import (
-    ArtifactError,
-    DeviceError,
-    MillraceError,
-    RecipeError,
-    StorageError,
-    TryAgain,
-)
+from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, StorageError, TryAgain
 
 BY_SEVERITY = [each.exit_code for each in (StorageError, DeviceError, ArtifactError, RecipeError, TryAgain)]
 

@@ -10,18 +10,13 @@ from itertools import accumulate, chain
 from pydantic import ValidationError
 
 from services.common.errors import RecipeError
-from services.common.hardware.instance_types import GIB, InstanceType, read_instance_types
+from services.common.hardware.instance_types import GIB, InstanceType
+from services.common.recipe.derived import instance_type
 from services.common.recipe.memory_estimate import memory_of_worker
 from services.common.recipe.schema import Recipe
 
 Changes = dict[str, str | int]
 """Recipe values by dotted name, as a command line overrides them."""
-
-
-def instance_type(recipe: Recipe) -> InstanceType | None:
-    """Return the instance type of the trainer's nodes, divided for its workers; None if the recipe names none."""
-    name = recipe.cluster.trainer_instance_type
-    return read_instance_types()[name].divided_for(recipe.cluster.trainer_workers_per_node) if name else None
 
 
 def require_fit(recipe: Recipe) -> None:

@@ -19,12 +19,11 @@ from services.common.hardware.gpus import VISIBLE_VARIABLE, list_visible_gpus
 from services.common.hardware.image_platform import NEURON_DEVICES, image_variant, neuron_chips, require_backend
 from services.common.hardware.instance_types import MIB
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.derived import causal_flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, instance_type, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, show_size
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.retention import most_checkpoints
 from services.trainer.inspection.findings import Finding, ok, problem, run_check, warning
-from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 
 PROBE_BYTES, BLOCK_BYTES, FSYNCS = 64 * MIB, 4 * MIB, 9

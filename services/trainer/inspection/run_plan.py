@@ -6,28 +6,26 @@ The sources of the estimates are in docs/benchmarks/trainer.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, MIB, InstanceType, default_lustre_size
-from services.common.process.shutdown import (
-    CHECKPOINTS_PER_NOTICE,
-    TRAINER_NOTICE_SECONDS,
-    needed_notice_seconds,
-)
+from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS, needed_notice_seconds
 from services.common.program.backends.slow_paths import slow_paths
-from services.common.recipe.derived import causal_flops_per_token, derive, steps_of_run, tokens_per_step
-from services.common.recipe.memory_estimate import (
-    checkpoint_bytes,
-    memory_of_worker,
-    show_size,
+from services.common.recipe.derived import (
+    GPU_MFU,
+    NEURON_MFU,
+    StepEstimate,
+    derive,
+    estimate_step,
+    instance_type,
+    tokens_per_step,
 )
+from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, show_size
 from services.common.recipe.schema import Recipe, key_value_copies, stage_nodes
 from services.trainer.checkpoints.retention import most_checkpoints
-from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.goodput import (
     FAILURE_SHARES,
     NODE_MTBF_HOURS,
@@ -41,18 +39,6 @@ from services.trainer.inspection.goodput import (
     optimal_interval_steps,
 )
 
-NEURON_MFU_OF_PRESETS = {"llama2-7b": 0.37, "llama2-13b": 0.29, "llama3-8b": 0.21, "llama3.1-8b": 0.21}
-"""Share of its peak that a NeuronCore is assumed to reach, by preset: that of AWS Neuron's training benchmarks on
-trn1.32xlarge, by `causal_flops_per_token`: Llama 2 7B with 101.3 sequences of 4,096 tokens a second on 16 nodes and
-Llama 2 13B with 84.0 on 32 (SDK 2.20), and Llama 3.1 8B with 47.95 of 8,192 tokens on 32 (SDK 2.24). No training
-benchmark is published for trn2, so a preset has the same share there.
-"""
-NEURON_MFU = 0.29
-"""Share for a model without a published benchmark: that between the others."""
-GPU_MFU = 0.42
-"""Share of its dense bfloat16 peak that a GPU is assumed to reach, by `causal_flops_per_token`: that of a compiled
-Llama of a billion parameters on one H100 (docs/benchmarks/trainer.md).
-"""
 CRAMPED = 0.9
 """Share of a device's memory above which a plan warns, because the runtime and the collectives need memory too."""
 
@@ -90,22 +76,10 @@ class Assumptions(BaseModel, frozen=True, allow_inf_nan=False):
         return checkpoint_bytes(recipe) / (given * 1e9 if given else default_lustre_size().bytes_per_second)
 
 
-@dataclass(frozen=True)
-class StepEstimate:
-    """Time and price of a step on the instance type of a recipe."""
-
-    device: InstanceType
-    mfu: float
-    mfu_source: str
-    seconds: float
-    price: float | None
-    """Dollars for an hour of a node; None if no list has them."""
-    price_source: str
-
-
 def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
     """Return the plan as a page of text. The numbers of the data need the corpus."""
-    device, step = instance_type(recipe), estimate_step(recipe, assumptions)
+    device = instance_type(recipe)
+    step = estimate_step(recipe, assumptions.mfu, assumptions.dollars_per_node_hour)
     slow = {f"warning, {part}": reason for part, reason in slow_paths(recipe).items()}
     every = f"checkpoints, every {recipe.checkpoint.interval_steps:,} steps"
     failures = f"failures, one in {assumptions.node_mtbf_hours:,.0f} hours of a node (--node-mtbf-hours)"
@@ -121,32 +95,9 @@ def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Ass
     return "\n\n".join(sections)
 
 
-def estimate_step(recipe: Recipe, assumptions: Assumptions) -> StepEstimate | None:
-    """Estimate a step on all workers, without idle cores; None if the recipe names no instance type."""
-    device = instance_type(recipe)
-    if device is None:
-        return None
-    mfu, source = assumed_mfu(recipe, device) if assumptions.mfu is None else (assumptions.mfu, "--mfu")
-    peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
-    seconds = causal_flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
-    if price := assumptions.dollars_per_node_hour:
-        return StepEstimate(device, mfu, source, seconds, price, "--dollars-per-node-hour")
-    listed = f"on demand, {device.price_source}"
-    return StepEstimate(device, mfu, source, seconds, device.dollars_per_hour, listed)
-
-
-def assumed_mfu(recipe: Recipe, device: InstanceType) -> tuple[float, str]:
-    """Return the share of the peak that a step of the recipe is assumed to reach, and where that share comes from."""
-    if device.accelerators == "GPUs":
-        return GPU_MFU, "this trainer's goal for one GPU"
-    if share := NEURON_MFU_OF_PRESETS.get(recipe.model.preset or ""):
-        return share, "AWS's benchmark of this size on trn1"
-    return NEURON_MFU, "AWS's benchmark of Llama 2 13B on trn1; none is known for this size"
-
-
 def run_times(recipe: Recipe, assumptions: Assumptions) -> RunTimes:
     """Return the times that decide the cost of a failure. Raises `RecipeError` without an instance type."""
-    step = estimate_step(recipe, assumptions)
+    step = estimate_step(recipe, assumptions.mfu, assumptions.dollars_per_node_hour)
     if step is None:
         raise RecipeError(
             f"{recipe.name}: the time of a step is unknown without cluster.trainer_instance_type. Pass a recipe that "
@@ -197,17 +148,13 @@ def _memory_table(recipe: Recipe, device: InstanceType | None) -> str:
 def _time_and_cost(recipe: Recipe, step: StepEstimate | None) -> dict[str, str]:
     if step is None:
         return {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
-    hours = step.seconds * steps_of_run(recipe) / SECONDS_PER_HOUR
-    node_hours = hours * stage_nodes(recipe, "trainer")
-    of_worker, price = step.device.worker_peak_flops_per_second / 1e12, step.price
+    of_worker = step.device.worker_peak_flops_per_second / 1e12
     of_node = recipe.cluster.trainer_workers_per_node * of_worker
     return {
         "step": f"{step.seconds:,.1f} s, {tokens_per_step(recipe) / step.seconds:,.0f} tokens/s, at {step.mfu:.0%} of "
         f"the peak of {of_node:,.0f} TFLOP/s a node, {of_worker:,.0f} a worker ({step.mfu_source})",
-        "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
-        "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({step.price_source})"
-        if price is not None
-        else f"unknown: no public list has a price of {step.device.name} (--dollars-per-node-hour)",
+        "run": step.describe_hours(),
+        "cost": step.describe_cost(),
     }
 
 
@@ -219,18 +166,18 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
     given, fsx = assumptions.storage_gb_per_second, default_lustre_size()
     speed = f"{given:g} GB/s" if given else f"{fsx.bytes_per_second / 1e9:.3g} GB/s, as the stacks' FSx of {fsx} has"
     needed = needed_notice_seconds(write_seconds)
-    notice = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s, and a stopped container has "
+    grace = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s, and a stopped container has "
     rows = {
         "write": f"{write_seconds:,.1f} s in the background for {show_size(size)} at {speed} (--storage-gb-per-second)",
         "space": f"{show_size((count + for_good) * size)} for {count} checkpoints{kept}",
     }
     if needed <= TRAINER_NOTICE_SECONDS:
-        rows["notice"] = f"{notice}{TRAINER_NOTICE_SECONDS} s: no step is lost"
+        rows["grace period"] = f"{grace}{TRAINER_NOTICE_SECONDS} s: no step is lost"
     else:
         enough = math.ceil(CHECKPOINTS_PER_NOTICE * size / TRAINER_NOTICE_SECONDS / 1e8) / 10
-        rows["warning, notice"] = (
-            f"{notice}only {TRAINER_NOTICE_SECONDS} s, so a stop may lose the steps since the last checkpoint: use a "
-            f"file system of {enough:g} GB/s (fsx in terraform.tfvars), or a longer notice (Kubernetes: DRAIN={needed})"
+        rows["warning, grace period"] = (
+            f"{grace}only {TRAINER_NOTICE_SECONDS} s, so a stop may lose the steps since the last checkpoint: use a "
+            f"file system of {enough:g} GB/s (fsx in terraform.tfvars), or on Kubernetes DRAIN={needed}"
         )
     if step is None:
         return rows

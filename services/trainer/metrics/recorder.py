@@ -20,11 +20,10 @@ from services.common.process.telemetry import JsonLines
 from services.common.program.backends.backend import Backend
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.recipe.derived import causal_flops_per_token, palm_flops_per_token, tokens_per_step
+from services.common.recipe.derived import causal_flops_per_token, instance_type, palm_flops_per_token, tokens_per_step
 from services.common.recipe.schema import Recipe
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.evaluation.records import metrics_of, write_evaluation
-from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.commands import read_commands

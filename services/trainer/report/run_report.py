@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
+from services.common.errors import shell_command
 from services.common.process.progress import write_duration
 from services.common.recipe.presets import MODEL_PRESETS
 from services.trainer.metrics.events import read_events
@@ -26,9 +27,7 @@ from services.trainer.runs.run import REPORT_FILE, Run, describe_state
 from services.trainer.runs.summary import list_facts, summarize
 
 _MAX_PHASES = 60
-_NO_SAMPLE = (
-    "`python -m services.trainer report --run {run} --sample` adds a sample here, for which it loads the whole model."
-)
+_NO_SAMPLE = "`{report} --run {run} --sample` adds a sample here, for which it loads the whole model."
 
 
 def write_report(run: Run, sample_text: str | None = None) -> Path:
@@ -82,7 +81,9 @@ def _render_report(run: Run, sample_text: str | None) -> str:
         ],
         now=time.time(),
         events=events,
-        sample=_NO_SAMPLE.format(run=run.name) if sample_text is None else sample_text,
+        sample=_NO_SAMPLE.format(report=shell_command("services.trainer", "report"), run=run.name)
+        if sample_text is None
+        else sample_text,
         summary=summarize(run) if checkpoint else "",
         numbers=run.numbers | ({"evaluation": run.evaluations[-1]} if run.evaluations else {}),
     )

@@ -18,12 +18,7 @@ from services.common.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
 from services.common.recipe.training import Branch
-from services.trainer.checkpoints.lookup import (
-    find_trained_corpus,
-    list_runs_command,
-    newest_checkpoint,
-    open_checkpoint,
-)
+from services.trainer.checkpoints.lookup import find_trained_corpus, newest_checkpoint, open_checkpoint, runs_command
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, RunCorpus, checkpoint_collection, run_name
@@ -83,7 +78,7 @@ def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
     raise ArtifactError(
         f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after {kept}. "
         f"Branch from one of them, restore step {branch.step} from a copy, or find the run: "
-        f"`{list_runs_command(root)}`. A run keeps its last checkpoint.keep_latest checkpoints and the multiples of "
+        f"`{runs_command(root)}`. A run keeps its last checkpoint.keep_latest checkpoints and the multiples of "
         f"checkpoint.keep_interval_steps."
     )
 
@@ -91,8 +86,8 @@ def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
 def require_same_vocabulary(
     root: Path, parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus
 ) -> None:
-    """Raise `RecipeError` where the parent was trained on ids of another vocabulary, and `ArtifactError` where its
-    corpus is gone, so that the vocabularies cannot be compared.
+    """Raise `RecipeError` where the parent was trained on ids of another tokenizer, and `ArtifactError` where its
+    corpus is gone, so that the tokenizers cannot be compared.
     """
     [link] = parent.manifest.inputs
     if link.content_digest == corpus.content_digest:
@@ -101,7 +96,7 @@ def require_same_vocabulary(
     before, now = found.manifest.corpus.vocabulary, corpus.payload.vocabulary
     if before.sha256 != now.sha256:
         raise RecipeError(
-            f"{parent.path}: was trained with the vocabulary {before.sha256[:12]} of {found.path}, but {corpus.path} "
+            f"{parent.path}: was trained with the tokenizer {before.sha256[:12]} of {found.path}, but {corpus.path} "
             f"has {now.sha256[:12]}: its ids mean other text to these weights. Tokenize the new text with "
             f'`[tokenizer] model = "{found.path / before.path}"`.'
         )

@@ -19,10 +19,10 @@ from services.common.errors import ArtifactError
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.lookup import (
     Verify,
-    list_runs_command,
     newest_checkpoint,
     no_checkpoint_yet,
     require_of_run,
+    runs_command,
     verify_checkpoint,
 )
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
@@ -134,7 +134,7 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(
             f"{folder}: no such run. Train it first, or pass the recipe and the overrides of another run: "
-            f"`{list_runs_command(root)}` lists them."
+            f"`{runs_command(root)}` lists them."
         )
     described = read_description(folder)
     try:

@@ -20,7 +20,7 @@ from services.common.artifacts.checkpoint import Ancestor
 from services.common.errors import EXIT_INTERRUPTED, ArtifactError, MillraceError, RecipeError, TryAgain
 from services.common.problem_list import list_names
 from services.common.process.progress import write_duration
-from services.trainer.checkpoints.lookup import list_runs_command
+from services.trainer.checkpoints.lookup import runs_command
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import RUN_FILE, checkpoint_collection, run_folder
@@ -117,7 +117,7 @@ def find_run(root: Path, name: str) -> str:
         return found[0]
     raise RecipeError(
         f"{name!r} is {'a prefix of several names' if found else 'no run'} in {root}, which has "
-        f"{list_names(found or names)}. `{list_runs_command(root)}` lists the runs with their states."
+        f"{list_names(found or names)}. `{runs_command(root)}` lists the runs with their states."
     )
 
 

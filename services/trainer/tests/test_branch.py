@@ -174,7 +174,7 @@ def test_another_model_or_vocabulary_is_refused(parent: Job, branch_off: NewJob,
     found = open_checkpoint(parent.checkpoint_collection, 10)
 
     require_same_vocabulary(same.root, found, same.recipe, same.corpus)
-    with pytest.raises(RecipeError, match="vocabulary"):
+    with pytest.raises(RecipeError, match="tokenizer"):
         require_same_vocabulary(other.root, found, other.recipe, other.corpus)
 
 

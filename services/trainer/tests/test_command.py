@@ -17,6 +17,7 @@ import pytest
 
 from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import MANIFEST, read_sealed
+from services.common.errors import shell_command
 from services.common.process.entry_point import exit_code_of
 from services.common.testing.disks import mounted, remount
 from services.common.testing.file_opens import noticing_opens
@@ -236,6 +237,9 @@ def test_training_succeeds_without_its_views_which_a_moved_root_has_too(
     assert (exit_code, str(root / "corpus") in output, "> If the" in output) == (0, True, True), output
 
 
+TOKENIZE, COMPILE = shell_command("services.tokenizer", "tokenize"), shell_command("services.compiler", "compile")
+
+
 def publish(root: Path, **settings: Any) -> Path:
     return make_corpus(root, make_recipe(root.parent), **settings).path
 
@@ -243,9 +247,9 @@ def publish(root: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("prepare", "options", "code", "named"),
     [
-        (lambda root: None, (), 3, "python -m services.tokenizer"),
-        (lambda root: publish(root, rows=0), (), 3, "python -m services.tokenizer"),
-        (publish, ("--compile.enabled=true", "--batch.micro_batch_size=2"), 3, "python -m services.compiler"),
+        (lambda root: None, (), 3, TOKENIZE),
+        (lambda root: publish(root, rows=0), (), 3, TOKENIZE),
+        (publish, ("--compile.enabled=true", "--batch.micro_batch_size=2"), 3, COMPILE),
         (publish, ("--corpus={corpus}", "--model.vocab_size=400", "--tokenizer.train.vocab_size=400"), 3, "400"),
         (lambda root: (publish(root) / MANIFEST).unlink(), ("--corpus={corpus}",), 3, "corpus"),
         (publish, ("--train.max_stepz=3",), 2, "train.max_steps"),
@@ -272,7 +276,7 @@ def test_a_command_that_cannot_train_names_what_is_wrong_and_the_next_command(
     exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", *options)
 
     assert (exit_code, named in output) == (code, True), output
-    for command in re.findall(r"`(python -m services\.(?!common).*?)`", output):
+    for command in re.findall(rf"`((?:{TOKENIZE}|{COMPILE}).*?)`", output):
         assert {word for word in options if "." in word} <= set(shlex.split(command))
 
 

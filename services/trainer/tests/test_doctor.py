@@ -12,11 +12,13 @@ import pytest
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.lock import hold_lock
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact, Draft, publish_once
+from services.common.artifacts.upstream import stage_command
+from services.common.errors import shell_command
 from services.common.hardware import image_platform
 from services.common.hardware.gpus import VISIBLE_VARIABLE
 from services.common.process.entry_point import exit_code_of
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.schema import fingerprint
+from services.common.recipe.schema import Stage, fingerprint
 from services.common.testing import artifacts
 from services.common.testing.disks import mounted, remount
 from services.common.testing.gpus import H200, install_gpus
@@ -72,14 +74,14 @@ def test_a_run_that_can_go_on_has_no_problem_and_nothing_is_left_behind(place: P
     assert file_states(place / "fsx") == before
 
 
-def test_without_anything_each_missing_artifact_has_its_command(tmp_path: Path, doctor: Doctor) -> None:
-    root = tmp_path / "none" / "yet"
+def test_without_anything_each_missing_artifact_has_its_command(place: Path, doctor: Doctor) -> None:
+    root = place / "none" / "yet"
 
     exit_code, output = doctor(*COMPILED, "--quick", root=root)
 
     assert exit_code == 3
-    for stage in ("tokenizer", "compiler"):
-        assert f"next: python -m services.{stage} --recipe" in output
+    assert f"next: {stage_command('tokenizer', place / 'small.toml', root)}" in output
+    assert f"next: {stage_command('compiler', place / 'small.toml', root)}" in output
     assert not root.exists()
 
 
@@ -101,7 +103,7 @@ def publish_cache(place: Path, **facts: str) -> Artifact[CompileCacheManifest]:
     ],
 )
 def test_a_flipped_bit_is_named_with_the_command_that_makes_the_artifact(
-    place: Path, doctor: Doctor, file: str, stage: str, options: tuple[str, ...]
+    place: Path, doctor: Doctor, file: str, stage: Stage, options: tuple[str, ...]
 ) -> None:
     root, cache = place / "fsx", publish_cache(place)
     (path,) = root.glob(file)
@@ -112,7 +114,7 @@ def test_a_flipped_bit_is_named_with_the_command_that_makes_the_artifact(
     assert (exit_code, path.name in output) == (3, True), output
     damaged = cache.path if stage == "compiler" else path.parents[1]
     away = f"mv {damaged} {root / f'damaged-{damaged.name}'}"
-    assert f"next: {away} && python -m services.{stage} --recipe {place / 'small.toml'} --root {root}" in output
+    assert f"next: {away} && {stage_command(stage, place / 'small.toml', root)}" in output
     assert doctor("--quick", *EAGER)[0] == 0  # sizes alone do not show it
 
 
@@ -123,7 +125,7 @@ def test_a_compile_cache_of_another_program_is_named(place: Path, doctor: Doctor
 
     assert exit_code == 3
     assert "'0.1'" in output
-    assert "next: python -m services.compiler" in output
+    assert f"next: {shell_command('services.compiler', 'compile')}" in output
 
 
 def test_what_a_run_has_lost_and_what_holds_it_is_named(place: Path, doctor: Doctor) -> None:

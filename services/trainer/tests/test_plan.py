@@ -12,7 +12,7 @@ import torch
 from services.common.hardware.instance_types import default_lustre_size, read_instance_types
 from services.common.process.entry_point import exit_code_of
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
-from services.common.recipe.derived import causal_flops_per_token
+from services.common.recipe.derived import GPU_MFU, NEURON_MFU_OF_PRESETS, causal_flops_per_token, estimate_step
 from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import FLOAT32_BYTES, checkpoint_bytes, memory_of_worker
 from services.common.recipe.schema import Recipe
@@ -27,7 +27,6 @@ from services.trainer.inspection.goodput import (
     mean_cost_seconds,
     optimal_interval_steps,
 )
-from services.trainer.inspection.run_plan import GPU_MFU, NEURON_MFU_OF_PRESETS, Assumptions, estimate_step
 from services.trainer.tests.step_trace import trace_step
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
@@ -57,7 +56,7 @@ def test_every_shipped_recipe_fits_its_nodes_and_a_failure_loses_less_than_an_ho
 
     shown, recipe = capsys.readouterr().out, load_recipe(path)
     # 13B is too large for the default file system, which its recipe says, too.
-    assert re.findall("warning, [a-z]+", shown) == (["warning, notice"] if path.stem == "llama2-13b-trn1" else [])
+    assert re.findall("warning, [a-z]+", shown) == (["warning, grace"] if path.stem == "llama2-13b-trn1" else [])
     lost = re.search(r"loss .* ([\d,]+) min, \$[\d,]+: ([\d,]+) steps", shown)
     assert lost, shown
     assert int(lost[1].replace(",", "")) < 60
@@ -70,7 +69,7 @@ def test_every_shipped_recipe_fits_its_nodes_and_a_failure_loses_less_than_an_ho
     [
         (LLAMA_2_7B, (), r"write +69\.0 s .* at 1\.17 GB/s"),
         (LLAMA_2_7B, ("--storage-gb-per-second=0.293",), r"write +276\.0 s .* at 0\.293 GB/s"),
-        (LLAMA_2_7B, ("--storage-gb-per-second=0.293",), r"warning, notice .* DRAIN=828"),
+        (LLAMA_2_7B, ("--storage-gb-per-second=0.293",), r"warning, grace period .* DRAIN=828"),
         (LLAMA_2_7B, ("--storage-gb-per-second=0.293", "--checkpoint.interval_steps=5"), "warning, interval"),
         (TINY_CPU, (), r"not compared(.|\n)*step +unknown"),  # without an instance type
         (TINY_CUDA, (), r"graphs to compile +4 \((.|\n)*not compared"),  # the update is no graph
@@ -148,7 +147,7 @@ def test_the_utilization_is_that_of_the_published_run(
     recipe = load_recipe(path, {"model.preset": preset})
     tokens_per_second = sequences_per_second * recipe.corpus.sequence_length
     peak = nodes * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
-    share, step = NEURON_MFU_OF_PRESETS[preset], estimate_step(recipe, Assumptions())
+    share, step = NEURON_MFU_OF_PRESETS[preset], estimate_step(recipe)
 
     assert causal_flops_per_token(recipe) * tokens_per_second / peak == pytest.approx(share, abs=0.005)
     assert step

@@ -14,9 +14,9 @@ from services.common.errors import MillraceError
 from services.common.launch.child_processes import start_fork_server
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import INLINE, WorkerGroupSpec
+from services.common.recipe.derived import instance_type
 from services.common.recipe.file import load_recipe, read_overrides
 from services.common.recipe.schema import Recipe
-from services.trainer.inspection.fit import instance_type
 
 WITH_WORKERS = ("train", "evaluate")
 """Commands that start workers; `train` is the default."""
