@@ -24,7 +24,7 @@ from services.common.artifacts.manifest import Count, Manifest, ManifestModel, P
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken", "hugging_face"]
-BadRowReason = Literal["not JSON", "not an object", "not text", "too long", "not UTF-8"]
+BadRowReason = Literal["not JSON", "not an object", "not text", "too long", "not UTF-8", "not rendered"]
 MAX_BAD_FILES = 1_000
 """Most files whose bad rows a manifest lists: those with most of them."""
 

@@ -48,7 +48,7 @@ EVERY_SERVICE = (
 # Libraries by service, which its requirements name beyond those of every service.
 LIBRARIES = {
     "tokenizer": (
-        *("datasets", "fastokens", "fsspec", "huggingface_hub", "llvmlite", "numba"),
+        *("datasets", "fastokens", "fsspec", "huggingface_hub", "jinja2", "llvmlite", "numba"),
         *("s3fs", "sentencepiece", "tiktoken", "tokenizers"),
     ),
     "compiler": ("torch",),

@@ -64,6 +64,9 @@ class Source(Section):
     is the format of the original `raw.en.tgz`."""
     column: str = "text"
     """The jsonl key, or the parquet or arrow column, that holds the document. `a.b` is the key `b` within `a`."""
+    template: Annotated[str | None, Field(min_length=1, exclude_if=lambda value: value is None)] = None
+    """Jinja2 template, with the settings of chat templates, that makes the document of a row of a `datasets://` source:
+    `{{ question }} {{ answers.text[0] }}`. Its variables are the columns, and `row`, for `row["the answer"]`."""
     revision: str | None = None
     """Commit of a repository on the Hugging Face hub; `millrace pin` writes it for a branch."""
     subset: str | None = None
@@ -84,6 +87,8 @@ class Source(Section):
                 f"format applies to files, and the data set {self.uri} decides its own. Remove it, or name the files: "
                 f"a folder, or hf://datasets/OWNER/NAME/FOLDER"
             )
+        if self.template is not None and not (is_dataset and self.column == "text"):
+            raise ValueError(f"template is for datasets:// sources without column, and this one is {self.uri}")
         if self.revision is not None and not (is_dataset or self.uri.startswith("hf://")):
             raise ValueError(f"revision applies to hf:// and datasets:// sources only, and this one is {self.uri}")
         return self

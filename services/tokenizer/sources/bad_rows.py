@@ -6,13 +6,24 @@ Every reader of the text decides about a row by the row alone, so that all of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from services.common.artifacts.corpus import BadFile, BadRowReason
 from services.common.errors import ArtifactError
 
+R = TypeVar("R")
+Locate = Callable[[], str]
 _SHOWN_CHARACTERS = 400
 _SHOWN_FILES = 5
+
+
+class BadValue(Exception):
+    """A value, or what a file holds instead, that is no document. Its text is the sentence for an error."""
+
+    def __init__(self, reason: BadRowReason, explanation: str) -> None:
+        super().__init__(explanation)
+        self.reason: BadRowReason = reason
 
 
 class BadRows:
@@ -25,7 +36,7 @@ class BadRows:
         self.without_text: list[str] = []
         """Files, or parts of them, whose rows are all empty documents, as those of a file with another column are."""
 
-    def add(self, reason: BadRowReason, uri: str, locate: Callable[[], str], problem: str) -> None:
+    def add(self, reason: BadRowReason, uri: str, locate: Locate, problem: str) -> None:
         """Count a bad row of a file. With the policy "stop", raise `ArtifactError` with its place and its problem.
 
         `locate` may read the file to count its lines, and is called for the first bad row alone.
@@ -35,6 +46,14 @@ class BadRows:
         if uri not in self._rows:
             self._rows[uri], self._first[uri] = Counter(), f"{locate()}: {problem}"[:_SHOWN_CHARACTERS]
         self._rows[uri][reason] += 1
+
+    def texts_of(self, uri: str, rows: Iterable[tuple[Locate, R]], text_of: Callable[[R], bytes]) -> Iterator[bytes]:
+        """Yield the texts of a file's rows, each of which comes with its place. Those of a `BadValue` are added."""
+        for locate, row in rows:
+            try:
+                yield text_of(row)
+            except BadValue as error:
+                self.add(error.reason, uri, locate, str(error))
 
     def files(self) -> tuple[BadFile, ...]:
         """Return the files with bad rows, in the order in which they were read."""

@@ -84,22 +84,22 @@ def read_arrow(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows
     """Read the column's values as documents. A record batch is decoded as a whole."""
     with _open_arrow(file_range.file.uri) as reader:
         path = find_column(file_range.file, reader.schema)
-        for batch in _read_batches(reader, file_range.begin, file_range.end):
+        is_stream = isinstance(reader, pa.RecordBatchStreamReader)
+        for batch in reader if is_stream else map(reader.get_batch, range(file_range.begin, file_range.end)):
             yield from read_column(batch, path)
 
 
 def locate_in_arrow(file_range: FileRange, number: int) -> str:
     """Return a document's place for an error: the file and the row, from 1."""
-    rows = 0
-    if file_range.begin:
-        with _open_arrow(file_range.file.uri) as reader:
-            rows = sum(batch.num_rows for batch in _read_batches(reader, 0, file_range.begin))
+    with _open_arrow(file_range.file.uri) as reader:
+        rows = sum(reader.get_batch(index).num_rows for index in range(file_range.begin))
     return locate_row(file_range, rows + number)
 
 
 def locate_row(file_range: FileRange, row: int) -> str:
     """Return a row's place for an error. `row` counts the rows of the file from 0."""
-    return f"{file_range.file.uri}: row {row + 1:,}, column {file_range.file.column!r}"
+    column = file_range.file.column
+    return f"{file_range.file.uri}: row {row + 1:,}" + (f", column {column!r}" if column else "")
 
 
 def find_column(file: InputFile, schema: pa.Schema) -> tuple[str, ...]:
@@ -115,8 +115,8 @@ def find_column(file: InputFile, schema: pa.Schema) -> tuple[str, ...]:
         )
     if not _is_text(found):
         inner = [f"{file.column}.{name}" for name in _paths(found)] if pa.types.is_struct(found) else []
-        advice = f" Set `column` of this source to one of {', '.join(inner)}." if inner else ""
-        raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text.{advice}")
+        advice = f"Set `column` of this source to one of {', '.join(inner)}" if inner else "Make text by a `template`"
+        raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text. {advice}.")
     return path
 
 
@@ -201,14 +201,3 @@ def _require_end_of_stream(file: BinaryIO, uri: str) -> None:
     file.seek(-len(_END_OF_STREAM), os.SEEK_END)
     if file.read() != _END_OF_STREAM:
         raise ArtifactError(f"{uri}: the Arrow stream has no end: it is cut off, or still being written.")
-
-
-def _read_batches(
-    reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader, begin: int = 0, end: int | None = None
-) -> Iterator[pa.RecordBatch]:
-    """Yield record batches of a file, or all of a stream."""
-    if isinstance(reader, pa.RecordBatchStreamReader):
-        yield from reader
-        return
-    for index in range(begin, reader.num_record_batches if end is None else end):
-        yield reader.get_batch(index)

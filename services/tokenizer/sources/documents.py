@@ -38,6 +38,12 @@ def read_text(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows)
         yield TextBatch.of([bytes(document.removeprefix(codecs.BOM_UTF8))])
 
 
+def _read_rows(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[TextBatch]:
+    from services.tokenizer.sources import dataset_rows  # noqa: PLC0415 - the import of `datasets` takes two seconds
+
+    return dataset_rows.read(file_range, bad_rows)
+
+
 def locate_document(file_range: FileRange, number: int) -> str:
     """Return a document's place for an error: the file and the number of the document, from 1."""
     return f"{file_range.file.uri}: document {number + 1:,}"
@@ -60,7 +66,7 @@ FORMATS: dict[Format, DocumentFormat] = {
     "jsonl": DocumentFormat(jsonl.read, jsonl.cut, jsonl.locate),
     "parquet": DocumentFormat(columns.read_parquet, columns.cut_parquet, columns.locate_in_parquet),
     "arrow": DocumentFormat(columns.read_arrow, columns.cut_arrow, columns.locate_in_arrow),
-    "rows": DocumentFormat(hub.read, locate=columns.locate_row),
+    "rows": DocumentFormat(_read_rows, locate=columns.locate_row),
     "wikicorpus": DocumentFormat(wikicorpus.read),
     "python_module": DocumentFormat(python_docs.read_module),
     "python_topics": DocumentFormat(python_docs.read_topics),
@@ -77,7 +83,9 @@ def list_inputs(source: Source) -> FileListing:
             raise RecipeError(f"{source.uri}: a source {python_docs.URI} takes no path and no format.")
         return FileListing.of(python_docs.list_modules())
     if source.uri.startswith(hub.DATASETS):
-        return hub.list_dataset(source)
+        from services.tokenizer.sources import dataset_rows  # noqa: PLC0415 - as in `_read_rows`
+
+        return dataset_rows.list_dataset(source)
     return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}))
 
 

@@ -47,7 +47,7 @@ class InputFile:
     version: str
     """What is known without reading: size and modification time, and the ETag of a remote file."""
     builder: str = ""
-    """For the format "rows", the builder of `datasets` that reads the file: see `hub`."""
+    """For the format "rows", the builder of `datasets` that reads the file: see `dataset_rows`."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
-from services.common.artifacts.corpus import BadRowReason
 from services.common.errors import ArtifactError, RecipeError
-from services.tokenizer.sources.bad_rows import BadRows, explain_too_long
+from services.tokenizer.sources.bad_rows import BadRows, BadValue, Locate, explain_too_long
 from services.tokenizer.sources.file_system import encoding_of, is_compressed, open_file, open_text
 from services.tokenizer.sources.input_files import FileRange, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, in_batches
@@ -30,14 +29,6 @@ _ROWS_WITH_THE_KEY = 1_000
 _BLOCK = 2**20
 _LITERAL_CHARACTERS = len("-Infinity")
 _NO_LIMIT = sys.maxsize // 2
-
-
-class BadValue(Exception):
-    """A JSON value, or what a line holds instead, that is no document. Its text is the sentence for an error."""
-
-    def __init__(self, reason: BadRowReason, explanation: str) -> None:
-        super().__init__(explanation)
-        self.reason: BadRowReason = reason
 
 
 def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
@@ -60,7 +51,8 @@ def read(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> I
 
     A row or key that is null or missing is an empty document: writers such as Spark leave out a null.
     """
-    return in_batches(_read_texts(file_range, max_document_bytes, bad_rows))
+    file, rows = file_range.file, _read_rows(file_range, max_document_bytes)
+    return in_batches(bad_rows.texts_of(file.uri, rows, lambda row: _to_bytes(_text_of(row, file.column))))
 
 
 def locate(file_range: FileRange, number: int) -> str:
@@ -104,18 +96,7 @@ def _holds_lines(file: io.BufferedReader[Any]) -> bool:
     return not first_line.startswith(b"[") and first_line.rstrip() != b"{"
 
 
-def _read_texts(file_range: FileRange, max_document_bytes: int, bad_rows: BadRows) -> Iterator[bytes]:
-    uri, column = file_range.file.uri, file_range.file.column
-    for locate_row, row in _read_rows(file_range, max_document_bytes):
-        try:
-            text = _text_of(row, column)
-        except BadValue as error:
-            bad_rows.add(error.reason, uri, locate_row, str(error))
-        else:
-            yield _to_bytes(text)
-
-
-def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[Callable[[], str], object]]:
+def _read_rows(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[Locate, object]]:
     """Yield the rows, each with a function that returns its place. A row that cannot be parsed is a `BadValue`."""
     uri = file_range.file.uri
     with _open(file_range) as file:

@@ -1,23 +1,26 @@
-"""`datasets://` gives the rows of `datasets.load_dataset`: as many, and the same texts in the same order."""
+"""`datasets://` gives the rows of `datasets.load_dataset`, in the same order, and a template's texts of them."""
 
 from __future__ import annotations
 
 import io
 import json
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
+from services.tokenizer.sources.bad_rows import BadRows
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.tests.builders import read_all
+from services.tokenizer.tests.builders import Stage, decode_documents, published, read_all
 
 TEN_LINES = "".join(f"line {number} of ten\n" for number in range(10))
 
@@ -115,7 +118,7 @@ def test_rows_are_those_of_load_dataset(tmp_path: Path, name: str) -> None:
         ({"a.csv": "body\nx\n"}, RecipeError),
         ({"a.csv": "text\n1\n2\n"}, RecipeError),
         ({"a.parquet": parquet(body=["x"])}, RecipeError),
-        ({"a.tar": b""}, RecipeError),
+        ({"a.png": b"", "metadata.csv": "file_name,text\na.png,x\n"}, RecipeError),
         ({"a.txt": b"caf\xe9\n"}, ArtifactError),
         ({"a.csv": 'text\n"x\n'}, ArtifactError),
         ({"a.jsonl": '{"text": "x"\n'}, ArtifactError),
@@ -139,3 +142,120 @@ def test_a_change_of_the_cards_options_is_another_input(tmp_path: Path) -> None:
             write(folder, {"data/a.csv": "text;id,text\nx;1,y\n"})
         digests.add(list_inputs(Source(uri=f"datasets://{folder}")).digest)
     assert len(digests) == 3
+
+
+# Templates
+
+
+CHAT = "{% for m in messages %}\n  {% if m.content %}\n{{ m.role }}: {{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+TURNS = [{"role": "user", "content": "What?\n\u00e9"}, {"role": "assistant", "content": None}]
+CHATS = [[*TURNS, {"role": "user", "content": f"{number} is a number"}] for number in range(30)]
+CALLS = [[*TURNS, {"role": "tool", "content": "x", "arguments": each}] for each in ({"b": ["c"]}, {"d": 1})]
+SQUAD = {
+    "question": ["Who?", "When?", "Where?"],
+    "answers": [{"text": [f"a {number}", "b<c>"], "values": [number, None]} for number in range(3)],
+    "by": [None, {"name": "z", "age": 3.5}, {"name": "y", "age": None}],
+}
+
+
+def tar(*names: str, **fields: bytes) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as made:
+        for name in names:
+            for field, content in fields.items():
+                entry = tarfile.TarInfo(f"{name}.{field.replace('_', '.')}")
+                entry.size = len(content)
+                made.addfile(entry, io.BytesIO(content))
+    return sink.getvalue()
+
+
+SAMPLE = {"txt": b"x\n", "json": b'{"z": 1, "a": ["b", "c"]}', "why_txt": b"because"}
+CASES: dict[str, tuple[Mapping[str, str | bytes], str]] = {
+    "conversations": ({f"{n}.jsonl": objects(*CHATS[n::2], key="messages") for n in range(2)}, CHAT),
+    "an array": ({"a.json": json.dumps([{"messages": chat} for chat in CHATS])}, CHAT),
+    "objects of many types": ({"a.jsonl": objects(*CALLS, key="turns")}, "{{ turns[2].arguments | tojson }}"),
+    "nested columns": (
+        {"a.parquet": parquet(**SQUAD), "b.parquet": parquet(**SQUAD)},
+        "{{ question }} {{ answers.text | join(' <or> ') }} {{ answers['values'][0] }} {{ by | tojson }}",
+    ),
+    "CSV": ({"a.csv": "id,a b\n1,x\n2,\n", "b.csv": "id,a b\n3,7\n"}, "{{ id }} {{ row['a b'] | tojson }}"),
+    "a card": ({"README.md": card(sep=";"), "data/a.csv": "id;text\n1;x, y\n"}, "{{ id }} {{ text }} of one row"),
+    "Arrow": ({"a.arrow": arrow("x", None), "b.arrow": arrow("z")}, "{{ text or '-' }}"),
+    "WebDataset": (
+        {"a.tar": tar("s1", "s2", **SAMPLE), "b.tar": tar("s3", **SAMPLE)},
+        "{{ txt }} {{ row['why.txt'] }} {{ json.a[1] }} {{ json | tojson }} {{ __key__ }}",
+    ),
+}
+
+
+def expect(folder: Path, template: str) -> list[str]:
+    """Render the rows of `load_dataset` with Jinja2, whose blocks and `tojson` are those of chat templates."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(folder.parent / "cache"))
+    return [environment.from_string(template).render(**row, row=row) for row in rows]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_are_those_of_datasets_and_jinja(tmp_path: Path, name: str) -> None:
+    files, template = CASES[name]
+    folder = write(tmp_path / "folder", files)
+    source = Source(uri=f"datasets://{folder}", template=template)
+    assert read_all(source) == expect(folder, template)
+    other = source.model_copy(update={"template": f"{template}!"})
+    assert list_inputs(other).digest != list_inputs(source).digest
+
+
+def test_a_corpus_of_all_of_them_is_the_same_for_any_workers(stage: Stage, tmp_path: Path) -> None:
+    sources, texts, made = [], list[str](), []
+    for number, (files, template) in enumerate(CASES.values()):
+        folder = write(tmp_path / str(number), files)
+        sources.append({"uri": f"datasets://{folder}", "template": template})
+        texts += expect(folder, template)
+    for workers in (1, 2):
+        stage.root = tmp_path / f"fsx-{workers}"
+        assert stage.run(*sources, tokenizer__num_workers=workers) == 0
+        made.append(published(stage.root))
+        assert [document.decode() for document in decode_documents(made[-1].path, "train")] == texts
+        assert made[-1].manifest.corpus.documents_read == len(texts)
+    assert len({(corpus.manifest.id, corpus.manifest.content_digest) for corpus in made}) == 1
+
+
+PHOTO = {"a.tar": tar("s1", "s2", txt=b"x", jpg=b"no image")}
+TWO = {"a.jsonl": objects(CHATS[0], [], CHATS[1], key="messages")}
+
+
+@pytest.mark.parametrize(
+    ("files", "template", "error", "named"),
+    [
+        (TWO, "{{ text }} {{ row.id }}", RecipeError, "names text. The columns are id: .*, messages: "),
+        (PHOTO, "{{ jpg }}", RecipeError, "The columns are txt"),
+        (TWO, "{{ id", RecipeError, "line 1"),
+        (TWO, "{{ messages | random }}", RecipeError, "random"),
+        (TWO, "{{ messages[0].content }}", ArtifactError, r"a\.jsonl: row 2: .*messages: List"),
+        (TWO, "{{ messages[0].text }}", ArtifactError, "row 1: .*'text'"),
+        (TWO, "{{ messages }}", ArtifactError, "row 1: .*list"),
+        (TWO, "{{ messages.copy }}", ArtifactError, "row 1: .*method"),
+        ({"a.csv": "id,text\n1,x\n2,\n"}, "{{ text }}", ArtifactError, "row 2: .*null"),
+    ],
+)
+def test_what_a_row_lacks_is_named(
+    tmp_path: Path, files: Mapping[str, str | bytes], template: str, error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        read_all(Source(uri=f"datasets://{write(tmp_path / 'folder', files)}", template=template))
+
+
+def test_rows_that_are_not_rendered_are_counted_and_images_are_not_read(tmp_path: Path) -> None:
+    bad_rows, uri = BadRows("skip"), f"datasets://{write(tmp_path / 'two', TWO)}"
+    assert read_all(Source(uri=uri, template="{{ messages[0].content }}"), bad_rows=bad_rows) == ["What?\n\u00e9"] * 2
+    assert [file.rows for file in bad_rows.files()] == [{"not rendered": 1}]
+    photo = f"datasets://{write(tmp_path / 'photo', PHOTO)}"
+    assert read_all(Source(uri=photo, template="{{ txt }}")) == read_all(Source(uri=photo, column="txt")) == ["x"] * 2
+
+
+def test_a_template_is_for_rows_and_a_source_without_one_is_stored_as_before() -> None:
+    for keys in ({"uri": "a.jsonl"}, {"uri": "datasets://a", "column": "b"}):
+        with pytest.raises(ValueError, match="template"):
+            Source(**keys, template="{{ text }}")  # type: ignore[arg-type]
+    assert "template" not in Source(uri="a").model_dump()
