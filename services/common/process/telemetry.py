@@ -89,6 +89,17 @@ def parse_json_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def overwrite(path: Path, content: bytes, num_bytes: int) -> None:
+    """Write `content`, padded to this size, in place: after the first time that needs no space on the disk."""
+    try:
+        file = path.open("r+b", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(exist_ok=True)
+        file = path.open("wb", buffering=0)
+    with file:
+        file.write(content.ljust(num_bytes - 1) + b"\n")
+
+
 def _cut_torn_line(path: Path) -> None:
     """Drop the text after the last newline, which is a record that a killed writer did not finish."""
     with suppress(FileNotFoundError), path.open("rb+") as file:

@@ -20,8 +20,7 @@ from services.common.process.entry_point import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.metrics.commands import (
-    COMMANDS_FILE,
-    LINE_BYTES,
+    FOLDER,
     LOST_SECONDS,
     read_commands,
     recording_command,
@@ -240,22 +239,20 @@ def test_the_state_follows_the_exit_code_of_the_newest_command(
 def test_a_command_of_another_node_is_lost_once_its_record_stands_still(new_job: NewJob) -> None:
     job = new_job()
     with recording_command(job):
-        path = job.run_folder / COMMANDS_FILE
-        content = path.read_bytes()
-        record = json.loads(content)
+        [path] = (job.run_folder / FOLDER).iterdir()
+        record = json.loads(path.read_bytes())
         # As the container of another machine wrote it, which cannot be asked whether the process runs.
-        path.write_bytes(json.dumps(record | {"node": "another"}).encode().ljust(LINE_BYTES - 1) + b"\n")
+        path.write_text(json.dumps(record | {"node": "another"}))
         assert status_of(job, record["seen_at"] + LOST_SECONDS - 1).state == "running"
         assert status_of(job, record["seen_at"] + LOST_SECONDS + 1).state == "lost"
 
 
-@pytest.mark.parametrize("damage", [b'{"attempt": "torn', b"\0" * 40 + b"\n", b"{}\n"])
+@pytest.mark.parametrize("damage", [b'{"attempt": "torn', b"\0" * 40 + b"\n", b"{}\n", b""])
 def test_a_damaged_record_of_a_killed_command_harms_no_later_one(new_job: NewJob, damage: bytes) -> None:
     job = new_job()
     with recording_command(job):
         pass
-    path = job.run_folder / COMMANDS_FILE
-    path.write_bytes(path.read_bytes() + damage)
+    (job.run_folder / FOLDER / "00002.json").write_bytes(damage)
 
     with pytest.raises(TryAgain), recording_command(job):
         raise TryAgain("é" * 10_000)  # its characters have several bytes in JSON
@@ -291,8 +288,7 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     steps = [step | {"time": step["time"] - 3_600} for step in map(json.loads, path.read_text().splitlines())]
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     killed = {"began_at": record.began_at - 3_600, "ended_at": None, "exit_code": None}
-    line = record.model_copy(update=killed).model_dump_json()
-    (job.run_folder / COMMANDS_FILE).write_text(f"{line:<{LINE_BYTES - 1}}\n")
+    (job.run_folder / FOLDER / "00001.json").write_text(record.model_copy(update=killed).model_dump_json())
 
     second = replace(trainium, attempt="second", started_at=datetime.now(UTC))
     with writing_costs(second), recording_command(second):
