@@ -33,6 +33,7 @@ from services.common.launch.batch.node import (
 )
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
+from services.common.problem_list import list_names
 from services.common.process.command_line import make_app, run_app
 from services.common.process.entry_point import run_program
 from services.common.process.shutdown import Stopped, name_signal, on_stop_signal
@@ -53,7 +54,6 @@ LEAVE_SECONDS = 15.0
 """Seconds for which the main node waits for the other nodes to leave."""
 POLL_SECONDS = 0.5
 PROBE_SECONDS = 2.0
-SHOWN_NODES = 10
 
 
 app = make_app()
@@ -274,10 +274,7 @@ def _require_time(deadline: float, what: str) -> None:
 
 
 def _names(indices: set[int]) -> str:
-    """Name the first SHOWN_NODES nodes and count the rest, so that the text is one line."""
-    shown, more = sorted(indices)[:SHOWN_NODES], len(indices) - SHOWN_NODES
-    rest = f" and {more:,} more" if more > 0 else ""
-    return f"node{'s' if len(indices) > 1 else ''} {', '.join(map(str, shown))}{rest}"
+    return f"node{'s' if len(indices) > 1 else ''} {list_names(map(str, sorted(indices)))}"
 
 
 def _say(node: BatchNode, text: str) -> None:
