@@ -26,8 +26,7 @@ from services.trainer.metrics.commands import (
     recording_command,
 )
 from services.trainer.metrics.records import METRICS_FILE, read_last_step, read_metrics
-from services.trainer.runs.cost import divide_training
-from services.trainer.runs.description import writing_costs
+from services.trainer.runs.cost import compute_costs, divide_training
 from services.trainer.runs.status import RunStatus, read_status
 from services.trainer.tests.builders import NewJob, make_corpus, make_recipe, train_here, train_new
 from services.trainer.tests.metric_lines import BEGAN, make_command
@@ -291,42 +290,34 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     (job.run_folder / FOLDER / "00001.json").write_text(record.model_copy(update=killed).model_dump_json())
 
     second = replace(trainium, attempt="second", started_at=datetime.now(UTC))
-    with writing_costs(second), recording_command(second):
+    with recording_command(second):
         train_here(replace(job, attempt="second", started_at=second.started_at))
 
-    *others, cost = json.loads((job.run_folder / RUN_FILE).read_text())["costs"]
-    assert [each["stage"] for each in others] == ["tokenizer"]
-    assert (cost["stage"], cost["chip_hours"]) == ("trainer", pytest.approx(16 * cost["held_node_hours"]))
+    *others, cost = compute_costs(job.recipe, job.corpus.payload, job.cache, job.run_folder)
+    assert [each.stage for each in (*others, cost)] == ["tokenizer", "trainer"]
+    assert cost.chip_hours == pytest.approx(16 * cost.held_node_hours)
     newest = read_last_step(job.run_folder)
     assert newest
     redone = steps[5]["productive_seconds"] - steps[3]["productive_seconds"]
     assert newest["redone_seconds"] == pytest.approx(redone)
     assert redone > 0
     assert newest["restart_seconds"] == pytest.approx(3_600, abs=60)
-    assert cost["lost_node_hours"] == pytest.approx(2 * (redone + newest["restart_seconds"]) / 3_600)
-    assert cost["computing_node_hours"] == pytest.approx(2 * newest["productive_seconds"] / 3_600)
-    assert cost["computing_node_hours"] + cost["lost_node_hours"] < cost["held_node_hours"]
+    assert cost.lost_node_hours == pytest.approx(2 * (redone + newest["restart_seconds"]) / 3_600)
+    assert cost.computing_node_hours == pytest.approx(2 * newest["productive_seconds"] / 3_600)
+    assert cost.computing_node_hours + cost.lost_node_hours < cost.held_node_hours
 
 
-def phases_of(*records: Any, events: Any = (), attempts: Any = ()) -> list[tuple[str, float, float]]:
+def phases_of(*records: Any, attempts: Any = ()) -> list[tuple[str, float, float]]:
     """Return the name, the start after BEGAN, and the seconds of each phase."""
-    found = divide_training(records, events, attempts, NOW)
+    found = divide_training(records, attempts, NOW)
     return [(each.name, each.started_at.timestamp() - BEGAN, each.seconds) for each in found]
 
 
-def test_each_second_of_a_run_whose_workers_and_command_were_killed_is_in_one_phase() -> None:
-    """The first workers recorded their end before others followed them, and those of the second start were killed."""
+def test_the_phases_of_a_run_are_its_attempts_and_the_commands_without_one() -> None:
     killed = make_command(0, 120)
     finished = make_command(160, 260, ended_at=BEGAN + 260, exit_code=0)
-    restarts = [{"event": "restart", "time": BEGAN + at, "attempt": killed.attempt} for at in (70, 100)]
-    attempts = [
-        {"started_at": BEGAN + start, "setup_seconds": 6, "train_seconds": seconds}
-        for start, seconds in ((1, 60), (160, 93))
-    ]
-    assert phases_of(killed, finished, events=restarts, attempts=attempts) == [
-        *(("start", 1, 6), ("train", 7, 60), ("killed", 70, 30), ("killed", 100, 20)),
-        *(("start", 160, 6), ("train", 166, 93)),
-    ]
+    attempts = [{"started_at": BEGAN + 160, "setup_seconds": 6, "train_seconds": 93}]
+    assert phases_of(killed, finished, attempts=attempts) == [("killed", 0, 120), ("start", 160, 6), ("train", 166, 93)]
 
 
 @pytest.mark.parametrize(
