@@ -65,12 +65,12 @@ from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job
 from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import TRACKERS, tracking
-from services.trainer.report.comparison import COMPARE, compare_runs
+from services.trainer.report.comparison import compare_runs
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.description import write_run
 from services.trainer.runs.run import Run, open_run, open_started_run
 from services.trainer.runs.start import describe_start
-from services.trainer.runs.status import RUNS, find_run, list_runs
+from services.trainer.runs.status import find_run, list_runs
 from services.trainer.runs.summary import summarize
 from services.trainer.training import train_run
 
@@ -373,7 +373,7 @@ def inspect_checkpoint(
     return 0
 
 
-@app.command(RUNS)
+@app.command()
 def runs(root: Root = ROOT, as_json: AsJson = False) -> int:
     """List the runs of a root, each branch below its parent: state, step, loss, tokens/s, cost and age.
 
@@ -382,7 +382,7 @@ def runs(root: Root = ROOT, as_json: AsJson = False) -> int:
     return list_runs(root, as_json=as_json)
 
 
-@app.command(COMPARE)
+@app.command()
 def compare(
     names: Annotated[str, typer.Option("--runs", metavar="NAME,NAME", help="names of runs, or unique prefixes")],
     root: Root = ROOT,

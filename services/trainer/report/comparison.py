@@ -31,8 +31,6 @@ from services.trainer.runs.status import (
     read_status,
 )
 
-COMPARE = "compare"
-"""Name of the trainer's command that compares runs. It takes no recipe."""
 COMPARISON_FILE = "comparison.html"
 MAX_RUNS = 8
 """Runs that are compared at most: the page has as many colours."""
