@@ -61,16 +61,16 @@ from services.trainer.inspection.doctor import doctor
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
-from services.trainer.inspection.sample import TextGenerator, require_drawable
+from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job
 from services.trainer.metrics.prometheus import RunCollector
-from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
-from services.trainer.report.comparison import COMPARE, compare_runs
+from services.trainer.metrics.trackers import TRACKERS, tracking
+from services.trainer.report.comparison import compare_runs
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.description import write_run
 from services.trainer.runs.run import Run, open_run, open_started_run
 from services.trainer.runs.start import describe_start
-from services.trainer.runs.status import RUNS, find_run, list_runs
+from services.trainer.runs.status import find_run, list_runs
 from services.trainer.runs.summary import summarize
 from services.trainer.training import train_run
 
@@ -134,7 +134,6 @@ def train(
         print(describe(recipe, corpus.payload if corpus else None, known))
         return 0
     require_backend(recipe.parallel.device)
-    require_trackers(tracker)
     job = open_job(given, corpus_path, cache, launch, allow_cold_compile=allow_cold_compile)
 
     @contextmanager
@@ -237,12 +236,13 @@ def print_sample(
     root: Root = ROOT,
     corpus_path: Corpus = None,
     prompt: Annotated[str, typer.Option(help="text to continue (default: start a document)")] = "",
-    tokens: Annotated[int, typer.Option(help="most tokens to write")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, help="most tokens to write")] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
-    seed: Annotated[int, typer.Option(help="seed of the random choices")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the random choices")] = 0,
 ) -> int:
     """Let the newest checkpoint continue a prompt."""
-    require_drawable(tokens, temperature, seed)
+    if not 0 <= temperature < float("inf"):
+        context.fail(f"--temperature {temperature} is not a number of at least 0.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
     print(TextGenerator(run).generate(prompt, tokens, temperature, seed))
     return 0
@@ -373,7 +373,7 @@ def inspect_checkpoint(
     return 0
 
 
-@app.command(RUNS)
+@app.command()
 def runs(root: Root = ROOT, as_json: AsJson = False) -> int:
     """List the runs of a root, each branch below its parent: state, step, loss, tokens/s, cost and age.
 
@@ -382,7 +382,7 @@ def runs(root: Root = ROOT, as_json: AsJson = False) -> int:
     return list_runs(root, as_json=as_json)
 
 
-@app.command(COMPARE)
+@app.command()
 def compare(
     names: Annotated[str, typer.Option("--runs", metavar="NAME,NAME", help="names of runs, or unique prefixes")],
     root: Root = ROOT,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.lock import hold_lock
+from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.upstream import stage_command
 from services.common.errors import ArtifactError, MillraceError, adding_path
@@ -22,10 +23,10 @@ from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.job import Job, completed_step, continue_run
 from services.trainer.metrics.commands import recording_command
-from services.trainer.report.run_report import read_state, write_report
+from services.trainer.report.run_report import write_report
 from services.trainer.runs.branch import describe_parent, open_parent, require_same_vocabulary
-from services.trainer.runs.description import write_run, writing_costs
-from services.trainer.runs.run import describe_state, open_run
+from services.trainer.runs.description import write_run
+from services.trainer.runs.run import REPORT_FILE, open_run
 from services.trainer.runs.start import explain_new_run
 from services.trainer.runs.summary import describe_skips
 from services.trainer.supervision.supervise import notifying_run, supervise
@@ -43,10 +44,10 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
     A run that is complete is only reported, where a killed command has not done so. `recipe_path` is for messages.
     """
     job.run_folder.mkdir(parents=True, exist_ok=True)
-    with hold_lock(job.lock), writing_costs(job), recording_command(job), using_node(job):
+    with hold_lock(job.lock), recording_command(job), using_node(job):
         discard_left_over(job.checkpoint_collection)
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
-        is_reported = checkpoint and read_state(job.run_folder) == describe_state(checkpoint)
+        is_reported = checkpoint is not None and _is_reported(job, checkpoint)
         if checkpoint and _is_complete(job, checkpoint) and not is_reported:
             # The command that wrote it was killed, so its files are read once. Later commands compare sizes alone.
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(job.recipe, job.corpus))
@@ -74,6 +75,11 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
 def _is_complete(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
     step = completed_step(checkpoint)
     return step >= job.recipe.train.max_steps and not lacks_last_evaluation(job, step)
+
+
+def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
+    report = job.run_folder / REPORT_FILE
+    return report.exists() and report.stat().st_mtime_ns >= (checkpoint.path / MANIFEST).stat().st_mtime_ns
 
 
 def _warn_of_recipe(job: Job) -> None:

@@ -174,7 +174,7 @@ def test_runs_of_a_pipeline_are_listed_compared_and_reported(untrained: Harness,
     assert re.search(r"^train\.seed +(0 +1|1 +0)$", compared, re.MULTILINE), compared
     assert f"/fsx/run/{first}/report.html" in make(untrained, "report", RUN=first)
     report = untrained.root / "run" / first / "report.html"
-    assert '<meta name="millrace-state"' in report.read_text(encoding="utf-8")
+    assert f"{first} - Millrace" in report.read_text(encoding="utf-8")
     assert untrained.api.find_all("Job", "millrace.dev/component=one-off") == []
 
 

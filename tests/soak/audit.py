@@ -20,15 +20,19 @@ from services.common.process.entry_point import exit_code_of
 from services.common.process.telemetry import read_json_lines
 from services.trainer.evaluation.records import EVALUATIONS_FILE
 from services.trainer.job import RUN_FILE
-from services.trainer.metrics.commands import COMMANDS_FILE
 from services.trainer.metrics.events import EVENTS_FILE
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE
 from services.trainer.runs.run import REPORT_FILE
 from tests.soak.plan import KILLS_OF_COMMAND
 
 _IN_RUN_FOLDER = (
-    *map(re.escape, (RUN_FILE, METRICS_FILE, EVALUATIONS_FILE, ATTEMPTS_FILE, COMMANDS_FILE, EVENTS_FILE, REPORT_FILE)),
-    *(r"logs/rank-\d{5}\.log", r"heartbeats/rank-\d{5}\.json", r"tensorboard/events\.out\.tfevents\..+"),
+    *map(re.escape, (RUN_FILE, METRICS_FILE, EVALUATIONS_FILE, ATTEMPTS_FILE, EVENTS_FILE, REPORT_FILE)),
+    *(
+        r"commands/\d{5}\.json",
+        r"logs/rank-\d{5}\.log",
+        r"heartbeats/rank-\d{5}\.json",
+        r"tensorboard/events\.out\.tfevents\..+",
+    ),
 )
 """Patterns of the files that the folder of a complete run may have."""
 

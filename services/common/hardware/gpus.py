@@ -1,22 +1,19 @@
-"""NVIDIA GPUs: those of this machine by the driver's tool nvidia-smi, and their published peaks.
+"""NVIDIA GPUs: the kinds of this machine by the driver's tool nvidia-smi, and their published peaks.
 
-torch would open a GPU to list them, also in processes that do not need one, and no fork of such a process can use
+torch would open a GPU to name them, also in processes that do not need one, and no fork of such a process can use
 torch.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from services.common.errors import DeviceError
-from services.common.hardware.instance_types import MIB, TERA
+from services.common.hardware.instance_types import TERA
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-SLICE_PREFIX = "MIG-"
 TIMEOUT_SECONDS = 60.0
 """Seconds after which nvidia-smi is ended, because it waits for ever where the driver does not answer."""
 
@@ -40,50 +37,6 @@ PEAK_TFLOPS = {
 """Peaks by the driver's name of the GPU, for MFU on a machine that is no EC2 instance."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    index: int
-    """Number of the GPU in the order of the PCI bus."""
-    uuid: str
-    name: str
-    """Name of the GPU's model, as torch.cuda.get_device_name returns it."""
-    driver: str
-    memory_bytes: int | None
-    """None where the driver does not know it, as for a GPU that shares its host's memory."""
-    used_bytes: int | None
-    """Memory that processes of all users hold; None where the driver does not know it."""
-
-
-def list_gpus() -> list[Gpu]:
-    """Return all GPUs of the machine. Raises `DeviceError` where nvidia-smi fails."""
-    rows = _query("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
-    return [
-        Gpu(int(index), uuid, name, driver, _read_mib(memory), _read_mib(used))
-        for index, uuid, name, driver, memory, used in rows
-    ]
-
-
-def list_visible_gpus() -> list[Gpu]:
-    """Return the GPUs that CUDA shows to this process: those in CUDA_VISIBLE_DEVICES, or all of the machine.
-
-    Like CUDA, it ends the list at the first name that is no GPU. A slice of a GPU (MIG) has no memory size here. Raises
-    `DeviceError` where nvidia-smi fails.
-    """
-    gpus = list_gpus()
-    if VISIBLE_VARIABLE not in os.environ:
-        return gpus
-    visible: list[Gpu] = []
-    for name in map(str.strip, os.environ[VISIBLE_VARIABLE].split(",")):
-        if name.startswith(SLICE_PREFIX):
-            found = [replace(gpu, name=f"slice of {gpu.name}", memory_bytes=None, used_bytes=None) for gpu in gpus]
-        else:
-            found = [gpu for gpu in gpus if name == str(gpu.index) or (name and gpu.uuid.startswith(name))]
-        if not found:
-            break
-        visible.append(found[0])
-    return visible
-
-
 def describe_kinds() -> list[str]:
     """Return model, compute capability and driver of each kind of GPU. Raises `DeviceError` where nvidia-smi fails."""
     return sorted({", ".join(row) for row in _query("name", "compute_cap", "driver_version")})
@@ -103,10 +56,6 @@ def _query(*fields: str) -> list[list[str]]:
         printed = str(getattr(error, "stderr", "") or getattr(error, "stdout", "") or "").strip()[:300]
         raise DeviceError(f"{error} {printed}") from error
     return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-def _read_mib(text: str) -> int | None:
-    return int(text) * MIB if text.isdecimal() else None
 
 
 def sum_peaks(names: Sequence[str]) -> float | None:

@@ -76,6 +76,7 @@ DISTRIBUTIONS = (
 )
 # Imports raise ImportError and OSError for a shared library that is missing or too old, and the others for a package
 # that was built for another NumPy or another torch.
+_REBUILD = "Rebuild the image: make images; outside of an image: make setup."
 BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
@@ -157,7 +158,7 @@ def require_libraries(service: str, variant: str, without_device: bool = False) 
         _require("triton", variant)
         torch = importlib.import_module("torch")
         if torch.version.cuda is None:  # it would refuse every recipe on every node
-            raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_advice('torch', 'cuda')}")
+            raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_REBUILD}")
 
 
 def _require(library: str, variant: str, is_imported: bool = True) -> None:
@@ -168,18 +169,7 @@ def _require(library: str, variant: str, is_imported: bool = True) -> None:
             raise ModuleNotFoundError(f"No module named {library!r}")
     except BROKEN as error:
         what = "absent" if isinstance(error, ModuleNotFoundError) and error.name in (None, library) else "broken"
-        raise DeviceError(
-            f"{library} is {what} on the {variant} variant ({error}). {_advice(library, variant)}"
-        ) from error
-
-
-def _advice(library: str, variant: str) -> str:
-    if library in ("torch", *NEURON_LIBRARIES.get(variant, ())) and variant in NEURON_LIBRARIES:
-        pinned = "images/platforms.toml" if variant == "neuron" else "images/torch-neuron.txt"
-        return f"Build it as {pinned} says: make images VARIANT={variant}"
-    if image_service():
-        return f"Rebuild the image from its lock: make images STAGE={image_service()} VARIANT={variant}"
-    return "Run `make setup`."
+        raise DeviceError(f"{library} is {what} on the {variant} variant ({error}). {_REBUILD}") from error
 
 
 def version_of(distribution: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 from services.common.errors import RecipeError
 
@@ -41,14 +44,8 @@ def choose_interface() -> None:
 
 def split_address(address: str) -> tuple[str, int] | None:
     """Host and port of HOST:PORT or [IPV6]:PORT; None for anything else."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65_536:
-        return None
-    if any(character in host for character in "/@?# \0") or not host:
-        return None
-    try:
-        host.encode("idna")  # as looking it up does
-    except UnicodeError:
-        return None
-    return host, int(port)
+    with suppress(ValueError):  # a port that is none
+        place = urlsplit(f"//{address}")
+        if place.netloc == address and place.hostname and place.port and not re.search(r"[@\s]", address):
+            return place.hostname, place.port
+    return None

@@ -109,25 +109,26 @@ def run_tasks(
     pool: ProcessPoolExecutor | None = None
     try:
         while True:
-            refused: list[T] = []
-            while len(running) < num_workers and not refused and (taken := take()) is not None:
+            while len(running) < num_workers and (taken := take()) is not None:
                 pool = pool or ProcessPoolExecutor(num_workers, mp_context=SPAWN, initializer=_init_tasks)
                 try:
                     with starting_processes():  # the pool starts them one by one
                         running[pool.submit(function, taken[0])] = taken[0]
-                except BrokenProcessPool:  # a process was killed while it was idle
-                    refused.append(taken[0])
-            if not running and not refused:
+                except BrokenProcessPool as error:  # a process was killed while it was idle
+                    lost = Future[R]()
+                    lost.set_exception(error)
+                    running[lost] = taken[0]
+                    break
+            if not running:
                 return
-            done, _ = wait(running, timeout=0 if refused else POLL_SECONDS, return_when=FIRST_COMPLETED)
-            if refused or any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+            done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
                 done, _ = wait(running)
                 assert pool is not None
                 pool.shutdown()
                 pool = None
             yield from [(running.pop(future), _result_of(future)) for future in done]
-            yield from [(item, _LOST) for item in refused]
-            if not done and not refused:
+            if not done:
                 yield None
     finally:
         if pool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +70,7 @@ def neuron_environment(
 
 
 def set_neuron_environment(variables: Mapping[str, str]) -> None:
-    """Set the variables in this process, and remove variables that contradict them.
-
-    Raises `DeviceError` where torch_xla is already imported: it would go on with the values that it read then.
-    """
-    if "torch_xla" in sys.modules:
-        raise DeviceError(
-            f"worker {os.environ.get('RANK')} (pid {os.getpid()}) imported torch_xla before the launcher set its rank "
-            f"and its NeuronCore, which torch_xla reads when it is imported. Something imports torch_xla in every "
-            f"Python process of this machine: look in sitecustomize, .pth files and Ray's worker_process_setup_hook."
-        )
+    """Set the variables in this process, which has not imported torch_xla, and remove those that contradict them."""
     for name in CONTRADICTING_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)

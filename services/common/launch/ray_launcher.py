@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -31,15 +30,14 @@ from services.common.launch.ray_placement import (
 )
 from services.common.process.shutdown import deferring_stop_signals
 
-_CAUSES: dict[type[Exception], str] = {
-    ray.exceptions.WorkerCrashedError: "its process died",
-    ray.exceptions.NodeDiedError: "its node was lost",
-    ray.exceptions.LocalRayletDiedError: "the raylet of its node ended",
-    ray.exceptions.OutOfMemoryError: "its node killed it because memory ran out",
-    ray.exceptions.ObjectLostError: "its result was lost with a node",
-    ray.exceptions.TaskUnschedulableError: "its node has left the cluster, or is too small",
-}
-LOST_BY_RAY = tuple(_CAUSES)
+LOST_BY_RAY = (
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.TaskUnschedulableError,
+)
 """Errors of Ray for a task whose process or node was lost, and which Ray does not run again."""
 
 
@@ -130,10 +128,8 @@ def raising_causes(name: str) -> Iterator[None]:
 
 
 def explain_lost_task(error: BaseException) -> str:
-    """Say why a task was lost that ended with one of LOST_BY_RAY, with the numbers that Ray has for full memory."""
-    cause = next(cause for kind, cause in _CAUSES.items() if isinstance(error, kind))
-    memory = re.search(r"[\d.]+GB / [\d.]+GB", str(error))
-    return f"{cause} ({memory[0]} in use)" if memory else cause
+    """Return Ray's reason in one line."""
+    return " ".join(str(error).split())[:200]
 
 
 def keep_processes(num_workers: int) -> AbstractContextManager[None]:

@@ -8,7 +8,6 @@ import gc
 import getpass
 import io
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -164,7 +163,7 @@ def _of_os_error(error: OSError) -> MillraceError | None:
     place = f"{name or 'the file system'}: {error.strerror}"
     if error.errno in _FULL_ERRNOS:
         return StorageError(
-            f"{place}{_free_space(name)}. Free space there; the same command then continues. "
+            f"{place}. Free space there; the same command then continues. "
             f"`{shell_command('services.common.artifacts', 'gc')} ROOT` removes what interrupted commands left there."
         )
     if error.errno in _PLACE_ERRNOS:
@@ -179,14 +178,6 @@ def _of_os_error(error: OSError) -> MillraceError | None:
     if error.errno in _PATH_ERRNOS and name:
         return RecipeError(f"{place}. Pass another path.")
     return None
-
-
-def _free_space(name: object) -> str:
-    path = Path(str(name))
-    for folder in (path, *path.parents) if name else ():
-        with suppress(OSError):
-            return f" ({shutil.disk_usage(folder).free:,} bytes free)"
-    return ""
 
 
 def _raise_stopped(signum: int) -> NoReturn:

@@ -54,15 +54,14 @@ class StageMetrics(Collector):
 
     def _measure_space(self) -> tuple[float, float]:
         """Return the size of the root's file system and the space that is left, in bytes; NaN where it is unknown."""
-        for folder in (self._root, *self._root.parents):
-            try:
-                usage = shutil.disk_usage(folder)
-            except FileNotFoundError:  # nothing has been published below the root yet
-                continue
-            except OSError:  # a lost mount, whose parent is another file system
-                break
-            return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
-        return math.nan, math.nan
+        try:
+            folder = next(
+                each for each in (self._root, *self._root.parents) if each.exists()
+            )  # the root may come later
+            usage = shutil.disk_usage(folder)
+        except OSError:  # a lost mount
+            return math.nan, math.nan
+        return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
 
 
 @contextmanager

@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-_BLOCK_BYTES = 2**16
-"""Bytes of a file's end in which its last line begins; Millrace writes lines of less than 10,000."""
+BLOCK_BYTES = 2**16
+"""Bytes of a file that are read at a time from its end; Millrace writes lines of less than 10,000."""
 
 
 def configure_logging(stage: str, *, rank: int | None = None, file: Path | None = None) -> None:
@@ -71,13 +72,24 @@ class JsonLinesTail:
 
 def read_last_json_line(path: Path) -> dict[str, Any] | None:
     """Return the newest complete record of a JsonLines file, which may be long; None where none can be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    return parse_json_line(lines[-2]) if len(lines) > 1 else None
+    with suppress(OSError):
+        return next(map(parse_json_line, islice(lines_from_end(path), 1, None)), None)
+    return None
+
+
+def lines_from_end(path: Path) -> Iterator[bytes]:
+    """Yield what is between the newlines of a file, the text after the last one first; nothing if there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        position, rest = file.seek(0, os.SEEK_END), b""
+        while position:
+            start = max(0, position - BLOCK_BYTES)
+            file.seek(start)
+            rest, *lines = (file.read(position - start) + rest).split(b"\n")
+            yield from reversed(lines)
+            position = start
+        yield rest
 
 
 def parse_json_line(line: bytes) -> dict[str, Any] | None:
@@ -89,9 +101,20 @@ def parse_json_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def overwrite(path: Path, content: bytes, num_bytes: int) -> None:
+    """Write `content`, padded to this size, in place: after the first time that needs no space on the disk."""
+    try:
+        file = path.open("r+b", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(exist_ok=True)
+        file = path.open("wb", buffering=0)
+    with file:
+        file.write(content.ljust(num_bytes - 1) + b"\n")
+
+
 def _cut_torn_line(path: Path) -> None:
     """Drop the text after the last newline, which is a record that a killed writer did not finish."""
     with suppress(FileNotFoundError), path.open("rb+") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES)
+        start = max(0, file.seek(0, os.SEEK_END) - BLOCK_BYTES)
         file.seek(start)
         file.truncate(start + file.read().rfind(b"\n") + 1)

@@ -18,7 +18,7 @@ def changed_fields(stored: Mapping[str, Any], recipe: Recipe, kind: Kind) -> lis
 
     Raises `pydantic.ValidationError` where this program does not read the stored recipe.
     """
-    before, now = (dict(_flatten(identity(each, kind))) for each in (Recipe.model_validate(stored), recipe))
+    before, now = (dict(flatten(identity(each, kind))) for each in (Recipe.model_validate(stored), recipe))
     return [
         f"{name} was {_show(before.get(name))} and is {_show(now.get(name))}"
         for name in before | now
@@ -26,12 +26,13 @@ def changed_fields(stored: Mapping[str, Any], recipe: Recipe, kind: Kind) -> lis
     ]
 
 
-def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each field."""
     for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{key}", each) for key, each in value.items())
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{name}.")
         else:
-            yield name, value
+            yield f"{prefix}{name}", value
 
 
 def _show(value: Any) -> str:

@@ -16,10 +16,8 @@ H200 = {
     "name": "NVIDIA H200",
     "compute_cap": "9.0",
     "driver_version": "580.95.05",
-    "memory.total": "143771",
-    "memory.used": "4",
 }
-"""An idle H200 as nvidia-smi describes it, with memory in MiB."""
+"""An H200 as nvidia-smi describes it."""
 _PROGRAM = """#!{python}
 import json, sys
 (fields,) = (each.partition("=")[2].split(",") for each in sys.argv if each.startswith("--query-gpu="))
@@ -30,8 +28,7 @@ for gpu in json.loads({gpus!r}):
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[dict[str, str]]) -> None:
     """Let nvidia-smi list these GPUs in their order; CUDA shows all of them to this process."""
-    numbered = [{"index": str(number), "uuid": f"GPU-{number}a", **gpu} for number, gpu in enumerate(gpus)]
-    install_nvidia_smi(monkeypatch, folder, _PROGRAM.format(python=sys.executable, gpus=json.dumps(numbered)))
+    install_nvidia_smi(monkeypatch, folder, _PROGRAM.format(python=sys.executable, gpus=json.dumps(list(gpus))))
 
 
 def install_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:

@@ -144,17 +144,6 @@ def test_inline_workers_share_one_node(tmp_path: Path, spec: WorkerGroupSpec) ->
     assert first["CCOM_SOCKET_IFNAME"] == LOOPBACK_INTERFACE
 
 
-def test_a_worker_that_has_imported_torch_xla_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: WorkerGroupSpec
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import torch_xla\n", encoding="utf-8")
-    (tmp_path / "torch_xla.py").touch()  # of all Python processes from here on
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
-        run_workers(inline, work.fail_with_a_bug, None, spec)
-
-
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_choice_of_cores_that_workers_would_not_follow_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, spec: WorkerGroupSpec

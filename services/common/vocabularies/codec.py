@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError, unreadable
@@ -19,7 +19,7 @@ class Codec(NamedTuple):
     encode: Callable[[str], list[int]]
     """Return the ids of a text, without BOS and EOS. The name of a special token in it is encoded as text."""
     decode: Callable[[list[int]], str]
-    """Return the text of ids. Raises `LookupError` for an id that is not in the vocabulary."""
+    """Return the text of ids of the vocabulary."""
 
 
 def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
@@ -52,23 +52,15 @@ def _load(content: bytes, folder: Path, vocabulary: Vocabulary) -> Codec:
             from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
 
             tokenizer = load_tokenizer(content)
-
             return Codec(
                 lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-                _decode_by(tokenizer, vocabulary),
+                lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
             )
         case "hugging_face":
             from services.common.vocabularies.hugging_face import encode_texts, load_folder  # noqa: PLC0415
 
             theirs = load_folder(folder)
-            return Codec(lambda text: encode_texts(theirs, [text])[0], _decode_by(theirs, vocabulary))
-
-
-def _decode_by(tokenizer: Any, vocabulary: Vocabulary) -> Callable[[list[int]], str]:
-    def decode(ids: list[int]) -> str:
-        unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() omits them
-        if unknown:
-            raise LookupError(f"{unknown[0]:,} is not an id of the vocabulary")
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-    return decode
+            return Codec(
+                lambda text: encode_texts(theirs, [text])[0],
+                lambda ids: str(theirs.decode(ids, skip_special_tokens=False)),
+            )

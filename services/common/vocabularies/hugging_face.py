@@ -34,17 +34,12 @@ def main_file(names: list[str]) -> str:
     return next((name for name in _MAIN_FILES if name in names), min(names))
 
 
+@lru_cache(maxsize=2)
 def load_folder(folder: Path) -> Any:
-    """Load the tokenizer of a folder, once while its files are the same: a large one takes seconds.
+    """Load the tokenizer of a folder, once: a large one takes seconds.
 
     Raises `ArtifactError` where transformers cannot, or needs the folder's code.
     """
-    states = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-    return _load(folder, tuple((name, state.st_size, state.st_mtime_ns) for name, state in states))
-
-
-@lru_cache(maxsize=2)
-def _load(folder: Path, _: tuple[tuple[str, int, int], ...]) -> Any:
     import transformers  # noqa: PLC0415 - takes seconds
 
     try:

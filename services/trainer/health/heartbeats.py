@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.common.process.telemetry import parse_json_line
+from services.common.process.telemetry import overwrite, parse_json_line
 from services.trainer.job import Job, rank_log
 
 FOLDER = "heartbeats"
@@ -44,14 +44,7 @@ def heartbeat_seconds(limit_seconds: float | None) -> float:
 
 def write_heartbeat(run_folder: Path, fields: dict[str, Any]) -> None:
     """Replace the heartbeat of the rank in `fields`. Raises `OSError`."""
-    path = _heartbeat_file(run_folder, fields["rank"])
-    try:
-        file = path.open("r+b", buffering=0)
-    except FileNotFoundError:
-        path.parent.mkdir(exist_ok=True)
-        file = path.open("wb", buffering=0)
-    with file:
-        file.write(json.dumps(fields).encode().ljust(HEARTBEAT_BYTES - 1) + b"\n")
+    overwrite(_heartbeat_file(run_folder, fields["rank"]), json.dumps(fields).encode(), HEARTBEAT_BYTES)
 
 
 def forget_heartbeats(run_folder: Path) -> None:

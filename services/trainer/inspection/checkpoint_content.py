@@ -1,4 +1,4 @@
-"""Describes a checkpoint for a person: its producer, its slices, and the magnitude of its values."""
+"""Describes a checkpoint for a person: its slices, and the magnitude of its values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import xxhash
 
 from services.common.artifacts.checkpoint import CheckpointManifest
-from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import Artifact
 from services.common.program.state import StateKind, StateSlice
 from services.common.program.transformer import parameter_shapes
@@ -24,17 +23,13 @@ def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterato
 
     Raises `ArtifactError` if the checkpoint is not of the recipe's model.
     """
-    manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
-    maker, shapes = manifest.producer, parameter_shapes(recipe.model)
+    state, shapes = checkpoint.manifest.checkpoint, parameter_shapes(recipe.model)
     reader = ShardReader(checkpoint, shapes)
     yield f"checkpoint  {checkpoint.path}"
     yield f"state       after step {state.step:,}: {state.tokens:,} tokens, {state.skipped_steps:,} steps skipped"
     if state.parent:
         yield f"parent      {state.parent.run} after step {state.parent.step:,}, {state.parent.content_digest[:12]}"
-    yield f"made        {manifest.created_at:%Y-%m-%d %H:%M} by trainer {maker.version}, commit {maker.git_sha[:12]}"
-    yield f"program     {state.program_fingerprint[:16]}, waivers: {', '.join(state.waivers) or 'none'}"
     yield f"workers     {state.data_parallel_size} x {state.tensor_parallel_size} (data x tensor parallel)"
-    yield f"files       {len(manifest.files)}, {total_bytes(manifest.files) / 1e6:,.1f} MB, verified"
     rows: list[tuple[str, ...]] = [COLUMNS]
     digest, kinds = xxhash.xxh3_128(), get_args(StateKind)
     for name, shape in shapes.items():

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from services.common.errors import DeviceError, StorageError
-from services.common.hardware.gpus import VISIBLE_VARIABLE, list_visible_gpus
+from services.common.hardware.gpus import VISIBLE_VARIABLE
 from services.common.hardware.image_platform import NEURON_DEVICES, image_variant, neuron_chips, require_backend
 from services.common.hardware.instance_types import MIB
 from services.common.program.fingerprint import program_facts
@@ -65,8 +65,7 @@ def check_node(wanted: NodeRequirements) -> list[Finding]:
         run_check("memory", lambda: check_memory(recipe, workers), "`plan` shows what uses the memory"),
     ]
     if recipe.parallel.device == "cuda":  # before this process takes some of their memory
-        findings.append(run_check("GPUs", lambda: check_gpus(workers), "run nvidia-smi"))
-        findings.append(run_check("GPU memory", lambda: check_gpu_memory(recipe, workers), "run nvidia-smi"))
+        findings.append(run_check("GPUs", lambda: check_gpus(recipe, workers), "run nvidia-smi"))
     elif recipe.parallel.device != "cpu":
         findings.append(run_check("NeuronCores", lambda: check_neuron_cores(recipe, workers), "run neuron-ls"))
     return [
@@ -161,31 +160,25 @@ def check_memory(recipe: Recipe, workers: int) -> Finding:
     return warning(seen, "end other processes on this node") if needed > available else ok(seen)
 
 
-def check_gpus(workers: int) -> Finding:
-    """Check that each worker has a GPU. Raises `DeviceError` if nvidia-smi fails."""
-    gpus, visible = list_visible_gpus(), os.environ.get(VISIBLE_VARIABLE, "not set")
-    kinds = Counter(f"{gpu.name} with driver {gpu.driver}" for gpu in gpus)
+def check_gpus(recipe: Recipe, workers: int) -> Finding:
+    """Check that each worker has a GPU with the memory that it needs, and that no other process holds it."""
+    kinds = Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
     found = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "none"
-    seen = f"{found} ({VISIBLE_VARIABLE}: {visible}), {workers} workers take one each"
-    if len(gpus) < workers:
-        fewer = f"lower cluster.trainer_workers_per_node, or raise {VISIBLE_VARIABLE}"
-        return problem(DeviceError(f"{seen}: {workers - len(gpus)} too few"), fewer)
-    return ok(seen)
-
-
-def check_gpu_memory(recipe: Recipe, workers: int) -> Finding:
-    """Check that each worker's GPU has the memory that it needs, and that no other process holds it."""
     peak_bytes = memory_of_worker(recipe).peak_bytes
-    seen = f"a worker takes {show_size(peak_bytes)} at its peak, libraries not counted"
-    for gpu in list_visible_gpus()[:workers]:
-        size, used = gpu.memory_bytes, gpu.used_bytes or 0
-        if size is None:
-            return ok(f"the driver does not report that of GPU {gpu.index}; {seen}")
-        has = f"GPU {gpu.index} has {show_size(size)}"
+    seen = f"{found}; {workers} workers take one each, and {show_size(peak_bytes)} of it, libraries not counted"
+    if (lacking := workers - kinds.total()) > 0:
+        fewer = f"lower cluster.trainer_workers_per_node, or raise {VISIBLE_VARIABLE}"
+        return problem(DeviceError(f"{seen}: {lacking} too few"), fewer)
+    for gpu in range(workers):
+        try:
+            free, size = torch.cuda.mem_get_info(gpu)
+        except RuntimeError as error:  # other processes leave no memory for a context, or the driver fails
+            return problem(DeviceError(f"GPU {gpu}: {error}"), "find other processes with nvidia-smi")
         if peak_bytes > size:
-            return problem(DeviceError(f"{has}; {seen}"), "`plan` shows what uses the memory")
-        if used > size // 2 or used + peak_bytes > size:
-            return warning(f"{has}, other processes hold {show_size(used)}; {seen}", "find them with nvidia-smi")
+            return problem(DeviceError(f"{seen}; GPU {gpu} has {show_size(size)}"), "`plan` shows what uses the memory")
+        if free < max(size // 2, peak_bytes):
+            others = f"{seen}; of GPU {gpu} other processes hold {show_size(size - free)}"
+            return warning(others, "find them with nvidia-smi")
     return ok(seen)
 
 

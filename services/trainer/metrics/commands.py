@@ -1,8 +1,8 @@
-"""Records when the trainer's commands began, lived and ended, and what their nodes cost, in `commands.jsonl`.
+"""Records when the trainer's commands began, lived and ended, and what their nodes cost, in `commands/00001.json`.
 
-Each command that trains a run has one line, which it keeps up to date in place: `seen_at` while it lives, and
-`ended_at` and `exit_code` at its end. All lines have LINE_BYTES bytes, so a full disk does not keep a command from
-recording its end. A command that was killed leaves the time at which it was last seen.
+Each command that trains a run has one file, which it keeps up to date in place, so that a full disk does not keep it
+from recording its end: `seen_at` while it lives, and `ended_at` and `exit_code` at its end. A command that was killed
+leaves the time at which it was last seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from services.common.hardware.instance_types import read_instance_types
 from services.common.launch.launcher import INLINE
 from services.common.process.background_thread import running_in_background
 from services.common.process.entry_point import exit_code_for
+from services.common.process.telemetry import overwrite
 from services.common.recipe.schema import stage_nodes
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
-COMMANDS_FILE = "commands.jsonl"
-LINE_BYTES = 1_024
+FOLDER = "commands"
+RECORD_BYTES = 4_096
 SEEN_SECONDS = 10.0
 """Seconds between two updates of `seen_at`."""
 LOST_SECONDS = 180.0
@@ -83,7 +84,7 @@ class CommandRecord(BaseModel):
     def lives(self, now: float) -> bool:
         """Tell whether the command runs at the time `now`.
 
-        It does if its line was updated within LOST_SECONDS, and a process of this node still exists.
+        It does if its record was updated within LOST_SECONDS, and a process of this node still exists.
         """
         if self.ended_at is not None or now - self.seen_at >= LOST_SECONDS:
             return False
@@ -94,30 +95,41 @@ class CommandRecord(BaseModel):
 def recording_command(job: Job) -> Iterator[None]:
     """Record this command's life during the block, and the exit code of the error that ends it.
 
-    The caller holds the run's lock. A line that cannot be written is logged, and the run goes on.
+    The caller holds the run's lock. A record that cannot be written is logged, and the run goes on.
     """
-    line = _Line(job.run_folder / COMMANDS_FILE, _describe(job))
+    folder, record = job.run_folder / FOLDER, _describe(job)
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{len(list(folder.iterdir())) + 1:05d}.json"
+
+    def update(**fields: Any) -> None:
+        content = record.model_copy(update={"seen_at": time.time(), **fields}).model_dump_json()
+        try:
+            overwrite(path, content.encode(), RECORD_BYTES)
+        except OSError as error:
+            logger.warning("%s: the command's record could not be written: %s", path, error)
+
+    def keep_seen(is_over: threading.Event) -> None:
+        while not is_over.wait(SEEN_SECONDS):
+            update()
+
+    update()
     exit_code, message = 0, None
     try:
-        with running_in_background(line.keep_seen, "command-record"):
+        with running_in_background(keep_seen, "command-record"):
             yield
     except BaseException as error:
         exit_code, message = exit_code_for(error), str(error)[:_ERROR_CHARACTERS]
         raise
     finally:
-        now = time.time()
-        line.update(seen_at=now, ended_at=now, exit_code=exit_code, error=message)
+        update(ended_at=time.time(), exit_code=exit_code, error=message)
 
 
 def read_commands(run_folder: Path) -> list[CommandRecord]:
-    """Return the records of the run's commands, oldest first, without lines that cannot be read."""
-    path = run_folder / COMMANDS_FILE
+    """Return the records of the run's commands, oldest first, without those that cannot be read."""
     found = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            found.append(CommandRecord.model_validate_json(line))
-        except ValidationError:  # the end of the last line, or a line that a killed command left unfinished
-            continue
+    for path in sorted((run_folder / FOLDER).glob("*.json")):
+        with suppress(ValidationError):  # a killed command left it unfinished
+            found.append(CommandRecord.model_validate_json(path.read_bytes()))
     return found
 
 
@@ -126,39 +138,6 @@ def sum_known(values: Iterable[float | None]) -> float | None:
     found = list(values)
     known = [each for each in found if each is not None]
     return math.fsum(known) if known and len(known) == len(found) else None
-
-
-class _Line:
-    """The line of one command, which is overwritten in place."""
-
-    def __init__(self, path: Path, record: CommandRecord) -> None:
-        self._path, self._record = path, record
-        end = path.stat().st_size if path.exists() else 0
-        self._at = end // LINE_BYTES * LINE_BYTES  # a killed command may have left a part of a line
-        self.update()
-
-    def update(self, **fields: Any) -> None:
-        self._record = self._record.model_copy(update=fields)
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                os.pwrite(descriptor, _encode(self._record), self._at)
-            finally:
-                os.close(descriptor)  # a network file system shows it to others from here on
-        except OSError as error:
-            logger.warning("%s: the command's record could not be written: %s", self._path, error)
-
-    def keep_seen(self, is_over: threading.Event) -> None:
-        while not is_over.wait(SEEN_SECONDS):
-            self.update(seen_at=time.time())
-
-
-def _encode(record: CommandRecord) -> bytes:
-    """Return a line of LINE_BYTES, for which the error is shortened."""
-    line = record.model_dump_json().encode()
-    if len(line) >= LINE_BYTES and record.error:
-        return _encode(record.model_copy(update={"error": record.error[: len(record.error) // 2]}))
-    return line.ljust(LINE_BYTES - 1) + b"\n"
 
 
 def _describe(job: Job) -> CommandRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from services.common.launch.launcher import TrainingReport
-from services.common.process.telemetry import parse_json_line, read_json_lines
+from services.common.process.telemetry import lines_from_end, parse_json_line, read_json_lines
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.job import Job
 
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.jsonl"
-BLOCK_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class StepsNewestFirst:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.unreadable, done_again = 0, math.inf  # steps from here on were done again later
-        for line in islice(_split_from_end(self._path), 1, None):  # a killed writer did not finish the last line
+        for line in islice(lines_from_end(self._path), 1, None):  # a killed writer did not finish the last line
             record = parse_json_line(line)
             if not _has_fields(record, STEP_FIELDS):
                 self.unreadable += 1
@@ -121,18 +119,3 @@ def read_lines(path: Path, names: Set[str]) -> ParsedLines:
 
 def _has_fields(record: dict[str, Any] | None, names: Set[str]) -> TypeGuard[dict[str, Any]]:
     return record is not None and names <= record.keys()
-
-
-def _split_from_end(path: Path) -> Iterator[bytes]:
-    """Yield what is between the newlines of a file, the text after the last one first; nothing if there is no file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        position, rest = file.seek(0, os.SEEK_END), b""
-        while position:
-            start = max(0, position - BLOCK_BYTES)
-            file.seek(start)
-            rest, *lines = (file.read(position - start) + rest).split(b"\n")
-            yield from reversed(lines)
-            position = start
-        yield rest

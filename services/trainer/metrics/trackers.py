@@ -6,9 +6,7 @@ The command sends them in a thread: no step waits for a network, and workers nee
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,17 +29,6 @@ CLOSE_SECONDS = 60.0
 """Seconds for which the end of a command waits for the last records to be sent."""
 
 
-def require_trackers(names: Sequence[str]) -> None:
-    """Raise `DeviceError` if a requested tracker is not installed."""
-    for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # W&B leaves a folder of that name
-            raise DeviceError(
-                f"--tracker {name}: not installed. Run `./bootstrap uv pip install --python {sys.executable} {name}`, "
-                f"for an image add it to services/trainer/requirements.txt, or omit the option."
-            )
-
-
 @contextmanager
 def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
     """Send new records during the block, and the exit code of the error that ends it.
@@ -57,7 +44,8 @@ def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
         config, name = job.recipe.model_dump(mode="json"), job.run
         run = wandb.init(project="millrace", id=name, name=name, resume="allow", dir=job.run_folder, config=config)
     except Exception as error:  # the library raises errors of any type; the user can act on this one
-        raise DeviceError(f"--tracker wandb: {type(error).__name__}: {error}. Check its settings.") from error
+        why = f"{type(error).__name__}: {error}"
+        raise DeviceError(f"--tracker wandb: {why}. Install it, or check its settings.") from error
     run.define_metric("*", step_metric="step")  # W&B's own steps must increase, but a rollback repeats steps
     outcome = {"exit_code": EXIT_BUG}
     tail = JsonLinesTail(job.run_folder / METRICS_FILE, from_end=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import RecipeError
+from services.common.recipe.changes import flatten
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
 from services.trainer.metrics.records import StepsNewestFirst
@@ -30,8 +31,6 @@ from services.trainer.runs.status import (
     read_status,
 )
 
-COMPARE = "compare"
-"""Name of the trainer's command that compares runs. It takes no recipe."""
 COMPARISON_FILE = "comparison.html"
 MAX_RUNS = 8
 """Runs that are compared at most: the page has as many colours."""
@@ -53,7 +52,7 @@ def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
         print_json(statuses)
         return 0
     numbers = [STATUS_HEADINGS, *map(describe_status, statuses)]
-    recipes = [dict(_flatten(read_description(run_folder(root, run)).recipe)) for run in runs]
+    recipes = [dict(flatten(read_description(run_folder(root, run)).recipe)) for run in runs]
     values = [("recipe value", *runs), *_differing_values(recipes)]
     print_table(*numbers)
     print()
@@ -94,14 +93,6 @@ def _differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[st
         texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
         if len(set(texts)) > 1:
             yield name, *(shorten(each, _MAX_LENGTH) for each in texts)
-
-
-def _flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _read_curves(folder: Path) -> RunCurves:

@@ -6,24 +6,22 @@ not grow with the steps of the run.
 
 from __future__ import annotations
 
-import html
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
 from services.common.errors import shell_command
 from services.common.process.progress import write_duration
-from services.common.recipe.presets import MODEL_PRESETS
+from services.common.recipe.changes import flatten
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.report.curves import CHARTS, DrawnChart, RunCurves
 from services.trainer.report.page import render
-from services.trainer.runs.run import REPORT_FILE, Run, describe_state
+from services.trainer.runs.run import REPORT_FILE, Run
 from services.trainer.runs.summary import list_facts, summarize
 
 _MAX_PHASES = 60
@@ -38,17 +36,6 @@ def write_report(run: Run, sample_text: str | None = None) -> Path:
     path = run.folder / REPORT_FILE
     write_durably(path, _render_report(run, sample_text).encode())
     return path
-
-
-def read_state(run_folder: Path) -> str | None:
-    """Return the state that the report in this folder describes; None if there is no report or it has no state."""
-    try:
-        with (run_folder / REPORT_FILE).open(encoding="utf-8", errors="replace") as file:
-            start = file.read(4096)
-    except OSError:
-        return None
-    found = re.search(r'<meta name="millrace-state" content="([^"]*)">', start)
-    return html.unescape(found[1]) if found else None
 
 
 def _render_report(run: Run, sample_text: str | None) -> str:
@@ -66,7 +53,6 @@ def _render_report(run: Run, sample_text: str | None) -> str:
         "report.html",
         title=run.name,
         subtitle=f"Millrace run, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        state=describe_state(checkpoint) if checkpoint else "",
         run=run,
         run_facts=list(list_facts(run)),
         data={"runs": [curves.positions()], "marks": curves.marks(events), "charts": charts},
@@ -74,7 +60,7 @@ def _render_report(run: Run, sample_text: str | None) -> str:
         phases=[(stage, phase) for stage, phases in run.phases.items() for phase in phases[-_MAX_PHASES:]],
         artifacts=[(kind, each.path, each.manifest) for kind, each in found.items() if each],
         artifact_bytes=total_bytes,
-        changed_values=list(_changed_values(run.recipe, MODEL_PRESETS.get(run.recipe.model.preset or "", {}))),
+        changed_values=flatten(run.recipe.model_dump(mode="json", exclude_defaults=True)),
         program_facts=[
             *(run.cache.manifest.compile_cache.facts.items() if run.cache else ()),
             *((f"parallel.{name}", value) for name, value in run.recipe.parallel),
@@ -112,26 +98,3 @@ def _divide_lanes(stages: Mapping[str, Sequence[Phase]]) -> Iterator[_Lane]:
             parts = [each / total for each in seconds.values()]
             yield _Lane(stage, color, before, parts, f"{write_duration(own)}: {text}")
             before += own / total
-
-
-def _changed_values(section: Any, usual: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted name, the value, and the value of the preset or else the default of each field that differs."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if hasattr(type(value), "model_fields"):
-            yield from _changed_values(value, usual if name == "model" else {}, f"{prefix}{name}.")
-            continue
-        default = None
-        if not field.is_required():
-            default = field.get_default(call_default_factory=True, validated_data=dict(section))
-        default = usual.get(name, default)
-        if value != default:
-            yield prefix + name, _write_value(value), "none" if default is None else _write_value(default)
-
-
-def _write_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_write_value, value))
-    if hasattr(type(value), "model_fields"):
-        return " ".join(f"{name} {each}" for name, each in value.model_dump(exclude_defaults=True).items())
-    return f"{value:,}" if type(value) is int else str(value)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -13,9 +10,8 @@ from pydantic import Field
 
 from services.common.artifacts.checkpoint import Ancestor
 from services.common.artifacts.manifest import ManifestModel, write_durably
-from services.common.errors import ArtifactError, MillraceError, unreadable
+from services.common.errors import ArtifactError, unreadable
 from services.trainer.job import RUN_FILE, Job
-from services.trainer.runs.cost import compute_costs
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +30,6 @@ class RunDescription(ManifestModel):
     """Paths of these and of the checkpoints; absolute if `--corpus` or `--cache` named a folder outside the root."""
     parent: Ancestor | None = None
     """Checkpoint of another run that this one began with; None if it is no branch."""
-    costs: list[dict[str, Any]]
 
 
 def read_description(run_folder: Path) -> RunDescription:
@@ -56,35 +51,20 @@ def damaged_description(run_folder: Path, error: object) -> ArtifactError:
 
 
 def write_run(job: Job) -> None:
-    """Write run.json, with the costs of the run until now."""
+    """Write run.json."""
     artifacts = {"corpus": job.corpus.id}
     paths = {"corpus": job.corpus.path, "checkpoints": job.checkpoint_collection}
     if job.cache:
         artifacts["compile_cache"], paths["compile_cache"] = job.cache.manifest.id, job.cache.path
-    costs = compute_costs(job.recipe, job.corpus.payload, job.cache, job.run_folder)
     described = RunDescription(
         run=job.run,
         recipe=job.recipe.model_dump(mode="json"),
         artifacts=artifacts,
         paths={name: _below(job.root, path) for name, path in paths.items()},
         parent=job.lineage.parent,
-        costs=list(map(asdict, costs)),
     )
     (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     write_durably(job.run_folder / RUN_FILE, described.model_dump_json(by_alias=True, indent=1).encode())
-
-
-@contextmanager
-def writing_costs(job: Job) -> Iterator[None]:
-    """Write run.json again after the block, with the costs of the run until then. A failure is logged alone."""
-    try:
-        yield
-    finally:
-        if (job.run_folder / RUN_FILE).exists():
-            try:
-                write_run(job)
-            except (MillraceError, OSError) as error:
-                logger.warning("%s: the costs could not be written: %s", job.run_folder / RUN_FILE, error)
 
 
 def _below(root: Path, path: Path) -> str:

@@ -28,7 +28,6 @@ from services.trainer.checkpoints.lookup import (
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.job import RUN_FILE, checkpoint_collection, describe_corpus, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
-from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.runs.cost import StageCost, compute_costs, divide_training
@@ -107,13 +106,8 @@ class Run:
     def phases(self) -> dict[str, list[Phase]]:
         """Timed phases of each stage, in the order in which the stages ran. A command that goes on ends where it is."""
         cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
-        training = divide_training(self.commands, read_events(self.folder), self.attempts, time.time())
+        training = divide_training(self.commands, self.attempts, time.time())
         return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
-
-
-def describe_state(checkpoint: Artifact[CheckpointManifest]) -> str:
-    """Return an identifier of the state, made of its step and its content digest."""
-    return f"{checkpoint.manifest.id} {checkpoint.manifest.content_digest}"
 
 
 def open_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:

@@ -47,8 +47,6 @@ STATUS_HEADINGS = (
 _MAX_WIDTH = 10_000
 UNKNOWN = "-"
 """Text of a number that is unknown."""
-RUNS = "runs"
-"""Name of the trainer's command that lists the runs. It takes no recipe."""
 
 
 @dataclass(frozen=True)

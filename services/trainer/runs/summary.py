@@ -9,9 +9,6 @@ from typing import NamedTuple
 from services.common.artifacts.files import total_bytes
 from services.common.problem_list import list_names
 from services.common.process.progress import write_duration
-from services.common.recipe.derived import tokens_per_step
-from services.common.recipe.schema import stage_nodes
-from services.trainer.inspection.goodput import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.metrics.events import count_events
 from services.trainer.runs.run import REPORT_FILE, Run
 from services.trainer.runs.status import branches_of, read_status, read_statuses
@@ -123,14 +120,9 @@ def _describe_times(run: Run) -> Iterator[tuple[str, str]]:
     if "data_share" in numbers:
         yield "data", f"{numbers['data_share']:.2%} of the time waiting for data"
     yield "checkpoints", f"every {run.recipe.checkpoint.interval_steps:,} steps"
-    if "checkpoint_stall_seconds" in numbers and "tokens_per_second" in numbers:
+    if "checkpoint_stall_seconds" in numbers:
         stall, slowest = numbers["checkpoint_stall_seconds"], numbers.get("slowest_checkpoint_seconds", 0.0)
-        nodes = run.commands[-1].nodes if run.commands else stage_nodes(run.recipe, "trainer")
-        step_seconds = tokens_per_step(run.recipe) / numbers["tokens_per_second"]
-        optimum = optimal_interval_steps(stall, step_seconds, nodes, NODE_MTBF_HOURS)
         yield "", f"each stopped training for {stall:.2f} s, and the slowest took {slowest:.2f} s"
-        hours = NODE_MTBF_HOURS / nodes
-        yield "", f"Young's optimum is every {optimum:,} steps, if one of {nodes} nodes fails in {hours:,.0f} hours"
     if run.recipe.compile.enabled and not run.attempts:
         yield "misses", "not measured: every start of the workers was killed"
     elif run.recipe.compile.enabled:

@@ -1,4 +1,4 @@
-"""Lines of `metrics.jsonl` and `commands.jsonl` that tests write."""
+"""Lines of `metrics.jsonl`, and records of commands, that tests write."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from services.common.testing.disks import mounted, remount
 from services.common.testing.file_opens import noticing_opens
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
-from services.trainer.report.run_report import read_state
 from services.trainer.runs.status import RunStatus, read_status
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
@@ -192,13 +191,10 @@ def test_a_second_command_finds_the_run_complete_and_sees_to_its_report(
     assert sorted(path.name for path in newest.parent.iterdir()) == sorted(checkpoints(root))
     assert report.stat().st_mtime_ns == written
 
-    state = read_state(report.parent)
-    assert state is not None
-    assert state.startswith("step-00000002 ")
     # As if it was that of a shorter run, which was made longer and killed before the report of its last part.
-    report.write_text(report.read_text(encoding="utf-8").replace(state, "step-00000001 0123"), encoding="utf-8")
+    os.utime(report, ns=(0, 0))
     assert call_trainer(capfd, recipe, root, *options)[0] == 0
-    assert read_state(report.parent) == state
+    assert report.stat().st_mtime_ns > written
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_others_can_be_inspected(

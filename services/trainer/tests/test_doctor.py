@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.lock import hold_lock
@@ -15,7 +16,6 @@ from services.common.artifacts.store import LOCK_SUFFIX, Artifact, Draft, publis
 from services.common.artifacts.upstream import stage_command
 from services.common.errors import shell_command
 from services.common.hardware import image_platform
-from services.common.hardware.gpus import VISIBLE_VARIABLE
 from services.common.process.entry_point import exit_code_of
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Stage, fingerprint
@@ -25,7 +25,7 @@ from services.common.testing.gpus import H200, install_gpus
 from services.trainer.__main__ import main
 from services.trainer.inspection.doctor import compare_nodes
 from services.trainer.inspection.findings import Finding, Result, merge_nodes, ok, warning
-from services.trainer.inspection.node import check_gpu_memory, check_gpus, check_neuron_cores
+from services.trainer.inspection.node import check_gpus, check_neuron_cores
 from services.trainer.metrics.recorder import published_peak
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, file_states, flip_a_bit
@@ -164,7 +164,7 @@ def test_a_full_disk_and_a_read_only_one_end_with_5(place: Path, tmp_path: Path,
         (["--parallel.threads_per_worker=2"], 3, "next: train with --allow-changed-program"),
         (["--parallel.threads_per_worker=1000", "--train.seed=1"], 0, "next: --parallel.threads_per_worker="),
         ([f"--batch.micro_batch_size={2**28}", f"--batch.global_batch_size={2**28}"], 4, "micro_batch_size"),
-        (["--parallel.data_parallel_size=2", "--parallel.device=cuda"], 4, "1 too few"),
+        (["--parallel.data_parallel_size=2", "--parallel.device=cuda"], 4, "2 too few"),
     ],
     ids=["another program", "too many threads", "too little memory", "too few GPUs"],
 )
@@ -172,6 +172,7 @@ def test_a_recipe_that_the_run_or_its_node_does_not_fit(
     options: list[str], code: int, shown: str, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install_gpus(monkeypatch, tmp_path / "bin", [H200])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     exit_code, output = doctor(*EAGER, "--quick", *options)
 
@@ -204,33 +205,25 @@ OK, WARNING, PROBLEM = Result.OK, Result.WARNING, Result.PROBLEM
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "workers", "number", "memory"),
+    ("free", "size", "workers", "result"),
     [
-        ([H200, H200], None, 2, OK, OK),
-        ([H200, H200], "1", 2, PROBLEM, OK),
-        ([], None, 1, PROBLEM, OK),
-        ([H200, H200 | {"memory.total": "0"}], None, 2, OK, PROBLEM),
-        ([H200 | {"memory.used": "120000"}], None, 1, OK, WARNING),
-        ([H200, H200 | {"memory.used": "120000"}], None, 1, OK, OK),  # the only worker takes the other one
-        ([H200 | {"memory.total": "[N/A]"}], None, 1, OK, OK),
+        ([140, 140], 141, 2, OK),
+        ([140], 141, 2, PROBLEM),
+        ([], 141, 1, PROBLEM),
+        ([140], 0, 1, PROBLEM),
+        ([20], 141, 1, WARNING),
+        ([140, 20], 141, 1, OK),  # the only worker takes the other one
     ],
-    ids=["enough", "hidden", "none", "too little memory", "taken", "one is taken", "unknown memory"],
+    ids=["enough", "too few", "none", "too little memory", "taken", "one is taken"],
 )
 def test_the_gpus_of_a_node_are_compared_with_its_workers(
-    gpus: list[dict[str, str]],
-    visible: str | None,
-    workers: int,
-    number: Result,
-    memory: Result,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    free: list[int], size: int, workers: int, result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    install_gpus(monkeypatch, tmp_path / "bin", gpus)
-    if visible is not None:
-        monkeypatch.setenv(VISIBLE_VARIABLE, visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu] * 2**30, size * 2**30))
 
-    assert check_gpus(workers).result == number
-    assert check_gpu_memory(make_recipe(tmp_path, parallel__device="cuda"), workers).result == memory
+    assert check_gpus(make_recipe(tmp_path, parallel__device="cuda"), workers).result == result
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from services.common.errors import TryAgain
+from services.common.process import telemetry
 from services.common.process.shutdown import StopReason
 from services.common.process.stage_metrics import PREFIX
 from services.trainer.agreement import AgreedStep, WorkerStep
 from services.trainer.health.heartbeats import forget_heartbeats, write_heartbeat
-from services.trainer.metrics import records
 from services.trainer.metrics.events import record_event
 from services.trainer.metrics.metric_table import METRICS, RUN_METRICS, WorkerNumbers
 from services.trainer.metrics.prometheus import RunCollector
@@ -86,7 +86,7 @@ def test_bad_lines_fail_neither_training_nor_the_summary_which_counts_them(new_j
 def test_steps_are_read_from_the_end_in_blocks_without_those_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(telemetry, "BLOCK_BYTES", block_bytes)
     for step in (1, 2, 3, 4, 3, 4, 5, 3):
         append(tmp_path / METRICS_FILE, json.dumps({**STEP, "step": step, "loss": step}).encode())
 

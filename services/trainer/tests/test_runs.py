@@ -20,15 +20,13 @@ from services.common.process.entry_point import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.metrics.commands import (
-    COMMANDS_FILE,
-    LINE_BYTES,
+    FOLDER,
     LOST_SECONDS,
     read_commands,
     recording_command,
 )
 from services.trainer.metrics.records import METRICS_FILE, read_last_step, read_metrics
-from services.trainer.runs.cost import divide_training
-from services.trainer.runs.description import writing_costs
+from services.trainer.runs.cost import compute_costs, divide_training
 from services.trainer.runs.status import RunStatus, read_status
 from services.trainer.tests.builders import NewJob, make_corpus, make_recipe, train_here, train_new
 from services.trainer.tests.metric_lines import BEGAN, make_command
@@ -240,22 +238,20 @@ def test_the_state_follows_the_exit_code_of_the_newest_command(
 def test_a_command_of_another_node_is_lost_once_its_record_stands_still(new_job: NewJob) -> None:
     job = new_job()
     with recording_command(job):
-        path = job.run_folder / COMMANDS_FILE
-        content = path.read_bytes()
-        record = json.loads(content)
+        [path] = (job.run_folder / FOLDER).iterdir()
+        record = json.loads(path.read_bytes())
         # As the container of another machine wrote it, which cannot be asked whether the process runs.
-        path.write_bytes(json.dumps(record | {"node": "another"}).encode().ljust(LINE_BYTES - 1) + b"\n")
+        path.write_text(json.dumps(record | {"node": "another"}))
         assert status_of(job, record["seen_at"] + LOST_SECONDS - 1).state == "running"
         assert status_of(job, record["seen_at"] + LOST_SECONDS + 1).state == "lost"
 
 
-@pytest.mark.parametrize("damage", [b'{"attempt": "torn', b"\0" * 40 + b"\n", b"{}\n"])
+@pytest.mark.parametrize("damage", [b'{"attempt": "torn', b"\0" * 40 + b"\n", b"{}\n", b""])
 def test_a_damaged_record_of_a_killed_command_harms_no_later_one(new_job: NewJob, damage: bytes) -> None:
     job = new_job()
     with recording_command(job):
         pass
-    path = job.run_folder / COMMANDS_FILE
-    path.write_bytes(path.read_bytes() + damage)
+    (job.run_folder / FOLDER / "00002.json").write_bytes(damage)
 
     with pytest.raises(TryAgain), recording_command(job):
         raise TryAgain("é" * 10_000)  # its characters have several bytes in JSON
@@ -291,46 +287,37 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     steps = [step | {"time": step["time"] - 3_600} for step in map(json.loads, path.read_text().splitlines())]
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     killed = {"began_at": record.began_at - 3_600, "ended_at": None, "exit_code": None}
-    line = record.model_copy(update=killed).model_dump_json()
-    (job.run_folder / COMMANDS_FILE).write_text(f"{line:<{LINE_BYTES - 1}}\n")
+    (job.run_folder / FOLDER / "00001.json").write_text(record.model_copy(update=killed).model_dump_json())
 
     second = replace(trainium, attempt="second", started_at=datetime.now(UTC))
-    with writing_costs(second), recording_command(second):
+    with recording_command(second):
         train_here(replace(job, attempt="second", started_at=second.started_at))
 
-    *others, cost = json.loads((job.run_folder / RUN_FILE).read_text())["costs"]
-    assert [each["stage"] for each in others] == ["tokenizer"]
-    assert (cost["stage"], cost["chip_hours"]) == ("trainer", pytest.approx(16 * cost["held_node_hours"]))
+    *others, cost = compute_costs(job.recipe, job.corpus.payload, job.cache, job.run_folder)
+    assert [each.stage for each in (*others, cost)] == ["tokenizer", "trainer"]
+    assert cost.chip_hours == pytest.approx(16 * cost.held_node_hours)
     newest = read_last_step(job.run_folder)
     assert newest
     redone = steps[5]["productive_seconds"] - steps[3]["productive_seconds"]
     assert newest["redone_seconds"] == pytest.approx(redone)
     assert redone > 0
     assert newest["restart_seconds"] == pytest.approx(3_600, abs=60)
-    assert cost["lost_node_hours"] == pytest.approx(2 * (redone + newest["restart_seconds"]) / 3_600)
-    assert cost["computing_node_hours"] == pytest.approx(2 * newest["productive_seconds"] / 3_600)
-    assert cost["computing_node_hours"] + cost["lost_node_hours"] < cost["held_node_hours"]
+    assert cost.lost_node_hours == pytest.approx(2 * (redone + newest["restart_seconds"]) / 3_600)
+    assert cost.computing_node_hours == pytest.approx(2 * newest["productive_seconds"] / 3_600)
+    assert cost.computing_node_hours + cost.lost_node_hours < cost.held_node_hours
 
 
-def phases_of(*records: Any, events: Any = (), attempts: Any = ()) -> list[tuple[str, float, float]]:
+def phases_of(*records: Any, attempts: Any = ()) -> list[tuple[str, float, float]]:
     """Return the name, the start after BEGAN, and the seconds of each phase."""
-    found = divide_training(records, events, attempts, NOW)
+    found = divide_training(records, attempts, NOW)
     return [(each.name, each.started_at.timestamp() - BEGAN, each.seconds) for each in found]
 
 
-def test_each_second_of_a_run_whose_workers_and_command_were_killed_is_in_one_phase() -> None:
-    """The first workers recorded their end before others followed them, and those of the second start were killed."""
+def test_the_phases_of_a_run_are_its_attempts_and_the_commands_without_one() -> None:
     killed = make_command(0, 120)
     finished = make_command(160, 260, ended_at=BEGAN + 260, exit_code=0)
-    restarts = [{"event": "restart", "time": BEGAN + at, "attempt": killed.attempt} for at in (70, 100)]
-    attempts = [
-        {"started_at": BEGAN + start, "setup_seconds": 6, "train_seconds": seconds}
-        for start, seconds in ((1, 60), (160, 93))
-    ]
-    assert phases_of(killed, finished, events=restarts, attempts=attempts) == [
-        *(("start", 1, 6), ("train", 7, 60), ("killed", 70, 30), ("killed", 100, 20)),
-        *(("start", 160, 6), ("train", 166, 93)),
-    ]
+    attempts = [{"started_at": BEGAN + 160, "setup_seconds": 6, "train_seconds": 93}]
+    assert phases_of(killed, finished, attempts=attempts) == [("killed", 0, 120), ("start", 160, 6), ("train", 166, 93)]
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,11 @@ from services.common.launch.batch.node import (
     find_node,
     find_own_address,
     read_command,
-    require_program,
-    require_recipe,
     require_root,
 )
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
+from services.common.problem_list import list_names
 from services.common.process.command_line import make_app, run_app
 from services.common.process.entry_point import run_program
 from services.common.process.shutdown import Stopped, name_signal, on_stop_signal
@@ -55,7 +54,6 @@ LEAVE_SECONDS = 15.0
 """Seconds for which the main node waits for the other nodes to leave."""
 POLL_SECONDS = 0.5
 PROBE_SECONDS = 2.0
-SHOWN_NODES = 10
 
 
 app = make_app()
@@ -77,11 +75,9 @@ def run_node(
     """Run a stage's command on the nodes of an AWS Batch job. Every container of the job runs this."""
     command = read_command(words)
     node = find_node(os.environ)
-    require_program(command)
     require_root(command.root)
     if node.is_main:
         deliver_recipe(command, os.environ)
-        require_recipe(command)
     if node.num_nodes == 1:
         os.execvp(command.words[0], command.words)  # nosec B606 # it replaces itself by the stage
     resources = ray_resources(command.stage, cpus, neuron_cores)
@@ -98,7 +94,7 @@ def _run_main_node(
     host = find_own_address()
     address = f"{host}:{HEAD_PORT}"
     _say(node, f"attempt {node.attempt} of job {node.job_id}: starting the Ray head at {address}")
-    with offering_token(command.root, node, host, lambda text: _say(node, text)) as token:
+    with offering_token(command.root, node) as token:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         # The head has no dashboard, for which Ray Train's record of runs would wait a minute.
         os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
@@ -278,10 +274,7 @@ def _require_time(deadline: float, what: str) -> None:
 
 
 def _names(indices: set[int]) -> str:
-    """Name the first SHOWN_NODES nodes and count the rest, so that the text is one line."""
-    shown, more = sorted(indices)[:SHOWN_NODES], len(indices) - SHOWN_NODES
-    rest = f" and {more:,} more" if more > 0 else ""
-    return f"node{'s' if len(indices) > 1 else ''} {', '.join(map(str, shown))}{rest}"
+    return f"node{'s' if len(indices) > 1 else ''} {list_names(map(str, sorted(indices)))}"
 
 
 def _say(node: BatchNode, text: str) -> None:

@@ -5,11 +5,8 @@ https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import ipaddress
-import itertools
-import re
-import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +29,6 @@ the same name is on the host's own disk, and everything written there would be l
 """
 
 RECIPES = "recipes"
-
-_JOB_ID = re.compile(r"[A-Za-z0-9_:-]{1,128}")
-_MAX_NUMBER = 10_000  # ten times the limit of AWS Batch on nodes
 
 # An address for documentation (https://www.rfc-editor.org/rfc/rfc5737): it chooses a route, and nothing is sent.
 _ELSEWHERE = ("203.0.113.1", 9)
@@ -64,46 +58,22 @@ class BatchNode:
 def find_node(variables: Mapping[str, str]) -> BatchNode:
     """Read the node from environment variables; a job of a single container has the job id alone.
 
-    Raises `DeviceError` outside of a job, and for values that Batch does not set.
+    Raises `DeviceError` outside of a job.
     """
-    # In a job of several nodes the id ends with the index of the node: ID#1.
-    job_id = variables.get(JOB_ID, "").partition("#")[0]
-    if not _JOB_ID.fullmatch(job_id):
-        raise DeviceError(
-            f"{JOB_ID}={job_id!a}: expected the id of an AWS Batch job, so this is not a container of one. Elsewhere "
-            f"run the stage's command, which follows --, directly."
-        )
-    num_nodes = _read_number(variables, NUM_NODES, "1", least=1)
-    is_alone = num_nodes == 1  # of several nodes without an index, each would act as the main node
-    attempt = _read_number(variables, JOB_ATTEMPT, "1" if is_alone else "", least=1)
-    index, main_index = (
-        _read_number(variables, name, "0" if is_alone else "", most=num_nodes - 1) for name in (NODE_INDEX, MAIN_INDEX)
-    )
-    address = "" if index == main_index else _read_address(variables)
-    return BatchNode(job_id, attempt, index, num_nodes, main_index, address)
-
-
-def _read_number(variables: Mapping[str, str], name: str, default: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
-    text = variables.get(name, "").strip() or default
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise DeviceError(
-            f"{name}={text!a}: expected a number from {least} to {most:,}, as AWS Batch sets it. Submit the job again."
-        )
-    return int(text)
-
-
-def _read_address(variables: Mapping[str, str]) -> str:
-    """The main node's address in canonical form."""
-    text = variables.get(MAIN_ADDRESS, "").strip()
     try:
-        address = ipaddress.IPv4Address(text)
-    except ValueError:
-        address = ipaddress.IPv4Address(0)
-    if address.is_unspecified:
+        num_nodes = int(variables.get(NUM_NODES) or 1)
+        if num_nodes == 1:
+            variables = {JOB_ATTEMPT: "1", NODE_INDEX: "0", MAIN_INDEX: "0", **variables}
+        # In a job of several nodes the id ends with the index of the node: ID#1.
+        job_id, attempt = variables[JOB_ID].partition("#")[0], int(variables[JOB_ATTEMPT])
+        index, main_index = int(variables[NODE_INDEX]), int(variables[MAIN_INDEX])
+        address = "" if index == main_index else variables[MAIN_ADDRESS]
+    except (KeyError, ValueError) as error:
         raise DeviceError(
-            f"{MAIN_ADDRESS}={text!a}: expected the main node's IPv4 address, such as 10.0.0.7. Submit the job again."
-        )
-    return str(address)
+            f"not a container of an AWS Batch job, which has AWS_BATCH_JOB_ID and others: {error}. Elsewhere run the "
+            f"stage's command, which follows --, directly."
+        ) from error
+    return BatchNode(job_id, attempt, index, num_nodes, main_index, address)
 
 
 @dataclass(frozen=True)
@@ -118,24 +88,16 @@ class StageCommand:
 
 def read_command(words: Sequence[str]) -> StageCommand:
     """Parse `python -m services.<stage> --recipe FILE --root DIR ...`. Raises `RecipeError` for anything else."""
-    stages = [word.removeprefix("services.") for flag, word in itertools.pairwise(words) if flag == "-m"]
-    recipe, root = _option(words, "--recipe"), _option(words, "--root")
-    if not stages or not recipe or not root:
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("-m", "--recipe", "--root"):
+        options.add_argument(name, nargs="?")
+    given, _ = options.parse_known_args(words)
+    if not (given.m and given.recipe and given.root):
         raise RecipeError(
             f"{' '.join(words) or 'nothing'}: expected the stage's command after --, with --recipe and --root, such as "
             f"-- python -m services.trainer --recipe /fsx/{RECIPES}/<digest>.toml --root /fsx"
         )
-    return StageCommand(tuple(words), stages[0], Path(recipe), Path(root))
-
-
-def _option(words: Sequence[str], name: str) -> str:
-    """The value of an option, of which the last one counts; empty where the option is not given."""
-    values = [
-        words[at + 1] if word == name else word.removeprefix(f"{name}=")
-        for at, word in enumerate(words)
-        if word.startswith(f"{name}=") or (word == name and at + 1 < len(words))
-    ]
-    return values[-1] if values else ""
+    return StageCommand(tuple(words), given.m.removeprefix("services."), Path(given.recipe), Path(given.root))
 
 
 def require_root(root: Path) -> None:
@@ -152,17 +114,8 @@ def require_root(root: Path) -> None:
     )
 
 
-def require_program(command: StageCommand) -> None:
-    """Raise `RecipeError` where the command's first word is not a program on this node."""
-    if shutil.which(command.words[0]) is None:
-        raise RecipeError(
-            f"{command.words[0]!a} is not a program on this node: expected the stage's command after --, such as "
-            f"-- python -m services.{command.stage} ..."
-        )
-
-
 def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
-    """Write the recipe in RECIPE_VARIABLE, if that is set, to the file that the command reads, if the file lacks it.
+    """Write the recipe in RECIPE_VARIABLE, if that is set, to the file that the command reads.
 
     Raises `RecipeError` where the variable is not a packed recipe, and where the command reads another file.
     """
@@ -176,30 +129,8 @@ def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
             f"the recipe of {RECIPE_VARIABLE} belongs in {path}, but the command reads {command.recipe}. Submit the "
             f"job again."
         )
-    try:
-        is_there = path.read_bytes() == content
-    except OSError:  # the write replaces what is at this path, or its error names the path
-        is_there = False
-    if not is_there:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, content)
-
-
-def require_recipe(command: StageCommand) -> None:
-    """Raise `RecipeError` where a recipe below the root does not have the SHA-256 of its file name."""
-    if command.recipe.absolute().parent != command.root.absolute() / RECIPES:
-        return
-    try:
-        digest = hashlib.sha256(command.recipe.read_bytes()).hexdigest()
-    except OSError as error:
-        raise RecipeError(
-            f"{command.recipe}: {error.strerror}. The command that submits a job provides this recipe: submit again."
-        ) from error
-    if digest != command.recipe.stem:
-        raise RecipeError(
-            f"{command.recipe}: the content has SHA-256 {digest}, so the file is incomplete or was changed after the "
-            f"job was submitted. Remove it and submit again."
-        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, content)
 
 
 def find_own_address() -> str:
