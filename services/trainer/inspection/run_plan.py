@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
-from services.common.artifacts.corpus import CorpusPayload
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, MIB, InstanceType, default_lustre_size
 from services.common.process.shutdown import (
@@ -19,7 +18,7 @@ from services.common.process.shutdown import (
     needed_notice_seconds,
 )
 from services.common.program.backends.slow_paths import slow_paths
-from services.common.recipe.derived import causal_flops_per_token, derive, steps_of_run, tokens_per_step
+from services.common.recipe.derived import Corpora, causal_flops_per_token, derive, steps_of_run, tokens_per_step
 from services.common.recipe.memory_estimate import (
     checkpoint_bytes,
     memory_of_worker,
@@ -103,15 +102,15 @@ class StepEstimate:
     price_source: str
 
 
-def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
-    """Return the plan as a page of text. The numbers of the data need the corpus."""
+def describe_plan(recipe: Recipe, corpora: Corpora | None, assumptions: Assumptions) -> str:
+    """Return the plan as a page of text. The numbers of the data need the corpora."""
     device, step = instance_type(recipe), estimate_step(recipe, assumptions)
     slow = {f"warning, {part}": reason for part, reason in slow_paths(recipe).items()}
     every = f"checkpoints, every {recipe.checkpoint.interval_steps:,} steps"
     failures = f"failures, one in {assumptions.node_mtbf_hours:,.0f} hours of a node (--node-mtbf-hours)"
     sections = [
         f"{recipe.name}: estimates of the run's needs (docs/benchmarks/trainer.md has their sources)",
-        _table("recipe", derive(recipe, corpus) | slow),
+        _table("recipe", derive(recipe, corpora) | slow),
         _table("topology", _topology(recipe, device)),
         _memory_table(recipe, device),
         _table("time and cost", _time_and_cost(recipe, step)),

@@ -29,7 +29,7 @@ class RunDescription(ManifestModel):
     run: str
     recipe: dict[str, Any]
     artifacts: dict[str, str]
-    """Ids of the corpus and of the compile cache."""
+    """Ids of the corpus, or of those of a mixture with their weights, and of the compile cache."""
     paths: dict[str, str]
     """Paths of these and of the checkpoints; absolute if `--corpus` or `--cache` named a folder outside the root."""
     parent: Ancestor | None = None
@@ -59,9 +59,10 @@ def write_run(job: Job) -> None:
     """Write run.json, with the costs of the run until now."""
     artifacts = {"corpus": job.corpus.id}
     paths = {"corpus": job.corpus.path, "checkpoints": job.checkpoint_collection}
+    paths |= {f"corpus {part.name}": part.path for part in job.corpus.mixed}
     if job.cache:
         artifacts["compile_cache"], paths["compile_cache"] = job.cache.manifest.id, job.cache.path
-    costs = compute_costs(job.recipe, job.corpus.payload, job.cache, job.run_folder)
+    costs = compute_costs(job.recipe, job.corpus.payloads.values(), job.cache, job.run_folder)
     described = RunDescription(
         run=job.run,
         recipe=job.recipe.model_dump(mode="json"),
