@@ -31,6 +31,7 @@ from services.common.program.mesh import Mesh
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.trainer.data import micro_batches
+from services.trainer.mixture import Mixture
 from services.trainer.tests.builders import make_corpus, make_program
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml"
@@ -108,9 +109,8 @@ def _recipe(*, is_compiled: bool) -> Recipe:
 
 def _prepare_step(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Callable[[int], None]:
     program, mesh = make_program(recipe), Mesh(0, data_parallel_size=1)
-    stream = TokenStream(
-        corpus.path, corpus.manifest.corpus, "train", UncheckedRows(corpus.path, corpus.manifest.corpus)
-    )
+    rows = UncheckedRows(corpus.path, corpus.manifest.corpus)
+    stream = Mixture([TokenStream(corpus.path, corpus.manifest.corpus, "train", rows)])
 
     def step(number: int) -> None:
         result = program.train_step(number, list(micro_batches(stream, recipe, number, mesh)))

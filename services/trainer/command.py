@@ -47,6 +47,7 @@ from services.trainer.command_inputs import (
     find_own_corpus,
     name_own_run,
     new_job,
+    open_evaluated,
     open_job,
     open_own_checkpoint,
     open_own_corpus,
@@ -131,10 +132,10 @@ def train(
     if dry_run:
         corpus = find_own_corpus(given, corpus_path)
         known = describe_start(given.root, recipe, corpus)
-        print(describe(recipe, corpus.payload if corpus else None, known))
+        print(describe(recipe, corpus.payloads if corpus else None, known))
         return 0
     require_backend(recipe.parallel.device)
-    job = open_job(given, corpus_path, cache, launch, allow_cold_compile=allow_cold_compile)
+    job = open_job(given, open_own_corpus(given, corpus_path), cache, launch, allow_cold_compile=allow_cold_compile)
 
     @contextmanager
     def export(job: Job) -> Iterator[None]:
@@ -168,7 +169,7 @@ def plan(
     except ValidationError as error:
         first = error.errors()[0]
         context.fail(f"--{first['loc'][0]}".replace("_", "-") + f" {first['input']}: {first['msg']}.")
-    print(describe_plan(given.recipe, corpus.payload if corpus else None, assumptions), flush=True)
+    print(describe_plan(given.recipe, corpus.payloads if corpus else None, assumptions), flush=True)
     require_fit(given.recipe)
     return 0
 
@@ -256,7 +257,7 @@ def evaluate(
     launch: Launch = "",
     corpus_path: Annotated[
         Path | None,
-        typer.Option("--corpus", help="corpus to evaluate, of the same tokenizer (default: the recipe's newest)"),
+        typer.Option("--corpus", help="corpus to evaluate, of the same tokenizer (default: those of the run)"),
     ] = None,
     step: Step = None,
     checkpoint_path: Annotated[
@@ -281,7 +282,7 @@ def evaluate(
         verify_sizes(checkpoint)
     else:
         checkpoint = open_own_checkpoint(given, None, step, "size")
-    job = open_job(given, corpus_path, cache, launch, allow_cold_compile=allow_cold_compile)
+    job = open_job(given, open_evaluated(given, corpus_path), cache, launch, allow_cold_compile=allow_cold_compile)
     record = evaluate_checkpoint(job, checkpoint, tokens)
     print(json.dumps(record) if as_json else describe_table(record))
     return 0

@@ -10,24 +10,22 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.files import Level
 from services.common.artifacts.store import Artifact, open_artifact
-from services.common.artifacts.upstream import find_cache, open_corpus, stage_command
+from services.common.artifacts.upstream import find_cache, open_corpora, open_corpus, stage_command
 from services.common.errors import ArtifactError
 from services.common.problem_list import list_problems
 from services.common.process.command_line import Given
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.lookup import choose_checkpoint, verify_state
-from services.trainer.job import ALLOW_COLD_COMPILE, Job, RunCorpus, checkpoint_collection, describe_corpus, run_name
+from services.trainer.job import ALLOW_COLD_COMPILE, Job, RunCorpus, checkpoint_collection, describe_corpora, run_name
 from services.trainer.runs.branch import find_lineage, name_run
 from services.trainer.runs.run import Run, open_run
 
 
-def open_job(
-    given: Given, corpus_path: Path | None, cache_path: Path | None, launch: str, *, allow_cold_compile: bool
-) -> Job:
-    """Open the corpus and the compile cache of a command, and return its job."""
+def open_job(given: Given, corpus: RunCorpus, cache_path: Path | None, launch: str, *, allow_cold_compile: bool) -> Job:
+    """Open the compile cache of a command, and return its job."""
     cache, program = open_cache(given.recipe, given.recipe_path, given.root, cache_path, allow_cold_compile)
-    job = new_job(given.root, given.recipe, open_own_corpus(given, corpus_path), cache, program)
+    job = new_job(given.root, given.recipe, corpus, cache, program)
     return replace(job, waivers=(ALLOW_COLD_COMPILE,) if allow_cold_compile else (), launch=launch)
 
 
@@ -79,8 +77,16 @@ def new_job(
 
 
 def open_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus:
-    """Open the corpus that `--corpus` names, or else that of the recipe."""
-    return describe_corpus(open_corpus(given.recipe, given.recipe_path, given.root, corpus_path))
+    """Open the corpus that `--corpus` names, or else that of the recipe, and the others of its mixture."""
+    return describe_corpora(given.recipe, open_corpora(given.recipe, given.recipe_path, given.root, corpus_path))
+
+
+def open_evaluated(given: Given, corpus_path: Path | None) -> RunCorpus:
+    """Open the corpus that `--corpus` names, alone also with a mixture, or else what the recipe's run trains on."""
+    if corpus_path is None:
+        return open_own_corpus(given, None)
+    corpus = open_corpus(given.recipe, given.recipe_path, given.root, corpus_path)
+    return describe_corpora(given.recipe, {given.recipe.corpus.name: corpus})
 
 
 def find_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | None:

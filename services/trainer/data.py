@@ -1,49 +1,54 @@
 """Chooses the samples of each batch: a pure function of the batch's number, for any number of workers.
 
 The batch's number equals the step's, unless batches before it were skipped (`services.trainer.health.loss_spikes`).
-Sample number `offset + batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
-`number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state. The offset is 0,
-except in a branch (`services.trainer.runs.branch`).
+Batches have the run's samples `offset + batch * global_batch_size + i`, and `services.trainer.mixture` says from which
+corpus each comes. Sample number n of a corpus belongs to epoch `n // N` and is the entry `n % N` of that epoch's
+permutation of its N samples. So a checkpoint needs no loader state. The offset is 0, except in a branch
+(`services.trainer.runs.branch`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.common.artifacts.token_stream import TokenStream
+from services.common.artifacts.token_stream import Samples
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from services.trainer.mixture import Mixture
 
 _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)
 
 
 def micro_batches(
-    stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0
+    mixture: Mixture, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0
 ) -> Iterator[MicroBatch]:
     """Yield this worker's micro-batches of the batch with this number, in order."""
-    samples, size = batch_samples(stream, recipe, number, mesh, offset_samples), recipe.batch.micro_batch_size
+    samples, size = batch_samples(mixture, recipe, number, mesh, offset_samples), recipe.batch.micro_batch_size
     for start in range(0, len(samples), size):
-        yield read_micro_batch(stream, samples[start : start + size], recipe)
+        yield read_micro_batch(mixture, samples[start : start + size], recipe)
 
 
 def batch_samples(
-    stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int
+    mixture: Mixture, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int
 ) -> npt.NDArray[np.int64]:
     """Return the indices of this worker's samples of the batch with this number."""
     share = mesh.share(recipe.batch.global_batch_size)
     first = offset_samples + number * recipe.batch.global_batch_size + share.start
-    return sample_indices(stream.num_samples, recipe.train.data_seed, first, len(share))
+    return mixture.draw(recipe.train.data_seed, first, len(share))
 
 
 def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
-    """Return the indices of the run's samples number `first` to `first + count - 1`."""
+    """Return the indices of a corpus's samples number `first` to `first + count - 1`."""
     numbers = np.arange(first, first + count, dtype=np.int64)
     epochs, positions = np.divmod(numbers, num_samples)
     indices = np.empty(count, dtype=np.int64)
@@ -72,7 +77,7 @@ def permute(positions: npt.NDArray[np.int64], size: int, seed: int, epoch: int) 
     return values.astype(np.int64)
 
 
-def read_micro_batch(stream: TokenStream, samples: npt.NDArray[np.int64], recipe: Recipe) -> MicroBatch:
+def read_micro_batch(stream: Samples, samples: npt.NDArray[np.int64], recipe: Recipe) -> MicroBatch:
     """Read samples of a split as a micro-batch, with positions within documents where the recipe masks."""
     if recipe.train.attention_mask == "causal":
         return MicroBatch(torch.from_numpy(stream.read(samples)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +18,7 @@ from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, arti
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import INLINE
 from services.common.recipe.changes import changed_fields
-from services.common.recipe.derived import tokens_per_step
+from services.common.recipe.derived import corpus_weights, tokens_per_step
 from services.common.recipe.schema import Recipe
 
 CONTENT_VERSION = 3
@@ -37,21 +38,44 @@ class RunCorpus:
     """The input that checkpoints of the run name."""
     payload: CorpusPayload
     """The geometry and the counts, without the digests of checks."""
+    weight: int = 1
+    mixed: tuple[RunCorpus, ...] = ()
+    """The corpora of a mixture, this one first, by their names in the recipe; none where the run has one corpus."""
+
+    @property
+    def parts(self) -> tuple[RunCorpus, ...]:
+        return self.mixed or (self,)
+
+    @property
+    def links(self) -> tuple[InputLink, ...]:
+        return tuple(part.link for part in self.parts)
+
+    @property
+    def content_digests(self) -> list[str]:
+        """Digests of the files of each corpus, which are computed once: it takes a second for 200,000 files."""
+        return [link.content_digest for link in self.links]
 
     @property
     def id(self) -> str:
-        return self.link.id
+        """Id of the corpus, or weights and ids of those of a mixture."""
+        return " + ".join(f"{part.weight} x {part.link.id}" for part in self.mixed) or self.link.id
 
     @property
-    def content_digest(self) -> str:
-        """Digest of the files, which is computed once: it takes a second for 200,000 files."""
-        return self.link.content_digest
+    def payloads(self) -> dict[str, CorpusPayload]:
+        return {part.name: part.payload for part in self.parts}
 
 
 def describe_corpus(corpus: Artifact[CorpusManifest]) -> RunCorpus:
     """Return what a run needs of a published corpus. Computes the digest of the corpus's files."""
     manifest = corpus.manifest
     return RunCorpus(corpus.path, manifest.name, manifest.link(corpus.path), manifest.corpus.without_digests())
+
+
+def describe_corpora(recipe: Recipe, corpora: Mapping[str, Artifact[CorpusManifest]]) -> RunCorpus:
+    """Return what a run needs of its corpora, which are those of `open_corpora`."""
+    weights, described = corpus_weights(recipe), {name: describe_corpus(each) for name, each in corpora.items()}
+    parts = tuple(replace(each, name=name, weight=weights[name]) for name, each in described.items())
+    return replace(parts[0], mixed=parts) if len(parts) > 1 else parts[0]
 
 
 class Lineage(NamedTuple):
@@ -135,7 +159,7 @@ def rank_log(run_folder: Path, rank: int) -> Path:
 
 def run_name(recipe: Recipe, corpus: RunCorpus, parent: Ancestor | None = None) -> str:
     """Return the run's name. Two commands have the same name exactly when the second continues the first."""
-    inputs = [corpus.content_digest, *([parent.content_digest] if parent else [])]
+    inputs = [*corpus.content_digests, *([parent.content_digest] if parent else [])]
     digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, inputs)
     return f"{recipe.name}-{digest[:8]}"
 

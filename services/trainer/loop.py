@@ -6,8 +6,6 @@ import gc
 import time
 from typing import Any
 
-from services.common.artifacts.corpus_rows import CorpusRows
-from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import MillraceError, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
@@ -39,6 +37,8 @@ from services.trainer.job import Job, rank_log
 from services.trainer.metrics.events import Kind, record_event
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import StepRecord
+from services.trainer.mixture import open_mixture, open_rows
+from services.trainer.runs.branch import find_starts
 from services.trainer.supervision.stop import StopConditions, clear_stop, stopped
 from services.trainer.workers.node_staging import new_cache_files, prepare_node
 from services.trainer.workers.worker import joined_group, make_backend, prepare_device
@@ -82,7 +82,7 @@ class Training:
     """Step of the newest checkpoint that was saved or loaded."""
 
     def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
-        recipe, corpus = job.recipe, job.corpus
+        recipe, corpus, ancestors = job.recipe, job.corpus, job.lineage.ancestors
         self._job, self._group = job, group
         self._agreement = StepAgreement(group)
         self._unsettled: TakenStep | None = None  # the newest step, while its agreement goes on
@@ -97,8 +97,8 @@ class Training:
             record_changed_settings(job, point.recipe)
         self._first_step = self._done
         self._is_program_new = True  # its first step compiles or loads the graphs
-        rows = CorpusRows(corpus.path, corpus.payload)  # for both splits, so that the worker has one bound of maps
-        self._tokens = TokenStream(corpus.path, corpus.payload, "train", rows)
+        rows = open_rows(corpus)  # for both splits, so that the worker has one bound of maps
+        self._tokens = open_mixture(corpus, "train", rows, find_starts(ancestors, recipe, corpus.content_digests))
         self._validation = Validation(recipe, corpus, recipe.train.evaluation_tokens, rows)
         self._stop_conditions = StopConditions(job, environment)
         self._stragglers, self._health = Stragglers(), HealthMeasurement(recipe)

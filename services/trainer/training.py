@@ -84,7 +84,7 @@ def _is_reported(job: Job, checkpoint: Artifact[CheckpointManifest]) -> bool:
 
 def _warn_of_recipe(job: Job) -> None:
     recipe = job.recipe
-    warnings = [check_schedule(recipe), check_epochs(recipe, job.corpus.payload)]
+    warnings = [check_schedule(recipe), check_epochs(recipe, job.corpus.payloads)]
     for warning in filter(None, [*warnings, *slow_paths(recipe).values()]):
         logger.warning("%s", warning)
 

@@ -12,6 +12,7 @@ position, apart from the batches that the run left out, and from the sample at w
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -79,11 +80,13 @@ class Ancestor(ManifestModel):
     tokens: Count
     """Tokens that the run and its own ancestors had trained on."""
     corpus_digest: Sha256
-    """Digest of the corpus that the run trained on."""
+    """Digest of the corpus that the run trained on, its own of those of a mixture."""
     data_seed: Count
     """Seed of the order in which the run took the samples of that corpus."""
     next_sample: Count
     """Number of the next sample of that corpus in that order: those before it were taken or left out."""
+    next_samples: Annotated[dict[Sha256, Count], Field(default_factory=dict, exclude_if=operator.not_)]
+    """The same of each corpus of a mixture, by its digest; then `next_sample` counts all. Absent without a mixture."""
 
 
 class ShardOrigin(ManifestModel):

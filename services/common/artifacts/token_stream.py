@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +29,49 @@ class DocumentBatch(NamedTuple):
     """[n, L] distance of the token from its document's first one, from 0"""
 
 
-class TokenStream:
-    """Gives random access to the samples of one split.
+class Samples(ABC):
+    """Gives random access to samples.
 
     Every row that a sample is cut from is checked. Training reads the samples below `num_samples`. An evaluation reads
     those below `num_padded_samples`: the last may be padded, so that together they have each target of the split once.
     """
+
+    sequence_length: int
+    num_padded_samples: int
+
+    def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return samples as int64 [len(indices), L + 1]; columns [:-1] are the inputs and [1:] the targets.
+
+        A padded sample ends with the id 0. Raises `ArtifactError` for a damaged row, and for an id outside the
+        vocabulary, with which a compiled graph would read foreign memory.
+        """
+        wanted = np.asarray(indices, dtype=np.int64).tolist()
+        samples = np.zeros((len(wanted), self.sequence_length + 1), dtype=np.int64)
+        for index, sample in zip(wanted, samples, strict=True):
+            self.fill(sample, index)
+        return samples
+
+    def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
+        """Return samples as `read` does, with the documents in them."""
+        wanted, length = np.asarray(indices, dtype=np.int64).tolist(), self.sequence_length
+        samples = np.zeros((len(wanted), length + 1), dtype=np.int64)
+        segment_ids, positions = (np.empty((len(wanted), length), np.int32) for _ in range(2))
+        places = np.arange(length, dtype=np.int32)
+        for position, index in enumerate(wanted):
+            starts = self.fill(samples[position], index).doc_starts
+            starts = np.concatenate(([0], starts[starts > 0]))
+            sizes = np.diff(starts, append=length)
+            segment_ids[position] = np.repeat(np.arange(len(starts)), sizes)
+            positions[position] = places - np.repeat(starts, sizes)
+        return DocumentBatch(samples, segment_ids, positions)
+
+    @abstractmethod
+    def fill(self, sample: npt.NDArray[np.int64], index: int) -> Row:
+        """Write the ids of a sample into `sample`, [L + 1]; return the row with which it begins."""
+
+
+class TokenStream(Samples):
+    """The samples of one split of a corpus."""
 
     def __init__(self, folder: Path, corpus: CorpusPayload, split: Split, rows: CorpusRows | None = None) -> None:
         """Open nothing. Streams of both splits that get the same `rows` share the bound of its maps."""
@@ -45,34 +83,6 @@ class TokenStream:
         self.num_rows = counts.rows
         self._folder, self._corpus, self._split = folder, corpus, split
         self._rows = rows or CorpusRows(folder, corpus)
-
-    def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return samples as int64 [len(indices), L + 1]; columns [:-1] are the inputs and [1:] the targets.
-
-        A padded sample ends with the id 0. Raises `ArtifactError` for a damaged row, and for an id outside the
-        vocabulary, with which a compiled graph would read foreign memory.
-        """
-        wanted = np.asarray(indices, dtype=np.int64).tolist()
-        samples = np.zeros((len(wanted), self.sequence_length + 1), dtype=np.int64)
-        for index, sample in zip(wanted, samples, strict=True):
-            self._fill(sample, index)
-        require_own_ids(self._folder, samples, self._corpus.vocabulary.vocab_size)
-        return samples
-
-    def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
-        """Return samples as `read` does, with the documents in them."""
-        wanted, length = np.asarray(indices, dtype=np.int64).tolist(), self.sequence_length
-        samples = np.zeros((len(wanted), length + 1), dtype=np.int64)
-        segment_ids, positions = (np.empty((len(wanted), length), np.int32) for _ in range(2))
-        places = np.arange(length, dtype=np.int32)
-        for position, index in enumerate(wanted):
-            starts = self._fill(samples[position], index).doc_starts
-            starts = np.concatenate(([0], starts[starts > 0]))
-            sizes = np.diff(starts, append=length)
-            segment_ids[position] = np.repeat(np.arange(len(starts)), sizes)
-            positions[position] = places - np.repeat(starts, sizes)
-        require_own_ids(self._folder, samples, self._corpus.vocabulary.vocab_size)
-        return DocumentBatch(samples, segment_ids, positions)
 
     def prefetch(self, indices: npt.ArrayLike) -> None:
         """Ask the kernel to read the rows of these samples, in 4 us where files are mapped. `read` finds damage."""
@@ -100,11 +110,11 @@ class TokenStream:
         require_documents(self._folder, self._corpus, self._split, len(found))
         return found
 
-    def _fill(self, sample: npt.NDArray[np.int64], index: int) -> Row:
-        """Write the ids of a sample, which begins with row `index`, into `sample`; return that row."""
+    def fill(self, sample: npt.NDArray[np.int64], index: int) -> Row:
         row = self._rows.read(self._split, index)
         sample[: len(row.ids)] = row.ids
         if index < self.num_rows:
             following = self._rows.read(self._split, index + 1).ids[:1]
             sample[self.sequence_length : self.sequence_length + len(following)] = following
+        require_own_ids(self._folder, sample, self._corpus.vocabulary.vocab_size)
         return row

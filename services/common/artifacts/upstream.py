@@ -8,8 +8,10 @@ from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import Artifact, find_artifact, open_artifact
+from services.common.artifacts.store import Artifact, find_artifact, open_artifact, published_ids, require_in_place
 from services.common.errors import ArtifactError, shell_command
+from services.common.problem_list import list_names
+from services.common.recipe.derived import corpus_weights
 from services.common.recipe.file import read_override
 from services.common.recipe.schema import Model, Recipe, Stage
 
@@ -34,12 +36,52 @@ def open_corpus(
 
     Raises `ArtifactError` where its vocabulary or its rows have another size than the recipe's, or it has no sample.
     """
+    tokenizer = _made_by("tokenizer", recipe_path, root)
     if explicit:
         corpus = open_artifact(explicit.absolute(), CorpusManifest)
     else:
-        corpus = find_artifact(
-            root, "corpus", recipe.corpus.name, recipe, CorpusManifest, _made_by("tokenizer", recipe_path, root)
+        corpus = find_artifact(root, "corpus", recipe.corpus.name, recipe, CorpusManifest, tokenizer)
+    return _require_fit(corpus, recipe, tokenizer)
+
+
+def open_corpora(
+    recipe: Recipe, recipe_path: Path, root: Path, own: Path | None = None
+) -> dict[str, Artifact[CorpusManifest]]:
+    """Open the corpora of the recipe's run, by their names in `corpus_weights`; this reads a manifest of each.
+
+    Raises `ArtifactError` as `open_corpus` does, and where two are the same, or have other vocabularies.
+    """
+    first = open_corpus(recipe, recipe_path, root, own)
+    found, vocabulary = {recipe.corpus.name: first}, first.manifest.corpus.vocabulary
+    for name in list(corpus_weights(recipe))[1:]:
+        corpus = _require_fit(_find_published(root, name), recipe, "the tokenizer stage with its own recipe")
+        theirs, digest = corpus.manifest.corpus.vocabulary, corpus.manifest.content_digest
+        if theirs.model_copy(update={"path": vocabulary.path}) != vocabulary:
+            raise ArtifactError(
+                f"{corpus.path}: has the vocabulary {theirs.sha256[:12]}, and {first.path} has "
+                f"{vocabulary.sha256[:12]}: in a mixture (train.mixture) each id means one text. Tokenize {name} with "
+                f'`[tokenizer] model = "{first.path / vocabulary.path}"`.'
+            )
+        if twice := [each.path for each in found.values() if each.manifest.content_digest == digest]:
+            raise ArtifactError(f"{corpus.path}: train.mixture has it twice, also as {twice[0]}. Add up the weights.")
+        found[name] = corpus
+    return found
+
+
+def _find_published(root: Path, name: str) -> Artifact[CorpusManifest]:
+    """Open the corpus NAME or NAME/ID of a mixture, where ID may be the beginning of one."""
+    folder, _, start = name.partition("/")
+    collection = root / "corpus" / folder
+    ids = published_ids(collection)
+    if len(fitting := [each for each in ids if each.startswith(start)]) != 1:
+        raise ArtifactError(
+            f"{collection}: {len(fitting)} of its corpora ({list_names(ids)}) are the {name} of train.mixture, "
+            f"expected one. Name it as {folder}/ID, or make it by the tokenizer stage with its own recipe."
         )
+    return require_in_place(open_artifact(collection / fitting[0], CorpusManifest))
+
+
+def _require_fit(corpus: Artifact[CorpusManifest], recipe: Recipe, tokenizer: str) -> Artifact[CorpusManifest]:
     payload = corpus.manifest.corpus
     if payload.vocabulary.vocab_size != recipe.model.vocab_size:
         raise ArtifactError(
@@ -50,13 +92,13 @@ def open_corpus(
     if payload.sequence_length != recipe.corpus.sequence_length:
         raise ArtifactError(
             f"{corpus.path}: its rows have {payload.sequence_length:,} tokens, corpus.sequence_length is "
-            f"{recipe.corpus.sequence_length:,}. Omit --corpus, and run {_made_by('tokenizer', recipe_path, root)}."
+            f"{recipe.corpus.sequence_length:,}. Omit --corpus, and run {tokenizer}."
         )
     if payload.num_samples("train") == 0:
         raise ArtifactError(
             f"{corpus.path}: no training sample: a sample takes {payload.sequence_length + 1:,} tokens, and the split "
             f"has {payload.splits['train'].tokens:,}. Add text to corpus.sources, or lower corpus.sequence_length or "
-            f"corpus.validation_fraction, and run {_made_by('tokenizer', recipe_path, root)}."
+            f"corpus.validation_fraction, and run {tokenizer}."
         )
     return corpus
 

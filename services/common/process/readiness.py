@@ -17,7 +17,7 @@ import typer
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact, open_artifact
-from services.common.artifacts.upstream import find_cache, open_corpus
+from services.common.artifacts.upstream import find_cache, open_corpora
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, StorageError
 from services.common.hardware.image_platform import WITH_PROGRAM, describe_platform, require_backend
 from services.common.process.command_line import (
@@ -68,7 +68,7 @@ def check(
             require_backend(given.recipe.parallel.device)
         require_writable(root)
         if stage == "trainer":
-            upstream.append(open_corpus(given.recipe, recipe_path, root, corpus))
+            upstream.extend(open_corpora(given.recipe, recipe_path, root, corpus).values())
             if cache:
                 upstream.append(open_artifact(cache.absolute(), CompileCacheManifest))
             elif given.recipe.compile.enabled and not allow_cold_compile:

@@ -27,6 +27,12 @@ def require_agreement(recipe: Recipe) -> None:
             f"optimizer.warmup_begin_step {start} must not be above {first}, the step at which the run begins "
             f"(train.branch.step, or 0)"
         )
+    own, mixture = recipe.corpus.name, recipe.train.mixture
+    if mixture and own not in mixture:
+        raise ValueError(
+            f"train.mixture has {', '.join(mixture)}, and not the recipe's own corpus (corpus.name): give {own} a "
+            f"weight, or train with the recipe of one of these corpora"
+        )
     trained = recipe.tokenizer.train
     if trained and trained.vocab_size != recipe.model.vocab_size:
         raise ValueError(

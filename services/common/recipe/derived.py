@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from services.common.hardware.image_platform import BACKENDS
 from services.common.hardware.instance_types import InstanceType, read_instance_types
@@ -15,6 +16,8 @@ from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 if TYPE_CHECKING:
     from services.common.artifacts.corpus import CorpusPayload
 
+Corpora: TypeAlias = "Mapping[str, CorpusPayload]"
+"""The corpora that a run trains on, by their names in `corpus_weights`."""
 MAX_EPOCHS = 4
 """Epochs up to which repeated text teaches almost as much as new text (arXiv 2305.16264)."""
 NEURON_MFU_OF_PRESETS = {"llama2-7b": 0.37, "llama2-13b": 0.29, "llama3-8b": 0.21, "llama3.1-8b": 0.21}
@@ -56,15 +59,21 @@ class StepEstimate:
         return f"${dollars:,.0f} at ${self.price:,.2f} for a node-hour ({self.price_source})"
 
 
-def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
+def corpus_weights(recipe: Recipe) -> dict[str, int]:
+    """Return the weight of each corpus that the recipe's run trains on, its own first."""
+    own, mixture = recipe.corpus.name, recipe.train.mixture or {recipe.corpus.name: 1}
+    return {name: mixture[name] for name in sorted(mixture, key=lambda name: (name != own, name))}
+
+
+def describe(recipe: Recipe, corpora: Corpora | None, known: Mapping[str, str] | None = None) -> str:
     """Return the resolved recipe as JSON, and a table of the rows in `known` and of the derived numbers."""
     resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
-    rows = {**(known or {}), **derive(recipe, corpus)}
+    rows = {**(known or {}), **derive(recipe, corpora)}
     width = max(len(name) for name in rows)
     return "\n".join([resolved, "", *(f"{name:<{width}}  {value}" for name, value in rows.items())])
 
 
-def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
+def derive(recipe: Recipe, corpora: Corpora | None) -> dict[str, str]:
     """Return the derived numbers by name, formatted with their units."""
     model, batch, num_steps = recipe.model, recipe.batch, steps_of_run(recipe)
     total_tokens = tokens_per_step(recipe) * num_steps
@@ -79,48 +88,63 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "graphs to compile": _graphs(recipe),
         "CPU cores for training": f"{recipe.parallel.num_workers * recipe.parallel.threads_per_worker}",
         "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),
-        "evaluation": _describe_evaluation(recipe, corpus),
+        "evaluation": _describe_evaluation(recipe, corpora),
     }
     if mismatch := check_schedule(recipe):
         rows["warning, schedule"] = mismatch
-    if corpus is None:
+    if corpora is None:
         unknown = "known once the tokenizer stage has published the corpus"
         return rows | {"steps per epoch": unknown, "epochs in max_steps": unknown}
-    if repetition := check_epochs(recipe, corpus):
+    if repetition := check_epochs(recipe, corpora):
         rows["warning, epochs"] = repetition
-    counts = corpus.splits["train"]
+    if len(corpora) > 1:
+        weights, epochs = corpus_weights(recipe), count_epochs(recipe, corpora)
+        return rows | {
+            f"corpus {name}": f"{weights[name] / sum(weights.values()):.2%} of the samples, "
+            f"{corpus.splits['train'].tokens:,} training tokens, {epochs[name]:,.2f} epochs in max_steps"
+            for name, corpus in corpora.items()
+        }
+    [corpus] = corpora.values()
     steps = corpus.num_samples("train") / batch.global_batch_size
     return rows | {
-        "training tokens": f"{counts.tokens:,} in {corpus.num_shards('train'):,} shards",
+        "training tokens": f"{corpus.splits['train'].tokens:,} in {corpus.num_shards('train'):,} shards",
         "steps per epoch": f"{steps:,.1f}",
         "epochs in max_steps": f"{num_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
     }
 
 
-def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
+def _describe_evaluation(recipe: Recipe, corpora: Corpora | None) -> str:
     asked, length = recipe.train.evaluation_tokens, recipe.corpus.sequence_length
     every = f"every {recipe.train.evaluation_interval_steps:,} steps"
     if asked == 0:
         return "none"
-    if corpus is None and asked is None:
+    if corpora is None and asked is None:
         return f"the whole validation split {every}"
     sizes = [] if asked is None else [-(-asked // length) * length]
-    if corpus:
-        sizes.append(max(0, corpus.splits["validation"].tokens - 1))
+    if corpora:
+        sizes.append(sum(max(0, corpus.splits["validation"].tokens - 1) for corpus in corpora.values()))
     # A target takes a forward pass, and a token of training a backward pass with twice the operations, too.
     evaluated, trained = min(sizes) / 3, recipe.train.evaluation_interval_steps * tokens_per_step(recipe)
     return f"{min(sizes):,} tokens {every}, {evaluated / (evaluated + trained):.1%} of all operations"
 
 
-def check_epochs(recipe: Recipe, corpus: CorpusPayload) -> str:
-    """Return a warning where `train.max_steps` repeats the corpus more than MAX_EPOCHS times; empty otherwise."""
-    samples = corpus.num_samples("train")
-    epochs = steps_of_run(recipe) * recipe.batch.global_batch_size / samples if samples else 0
+def count_epochs(recipe: Recipe, corpora: Corpora) -> dict[str, float]:
+    """Return how many times `train.max_steps` trains on each corpus; 0 for one without a sample."""
+    weights, drawn = corpus_weights(recipe), steps_of_run(recipe) * recipe.batch.global_batch_size
+    shares = {name: drawn * weights[name] / sum(weights.values()) for name in corpora}
+    return {name: shares[name] / (each.num_samples("train") or math.inf) for name, each in corpora.items()}
+
+
+def check_epochs(recipe: Recipe, corpora: Corpora) -> str:
+    """Return a warning where `train.max_steps` repeats a corpus more than MAX_EPOCHS times; empty otherwise."""
+    name, epochs = max(count_epochs(recipe, corpora).items(), key=lambda item: item[1])
     if epochs <= MAX_EPOCHS:
         return ""
-    most = recipe.train.first_step + MAX_EPOCHS * samples // recipe.batch.global_batch_size
+    weights, samples = corpus_weights(recipe), corpora[name].num_samples("train")
+    drawn = MAX_EPOCHS * samples * sum(weights.values()) // weights[name]
+    most, which = recipe.train.first_step + drawn // recipe.batch.global_batch_size, f" {name}" * (len(corpora) > 1)
     return (
-        f"train.max_steps is {recipe.train.max_steps:,}, which trains on the corpus {epochs:,.1f} times: beyond "
+        f"train.max_steps is {recipe.train.max_steps:,}, which trains on the corpus{which} {epochs:,.1f} times: beyond "
         f"{MAX_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): end at step {most:,}, or take more text"
     )
 

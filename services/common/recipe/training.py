@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from services.common.recipe.section import COMPILED, MAX_NAME_LENGTH, TRACED, TRAINED, Positive, Section
+from services.common.recipe.section import COMPILED, MAX_NAME_LENGTH, TRACED, TRAINED, Identity, Positive, Section
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
+_CorpusName = Annotated[
+    str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*(/[0-9a-f]{1,16})?$", max_length=MAX_NAME_LENGTH + 17)
+]
+MAX_WEIGHTS = 10_000
+"""Largest sum of a mixture's weights, which is the period of its order."""
+
+
+def _reduce_weights(weights: dict[str, int]) -> dict[str, int]:
+    """Divide weights by their greatest common divisor, and sort them by name: one way to write each mixture."""
+    divisor = math.gcd(*weights.values())
+    if (total := sum(weights.values()) // divisor) > MAX_WEIGHTS:
+        raise ValueError(f"the weights sum to {total:,} in lowest terms, expected at most {MAX_WEIGHTS:,}: round them")
+    return {name: weights[name] // divisor for name in sorted(weights)}
+
+
+_Mixture = Annotated[dict[_CorpusName, Positive], Field(min_length=1), AfterValidator(_reduce_weights)]
 
 
 class Branch(Section):
@@ -34,6 +51,11 @@ class Train(Section):
     """Digest of the imported weights that the run begins with, as `import` prints it; without it, they are random."""
     branch: Annotated[Branch | None, TRAINED] = None
     """Checkpoint of another run with which the run begins."""
+    mixture: Annotated[_Mixture | None, Identity(("checkpoint",), is_default_left_out=True)] = None
+    """Weights of published corpora: with `wiki = 3` and `code = 1` three quarters of all samples come from `wiki`. A
+    key is the recipe's own `corpus.name`, which is always among them, or NAME or NAME/ID of another corpus below the
+    root, where ID may be the beginning of one. All have one vocabulary. Without it the run takes its own corpus alone.
+    """
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type of matrix products. Master weights, moments and reductions are always float32."""
     param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"

@@ -103,7 +103,7 @@ def verify_state(recipe: Recipe, corpus: RunCorpus, level: Level = "full") -> Ve
 def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCorpus) -> None:
     """Raise `ArtifactError` unless the checkpoint was made from the recipe and the corpus of this run."""
     manifest = checkpoint.manifest
-    expected = (identity_key(recipe, "checkpoint"), [corpus.content_digest])
+    expected = (identity_key(recipe, "checkpoint"), corpus.content_digests)
     found = (manifest.identity_key, [link.content_digest for link in manifest.inputs])
     if found != expected:
         raise ArtifactError(
@@ -182,11 +182,11 @@ def choose_checkpoint(
 
 
 def find_trained_corpus(checkpoint: Artifact[CheckpointManifest], root: Path) -> Artifact[CorpusManifest]:
-    """Open the manifest of the corpus that a checkpoint was trained on: below `root`, or where it was then.
+    """Open the manifest of the own corpus of a checkpoint's run: below `root`, or where it was then.
 
     Raises `ArtifactError` where that corpus is gone or another one is in its place.
     """
-    [link] = checkpoint.manifest.inputs
+    link = checkpoint.manifest.inputs[0]
     name = Recipe.model_validate(checkpoint.manifest.recipe).corpus.name
     for place in (Address(root, "corpus", name, link.id).path, Path(link.path)):
         try:

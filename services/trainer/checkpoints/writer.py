@@ -181,7 +181,7 @@ class CheckpointWriter:
         with self._recording_failure(payload.step):
             index = write_index(partial, payload.origin(job.run, rank=0), self._rows)
             ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
-            draft = Draft(payload.with_shards(job.run, ranks), (job.corpus.link,), (*shards, index))
+            draft = Draft(payload.with_shards(job.run, ranks), job.corpus.links, (*shards, index))
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
         slowest = max(self.slowest_seconds, time.perf_counter() - self._started)

@@ -32,7 +32,7 @@ from services.trainer.conversion.hugging_face import require_finite, write_weigh
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.tokenizer import write_tokenizer
-from services.trainer.job import describe_corpus
+from services.trainer.job import describe_corpora
 from services.trainer.runs.run import Run, vocabulary_file
 
 PROVENANCE = "provenance.json"
@@ -84,7 +84,7 @@ def _open_last(run: Run, count: int) -> list[Artifact[CheckpointManifest]]:
         )
     earlier = [open_checkpoint(collection, step, verify_checkpoint) for step in steps[-count:-1]]
     for checkpoint in earlier:
-        require_of_run(checkpoint, run.recipe, describe_corpus(run.corpus))
+        require_of_run(checkpoint, run.recipe, describe_corpora(run.recipe, run.corpora))
     return [*earlier, run.checkpoint]
 
 

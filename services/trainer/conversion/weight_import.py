@@ -73,7 +73,7 @@ def import_weights(job: Job, folder: Path) -> Path:
         partial = make_partial(address, job.writer)
         *shards, index = _write_files(partial, state.origin(job.run, rank=0), shapes, read)
     payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in shards), 0))
-    draft = Draft(payload, (job.corpus.link,), (*shards, index))
+    draft = Draft(payload, job.corpus.links, (*shards, index))
     commit(address, CheckpointManifest, "trainer", recipe, draft, partial)
     return address.path
 

@@ -84,7 +84,7 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
         "run": checkpoint.manifest.name,
         "step": checkpoint.manifest.checkpoint.step,
         "corpus": job.corpus.id,
-        "corpus_path": str(job.corpus.path),
+        "corpus_path": ", ".join(str(part.path) for part in job.corpus.parts),
         **evaluated,
     }
 

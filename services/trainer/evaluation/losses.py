@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from services.common.artifacts.corpus import CorpusPayload
+from services.common.artifacts.corpus import CorpusPayload, SourceSplitCounts, SplitCounts
 
 
 def perplexity(loss: float) -> float:
@@ -45,7 +47,7 @@ class Evaluation(MeanLoss):
     """Numbers of one evaluation."""
 
     sources: dict[str, MeanLoss]
-    """Numbers of each source that has targets, by the label of the source."""
+    """Numbers of each source that has targets, by the label of the source; of a mixture, of each corpus by its name."""
     seconds: float
     """Seconds that the evaluation took."""
 
@@ -53,20 +55,30 @@ class Evaluation(MeanLoss):
 class LossTotals:
     """Sums of the losses of each document's targets. It has 48 bytes for each document of the split."""
 
-    def __init__(self, corpus: CorpusPayload, begins_D: npt.NDArray[np.int64]) -> None:
-        """`begins_D` are the positions in the validation split at which its documents begin."""
-        self._corpus, self._length = corpus, corpus.sequence_length
-        self._num_tokens, self._begins_D = corpus.splits["validation"].tokens, begins_D
-        self._num_special_tokens = corpus.vocabulary.num_special_tokens
-        self._firsts_D = begins_D + self._num_special_tokens - 1
-        self._lasts_D = np.append(begins_D[1:], self._num_tokens) - 1
+    def __init__(
+        self, corpora: Mapping[str, CorpusPayload], firsts: Sequence[int], begins: Sequence[npt.NDArray[np.int64]]
+    ) -> None:
+        """`begins` are the positions at which documents begin in the split of each corpus, from its first sample on."""
+        self._corpora, first = corpora, next(iter(corpora.values()))
+        self._length, self._num_special_tokens = first.sequence_length, first.vocabulary.num_special_tokens
+        self._begins = [number * self._length for number in firsts]
+        self._ends = [
+            begin + corpus.splits["validation"].tokens
+            for begin, corpus in zip(self._begins, corpora.values(), strict=True)
+        ]
+        begins = [begin + each for begin, each in zip(self._begins, begins, strict=True)]
+        self._begins_D = np.concatenate(begins)
+        self._firsts_D = self._begins_D + self._num_special_tokens - 1
+        nexts = [np.append(each[1:], end) for each, end in zip(begins, self._ends, strict=True)]
+        self._lasts_D = np.concatenate(nexts) - 1
         self._nats_D, self._text_nats_D = np.zeros(len(self._begins_D)), np.zeros(len(self._begins_D))
         self._targets_D, self._text_targets_D = (np.zeros(len(self._begins_D), dtype=np.int64) for _ in range(2))
 
     def add(self, sample: int, losses_S: npt.NDArray[np.float32]) -> None:
         """Add the losses of a sample of the split, with or without padding. Call this in the order of the samples."""
         first = sample * self._length + 1
-        positions_T = np.arange(first, min(first + self._length, self._num_tokens))
+        end = self._ends[bisect_right(self._begins, first - 1) - 1]
+        positions_T = np.arange(first, min(first + self._length, end))
         losses_T = losses_S[: len(positions_T)].astype(np.float64)
         documents_T = np.searchsorted(self._begins_D, positions_T, side="right") - 1
         is_text_T = (positions_T >= self._firsts_D[documents_T]) & (positions_T < self._lasts_D[documents_T])
@@ -79,18 +91,24 @@ class LossTotals:
 
     def finish(self, seconds: float) -> Evaluation:
         """Return the numbers of everything that was added."""
-        counts = self._corpus.splits["validation"]
-        documents = slice(0, len(self._begins_D))
+        splits = [corpus.splits["validation"] for corpus in self._corpora.values()]
+        parts: Iterable[tuple[str, range, SplitCounts | SourceSplitCounts]]
+        if len(splits) > 1:
+            parts = zip(self._corpora, map(range, self._begins, self._ends), splits, strict=True)
+        else:
+            [corpus] = self._corpora.values()
+            counted = (source.splits["validation"] for source in corpus.sources)
+            parts = zip(source_labels(corpus), corpus.validation_ranges, counted, strict=True)
         sources = {}
-        for label, source, tokens in zip(
-            source_labels(self._corpus), self._corpus.sources, self._corpus.validation_ranges, strict=True
-        ):
+        for label, tokens, counts in parts:
             theirs = slice(*np.searchsorted(self._begins_D, (tokens.start, tokens.stop)))
-            counted = source.splits["validation"]
-            mean = self.mean(theirs, counted.text_bytes, counted.tokens - self._num_special_tokens * counted.documents)
+            mean = self.mean(theirs, counts.text_bytes, counts.tokens - self._num_special_tokens * counts.documents)
             if mean.tokens:
                 sources[label] = mean
-        whole = self.mean(documents, counts.text_bytes, counts.document_tokens)
+        text_bytes, text_tokens = (
+            sum(getattr(each, name) for each in splits) for name in ("text_bytes", "document_tokens")
+        )
+        whole = self.mean(slice(0, len(self._begins_D)), text_bytes, text_tokens)
         return Evaluation(**vars(whole), sources=sources, seconds=seconds)
 
     def mean(self, documents: slice, text_bytes: int, text_tokens: int) -> MeanLoss:

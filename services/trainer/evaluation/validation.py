@@ -1,6 +1,7 @@
 """Evaluates a program on the validation split: always on the same targets, whatever the micro-batch and the workers.
 
-The samples of the split, of which the last may be padded, are evaluated in the order of their positions. In a round
+A mixture has one split, which holds those of its corpora one after the other, whatever their weights. The samples of
+the split, of which the last may be padded, are evaluated in the order of their positions. In a round
 each model replica evaluates one micro-batch. What the last micro-batch and the last round lack are repetitions of the
 last sample, which are not counted, so all workers run one graph in a split of any size.
 """
@@ -8,7 +9,7 @@ last sample, which are not counted, so all workers run one graph in a split of a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from services.common.artifacts.corpus_rows import CorpusRows
-from services.common.artifacts.token_stream import TokenStream
+from services.common.artifacts.token_stream import Samples
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
@@ -24,23 +25,24 @@ from services.common.recipe.schema import Recipe
 from services.trainer.data import permute, read_micro_batch
 from services.trainer.evaluation.losses import Evaluation, LossTotals
 from services.trainer.job import RunCorpus
+from services.trainer.mixture import open_mixture
 
 PERMUTATION_SEED = -1
 """Seed of the permutation that chooses the samples of a bounded evaluation. It is no run's: those are 0 or more."""
 
 
 class Validation:
-    """The targets of a corpus's validation split on which states are evaluated."""
+    """The targets of a run's validation splits on which states are evaluated; weights of a mixture do not count."""
 
     def __init__(
-        self, recipe: Recipe, corpus: RunCorpus, num_tokens: int | None, rows: CorpusRows | None = None
+        self, recipe: Recipe, corpus: RunCorpus, num_tokens: int | None, rows: Sequence[CorpusRows] | None = None
     ) -> None:
         """Choose `num_tokens` targets, rounded up to whole samples, or all of them for None.
 
         A process that reads the training split, too, gives the `rows` that both splits read from.
         """
-        self._recipe, self._corpus = recipe, corpus.payload
-        self._stream = TokenStream(corpus.path, self._corpus, "validation", rows)
+        self._recipe, self._corpora = recipe, corpus.payloads
+        self._stream = open_mixture(corpus, "validation", rows)
         self._samples = choose_samples(self._stream, num_tokens)
 
     @property
@@ -49,9 +51,9 @@ class Validation:
         return len(self._samples) == 0
 
     @cached_property
-    def _document_begins(self) -> npt.NDArray[np.int64]:
+    def _document_begins(self) -> list[npt.NDArray[np.int64]]:
         """See `TokenStream.document_begins`; they are read once, and not by a program that never evaluates."""
-        return self._stream.document_begins()
+        return [stream.document_begins() for stream in self._stream.streams]
 
     def evaluate(self, program: Program, goes_on: Callable[[], bool] = lambda: True) -> Evaluation | None:
         """Evaluate the program's state. All workers call this together, and get the same numbers.
@@ -59,7 +61,7 @@ class Validation:
         `goes_on` is called after each round. Where it returns False, on all workers or on none, the evaluation ends
         without a result, None, unless that was the last round. Raises `WorkersLost`.
         """
-        started, totals = time.perf_counter(), LossTotals(self._corpus, self._document_begins)
+        started, totals = time.perf_counter(), LossTotals(self._corpora, self._stream.firsts, self._document_begins)
         waiting: tuple[npt.NDArray[np.int64], Tensor] | None = None
         mesh = program.backend.mesh
         size = mesh.data_parallel_size * self._recipe.batch.micro_batch_size
@@ -83,7 +85,7 @@ class Validation:
         return read_micro_batch(self._stream, samples, self._recipe)
 
 
-def choose_samples(stream: TokenStream, num_tokens: int | None) -> npt.NDArray[np.int64]:
+def choose_samples(stream: Samples, num_tokens: int | None) -> npt.NDArray[np.int64]:
     """Return the samples of an evaluation of `num_tokens` targets, in ascending order.
 
     They are the first ones of a fixed permutation, so that a part of the split is no particular part of the text.

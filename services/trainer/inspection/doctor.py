@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, total_bytes
 from services.common.artifacts.lock import find_holder
 from services.common.artifacts.store import Artifact
-from services.common.artifacts.upstream import open_corpus, stage_command
+from services.common.artifacts.upstream import open_corpora, stage_command
 from services.common.artifacts.verification import verify_on_nodes
 from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError, is_damage
 from services.common.launch.cluster_address import cluster_address
@@ -45,7 +45,7 @@ from services.trainer.inspection.findings import (
 )
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.node import NodeRequirements, check_node, existing_place
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, describe_corpus
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, describe_corpora
 from services.trainer.runs.branch import open_parent, require_same_vocabulary
 from services.trainer.supervision.stop import STOP_FILE
 
@@ -71,7 +71,7 @@ class Doctor:
     corpus_path: Path | None
     cache_path: Path | None
     level: Level
-    corpus: Artifact[CorpusManifest] | None = None
+    corpora: dict[str, Artifact[CorpusManifest]] = field(default_factory=dict)
     cache: Artifact[CompileCacheManifest] | None = None
     program: str = ""
     num_checkpoints: int = 0
@@ -82,8 +82,9 @@ class Doctor:
             run_check("corpus", self._check_corpus, self._make("tokenizer")),
             run_check("compile cache", self._check_cache, self._make("compiler")),
         ]
-        if self.corpus:
-            job = new_job(self.given.root, self.given.recipe, describe_corpus(self.corpus), self.cache, self.program)
+        if self.corpora:
+            corpus = describe_corpora(self.given.recipe, self.corpora)
+            job = new_job(self.given.root, self.given.recipe, corpus, self.cache, self.program)
             restore = "restore it from a copy, or move its folder away"
             findings += [
                 run_check("checkpoints", lambda: self._check_checkpoints(job), restore),
@@ -104,8 +105,12 @@ class Doctor:
         )
 
     def _check_corpus(self) -> Finding:
-        self.corpus = open_corpus(self.given.recipe, self.given.recipe_path, self.given.root, self.corpus_path)
-        return self._verify(self.corpus, self._make("tokenizer"))
+        given = self.given
+        self.corpora = open_corpora(given.recipe, given.recipe_path, given.root, self.corpus_path)
+        makers = [self._make("tokenizer"), *["the same with its own recipe"] * (len(self.corpora) - 1)]
+        found = list(map(self._verify, self.corpora.values(), makers))
+        intact = ok("\n".join(each.seen for each in found))
+        return next((each for each in found if each.result is not Result.OK), intact)
 
     def _check_cache(self) -> Finding:
         self.program = fingerprint(program_facts(self.given.recipe))  # needed even if there is no cache
@@ -180,13 +185,14 @@ class Doctor:
         recipe, launch, root = self.given.recipe, self.launch, self.given.root
         is_cluster = launch == "ray" and cluster_address() is not None
         on_node = recipe.cluster.trainer_workers_per_node if is_cluster else recipe.parallel.num_workers
+        shared = next((corpus.path for corpus in self.corpora.values()), None)
         requirements = NodeRequirements(
             recipe=recipe,
             root=root,
             workers=min(recipe.parallel.num_workers, on_node),
             cache_bytes=total_bytes(self.cache.manifest.files) if self.cache else 0,
             checkpoints=self.num_checkpoints,
-            shared=self.corpus.path if self.corpus else root if os.access(root, os.F_OK) else None,
+            shared=shared or (root if os.access(root, os.F_OK) else None),
         )
         found: dict[str, list[Finding]] = {}
 

@@ -9,7 +9,6 @@ import math
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
-from services.common.artifacts.corpus import CorpusPayload
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, MIB, InstanceType, default_lustre_size
 from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS, needed_notice_seconds
@@ -17,6 +16,7 @@ from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import (
     GPU_MFU,
     NEURON_MFU,
+    Corpora,
     StepEstimate,
     derive,
     estimate_step,
@@ -76,8 +76,8 @@ class Assumptions(BaseModel, frozen=True, allow_inf_nan=False):
         return checkpoint_bytes(recipe) / (given * 1e9 if given else default_lustre_size().bytes_per_second)
 
 
-def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
-    """Return the plan as a page of text. The numbers of the data need the corpus."""
+def describe_plan(recipe: Recipe, corpora: Corpora | None, assumptions: Assumptions) -> str:
+    """Return the plan as a page of text. The numbers of the data need the corpora."""
     device = instance_type(recipe)
     step = estimate_step(recipe, assumptions.mfu, assumptions.dollars_per_node_hour)
     slow = {f"warning, {part}": reason for part, reason in slow_paths(recipe).items()}
@@ -85,7 +85,7 @@ def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Ass
     failures = f"failures, one in {assumptions.node_mtbf_hours:,.0f} hours of a node (--node-mtbf-hours)"
     sections = [
         f"{recipe.name}: estimates of the run's needs (docs/benchmarks/trainer.md has their sources)",
-        _table("recipe", derive(recipe, corpus) | slow),
+        _table("recipe", derive(recipe, corpora) | slow),
         _table("topology", _topology(recipe, device)),
         _memory_table(recipe, device),
         _table("time and cost", _time_and_cost(recipe, step)),

@@ -48,7 +48,8 @@ def _render_report(run: Run, sample_text: str | None) -> str:
         for name, chart in CHARTS.items()
         if (drawn := [curve for series in chart for curve in curves.draw(series)])
     }
-    found = {"corpus": run.corpus, "compile cache": run.cache, "newest checkpoint": checkpoint}
+    corpora = [(f"corpus {name}" if len(run.corpora) > 1 else "corpus", each) for name, each in run.corpora.items()]
+    others = (("compile cache", run.cache), ("newest checkpoint", checkpoint))
     return render(
         "report.html",
         title=run.name,
@@ -58,8 +59,9 @@ def _render_report(run: Run, sample_text: str | None) -> str:
         data={"runs": [curves.positions()], "marks": curves.marks(events), "charts": charts},
         lanes=list(_divide_lanes(run.phases)),
         phases=[(stage, phase) for stage, phases in run.phases.items() for phase in phases[-_MAX_PHASES:]],
-        artifacts=[(kind, each.path, each.manifest) for kind, each in found.items() if each],
+        artifacts=[(kind, each.path, each.manifest) for kind, each in (*corpora, *others) if each],
         artifact_bytes=total_bytes,
+        splits=[(name, *split) for name, each in corpora for split in each.manifest.corpus.splits.items()],
         changed_values=flatten(run.recipe.model_dump(mode="json", exclude_defaults=True)),
         program_facts=[
             *(run.cache.manifest.compile_cache.facts.items() if run.cache else ()),

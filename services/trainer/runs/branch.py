@@ -7,8 +7,12 @@ so the parent's checkpoint is needed for the start alone. The settings of the pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, LossSpikes, checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
@@ -16,12 +20,14 @@ from services.common.artifacts.store import Address, Artifact
 from services.common.errors import ArtifactError, RecipeError
 from services.common.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
+from services.common.recipe.derived import corpus_weights
 from services.common.recipe.schema import Recipe
-from services.common.recipe.training import Branch
+from services.common.recipe.training import Branch, Train
 from services.trainer.checkpoints.lookup import find_trained_corpus, newest_checkpoint, open_checkpoint, runs_command
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, RunCorpus, checkpoint_collection, run_name
+from services.trainer.mixture import count_taken
 
 _SHAPE = (
     "vocab_size",
@@ -89,8 +95,7 @@ def require_same_vocabulary(
     """Raise `RecipeError` where the parent was trained on ids of another tokenizer, and `ArtifactError` where its
     corpus is gone, so that the tokenizers cannot be compared.
     """
-    [link] = parent.manifest.inputs
-    if link.content_digest == corpus.content_digest:
+    if not set(_digests(parent)).isdisjoint(corpus.content_digests):
         return
     found = find_trained_corpus(parent, root)
     before, now = found.manifest.corpus.vocabulary, corpus.payload.vocabulary
@@ -113,7 +118,7 @@ def inherit_loss_spikes(
     theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
     is_same_batch = (
         recipe.batch.global_batch_size == theirs.batch.global_batch_size
-        and corpus.content_digest == parent.manifest.inputs[0].content_digest
+        and corpus.content_digests == _digests(parent)
         and lineage.data_offset_samples == state.data_offset_samples
     )
     if not is_same_batch:
@@ -127,10 +132,11 @@ def describe_parent(root: Path, recipe: Recipe, corpus: RunCorpus, lineage: Line
     assert parent
     assert recipe.train.branch
     changes = list_problems(_changes(open_parent(root, recipe.train.branch), recipe), "fields that differ")
-    first = _first_sample(lineage.ancestors, recipe, corpus)
+    firsts = _first_samples(lineage.ancestors, recipe, corpus.content_digests)
+    takes = " and ".join(f"{first:,} of {part.name}" for part, first in zip(corpus.parts, firsts, strict=True))
     return (
-        f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]}) and takes sample {first:,} of "
-        f"{corpus.name} next; {', '.join(changes) or 'no field differs'}"
+        f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]}) and takes sample "
+        f"{takes} next; {', '.join(changes) or 'no field differs'}"
     )
 
 
@@ -157,38 +163,60 @@ def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: RunCo
     detector = SpikeDetector(theirs)
     detector.go_back(state.loss_spikes)
     next_batch = detector.batch_of(state.step)
+    next_sample = state.data_offset_samples + next_batch * theirs.batch.global_batch_size
+    weights, digests = list(corpus_weights(theirs).values()), _digests(parent)
+    taken = (find_starts(state.ancestors, theirs, digests) + count_taken(weights, next_sample)).tolist()
     left = Ancestor(
         run=parent.manifest.name,
         step=state.step,
         skipped_steps=state.skipped_steps,
         content_digest=parent.manifest.content_digest,
         tokens=state.tokens,
-        corpus_digest=parent.manifest.inputs[0].content_digest,
+        corpus_digest=digests[0],
         data_seed=theirs.train.data_seed,
-        next_sample=state.data_offset_samples + next_batch * theirs.batch.global_batch_size,
+        next_sample=next_sample,
+        next_samples=dict(zip(digests, taken, strict=True)) if len(digests) > 1 else {},
     )
     ancestors = (*state.ancestors, left)
-    first = _first_sample(ancestors, recipe, corpus)
+    first = next_sample if corpus.mixed else _first_sample(ancestors, recipe.train, corpus.link.content_digest)
     lineage = Lineage(ancestors, first - next_batch * recipe.batch.global_batch_size)
     if inherit_loss_spikes(parent, recipe, corpus, lineage) is None:
         lineage = Lineage(ancestors, first - state.step * recipe.batch.global_batch_size)
     return lineage
 
 
-def _first_sample(ancestors: tuple[Ancestor, ...], recipe: Recipe, corpus: RunCorpus) -> int:
-    """Return the number of the first sample that the branch takes of its corpus."""
-    train, digest = recipe.train, corpus.content_digest
-    assert train.branch
-    seen = next((each for each in reversed(ancestors) if each.corpus_digest == digest), None)
-    if seen is None or train.branch.data == "restart":
+def find_starts(ancestors: tuple[Ancestor, ...], recipe: Recipe, digests: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return the numbers of the corpora's samples at the run's sample 0, which is that of a branch's first ancestor.
+
+    They are 0 except in a branch with a mixture; in one with a single corpus the offset has the position.
+    """
+    if not ancestors or len(digests) == 1:
+        return np.zeros(len(digests), dtype=np.int64)
+    begun = ancestors[-1].next_sample
+    return np.array(_first_samples(ancestors, recipe, digests)) - count_taken([*corpus_weights(recipe).values()], begun)
+
+
+def _digests(checkpoint: Artifact[CheckpointManifest]) -> list[str]:
+    return [link.content_digest for link in checkpoint.manifest.inputs]
+
+
+def _first_samples(ancestors: tuple[Ancestor, ...], recipe: Recipe, digests: Sequence[str]) -> tuple[int, ...]:
+    return tuple(_first_sample(ancestors, recipe.train, digest) for digest in digests)
+
+
+def _first_sample(ancestors: tuple[Ancestor, ...], train: Train, digest: str) -> int:
+    """Return the number of the first sample that a run takes of the corpus with this digest."""
+    seen = next((each for each in reversed(ancestors) if digest in {each.corpus_digest, *each.next_samples}), None)
+    if seen is None or (train.branch and train.branch.data == "restart"):
         return 0
+    next_sample = seen.next_samples.get(digest, seen.next_sample)
     if seen.data_seed != train.data_seed:
         raise RecipeError(
-            f"train.data_seed is {train.data_seed}, but {seen.run} has taken {seen.next_sample:,} samples of the same "
+            f"train.data_seed is {train.data_seed}, but {seen.run} has taken {next_sample:,} samples of the same "
             f"corpus in the order of seed {seen.data_seed}: in another order the branch would see some of them again. "
             f'Set train.data_seed = {seen.data_seed}, or ask for it with train.branch.data = "restart".'
         )
-    return seen.next_sample
+    return next_sample
 
 
 def _require_same_shapes(parent: Path, theirs: Recipe, recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ command sees. Nodes that were lost and not replaced count until their command en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,11 +48,11 @@ class StageCost:
 
 
 def compute_costs(
-    recipe: Recipe, corpus: CorpusPayload, cache: Artifact[CompileCacheManifest] | None, run_folder: Path
+    recipe: Recipe, corpora: Iterable[CorpusPayload], cache: Artifact[CompileCacheManifest] | None, run_folder: Path
 ) -> list[StageCost]:
     """Return the costs of the stages, in the order in which the stages ran."""
     commands, newest_step = read_commands(run_folder), read_last_step(run_folder) or {}
-    phases: dict[Stage, Sequence[Phase]] = {"tokenizer": corpus.phases}
+    phases: dict[Stage, Sequence[Phase]] = {"tokenizer": [phase for corpus in corpora for phase in corpus.phases]}
     if cache:
         phases["compiler"] = cache.manifest.compile_cache.phases
     costs = []

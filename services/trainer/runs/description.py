@@ -25,7 +25,7 @@ class RunDescription(ManifestModel):
     run: str
     recipe: dict[str, Any]
     artifacts: dict[str, str]
-    """Ids of the corpus and of the compile cache."""
+    """Ids of the corpus, or of those of a mixture with their weights, and of the compile cache."""
     paths: dict[str, str]
     """Paths of these and of the checkpoints; absolute if `--corpus` or `--cache` named a folder outside the root."""
     parent: Ancestor | None = None
@@ -54,6 +54,7 @@ def write_run(job: Job) -> None:
     """Write run.json."""
     artifacts = {"corpus": job.corpus.id}
     paths = {"corpus": job.corpus.path, "checkpoints": job.checkpoint_collection}
+    paths |= {f"corpus {part.name}": part.path for part in job.corpus.mixed}
     if job.cache:
         artifacts["compile_cache"], paths["compile_cache"] = job.cache.manifest.id, job.cache.path
     described = RunDescription(

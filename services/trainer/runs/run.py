@@ -16,6 +16,7 @@ from services.common.artifacts.files import verify_files
 from services.common.artifacts.manifest import Phase
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
+from services.common.recipe.derived import corpus_weights
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.lookup import (
     Verify,
@@ -26,7 +27,7 @@ from services.trainer.checkpoints.lookup import (
     verify_checkpoint,
 )
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
-from services.trainer.job import RUN_FILE, checkpoint_collection, describe_corpus, run_folder, run_name
+from services.trainer.job import RUN_FILE, checkpoint_collection, describe_corpora, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
@@ -43,7 +44,8 @@ class Run:
     root: Path
     name: str
     recipe: Recipe
-    corpus: Artifact[CorpusManifest]
+    corpora: dict[str, Artifact[CorpusManifest]]
+    """The corpora that the run trains on, by their names in the recipe, its own first."""
     cache: Artifact[CompileCacheManifest] | None
     parent: Ancestor | None
     """The checkpoint of another run that this one began with; None if it is no branch."""
@@ -53,6 +55,11 @@ class Run:
     @property
     def folder(self) -> Path:
         return run_folder(self.root, self.name)
+
+    @property
+    def corpus(self) -> Artifact[CorpusManifest]:
+        """The run's own corpus, whose vocabulary is that of all."""
+        return self.corpora[self.recipe.corpus.name]
 
     @property
     def checkpoint(self) -> Artifact[CheckpointManifest]:
@@ -100,14 +107,16 @@ class Run:
     @cached_property
     def costs(self) -> list[StageCost]:
         """Costs of the stages, in the order in which they ran; the trainer's is the last."""
-        return compute_costs(self.recipe, self.corpus.manifest.corpus, self.cache, self.folder)
+        corpora = (corpus.manifest.corpus for corpus in self.corpora.values())
+        return compute_costs(self.recipe, corpora, self.cache, self.folder)
 
     @cached_property
     def phases(self) -> dict[str, list[Phase]]:
         """Timed phases of each stage, in the order in which the stages ran. A command that goes on ends where it is."""
+        tokenizing = [phase for each in self.corpora.values() for phase in each.manifest.corpus.phases]
         cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
         training = divide_training(self.commands, self.attempts, time.time())
-        return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
+        return {"tokenizer": tokenizing, "compiler": cache, "trainer": training}
 
 
 def open_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:
@@ -133,10 +142,11 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
     described = read_description(folder)
     try:
         recipe = Recipe.model_validate_json(json.dumps(described.recipe))
-        corpus = open_artifact(root / described.paths["corpus"], CorpusManifest)
+        names = {name: f"corpus {name}" for name in corpus_weights(recipe)} | {recipe.corpus.name: "corpus"}
+        corpora = {name: open_artifact(root / described.paths[key], CorpusManifest) for name, key in names.items()}
     except (ValueError, KeyError) as error:
         raise damaged_description(folder, error) from error
-    described_corpus = describe_corpus(corpus)
+    described_corpus = describe_corpora(recipe, corpora)
     if (own := run_name(recipe, described_corpus, described.parent)) != name:
         raise damaged_description(folder, f"it describes the run {own}, expected {name}")
     checkpoint = newest_checkpoint(checkpoint_collection(root, name), verify)
@@ -144,7 +154,7 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
         require_of_run(checkpoint, recipe, described_corpus)
     cache_path = described.paths.get("compile_cache")
     cache = open_artifact(root / cache_path, CompileCacheManifest) if cache_path else None
-    return Run(root, name, recipe, corpus, cache, described.parent, checkpoint)
+    return Run(root, name, recipe, corpora, cache, described.parent, checkpoint)
 
 
 def vocabulary_file(run: Run) -> Path:

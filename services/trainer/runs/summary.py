@@ -89,11 +89,13 @@ def summarize(run: Run) -> str:
 
 def _describe_artifacts(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the stage, the path, the size and the seconds of what each stage made."""
-    for stage, artifact in (("tokenizer", run.corpus), ("compiler", run.cache), ("trainer", run.checkpoint)):
+    corpora = [("tokenizer", each, each.manifest.corpus.phases) for each in run.corpora.values()]
+    others = [("compiler", run.cache, run.phases["compiler"]), ("trainer", run.checkpoint, run.phases["trainer"])]
+    for stage, artifact, phases in (*corpora, *others):
         if artifact:
             path = artifact.path
             shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            seconds = sum(phase.seconds for phase in run.phases[stage])
+            seconds = sum(phase.seconds for phase in phases)
             yield stage, f"{shown}  {total_bytes(artifact.manifest.files) / 1e6:,.1f} MB  {seconds:,.0f} s"
 
 

@@ -169,7 +169,7 @@ def test_a_vocabulary_that_its_library_does_not_take_is_named(job: Job, content:
     forge(folder)
 
     with pytest.raises(ArtifactError, match=r"tokenizer\.model"):
-        TextGenerator(replace(run, corpus=open_artifact(folder, CorpusManifest)))
+        TextGenerator(replace(run, corpora={run.recipe.corpus.name: open_artifact(folder, CorpusManifest)}))
 
 
 def test_a_compile_cache_is_copied_into_the_nodes_folder(new_job: NewJob) -> None:

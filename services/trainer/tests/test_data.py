@@ -23,6 +23,7 @@ from services.common.program.mesh import Mesh
 from services.common.testing.file_opens import noticing_opens
 from services.common.testing.waiting import wait_until
 from services.trainer.data import micro_batches, permute, sample_indices
+from services.trainer.mixture import Mixture
 from services.trainer.tests.builders import DOCUMENT_TOKENS, NewJob, make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import call_trainer
 
@@ -51,7 +52,7 @@ def test_a_batch_may_straddle_two_epochs() -> None:
 def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     corpus = make_corpus(tmp_path, recipe)
-    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+    stream = Mixture([TokenStream(corpus.path, corpus.manifest.corpus, "train")])
     for step in (0, 9, 10, 31):  # 80 samples in batches of 8: an epoch ends after step 9
         batches = [
             torch.cat([b.tokens for rank in range(w) for b in micro_batches(stream, recipe, step, Mesh(rank, w))])
@@ -66,12 +67,14 @@ def test_positions_begin_again_at_each_document_where_the_recipe_says_so_and_at_
     causal, recipe = make_recipe(tmp_path), make_recipe(tmp_path, train__attention_mask="block_causal")
     corpus = make_corpus(tmp_path, recipe)
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
-    assert all(batch.positions is None for batch in micro_batches(stream, causal, 0, Mesh(0, data_parallel_size=1)))
+    assert all(
+        batch.positions is None for batch in micro_batches(Mixture([stream]), causal, 0, Mesh(0, data_parallel_size=1))
+    )
     samples = sample_indices(stream.num_samples, recipe.train.seed, 8, 8)
     places = np.arange(16)
     expected = np.minimum((samples[:, None] * 16 + places) % DOCUMENT_TOKENS, places)
 
-    batches = list(micro_batches(stream, recipe, 1, Mesh(0, data_parallel_size=1)))
+    batches = list(micro_batches(Mixture([stream]), recipe, 1, Mesh(0, data_parallel_size=1)))
 
     positions = [batch.positions for batch in batches if batch.positions is not None]
     assert torch.cat(positions).tolist() == expected.tolist()

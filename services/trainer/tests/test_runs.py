@@ -293,7 +293,7 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     with recording_command(second):
         train_here(replace(job, attempt="second", started_at=second.started_at))
 
-    *others, cost = compute_costs(job.recipe, job.corpus.payload, job.cache, job.run_folder)
+    *others, cost = compute_costs(job.recipe, job.corpus.payloads.values(), job.cache, job.run_folder)
     assert [each.stage for each in (*others, cost)] == ["tokenizer", "trainer"]
     assert cost.chip_hours == pytest.approx(16 * cost.held_node_hours)
     newest = read_last_step(job.run_folder)

@@ -18,7 +18,6 @@ import torch
 
 from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
@@ -36,6 +35,7 @@ from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
 from services.trainer.job import Job
 from services.trainer.loop import train
+from services.trainer.mixture import Mixture
 from services.trainer.supervision.stop import request_stop
 from services.trainer.supervision.supervise import train_on_node
 from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
@@ -241,7 +241,7 @@ def train_until_preempted(job: Job, environment: WorkerEnvironment) -> None:
 def train_audited(job: Job, environment: WorkerEnvironment) -> None:
     """Train while all workers write the samples of a step to AUDIT before they take the step."""
 
-    def note(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh, offset: int) -> list[MicroBatch]:
+    def note(stream: Mixture, recipe: Recipe, step: int, mesh: Mesh, offset: int) -> list[MicroBatch]:
         samples, read = list[int](), stream.read
 
         def listen(each: Any) -> Any:
@@ -298,7 +298,7 @@ def _change_steps(
 ) -> None:
     train_step, batches = Program.train_step, []
 
-    def read(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset: int) -> Any:
+    def read(stream: Mixture, recipe: Recipe, number: int, mesh: Mesh, offset: int) -> Any:
         batches.append(number)
         return micro_batches(stream, recipe, number, mesh, offset)
 
