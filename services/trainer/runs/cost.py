@@ -1,6 +1,6 @@
 """Computes where the time and the money of a run went: phases of its training, node-hours and dollars by stage.
 
-Everything is computed from records: the trainer's hours from one line for each command that trained the run and from
+Everything is computed from records: the trainer's hours from a file for each command that trained the run and from
 the newest step's record, those of the other stages from the manifests of their artifacts.
 
 Held is the time of the commands. On a cluster nodes are held for some minutes more, while they start and end, which no
@@ -9,7 +9,7 @@ command sees. Nodes that were lost and not replaced count until their command en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,23 +77,41 @@ def compute_costs(
 
 
 def divide_training(
-    commands: Sequence[CommandRecord], attempts: Sequence[Mapping[str, Any]], now: float
+    commands: Sequence[CommandRecord],
+    events: Sequence[Mapping[str, Any]],
+    attempts: Sequence[Mapping[str, Any]],
+    now: float,
 ) -> list[Phase]:
     """Return the phases of a run's training at the time `now`, in seconds since 1970, oldest first.
 
-    Workers that end by themselves record their start and their training as an attempt. Of a command without one only
-    its own life is known.
+    Workers that end by themselves record their start and their training as an attempt. The time of those that were
+    killed is known from outside: it ends at the event of the restart, or at the end of their command.
     """
+    starts = [each["started_at"] for each in attempts]
     phases = []
     for each in attempts:
         phases.append(_phase("start", each["started_at"], each["setup_seconds"]))
         phases.append(_phase("train", each["started_at"] + each["setup_seconds"], each["train_seconds"]))
     for command in commands:
-        start, end = command.began_at, command.ended_at or command.seen_at
-        if command.exit_code != 0 and not any(start <= each["started_at"] < end for each in attempts):
-            name = "failed" if command.exit_code else "running" if command.lives(now) else "killed"
-            phases.append(_phase(name, start, end - start))
+        start = command.began_at
+        for name, end in _ends_of_workers(command, events, now):
+            if end > start and not any(start <= each < end for each in starts):
+                phases.append(_phase(name, start, end - start))
+            start = max(start, end)
     return sorted(phases, key=lambda phase: phase.started_at)
+
+
+def _ends_of_workers(
+    command: CommandRecord, events: Sequence[Mapping[str, Any]], now: float
+) -> Iterator[tuple[str, float]]:
+    """Yield how the workers of a command ended, and when: at each restart, and at the end of the command."""
+    for event in events:
+        if (event["event"], event.get("attempt")) == ("restart", command.attempt):
+            yield "killed", event["time"]
+    if command.exit_code is None:
+        yield "running" if command.lives(now) else "killed", command.seen_at
+    elif command.exit_code and command.ended_at:
+        yield "failed", command.ended_at
 
 
 def _phase(name: str, start: float, seconds: float) -> Phase:

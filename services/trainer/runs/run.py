@@ -29,6 +29,7 @@ from services.trainer.checkpoints.lookup import (
 from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
 from services.trainer.job import RUN_FILE, checkpoint_collection, describe_corpora, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
+from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.runs.cost import StageCost, compute_costs, divide_training
@@ -115,7 +116,7 @@ class Run:
         """Timed phases of each stage, in the order in which the stages ran. A command that goes on ends where it is."""
         tokenizing = [phase for each in self.corpora.values() for phase in each.manifest.corpus.phases]
         cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
-        training = divide_training(self.commands, self.attempts, time.time())
+        training = divide_training(self.commands, read_events(self.folder), self.attempts, time.time())
         return {"tokenizer": tokenizing, "compiler": cache, "trainer": training}
 
 

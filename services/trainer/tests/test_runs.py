@@ -307,17 +307,25 @@ def test_a_run_s_costs_count_held_computing_and_lost_node_hours_by_stage(new_job
     assert cost.computing_node_hours + cost.lost_node_hours < cost.held_node_hours
 
 
-def phases_of(*records: Any, attempts: Any = ()) -> list[tuple[str, float, float]]:
+def phases_of(*records: Any, events: Any = (), attempts: Any = ()) -> list[tuple[str, float, float]]:
     """Return the name, the start after BEGAN, and the seconds of each phase."""
-    found = divide_training(records, attempts, NOW)
+    found = divide_training(records, events, attempts, NOW)
     return [(each.name, each.started_at.timestamp() - BEGAN, each.seconds) for each in found]
 
 
-def test_the_phases_of_a_run_are_its_attempts_and_the_commands_without_one() -> None:
+def test_each_second_of_a_run_whose_workers_and_command_were_killed_is_in_one_phase() -> None:
+    """The first workers recorded their end before others followed them, and those of the second start were killed."""
     killed = make_command(0, 120)
     finished = make_command(160, 260, ended_at=BEGAN + 260, exit_code=0)
-    attempts = [{"started_at": BEGAN + 160, "setup_seconds": 6, "train_seconds": 93}]
-    assert phases_of(killed, finished, attempts=attempts) == [("killed", 0, 120), ("start", 160, 6), ("train", 166, 93)]
+    restarts = [{"event": "restart", "time": BEGAN + at, "attempt": killed.attempt} for at in (70, 100)]
+    attempts = [
+        {"started_at": BEGAN + start, "setup_seconds": 6, "train_seconds": seconds}
+        for start, seconds in ((1, 60), (160, 93))
+    ]
+    assert phases_of(killed, finished, events=restarts, attempts=attempts) == [
+        *(("start", 1, 6), ("train", 7, 60), ("killed", 70, 30), ("killed", 100, 20)),
+        *(("start", 160, 6), ("train", 166, 93)),
+    ]
 
 
 @pytest.mark.parametrize(
