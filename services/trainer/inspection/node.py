@@ -162,7 +162,10 @@ def check_memory(recipe: Recipe, workers: int) -> Finding:
 
 def check_gpus(recipe: Recipe, workers: int) -> Finding:
     """Check that each worker has a GPU with the memory that it needs, and that no other process holds it."""
-    kinds = Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+    try:
+        kinds = Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+    except RuntimeError as error:  # the driver is too old for torch's CUDA
+        return problem(DeviceError(f"torch cannot use the GPUs: {error}"), "update the NVIDIA driver of the node")
     found = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "none"
     peak_bytes = memory_of_worker(recipe).peak_bytes
     seen = f"{found}; {workers} workers take one each, and {show_size(peak_bytes)} of it, libraries not counted"

@@ -226,6 +226,17 @@ def test_the_gpus_of_a_node_are_compared_with_its_workers(
     assert check_gpus(make_recipe(tmp_path, parallel__device="cuda"), workers).result == result
 
 
+def test_a_driver_that_is_too_old_for_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NVML counts the GPUs of such a node, which CUDA then refuses."""
+
+    def refuse(_: int) -> str:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", refuse)
+    assert check_gpus(make_recipe(tmp_path, parallel__device="cuda"), 1).result == PROBLEM
+
+
 @pytest.mark.parametrize(
     ("chips", "workers", "result", "seen"),
     [
