@@ -76,7 +76,6 @@ DISTRIBUTIONS = (
 )
 # Imports raise ImportError and OSError for a shared library that is missing or too old, and the others for a package
 # that was built for another NumPy or another torch.
-_REBUILD = "Rebuild the image: make images; outside of an image: make setup."
 BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
@@ -158,7 +157,7 @@ def require_libraries(service: str, variant: str, without_device: bool = False) 
         _require("triton", variant)
         torch = importlib.import_module("torch")
         if torch.version.cuda is None:  # it would refuse every recipe on every node
-            raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_REBUILD}")
+            raise DeviceError(f"torch {torch.__version__} was built without CUDA. {_rebuild(variant)}")
 
 
 def _require(library: str, variant: str, is_imported: bool = True) -> None:
@@ -169,7 +168,11 @@ def _require(library: str, variant: str, is_imported: bool = True) -> None:
             raise ModuleNotFoundError(f"No module named {library!r}")
     except BROKEN as error:
         what = "absent" if isinstance(error, ModuleNotFoundError) and error.name in (None, library) else "broken"
-        raise DeviceError(f"{library} is {what} on the {variant} variant ({error}). {_REBUILD}") from error
+        raise DeviceError(f"{library} is {what} on the {variant} variant ({error}). {_rebuild(variant)}") from error
+
+
+def _rebuild(variant: str) -> str:
+    return f"Rebuild the image: make images VARIANT={variant}; outside of an image, for cpu and cuda: make setup."
 
 
 def version_of(distribution: str) -> str:
