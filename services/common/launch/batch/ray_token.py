@@ -20,8 +20,8 @@ def offering_token(root: Path, node: BatchNode) -> Iterator[str]:
     """Write a new token for this user alone, which the attempt's other nodes can read until the block ends."""
     token, path = secrets.token_hex(32), _token_file(root, node)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_suffix(".partial")
-    draft.touch(mode=0o600)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    draft.touch(mode=0o600, exist_ok=False)
     draft.write_text(token, encoding="ascii")
     draft.rename(path)
     try:
@@ -33,7 +33,7 @@ def offering_token(root: Path, node: BatchNode) -> Iterator[str]:
 
 def read_token(root: Path, node: BatchNode) -> str | None:
     """Read the token of this node's attempt; None while there is none."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # absent, or a mount that answers again
         return _token_file(root, node).read_text(encoding="ascii")
     return None
 
