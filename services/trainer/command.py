@@ -65,7 +65,7 @@ from services.trainer.inspection.run_plan import Assumptions, describe_plan
 from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job
 from services.trainer.metrics.prometheus import RunCollector
-from services.trainer.metrics.trackers import TRACKERS, tracking
+from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.report.comparison import compare_runs
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.description import write_run
@@ -120,7 +120,7 @@ def train(
         list[str],
         typer.Option(
             metavar="NAME",
-            callback=one_of(TRACKERS),
+            callback=require_trackers,
             help=f"send metrics to an experiment tracker ({', '.join(TRACKERS)}); may be repeated",
         ),
     ] = [],  # noqa: B006

@@ -6,6 +6,7 @@ The command sends them in a thread: no step waits for a network, and workers nee
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from services.common.errors import EXIT_BUG, DeviceError
 from services.common.process.background_thread import running_in_background
+from services.common.process.command_line import one_of
 from services.common.process.entry_point import exit_code_for
 from services.common.process.telemetry import JsonLinesTail
 from services.trainer.job import Job
@@ -27,6 +29,15 @@ TRACKERS = ("wandb",)
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 60.0
 """Seconds for which the end of a command waits for the last records to be sent."""
+
+
+def require_trackers(names: list[str]) -> list[str]:
+    """Check the option `--tracker` before nodes are held. Raises `DeviceError` for one that is not installed."""
+    for name in one_of(TRACKERS)(names):
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # W&B leaves a folder of that name
+            raise DeviceError(f"--tracker {name}: not installed. Run `pip install {name}`, or omit the option.")
+    return names
 
 
 @contextmanager
