@@ -45,7 +45,7 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         "limit": deployment.limit_seconds
         and f"{deployment.limit_seconds / 3600:g} h from now on, with all waits and attempts: then a checkpoint and "
         f"exit code 75",
-        "grace": f"{deployment.drain_seconds} s of a pod's grace period (DRAIN){measured}",
+        "grace": f"{deployment.drain_seconds} s from SIGTERM to SIGKILL of a pod (DRAIN){measured}",
         "afterwards": deployment.keep and "KEEP=1: the pods stay up and hold their nodes until make stop-stage",
     }
     return "\n".join(f"{what:<12s}{text}" for what, text in facts.items() if text)
