@@ -55,10 +55,8 @@ class StageMetrics(Collector):
     def _measure_space(self) -> tuple[float, float]:
         """Return the size of the root's file system and the space that is left, in bytes; NaN where it is unknown."""
         try:
-            folder = next(
-                each for each in (self._root, *self._root.parents) if each.exists()
-            )  # the root may come later
-            usage = shutil.disk_usage(folder)
+            there = (each for each in (self._root, *self._root.parents) if each.exists())  # the root may come later
+            usage = shutil.disk_usage(next(there))
         except OSError:  # a lost mount
             return math.nan, math.nan
         return usage.used + usage.free, usage.free  # as `df`: without the blocks that only root may use
