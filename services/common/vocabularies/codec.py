@@ -29,11 +29,11 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
     except OSError as error:
         raise unreadable(path, error) from error
     if not content:  # SentencePiece accepts it as a model without pieces
-        raise ArtifactError(f"{path} is empty, so it is no vocabulary.")
+        raise ArtifactError(f"{path} is empty, so it is no tokenizer file.")
     try:
         return _load(content, path.parent, vocabulary)
     except (ArtifactError, RuntimeError, ValueError, TypeError, AttributeError) as error:  # as the libraries raise
-        raise ArtifactError(f"{path} is no {vocabulary.kind} vocabulary: {error}") from error
+        raise ArtifactError(f"{path} is no {vocabulary.kind} tokenizer file: {error}") from error
 
 
 def _load(content: bytes, folder: Path, vocabulary: Vocabulary) -> Codec:

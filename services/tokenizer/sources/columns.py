@@ -111,11 +111,12 @@ def find_column(file: InputFile, schema: pa.Schema) -> tuple[str, ...]:
     if found is None:
         raise RecipeError(
             f"{file.uri}: expected one column {file.column!r}, and the columns are "
-            f"{', '.join(_paths(schema)) or 'none'}. Set `column` of this source to the column that holds the text."
+            f"{', '.join(name for name, _ in _paths(schema)) or 'none'}. Set `column` to the one that holds the text."
         )
     if not _is_text(found):
-        inner = [f"{file.column}.{name}" for name in _paths(found)] if pa.types.is_struct(found) else []
-        advice = f"Set `column` of this source to one of {', '.join(inner)}" if inner else "Make text by a `template`"
+        fields = _paths(found) if pa.types.is_struct(found) else ()
+        inner = ", ".join(f"{file.column}.{name}" for name, kind in fields if _is_text(kind))
+        advice = f"Set `column` to one of {inner}" if inner else "Read it as `datasets://FOLDER` with a `template`"
         raise RecipeError(f"{file.uri}: column {file.column!r} is {found}, expected text. {advice}.")
     return path
 
@@ -164,13 +165,13 @@ def read_column(batch: pa.RecordBatch, path: tuple[str, ...]) -> Iterator[TextBa
         begin = end
 
 
-def _paths(fields: pa.Schema | pa.StructType) -> Iterator[str]:
-    """Yield the names of columns, those within structs as `a.b`."""
+def _paths(fields: pa.Schema | pa.StructType) -> Iterator[tuple[str, pa.DataType]]:
+    """Yield the names and types of columns, those within structs as `a.b`."""
     for field in fields:
         if pa.types.is_struct(field.type):
-            yield from (f"{field.name}.{inner}" for inner in _paths(field.type))
+            yield from ((f"{field.name}.{inner}", kind) for inner, kind in _paths(field.type))
         else:
-            yield field.name
+            yield field.name, field.type
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def compile_template(template: str, features: Mapping[str, Any], uri: str) -> tu
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        undefined=StrictUndefined,
+        undefined=_MissingField,
         finalize=_require_text,
         extensions=["jinja2.ext.loopcontrols"],
     )
@@ -55,6 +55,12 @@ def compile_template(template: str, features: Mapping[str, Any], uri: str) -> tu
             raise BadValue("not rendered", f"`template` fails: {str(error).rstrip('.')}. {advice}") from error
 
     return [column for column in features if others or column in names], render
+
+
+class _MissingField(Undefined):
+    """A missing field: false in a test, as in chat templates, and an error that names it where it is printed."""
+
+    __str__ = StrictUndefined.__str__
 
 
 def _require_text(value: object) -> object:

@@ -174,6 +174,10 @@ CASES: dict[str, tuple[Mapping[str, str | bytes], str]] = {
     "conversations": ({f"{n}.jsonl": objects(*CHATS[n::2], key="messages") for n in range(2)}, CHAT),
     "an array": ({"a.json": json.dumps([{"messages": chat} for chat in CHATS])}, CHAT),
     "objects of many types": ({"a.jsonl": objects(*CALLS, key="turns")}, "{{ turns[2].arguments | tojson }}"),
+    "keys that some messages lack": (
+        {"a.jsonl": objects(TURNS, *CALLS, key="turns")},
+        "{% for m in turns %}{% if m.arguments %}{{ m.arguments | tojson }}{% endif %}{{ m.role }}{% endfor %}",
+    ),
     "nested columns": (
         {"a.parquet": parquet(**SQUAD), "b.parquet": parquet(**SQUAD)},
         "{{ question }} {{ answers.text | join(' <or> ') }} {{ answers['values'][0] }} {{ by | tojson }}",
@@ -234,6 +238,7 @@ TWO = {"a.jsonl": objects(CHATS[0], [], CHATS[1], key="messages")}
         (TWO, "{{ messages | random }}", RecipeError, "random"),
         (TWO, "{{ messages[0].content }}", ArtifactError, r"a\.jsonl: row 2: .*messages: List"),
         (TWO, "{{ messages[0].text }}", ArtifactError, "row 1: .*'text'"),
+        (TWO, "{{ messages[0].text | trim }}", ArtifactError, "row 1: .*'text'"),
         (TWO, "{{ messages }}", ArtifactError, "row 1: .*list"),
         (TWO, "{{ messages.copy }}", ArtifactError, "row 1: .*method"),
         ({"a.csv": "id,text\n1,x\n2,\n"}, "{{ text }}", ArtifactError, "row 2: .*null"),
