@@ -58,12 +58,13 @@ def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
         options = [f"-var-file={path.resolve()}" for path in files]
         messages = _run(scratch, "plan", "-json", "-input=false", "-out=plan", *options)
         found = [json.loads(line).get("diagnostic") for line in messages.splitlines() if line.startswith("{")]
-        wrong = [each for each in found if each and (each["severity"] == "error" or each["summary"] == UNDECLARED)]
-        if wrong:
-            raise RecipeError("\n".join(_describe_error(each) for each in wrong))
+        diagnostics = [each for each in found if each]
+        if errors := [_describe_error(each) for each in diagnostics if each["severity"] == "error"]:
+            raise RecipeError("\n".join(errors))
         shown = json.loads(_run(scratch, "show", "-json", "plan"))
     values: dict[str, Any] = shown["planned_values"]["outputs"]["values"]["value"]
     misspelt = [
+        *_list_undeclared(diagnostics, values),
         *_list_unknown_attributes(shown["variables"], values),
         *_list_unknown_in_environment(values),
     ]
@@ -103,6 +104,14 @@ def _describe_error(diagnostic: dict[str, Any]) -> str:
     return f"{where}{diagnostic['summary']}: {detail}"
 
 
+def _list_undeclared(diagnostics: Iterable[dict[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
+    """Undeclared variables of files, without terraform's advice to declare them."""
+    for each in diagnostics:
+        if each["summary"] == UNDECLARED:
+            name, file = re.findall('"(.*?)"', each["detail"])[:2]
+            yield f"{file}: {_describe_unknown(name, values, 'variable of the stack')}"
+
+
 def _list_unknown_attributes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Undeclared attributes of objects, which terraform drops without a word."""
     for name, variable in given.items():
@@ -114,14 +123,13 @@ def _list_unknown_attributes(given: Mapping[str, Any], values: Mapping[str, Any]
 def _list_unknown_in_environment(values: Mapping[str, Any]) -> Iterator[str]:
     """Undeclared variables of the environment, which terraform ignores without a word."""
     for name in sorted(os.environ):
-        if name.startswith("TF_VAR_") and (variable := name.removeprefix("TF_VAR_")) not in values:
-            if instead := OF_BLUEPRINT.get(variable):
-                yield f"{name}: AWS's blueprint has this variable, this stack does not; use {instead}"
-            else:
-                yield _describe_unknown(name, values, "variable of the stack")
+        if name.startswith("TF_VAR_") and name.removeprefix("TF_VAR_") not in values:
+            yield _describe_unknown(name, values, "variable of the stack")
 
 
 def _describe_unknown(name: str, known: Iterable[str], kind: str) -> str:
+    if instead := OF_BLUEPRINT.get(name.removeprefix("TF_VAR_")):
+        return f"{name}: AWS's blueprint has this variable, this stack does not; use {instead}"
     names = sorted(known)
     near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
     nearest = f" Did you mean {near[0]}?" if near else ""

@@ -13,7 +13,7 @@ from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
 from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS
-from services.common.recipe.derived import estimate_step
+from services.common.recipe.derived import estimate_step, round_hours
 from services.common.recipe.memory_estimate import checkpoint_bytes
 from services.common.recipe.schema import Recipe
 
@@ -78,8 +78,8 @@ def describe_cost(
     standing, running = list_standing(inputs, today), list_running(inputs, trainium_nodes, cpu_nodes)
     hourly, running_hourly, step = _sum(standing), _sum(running), estimate_step(recipe)
     fits = step is not None and step.device.name == inputs.trainium.shape
-    if hours is None:
-        hours = round(step.node_hours / trainium_nodes, 1) if step and fits and trainium_nodes else 24.0
+    planned = round_hours(step.node_hours / trainium_nodes) if step and fits and trainium_nodes else 24.0
+    is_scaled = hours is None and step and fits and trainium_nodes not in (0, step.nodes)
     text = [
         "List prices, for an estimate: prices differ between regions, and commitments cost less.",
         *_describe_gaps(inputs, trainium_nodes, [*standing, *running]),
@@ -94,13 +94,15 @@ def describe_cost(
     if step:
         run = f"{step.describe_hours()}; {step.describe_cost()}"
         text.append(f"{recipe.name} on {step.nodes} x {step.device.name}: {run}")
-    if not fits:
+    if not fits and hours is None:
         text.append(
             f"WARNING: no hours of {recipe.name} are known on {inputs.trainium.shape} (trainium.shape): its "
             f"cluster.trainer_instance_type is {step.device.name if step else 'not set'}"
         )
     if trainium_nodes or cpu_nodes:
-        text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}, the stack included")
+        taken, scaled = planned if hours is None else hours, f", if it scales to {trainium_nodes} nodes"
+        total = f"{_money((hourly + running_hourly) * taken)}, the stack included{scaled if is_scaled else ''}"
+        text.append(f"a run of {taken:,.9g} hours: {total}")
     text += _describe_support(inputs, today)
     if size := inputs.lustre_size:
         text.append(describe_checkpoints(size, recipe))

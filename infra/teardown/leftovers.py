@@ -36,7 +36,7 @@ class Leftover:
 
 
 def find_leftovers(account: Account, stack: str) -> list[Leftover]:
-    """Every resource of the stack; those that only the tagging API finds come last."""
+    """The stack's resources, without an export's schedule and the budget; what only a tag finds comes last."""
     found = [each for find in (_compute, _network, _data, _named) for each in find(account, stack)]
     found += _tagged(account, stack, {each.name for each in found})
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from infra.account.load_balancers import list_load_balancers
 from infra.account.managed_node_groups import list_node_groups
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.teardown.leftovers import list_instances
@@ -17,6 +18,11 @@ NETWORK_PARTS = {
     "VPC endpoint": ("vpc_endpoint", "VpcEndpointId", "ServiceName", "delete-vpc-endpoints --vpc-endpoint-ids"),
     "subnet": ("subnet", "SubnetId", "CidrBlock", "delete-subnet --subnet-id"),
     "security group": ("security_group", "GroupId", "GroupName", "delete-security-group --group-id"),
+}
+# By version of the API, the keys of an answer, of the VPC and of an id, and the option of the command that removes it.
+LOAD_BALANCERS = {
+    "elbv2": ("LoadBalancers", "VpcId", "LoadBalancerArn", "load-balancer-arn"),
+    "elb": ("LoadBalancerDescriptions", "VPCId", "LoadBalancerName", "load-balancer-name"),
 }
 
 
@@ -42,6 +48,7 @@ def find_in_account(account: Account, stack: str) -> Iterator[Neighbour]:
     for vpc in account.pages("ec2", "describe_vpcs", "Vpcs", Filters=filters):
         yield from _instances(account, stack, vpc["VpcId"])
         yield from _network_parts(account, stack, vpc["VpcId"])
+        yield from _load_balancers(account, stack, vpc["VpcId"])
 
 
 def describe_neighbours(neighbours: list[Neighbour]) -> str:
@@ -84,3 +91,13 @@ def _network_parts(account: Account, stack: str, vpc: str) -> Iterator[Neighbour
             tags = tags_of(each)
             if tags.get(STACK_TAG) != stack and of_cluster not in tags and each.get("GroupName") != "default":
                 yield Neighbour(kind, each[id_key], each[name_key], f"aws ec2 {removal} {each[id_key]}")
+
+
+def _load_balancers(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
+    """Load balancers that no controller of the cluster made."""
+    own = list_load_balancers(account, stack)
+    for api, (answer, vpc_key, id_key, option) in LOAD_BALANCERS.items():
+        for each in account.pages(api, "describe_load_balancers", answer):
+            if each.get(vpc_key) == vpc and each["LoadBalancerName"] not in own:
+                removal = f"aws {api} delete-load-balancer --{option} {each[id_key]}"
+                yield Neighbour("load balancer", each["LoadBalancerName"], each.get("Type", "classic"), removal)

@@ -43,12 +43,14 @@ def test_a_run_costs_what_its_parts_cost(run_infra: RunInfra, monkeypatch: pytes
     assert "Container Insights" in excluded
     assert "logs ($0.500 a GB written, $0.030/GB and month" in excluded
     assert "WARNING" not in done.stdout  # nobody has chosen a region
+    monkeypatch.setenv("RECIPE", "recipes/tiny-cpu.toml")
+    assert "WARNING" not in run_infra("cost").stdout  # the hours are given
 
 
 @pytest.mark.parametrize(
     ("recipe", "nodes", "run"),
     [
-        ("llama2-7b-trn1", None, (111.0, 86)),
+        ("llama2-7b-trn1", None, (111, 86)),
         ("llama2-7b-trn1", "8", (55.5, 172)),
         ("llama3.1-8b-trn2", "2", (24, 43)),  # another type than the stack's
         ("tiny-cpu", None, (24, 43)),  # two nodes of no type
@@ -65,7 +67,8 @@ def test_a_run_takes_the_hours_and_dollars_of_its_plan(
     shown = run_infra("cost").stdout
 
     (hours, hourly), planned = run, describe_plan(load_recipe(path), None, Assumptions())
-    assert f"a run of {hours:g} hours: ${(STANDING + hourly) * hours:,.2f}" in shown
+    scaled = f", if it scales to {nodes} nodes" if nodes and hours != 24 else ""
+    assert f"a run of {hours:g} hours: ${(STANDING + hourly) * hours:,.2f}, the stack included{scaled}\n" in shown
     for row in re.findall(r"^  (?:run|cost)  (.* node-hour.*)$", planned, re.MULTILINE):
         assert row in shown
     assert ("WARNING: no hours" in shown) is (hours == 24)
@@ -233,7 +236,8 @@ def test_an_undeclared_variable_of_the_environment_is_refused(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ('regoin = "us-west-2"', 'variable named "regoin"'),
+        ('regoin = "us-west-2"', r"\.tfvars: regoin is no .*mean region\?"),
+        ("enable_volcano = true", r"\.tfvars: enable_volcano: .*use make addons"),
         ("trainium = { max_node = 2 }", r"trainium.max_node is .*mean max_nodes\?"),
     ],
 )

@@ -121,6 +121,25 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
     assert shared.addresses == addresses
 
 
+@pytest.mark.slow
+def test_an_addon_that_somebody_else_installed_stays(
+    run_infra: RunInfra, cluster: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release has the same name and namespace as one of make addons."""
+    theirs, *ours = ADDONS
+    cluster.install(theirs, ours=tuple(ours))
+    run_infra("up")
+
+    refused = run_infra("down", exit_code=4)
+    monkeypatch.setenv("KEEP_CLUSTER", "true")
+    done = run_infra("down")
+
+    assert "helm --namespace kuberay-system uninstall kuberay" in refused.stderr
+    assert "left        helm release kuberay in kuberay-system (kuberay-operator-1.6.1)" in done.stdout
+    uninstalled = [line.split()[2] for line in changes(cluster) if "uninstall" in line]
+    assert uninstalled == ["monitoring", "efa", "neuron", "volcano"]
+
+
 def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without(
     run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,10 +149,20 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
     endpoint = ec2.create_vpc_endpoint(
         VpcId=vpc, ServiceName="com.amazonaws.us-west-2.guardduty-data", VpcEndpointType="Interface", SubnetIds=[subnet]
     )["VpcEndpoint"]["VpcEndpointId"]
+    elbv2 = aws.client("elbv2")
+    balancer = elbv2.create_load_balancer(Name="research", Subnets=[subnet], Type="network")["LoadBalancers"][0]
+    of_cluster = [{"Key": "elbv2.k8s.aws/cluster", "Value": "millrace"}]
+    elbv2.create_load_balancer(Name="of-a-service", Subnets=[subnet], Type="network", Tags=of_cluster)
+    aws.client("elb").create_load_balancer(
+        LoadBalancerName="classic",
+        Listeners=[{"Protocol": "TCP", "LoadBalancerPort": 80, "InstancePort": 80}],
+        Subnets=[subnet],
+        SecurityGroups=[group],
+    )
     instance = aws.run_instance("m7i.large", SubnetId=subnet)
     elsewhere = ec2.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
     ec2.create_subnet(VpcId=elsewhere, CidrBlock="10.1.0.0/24")
-    found = (subnet, group, endpoint, instance)
+    found = (subnet, group, endpoint, balancer["LoadBalancerArn"], "classic", instance)
     run_infra("up")
 
     monkeypatch.setenv("KEEP_DATA", "false")
@@ -141,7 +170,7 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
     monkeypatch.delenv("KEEP_DATA")
     done = run_infra("down")
 
-    assert "4 resources beside millrace" in refused.stderr
+    assert "6 resources beside millrace" in refused.stderr
     assert "KEEP_CLUSTER" not in refused.stderr
     assert "Take down" not in refused.stdout
     asked = done.stdout.partition("Take down")[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,19 +196,24 @@ def test_another_cluster_is_never_touched(run_infra: RunInfra, cluster: Site, aw
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", [4, 75])
 def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
-    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch, ending: int
 ) -> None:
-    """The deploy tool finds no cluster here: what it ends with is what infra-down ends with."""
+    """The deploy tool finds no cluster here, or the stage needs more time: infra-down ends as that tool did."""
     (cluster.folder / "kinds.txt").write_text("rayclusters.ray.io\n", encoding="utf-8")
     cluster.put("rayclusters.ray.io", thing("RayCluster", "millrace", "millrace"))
     cluster.put("namespaces", thing("Namespace", "millrace"))
     monkeypatch.setenv("KUBECONFIG", str(cluster.folder / "absent"))
 
     run_infra("up")
-    done = run_infra("down", exit_code=4)
+    if ending == 75:
+        cluster.programs.add("python", "exit 75")
+        monkeypatch.setattr(sys, "executable", shutil.which("python"))
+    done = run_infra("down", exit_code=ending)
 
-    assert "make stop-stage STAGE=tokenizer TARGET=kuberay ended with 4" in done.stderr
+    assert f"make stop-stage STAGE=tokenizer TARGET=kuberay ended with {ending}; " in done.stderr
+    assert "The same make infra-down continues" in done.stderr
     assert aws.node_group_sizes() == {"core": 2, "trainium": 2}
 
 
@@ -217,7 +223,8 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
 ) -> None:
     """A claim's volume is there until its driver has deleted it; nothing after it happens before that.
 
-    The pods of add-ons, which hold claims, are gone before.
+    The pods of add-ons, which hold claims, are gone before. A volume whose claim and namespace are gone, because its
+    reclaim policy is Retain, is not waited for.
     """
     monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
     cluster.put(
@@ -231,14 +238,16 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
         thing("PersistentVolumeClaim", "fsx", "millrace", storageClassName=""),
     )
     ec2 = aws.client("ec2")
-    volume = ec2.create_volume(
-        AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume_for("millrace/scratch")
-    )["VolumeId"]
+    volume, kept = (
+        ec2.create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume_for(claim))["VolumeId"]
+        for claim in ("millrace/scratch", "gone/notes")
+    )
 
     run_infra("up")
     done = run_infra("down", exit_code=75)
 
     assert f"volumes and load balancers are not gone after 0 s: {volume}" in done.stderr
+    assert kept not in done.stderr
     changes = [line for line in cluster.programs.calls if " delete " in line or "helm uninstall" in line]
     assert [line.split()[4:6] for line in changes[-2:]] == [
         ["service", "a-service"],
@@ -248,7 +257,7 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     assert aws.node_group_sizes() == {"core": 2, "trainium": 0}
 
     ec2.delete_volume(VolumeId=volume)
-    run_infra("down")
+    assert kept in run_infra("down").stdout.rpartition("resources of millrace in")[2]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from infra.teardown.cluster_neighbours import Owners, find_on_cluster, find_pods
 from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
 from infra.teardown.neighbours import Neighbour
 from infra.workloads import kubernetes_cluster
-from services.common.errors import DeviceError
+from services.common.errors import DeviceError, TryAgain
 from services.common.problem_list import list_names
 from services.common.recipe.schema import STAGES
 
@@ -56,8 +56,8 @@ class ClusterWorkloads:
         """Stops deployments, empties node groups, removes add-ons, and deletes Services and claims.
 
         Leaves what others made, and what they use: a node group with their pods, an add-on with their objects. Raises
-        `DeviceError` if a stage does not stop or kubectl talks to another cluster, and `TryAgain`
-        if something is not gone in time.
+        `DeviceError` if a stage cannot be stopped or kubectl talks to another cluster, and `TryAgain` if something has
+        not stopped or is not gone in time.
         """
         kubernetes_cluster.require_context(self.account, self.cluster)
         owners = read_owners()
@@ -88,7 +88,9 @@ class ClusterWorkloads:
         done = subprocess.run([sys.executable, "-m", module, command], env=os.environ | variables, check=False)
         if done.returncode:
             shown = " ".join(f"{name}={value}" for name, value in variables.items())
-            raise DeviceError(f"make {command} {shown} ended with {done.returncode}; its output is above")
+            error = TryAgain if done.returncode == TryAgain.exit_code else DeviceError
+            ended = f"make {command} {shown} ended with {done.returncode}; its output is above"
+            raise error(f"{ended}. The same make infra-down continues from there")
 
     def _empty_pools(self, pods_of_others: dict[str, list[str]]) -> None:
         """Scales the stack's node groups to 0, except the core group, whose drivers the next steps need."""

@@ -50,13 +50,19 @@ class StepEstimate:
     """Hours of the run, times its nodes."""
 
     def describe_hours(self) -> str:
-        return f"{self.node_hours / self.nodes:,.0f} hours, {self.node_hours:,.0f} node-hours"
+        hours, node_hours = round_hours(self.node_hours / self.nodes), round_hours(self.node_hours)
+        return f"{hours:,.9g} hours, {node_hours:,.9g} node-hours"
 
     def describe_cost(self) -> str:
         if self.price is None:
             return f"unknown: no public list has a price of {self.device.name} (plan --dollars-per-node-hour)"
         dollars = self.node_hours * self.price
         return f"${dollars:,.0f} at ${self.price:,.2f} for a node-hour ({self.price_source})"
+
+
+def round_hours(hours: float) -> float:
+    """Return the hours of an estimate as people read them: whole ones from 100 on, else with three digits."""
+    return round(hours) if hours >= 100 else float(f"{hours:.3g}")
 
 
 def corpus_weights(recipe: Recipe) -> dict[str, int]:
