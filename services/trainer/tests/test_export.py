@@ -165,11 +165,12 @@ def test_a_tokenizer_of_hugging_face_is_handed_on_and_back(tmp_path: Path, new_j
     assert transformers.AutoTokenizer.from_pretrained(folder).bos_token is None
     with pytest.raises(RecipeError, match="initial_weights"):  # not refused for its tokenizer
         import_weights(job, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    other = shutil.copytree(folder, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["!"], tokenizer["model"]["vocab"]["#"] = 4, 2
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(RecipeError, match=r"tokenizer\] model"):
-        import_weights(job, folder)
+        import_weights(job, other)
     flip_a_bit(given / "tokenizer_config.json")
     with pytest.raises(ArtifactError, match=r"tokenizer_config\.json"):
         export(run, tmp_path / "again")
