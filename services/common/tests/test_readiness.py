@@ -22,6 +22,7 @@ from services.common.artifacts.corpus import (
     tail_path,
 )
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
+from services.common.errors import shell_command
 from services.common.process.entry_point import exit_code_of
 from services.common.process.readiness import main
 from services.common.testing.artifacts import fill, publish
@@ -100,12 +101,12 @@ def test_a_missing_input_names_the_stage_that_makes_it(tmp_path: Path, ask: Any)
     publish(tmp_path / "fsx", make_recipe(tmp_path, batch__micro_batch_size="4"))
     exit_code, report = ask("trainer")
     assert (exit_code, report["upstream"]) == (3, [])
-    assert "services.tokenizer" in report["problem"]
+    assert shell_command("services.tokenizer", "tokenize") in report["problem"]
 
     publish_corpus(tmp_path)
     exit_code, report = ask("trainer")
     assert (exit_code, len(report["upstream"])) == (3, 1)
-    assert "services.compiler" in report["problem"]
+    assert shell_command("services.compiler", "compile") in report["problem"]
 
     exit_code, report = ask("trainer", "--compile.enabled=false")
     assert (exit_code, len(report["upstream"])) == (0, 1)

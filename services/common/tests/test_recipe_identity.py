@@ -36,7 +36,7 @@ DECIDED = {
         *("batch.global_batch_size", "optimizer.schedule", "optimizer.learning_rate", "optimizer.min_learning_rate"),
         *("optimizer.warmup_steps", "optimizer.warmup_begin_step", "optimizer.decay_steps", "optimizer.cooldown_steps"),
         *("compile.enabled", "train.seed", "train.data_seed", "train.initial_weights", "train.branch"),
-        *("train.reduction", "train.evaluation_tokens"),
+        *("train.reduction", "train.evaluation_tokens", "train.mixture"),
     ),
     "": (
         *("name", "corpus.name", "corpus.max_bad_rows", "corpus.split_bytes", "tokenizer.encoder"),
@@ -56,8 +56,13 @@ DECIDED = {
 
 
 def test_every_field_decides_the_ids_that_are_written_here(tmp_path: Path) -> None:
-    """A field of these three is no part of an id with its default, which gives the bytes of a recipe without it."""
-    not_default = {"corpus.duplicates": "drop", "corpus.bad_rows": "skip", "corpus.max_document_bytes": "1000"}
+    """A field of these four is no part of an id with its default, which gives the bytes of a recipe without it."""
+    not_default = {
+        "corpus.duplicates": "drop",
+        "corpus.bad_rows": "skip",
+        "corpus.max_document_bytes": "1000",
+        "train.mixture": "{sentences = 1, code = 1}",
+    }
     recipe = load_small(tmp_path, not_default)
     identities = {kind: identity(recipe, kind) for kind in KINDS}
     fields = [
