@@ -39,7 +39,8 @@ def test_workers_that_share_an_odd_vocabulary_train_as_one(
 
     assert all(each["numbers"] == found[0]["numbers"] for each in found)
     for name, numbers in expected["numbers"].items():
-        assert found[0]["numbers"][name] == pytest.approx(numbers, rel=2e-6, abs=0), name
+        # 3.1e-6 between a worker and four of them after six steps on a processor with AVX-512.
+        assert found[0]["numbers"][name] == pytest.approx(numbers, rel=5e-6, abs=0), name
     shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL, **work.ODD_VOCABULARIES[vocabulary]).model)
     for whole, tensor in work.assemble(found, shapes).items():  # no checkpoint has the workers' padding
         torch.testing.assert_close(tensor.flatten(), expected["state"][whole.key], rtol=0, atol=5e-5)
