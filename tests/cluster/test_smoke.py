@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +21,12 @@ from tests.cluster.harness import (
     corpus_digest,
     give_to_stages,
     load_images,
+    name_of,
     one,
     running_harness,
 )
 from tests.cluster.kit import cluster
+from tests.containers import run_stage
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -52,8 +52,7 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness,
     write_notes(tmp_path / "fsx/notes")
     give_to_stages(tmp_path / "fsx")
     recipe = write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
-    environment = os.environ | {"STAGE": "tokenizer", "RECIPE": str(recipe), "ROOT": str(tmp_path / "fsx")}
-    subprocess.run([sys.executable, "-m", "images", "demo"], cwd=REPOSITORY, env=environment, check=True)
+    run_stage(name_of("tokenizer"), recipe, tmp_path / "fsx")
 
     head = harness.head()["metadata"]["uid"]
     harness.succeed("deploy-stage", STAGE="tokenizer")
