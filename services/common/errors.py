@@ -87,16 +87,17 @@ class Interrupted(MillraceError):
     exit_code = EXIT_INTERRUPTED
 
 
-def shell_command(module: str, subcommand: str) -> str:
-    """Return the start of a command, as a message advises it: of `services.trainer` and `runs`, `millrace runs`.
+def shell_command(module: str, subcommand: str, recipe: str = "") -> str:
+    """Return the start of a command, as a message advises it: `millrace train RECIPE` or `millrace runs`.
 
-    It is `python -m services.trainer runs` where `millrace` is not beside this Python, as in all images.
+    It is `python -m services.trainer train --recipe RECIPE` where `millrace` is not beside this Python, as in images.
     """
     if not (module.startswith("services.") and Path(sys.executable).with_name("millrace").is_file()):
-        return f"python -m {module} {subcommand}"
+        return f"python -m {module} {subcommand}" + (f" --recipe {recipe}" if recipe else "")
     if module == "services.common.artifacts":
         return f"millrace artifacts {subcommand}"
-    return f"millrace {'plan-compile' if (module, subcommand) == ('services.compiler', 'plan') else subcommand}"
+    name = "plan-compile" if (module, subcommand) == ("services.compiler", "plan") else subcommand
+    return f"millrace {name} {recipe}".rstrip()
 
 
 def unreadable(path: Path | str, error: OSError) -> MillraceError:

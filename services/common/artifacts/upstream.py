@@ -23,10 +23,9 @@ def stage_command(stage: Stage, recipe_path: Path, root: Path, subcommand: str =
 
     It has the overrides of this program's own command line: without them it would be about another recipe.
     """
-    start = shell_command(f"services.{stage}", subcommand or _OWN[stage])
+    start = shell_command(f"services.{stage}", subcommand or _OWN[stage], shlex.quote(str(recipe_path)))
     overrides = [word for word in sys.argv[1:] if read_override(word)]
-    words = shlex.join([str(recipe_path), "--root", str(root), *overrides, *options])
-    return f"{start} {words}" if start.startswith("millrace") else f"{start} --recipe {words}"
+    return f"{start} {shlex.join(['--root', str(root), *overrides, *options])}"
 
 
 def open_corpus(

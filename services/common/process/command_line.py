@@ -53,9 +53,9 @@ def run_app(app: typer.Typer, argv: list[str], program: str) -> int:
         failed = getattr(error, "ctx", None)
         usage = f"\n{failed.get_usage()}" if failed else ""
         if failed and failed.parent:
-            words = shell_command(program, failed.info_name)
             has_recipe = any("--recipe" in each.opts for each in failed.command.params)
-            usage = usage.replace(failed.command_path, f"{words} RECIPE" if has_recipe and "-m" not in words else words)
+            words = shell_command(program, failed.info_name, "RECIPE" if has_recipe else "")
+            usage = usage.replace(failed.command_path, words)
         raise RecipeError(f"{error.format_message()}{usage}") from error
 
 
