@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from services.common.process.shutdown import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
+from services.common.process.shutdown import DRAIN_TIMEOUT_VARIABLE, TRAINER_GRACE_SECONDS
 from services.common.process.subcommands import ONE_OFF
 from services.common.recipe.schema import Stage
 
@@ -23,7 +23,7 @@ RECIPE_FILE = "recipe.toml"
 DEGREE = "--parallel.data_parallel_size"
 """The option of compiler and trainer that follows from the number of the trainer's nodes."""
 
-DRAIN_VARIABLES = (NOTICE_VARIABLE, "RAY_JOB_STOP_WAIT_TIME_S")
+DRAIN_VARIABLES = (DRAIN_TIMEOUT_VARIABLE, "RAY_JOB_STOP_WAIT_TIME_S")
 """Variables that hold the grace period: of a node that Ray drains, and of a driver that Ray stops."""
 
 
@@ -147,7 +147,7 @@ EFA_ENVIRONMENT = {
 }
 HUGGING_FACE_TOKEN = SecretVariable("HF_TOKEN", secret="hugging-face", key="token")
 """Token for higher limits and gated repositories of the Hub. Only the tokenizer reads text and tokenizer files."""
-DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": TRAINER_NOTICE_SECONDS}
+DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": TRAINER_GRACE_SECONDS}
 ONE_OFF_DRAIN_SECONDS = 30
 """Grace period of a subcommand's container, in seconds: a subcommand publishes its whole result or none."""
 

@@ -12,7 +12,7 @@ from infra.cost.prices import HOURS_OF_A_MONTH, ListPrice, dollars, fsx_gb_month
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
-from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS
+from services.common.process.shutdown import CHECKPOINTS_PER_GRACE_PERIOD, TRAINER_GRACE_SECONDS
 from services.common.recipe.derived import estimate_step, round_hours
 from services.common.recipe.memory_estimate import checkpoint_bytes
 from services.common.recipe.schema import Recipe
@@ -123,10 +123,11 @@ def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
     If a stop leaves too little time, names the throughput that would be enough.
     """
     written, rate = checkpoint_bytes(recipe), size.bytes_per_second
-    wanted = CHECKPOINTS_PER_NOTICE * written / TRAINER_NOTICE_SECONDS
+    wanted = CHECKPOINTS_PER_GRACE_PERIOD * written / TRAINER_GRACE_SECONDS
     text = (
         f"a checkpoint, {written / GIB:,.0f} GiB of {recipe.name}, takes {written / rate:,.0f} s at the file system's "
-        f"{rate / 1e6:,.0f} MB/s; {CHECKPOINTS_PER_NOTICE} should fit the {TRAINER_NOTICE_SECONDS} s of a grace period"
+        f"{rate / 1e6:,.0f} MB/s; {CHECKPOINTS_PER_GRACE_PERIOD} should fit the {TRAINER_GRACE_SECONDS} s of a grace "
+        f"period"
     )
     if rate >= wanted:
         return text

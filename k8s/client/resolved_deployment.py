@@ -20,7 +20,7 @@ from k8s.objects.names import recipe_name
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.shutdown import needed_notice_seconds
+from services.common.process.shutdown import needed_grace_seconds
 from services.common.recipe.schema import Stage
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
@@ -144,4 +144,4 @@ def _given(value: int | None, default: int) -> int:
 
 def _needed_drain_seconds(group: WorkerGroup) -> int:
     """The manifests' grace period, or three times the duration of the slowest checkpoint where that is longer."""
-    return max(group.drain_seconds, needed_notice_seconds(group.checkpoint_seconds))
+    return max(group.drain_seconds, needed_grace_seconds(group.checkpoint_seconds))

@@ -16,7 +16,7 @@ from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
 from infra.apply.variables import read_variables
 from services.common.launch.batch.node import ROOT_MARKER
-from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE
+from services.common.process.shutdown import CHECKPOINTS_PER_GRACE_PERIOD
 from services.common.recipe.schema import STAGES
 from tests.containers import IMAGE_USER
 from tests.contract.agreements import plain, read_hcl
@@ -88,7 +88,7 @@ def test_every_stage_has_its_role_log_group_and_repository(stack: dict[str, Any]
 
 def test_a_container_has_time_for_the_longest_drain_of_a_stage(stack: dict[str, Any]) -> None:
     assert stack["least_notice_seconds"] == max(DRAIN_SECONDS.values())
-    assert stack["checkpoints_per_notice"] == CHECKPOINTS_PER_NOTICE
+    assert stack["checkpoints_per_notice"] == CHECKPOINTS_PER_GRACE_PERIOD
 
 
 def test_a_checkpoint_of_every_recipe_for_trn1_fits_into_the_stop_timeout() -> None:

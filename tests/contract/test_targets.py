@@ -27,7 +27,7 @@ from k8s.client.resolved_deployment import resolve
 from k8s.objects.attempt import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.artifacts.store import artifact_id
-from services.common.process.shutdown import NOTICE_VARIABLE
+from services.common.process.shutdown import DRAIN_TIMEOUT_VARIABLE
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Recipe, Stage
 from tests.deploy.batch.builders import config_of, job_spec_of
@@ -172,7 +172,7 @@ def test_the_manifests_have_the_environment_of_the_contract(kubectl: Path, overl
 
     cluster = cluster_of(render(OVERLAYS[overlay]))
     head = environment_of(cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0])
-    assert head == RAY_ENVIRONMENT | {NOTICE_VARIABLE: "0"}
+    assert head == RAY_ENVIRONMENT | {DRAIN_TIMEOUT_VARIABLE: "0"}
     for stage in STAGES:
         group = worker_group_of(cluster, stage)
         notices = dict.fromkeys(DRAIN_VARIABLES, str(group.drain_seconds))

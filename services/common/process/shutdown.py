@@ -32,11 +32,11 @@ END_SECONDS = 2.0
 
 AGAIN_SECONDS = 0.1
 
-NOTICE_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+DRAIN_TIMEOUT_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 """Variable with the seconds that Ray gives to a node which has to leave. Every stage's container sets it."""
-TRAINER_NOTICE_SECONDS = 300
+TRAINER_GRACE_SECONDS = 300
 """Grace period in seconds of a trainer's container on every target, unless a deployment or the machines set another."""
-CHECKPOINTS_PER_NOTICE = 3
+CHECKPOINTS_PER_GRACE_PERIOD = 3
 """Checkpoints that a grace period should hold: a stop waits for its step and for a checkpoint that is being written."""
 
 
@@ -209,20 +209,20 @@ class StopReason(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-def needed_notice_seconds(checkpoint_seconds: float) -> int:
+def needed_grace_seconds(checkpoint_seconds: float) -> int:
     """Return the grace period in seconds in which a checkpoint that takes this long is always committed."""
-    return math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_seconds)
+    return math.ceil(CHECKPOINTS_PER_GRACE_PERIOD * checkpoint_seconds)
 
 
-def check_notice(checkpoint_seconds: float) -> str:
+def check_grace_period(checkpoint_seconds: float) -> str:
     """Return a warning where the container's grace period may be too short for a checkpoint of these seconds, or ""."""
-    notice_seconds = float(os.environ.get(NOTICE_VARIABLE) or "inf")
-    needed = needed_notice_seconds(checkpoint_seconds)
-    if needed <= notice_seconds:
+    grace_seconds = float(os.environ.get(DRAIN_TIMEOUT_VARIABLE) or "inf")
+    needed = needed_grace_seconds(checkpoint_seconds)
+    if needed <= grace_seconds:
         return ""
     return (
         f"a checkpoint took {checkpoint_seconds:.1f} s, and this container has a grace period of "
-        f"{notice_seconds:g} s, which should be {CHECKPOINTS_PER_NOTICE} times as long: a stop may lose the steps "
+        f"{grace_seconds:g} s, which should be {CHECKPOINTS_PER_GRACE_PERIOD} times as long: a stop may lose the steps "
         f"since the checkpoint before. On Kubernetes the next deployment sets {needed} s by itself; on AWS "
         f"Batch, raise checkpoint_gb in the tfvars of infra/stacks/batch, then make infra-up STACK=batch"
     )

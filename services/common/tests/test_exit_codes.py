@@ -24,7 +24,13 @@ from services.common.errors import (
     WorkersLost,
 )
 from services.common.process.entry_point import exit_code_for, exit_code_of
-from services.common.process.shutdown import NOTICE_VARIABLE, Stopped, check_notice, on_stop_signal, raise_stopped
+from services.common.process.shutdown import (
+    DRAIN_TIMEOUT_VARIABLE,
+    Stopped,
+    check_grace_period,
+    on_stop_signal,
+    raise_stopped,
+)
 from services.common.testing.artifacts import publish
 from services.common.testing.commands import REPOSITORY, start_python
 from services.common.testing.recipes import make_recipe
@@ -192,11 +198,11 @@ def test_a_checkpoint_that_is_too_slow_for_the_notice_of_a_stop_is_said(
     monkeypatch: pytest.MonkeyPatch, notice: str | None, seconds: float, told: tuple[str, ...]
 ) -> None:
     """A laptop gives no notice, and all the time there is."""
-    monkeypatch.delenv(NOTICE_VARIABLE, raising=False)
+    monkeypatch.delenv(DRAIN_TIMEOUT_VARIABLE, raising=False)
     if notice:
-        monkeypatch.setenv(NOTICE_VARIABLE, notice)
+        monkeypatch.setenv(DRAIN_TIMEOUT_VARIABLE, notice)
 
-    warning = check_notice(seconds)
+    warning = check_grace_period(seconds)
 
     assert bool(warning) == bool(told)
     assert all(number in warning for number in told)

@@ -23,7 +23,7 @@ from services.common.artifacts.checkpoint import (
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, commit, make_partial
 from services.common.errors import ArtifactError, StorageError, TryAgain
-from services.common.process.shutdown import check_notice
+from services.common.process.shutdown import check_grace_period
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.sharded_state import ShardedState
@@ -185,8 +185,8 @@ class CheckpointWriter:
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
         slowest = max(self.slowest_seconds, time.perf_counter() - self._started)
-        message = check_notice(slowest)
-        if message and not check_notice(self.slowest_seconds):  # once
+        message = check_grace_period(slowest)
+        if message and not check_grace_period(self.slowest_seconds):  # once
             record_event(job, "short_notice", step=payload.step, message=message)
         self.slowest_seconds = slowest
         self._is_intact[payload.step] = True

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, MIB, InstanceType, default_lustre_size
-from services.common.process.shutdown import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS, needed_notice_seconds
+from services.common.process.shutdown import CHECKPOINTS_PER_GRACE_PERIOD, TRAINER_GRACE_SECONDS, needed_grace_seconds
 from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import (
     GPU_MFU,
@@ -165,18 +165,18 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
     kept = f", and {for_good:,} that are kept permanently" if for_good else ""
     given, fsx = assumptions.storage_gb_per_second, default_lustre_size()
     speed = f"{given:g} GB/s" if given else f"{fsx.bytes_per_second / 1e9:.3g} GB/s, as the stacks' FSx of {fsx} has"
-    needed = needed_notice_seconds(write_seconds)
-    grace = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s, and a stopped container has "
+    needed = needed_grace_seconds(write_seconds)
+    grace = f"{CHECKPOINTS_PER_GRACE_PERIOD} checkpoints take {needed:,} s, and a stopped container has "
     rows = {
         "write": f"{write_seconds:,.1f} s in the background for {show_size(size)} at {speed} (--storage-gb-per-second)",
         "space": f"{show_size((count + for_good) * size)} for {count} checkpoints{kept}",
     }
-    if needed <= TRAINER_NOTICE_SECONDS:
-        rows["grace period"] = f"{grace}{TRAINER_NOTICE_SECONDS} s: no step is lost"
+    if needed <= TRAINER_GRACE_SECONDS:
+        rows["grace period"] = f"{grace}{TRAINER_GRACE_SECONDS} s: no step is lost"
     else:
-        enough = math.ceil(CHECKPOINTS_PER_NOTICE * size / TRAINER_NOTICE_SECONDS / 1e8) / 10
+        enough = math.ceil(CHECKPOINTS_PER_GRACE_PERIOD * size / TRAINER_GRACE_SECONDS / 1e8) / 10
         rows["warning, grace period"] = (
-            f"{grace}only {TRAINER_NOTICE_SECONDS} s, so a stop may lose the steps since the last checkpoint: use a "
+            f"{grace}only {TRAINER_GRACE_SECONDS} s, so a stop may lose the steps since the last checkpoint: use a "
             f"file system of {enough:g} GB/s (fsx in terraform.tfvars), or on Kubernetes DRAIN={needed}"
         )
     if step is None:

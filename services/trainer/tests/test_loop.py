@@ -14,7 +14,7 @@ import pytest
 from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
-from services.common.process.shutdown import NOTICE_VARIABLE, StopReason
+from services.common.process.shutdown import DRAIN_TIMEOUT_VARIABLE, StopReason
 from services.common.program.process_group import ProcessGroup
 from services.trainer.checkpoints.loader import resume
 from services.trainer.checkpoints.retention import discard_old
@@ -104,7 +104,7 @@ def test_the_newest_intact_checkpoints_are_kept_and_those_at_the_long_interval(
 def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
     new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NOTICE_VARIABLE, "0.000001")
+    monkeypatch.setenv(DRAIN_TIMEOUT_VARIABLE, "0.000001")
     job = train_new(new_job, train__max_steps="4", checkpoint__interval_steps="2")
     assert len(warnings_of(EventTail(job).read())) == 1
     assert count_events(job.run_folder) == {"short_notice": 1}
