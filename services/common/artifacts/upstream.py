@@ -71,12 +71,15 @@ def _find_published(root: Path, name: str) -> Artifact[CorpusManifest]:
     """Open the corpus NAME or NAME/ID of a mixture, where ID may be the beginning of one."""
     folder, _, start = name.partition("/")
     collection = root / "corpus" / folder
-    ids = published_ids(collection)
-    if len(fitting := [each for each in ids if each.startswith(start)]) != 1:
-        raise ArtifactError(
-            f"{collection}: {len(fitting)} of its corpora ({list_names(ids)}) are the {name} of train.mixture, "
-            f"expected one. Name it as {folder}/ID, or make it by the tokenizer stage with its own recipe."
+    fitting = [each for each in published_ids(collection) if each.startswith(start)]
+    if len(fitting) != 1:
+        there = list_names(sorted(each.name for each in collection.parent.glob("*")))
+        problem = (
+            f"fits {list_names(fitting)}: name one as {folder}/ID"
+            if fitting
+            else f"is not published, and there are {there}: tokenize it with its own recipe, or correct the name"
         )
+        raise ArtifactError(f"{collection}: {name} of train.mixture {problem}.")
     return require_in_place(open_artifact(collection / fitting[0], CorpusManifest))
 
 
