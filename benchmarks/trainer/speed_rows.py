@@ -53,17 +53,23 @@ def _ours(bench: Workbench, *, is_compiled: bool) -> Step:
     recipe = bench.recipe(is_compiled=is_compiled)
     mesh, device = Mesh(0, data_parallel_size=1), recipe.parallel.device
     backend = TorchNative(mesh, bench.threads, recipe.train.reduction, device)
-    program, weights = Program(recipe, backend), bench.read_weights()
-    with program.state.writing() as held:
-        for piece, tensor in held.items():
-            if piece.kind == "weight":
-                tensor.copy_(weights[piece.name].flatten()[piece.start : piece.stop])
+    program = Program(recipe, backend)
+    write_weights(program, bench)
 
     def run(step: int) -> float:
         micro_batches = map(MicroBatch, bench.tokens(step).chunk(bench.num_micro_batches))
         return backend.read(program.train_step(step, micro_batches)._asdict())["loss"]
 
     return run
+
+
+def write_weights(program: Program, bench: Workbench) -> None:
+    """Write the initial weights into a program that does not split the model."""
+    weights = bench.read_weights()
+    with program.state.writing() as held:
+        for piece, tensor in held.items():
+            if piece.kind == "weight":
+                tensor.copy_(weights[piece.name].flatten()[piece.start : piece.stop])
 
 
 def hugging_face_model(bench: Workbench) -> Any:

@@ -62,6 +62,7 @@ def test_a_shape_is_what_ec2_has(instance_types: dict[str, Any], zones: Zones, n
         "device_memory_gib": sum(each["MemoryInfo"]["SizeInMiB"] for each in (*devices, *gpus)) // MIB_PER_GIB,
         "network_cards": network["MaximumNetworkCards"],
         "efa_cards": network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0),
+        "network_gigabits_per_second": sum(card["PeakBandwidthInGbps"] for card in network["NetworkCards"]),
         "nvme_gb": said.get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0),
         "supports_capacity_block": "capacity-block" in said["SupportedUsageClasses"],
         "supports_placement_group": "cluster" in said["PlacementGroupInfo"]["SupportedStrategies"],

@@ -41,10 +41,13 @@ def micro_batches(
 def batch_samples(
     mixture: Mixture, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int
 ) -> npt.NDArray[np.int64]:
-    """Return the indices of this worker's samples of the batch with this number."""
-    share = mesh.share(recipe.batch.global_batch_size)
-    first = offset_samples + number * recipe.batch.global_batch_size + share.start
-    return mixture.draw(recipe.train.data_seed, first, len(share))
+    """Return the indices of this worker's samples of the batch with this number. Where workers take turns, it draws the
+    samples of the others too.
+    """
+    batch, share = recipe.batch, mesh.share(recipe.batch.num_micro_batches)
+    first = offset_samples + number * batch.global_batch_size + share[0] * batch.micro_batch_size
+    drawn = mixture.draw(recipe.train.data_seed, first, (share[-1] + 1 - share[0]) * batch.micro_batch_size)
+    return drawn.reshape(-1, batch.micro_batch_size)[:: share.step].ravel()
 
 
 def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:

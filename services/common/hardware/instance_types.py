@@ -32,6 +32,8 @@ class InstanceType:
     worker_memory_bytes: int
     peak_flops_per_second: float
     """Peak FLOP/s of a node, in dense bfloat16."""
+    network_bytes_per_second: float
+    """Bytes per second that a node sends to other nodes at most."""
     dollars_per_hour: float | None
     """Approximate on-demand price of a node, which differs by region and is not kept up to date; None if unknown."""
     price_source: str | None
@@ -121,6 +123,7 @@ def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:
         chips=chips,
         worker_memory_bytes=chips * facts["device_memory_gib"] * GIB // workers,
         peak_flops_per_second=float(facts["peak_bf16_tflops"] * TERA),
+        network_bytes_per_second=facts["network_gigabits_per_second"] * 10**9 / 8,
         dollars_per_hour=price["dollars_per_hour"] if price else None,
         price_source=f"{price['region']}, {price['source']}" if price else None,
         logical_core_size=core_size,

@@ -28,6 +28,9 @@ class Mesh:
     tensor_parallel_size: int = 1
     key_value_copies: int = 1
     are_copies_apart: bool = False
+    takes_turns: bool = False
+    """Whether replicas take the items of a global batch in turns, so that those of one turn are neighbours in the tree
+    of sums. Otherwise a replica's own items are neighbours."""
 
     @property
     def world_size(self) -> int:
@@ -87,9 +90,10 @@ class Mesh:
         """
         if count % self.data_parallel_size:
             raise ValueError(f"{count} items cannot be shared evenly by {self.data_parallel_size} model replicas")
-        size = count // self.data_parallel_size
-        first = self.index("data") * size
-        return range(first, first + size)
+        index, size = self.index("data"), count // self.data_parallel_size
+        if self.takes_turns:
+            return range(index, count, self.data_parallel_size)
+        return range(index * size, (index + 1) * size)
 
 
 def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
@@ -101,6 +105,7 @@ def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
         tensor_parallel_size=tensor_parallel_size,
         key_value_copies=key_value_copies(recipe),
         are_copies_apart=_are_copies_apart(recipe),
+        takes_turns=recipe.parallel.zero_stage == 2,
     )
 
 

@@ -85,15 +85,17 @@ class AdamW:
             self._update_unit = backend.compile(self._update, is_dynamic=True)
 
     @torch.no_grad()
-    def step(self, sums_P: Sequence[Tensor], divisor: int, scalars_4: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the weights once, with `step_scalars` and the sums of this rank's micro-batch gradients, one for each
-        bucket. The sums are overwritten where the update is applied.
+    def step(self, gradients_S: Sequence[Tensor], divisor: int, scalars_4: Tensor) -> tuple[Tensor, Tensor]:
+        """Update the weights once, with `step_scalars` and this rank's shard of `divisor` times the gradient for each
+        bucket, summed over the data axis. The gradients are overwritten where the update is applied.
 
-        Summed over all ranks they are `divisor` times the gradient. Returns the gradient norm before clipping, and
-        whether the update was applied, both [1] on the device. Where the norm is not finite nothing changes: a gradient
-        that is not finite must reach neither weights nor moments.
+        Returns the gradient norm before clipping, and whether the update was applied, both [1] on the device. Where the
+        norm is not finite nothing changes: a gradient that is not finite must reach neither weights nor moments.
         """
-        gradients_S = [self._reduce(bucket, sum_P) for bucket, sum_P in zip(self._buckets, sums_P, strict=True)]
+        gradients_S = [
+            self._backend.all_reduce(each_S, bucket.sum_axis) if bucket.sum_axis else each_S
+            for bucket, each_S in zip(self._buckets, gradients_S, strict=True)
+        ]
         squares_NK = torch.stack(
             [bucket.sums_of_squares(each_S) for bucket, each_S in zip(self._buckets, gradients_S, strict=True)], dim=1
         )
@@ -177,12 +179,6 @@ class AdamW:
         """Return the shard [S] of a bucket that this rank updates; the whole bucket where nothing is sharded."""
         mesh = self._backend.mesh
         return flat_P.chunk(mesh.data_parallel_size)[mesh.index("data")] if self.is_sharded else flat_P
-
-    def _reduce(self, bucket: Bucket, sum_P: Tensor) -> Tensor:
-        """Return this rank's shard of the sum over all ranks: over the data axis first, where the tree begins."""
-        reduce = self._backend.reduce_scatter if self.is_sharded else self._backend.all_reduce
-        gradient_S = reduce(sum_P, "data")
-        return self._backend.all_reduce(gradient_S, bucket.sum_axis) if bucket.sum_axis else gradient_S
 
     def _update_fused(
         self,

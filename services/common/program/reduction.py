@@ -3,12 +3,13 @@
 A global batch is M micro-batches of a fixed size. Rank r of the W ranks of the data axis holds the r-th M / W of them,
 in order. With M and W powers of two they are summed in one fixed binary tree: neighbours within a rank, then ranks at
 distance 1, 2, 4, ... The tree is the same for every W, and so are the bits, because a float addition is commutative
-although it is not associative.
+although it is not associative. It is the same again where ranks take turns: the W micro-batches of a turn are
+neighbours, which the ranks sum first, and then turns are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -83,6 +84,19 @@ class HeldSum:
         total = self._total.clone()
         self._total.zero_()
         return total
+
+
+class WorkersSum:
+    """A `Sum` over the micro-batches of all ranks, which `reduce` sums over ranks: this rank's sum, or each tensor."""
+
+    def __init__(self, own: Sum, reduce: Callable[[Tensor], Tensor], takes_turns: bool) -> None:
+        self._own, self._reduce, self._takes_turns = own, reduce, takes_turns
+
+    def add(self, leaf: Tensor) -> None:
+        self._own.add(self._reduce(leaf) if self._takes_turns else leaf)
+
+    def result(self) -> Tensor:
+        return self._own.result() if self._takes_turns else self._reduce(self._own.result())
 
 
 def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.process_group import naming_lost_workers
+from services.common.program.reduction import WorkersSum
 from services.common.program.sharded_state import ShardedState
 from services.common.program.transformer import Transformer
 from services.common.recipe.schema import Recipe
@@ -70,9 +71,8 @@ class Program:
             is_sharded = recipe.parallel.zero_stage > 0
             self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
             self._cast_buckets()
-            in_tree = train.reduction == "exact"
-            self._sums = [backend.make_sum(bucket.size, in_tree) for bucket in self.buckets]
-            self._losses = backend.make_sum(1, in_tree=True)
+            self._sums = [self._make_sum(bucket.size) for bucket in self.buckets]
+            self._losses = WorkersSum(backend.make_sum(1, in_tree=True), self._reduce_whole, backend.mesh.takes_turns)
         self.state = ShardedState(self.buckets, shardings, self.optimizer, backend)
         if draws_weights:
             shapes = {name: shardings[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
@@ -82,11 +82,11 @@ class Program:
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._run_losses = backend.compile(self._micro_losses) if is_compiled else self._micro_losses
         self._run_health = backend.compile(self._micro_health) if is_compiled else self._micro_health
-        self._own_gradients: tuple[Tensor, ...] = ()
+        self._own_extremes: list[Tensor] = []
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
-        """Seconds of the last step until this rank's gradient was computed, or until the host had asked for it where
-        the device computes asynchronously."""
+        """Seconds of the last step in which this rank's gradient was computed, without waiting for other ranks, or in
+        which the host asked for it where the device computes asynchronously."""
 
     @naming_lost_workers(is_every_error=False)
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
@@ -94,20 +94,17 @@ class Program:
 
         `skipped_steps` is the number of earlier steps that were not applied. Raises `WorkersLost`.
         """
-        started = time.perf_counter()
         self._forget_step()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
             self.backend.end_graph()
-        self.gradient_seconds = time.perf_counter() - started
         count = self.recipe.batch.num_micro_batches
-        loss_1 = self.backend.all_reduce(self._losses.result(), "data") / count
+        loss_1 = self._losses.result() / count
         scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
-        gradients = [total.result() for total in self._sums]
+        gradients_S = [total.result() for total in self._sums]
         self.state.hold_updates()
-        norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_4)
-        self._own_gradients = self.backend.keep(*gradients)
-        del gradients  # on a lazy device a tensor that is alive when the graph ends is one of its outputs
+        norm_1, is_applied_1 = self.optimizer.step(gradients_S, count, scalars_4)
+        del gradients_S  # on a lazy device a tensor that is alive when the graph ends is one of its outputs
         self.backend.end_graph()
         return StepResult(loss_1, norm_1, is_applied_1)
 
@@ -122,17 +119,18 @@ class Program:
     def compute_again(self, micro_batches: Iterable[MicroBatch]) -> Recomputation | None:
         """Compute this rank's gradient of the last step again, from the same micro-batches, and update nothing.
 
-        None on a device that keeps no gradients (`Backend.keep`). A gradient can be computed again once, and only where
-        the step was not applied. All workers call it.
+        None on a device that keeps nothing of a step (`Backend.keep`). Only where the step was not applied. All workers
+        call it.
         """
-        if not self._own_gradients:
+        if not self._own_extremes:
             return None
-        was_finite = _are_finite(self._own_gradients)
+        was_finite = _are_finite(self._own_extremes)
         self._forget_step()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
-        self._losses.result()
-        return Recomputation(was_finite, _are_finite([total.result() for total in self._sums]))
+        for total in (self._losses, *self._sums):
+            total.result()
+        return Recomputation(was_finite, _are_finite(self._own_extremes))
 
     @naming_lost_workers(is_every_error=False)
     @torch.no_grad()
@@ -206,18 +204,39 @@ class Program:
 
     def _forget_step(self) -> None:
         """Free what the last step kept: the next one needs the memory."""
-        self._own_gradients = ()
+        self._own_extremes.clear()
         self._own_losses.clear()
+        self.gradient_seconds = 0.0
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""
+        started = time.perf_counter()
         loss = self._run(self._run_loss, micro_batch)
         gradients = deque(torch.autograd.grad(loss, self._parameters))
+        self.gradient_seconds += time.perf_counter() - started
         for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
-            total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
+            self._add_gradient(total, bucket.flatten(gradients.popleft() for _ in bucket.parameters))
         loss_1 = loss.detach().reshape(1)
         self._own_losses += [kept_1.clone() for kept_1 in self.backend.keep(loss_1)]  # the sum may overwrite loss_1
         self._losses.add(loss_1)
+
+    def _add_gradient(self, total: WorkersSum, gradient_P: Tensor) -> None:
+        self._own_extremes += self.backend.keep(torch.linalg.vector_norm(gradient_P, math.inf))
+        total.add(gradient_P)
+
+    def _make_sum(self, size: int) -> WorkersSum:
+        """Make the sum of the gradients of a bucket [size], of which this rank gets its shard."""
+        mesh, in_tree = self.backend.mesh, self.recipe.train.reduction == "exact"
+        if not self.optimizer.is_sharded:
+            return WorkersSum(self.backend.make_sum(size, in_tree), self._reduce_whole, mesh.takes_turns)
+        held = size // mesh.data_parallel_size if mesh.takes_turns else size
+        return WorkersSum(self.backend.make_sum(held, in_tree), self._reduce_shard, mesh.takes_turns)
+
+    def _reduce_whole(self, x: Tensor) -> Tensor:
+        return self.backend.all_reduce(x, "data")
+
+    def _reduce_shard(self, x: Tensor) -> Tensor:
+        return self.backend.reduce_scatter(x, "data")
 
     def _run(self, function: Callable[..., Tensor], micro_batch: MicroBatch) -> Tensor:
         # The context stays outside of the compiled function: AOTAutograd does not cache a graph that enters autocast,

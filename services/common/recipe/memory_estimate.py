@@ -86,12 +86,16 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     """Return the parts of the state and of a train step that take memory. Every rank of a run holds as much."""
     sizes, train = _Sizes(recipe), recipe.train
     weights, sum_bytes = sizes.param_bytes * sizes.parameters, FLOAT32_BYTES * sizes.parameters
-    shares = recipe.parallel.data_parallel_size if recipe.parallel.zero_stage else 1
+    models, stage = recipe.parallel.data_parallel_size, recipe.parallel.zero_stage
+    shares = models if stage else 1
     of_shares = f", 1 of {shares} shares" if shares > 1 else ""
-    sums = sum_bytes * num_sums_beside_a_gradient(recipe, micro_batches_per_model(recipe))
+    of_sums = of_shares if stage == 2 else ""
+    sums = int(sum_bytes * sums_beside_a_gradient(recipe, micro_batches_per_model(recipe)))
+    total = sum_bytes // (models if stage == 2 else 1)
     casts = sizes.compute_bytes * sizes.multiplied if train.dtype != train.param_dtype else 0
     kept, recomputed, passing = _activation_bytes(recipe, sizes)
-    reduced = sum_bytes if train.reduction == "exact" else sum_bytes // shares
+    # Buckets are summed over the workers one after the other; an exact sum takes the parts of all workers.
+    reduced = FLOAT32_BYTES * sizes.largest_bucket if models > 1 else 0
     masters = sum_bytes // shares if shares > 1 or train.param_dtype != "float32" else 0
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
     gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
@@ -100,9 +104,9 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         Part(f"casts of them to {train.dtype}", forward=casts),
         Part(f"master weights{of_shares}", masters, masters, masters),
         Part(f"AdamW moments{of_shares}", moments, moments, moments),
-        Part(f"gradient accumulators ({train.reduction})", sums, sums, sum_bytes),
+        Part(f"gradient accumulators ({train.reduction}){of_sums}", sums, sums, total),
         Part("gradient of a micro-batch", backward=weights),
-        Part("sum over the workers", update=reduced),
+        Part("sum of a bucket over the workers", update=reduced),
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
         Part("backward pass of a layer", backward=recomputed + passing),
@@ -110,6 +114,16 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         Part("all-gather of a bucket", update=gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
+
+
+def gradient_bytes_sent(recipe: Recipe) -> int:
+    """Return the bytes of gradients that a worker sends to the others of the data axis in a step, around a ring."""
+    parallel, models = recipe.parallel, recipe.parallel.data_parallel_size
+    times = micro_batches_per_model(recipe) if parallel.zero_stage == 2 else 1
+    passes = 1 if parallel.zero_stage else 2  # without shards the sums are gathered, too
+    if recipe.train.reduction == "exact" and parallel.device == "neuron":
+        passes += models - 1  # it has no all-to-all: every worker gathers the gradients of all
+    return times * passes * FLOAT32_BYTES * _Sizes(recipe).parameters * (models - 1) // models
 
 
 def show_size(num_bytes: float) -> str:
@@ -132,9 +146,12 @@ def micro_batches_per_model(recipe: Recipe) -> int:
     return recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size
 
 
-def num_sums_beside_a_gradient(recipe: Recipe, micro_batches: int) -> int:
-    """Return the number of gradient sums, of a tree or of a row, that a worker holds during its last micro-batch."""
-    return micro_batches.bit_length() - 1 if recipe.train.reduction == "exact" else min(1, micro_batches - 1)
+def sums_beside_a_gradient(recipe: Recipe, micro_batches: int) -> float:
+    """Return the gradient sums, of a tree or of a row, that a worker holds during its last micro-batch, in gradients of
+    all its weights.
+    """
+    sums = micro_batches.bit_length() - 1 if recipe.train.reduction == "exact" else min(1, micro_batches - 1)
+    return sums / (recipe.parallel.data_parallel_size if recipe.parallel.zero_stage == 2 else 1)
 
 
 def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:

@@ -256,8 +256,11 @@ class Parallel(Section):
     """Type in which the workers of a model sum activations and their gradients. `bfloat16` needs train.dtype `bfloat16`
     and halves the bytes that are sent, but rounds at each addition. Gradients of weights are always summed in float32.
     """
-    zero_stage: Literal[0, 1] = 0
-    """ZeRO stage; with 1, data-parallel workers share the optimizer's state, and update it with the same bits."""
+    zero_stage: Literal[0, 1, 2] = 0
+    """ZeRO stage (arXiv 1910.02054), with the same bits of exact sums. From 1 on data-parallel workers share the
+    optimizer's state. With 2 they also share the sums of gradients: each micro-batch's gradient is sent to the workers
+    that update it, so a worker holds a share of each partial sum, and sends as many times more as it has micro-batches.
+    """
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops depend on this number, so it is declared and never detected."""
     device: Annotated[Device, COMPILED] = "cpu"

@@ -71,8 +71,8 @@ def describe_checkpoint(
 ) -> tuple[FoundCheckpoint, list[OwnShard | None]]:
     """Return what all workers are told of a checkpoint, and each rank's own shard; None if another layout wrote it."""
     state, entries = checkpoint.manifest.checkpoint, {entry.path: entry for entry in checkpoint.manifest.files}
-    layout = (mesh.data_parallel_size, mesh.tensor_parallel_size, recipe.parallel.zero_stage)
-    is_own = (state.data_parallel_size, state.tensor_parallel_size, state.zero_stage) == layout
+    layout = (mesh.data_parallel_size, mesh.tensor_parallel_size, recipe.parallel.zero_stage > 0)
+    is_own = (state.data_parallel_size, state.tensor_parallel_size, state.zero_stage > 0) == layout
     own_shards = [
         OwnShard(rank, entries[name]) if is_own and name in entries and state.shards[name].rank == rank else None
         for rank, name in enumerate(map(shard_name, range(mesh.world_size)))

@@ -63,6 +63,8 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
     yield {"parallel.zero_stage": 1}
     if recipe.train.dtype == "bfloat16":
         yield {"train.param_dtype": "bfloat16"}
+    if parallel.data_parallel_size > 1:
+        yield {"parallel.zero_stage": 2}
     yield {"train.reduction": "fast"}
     yield {"train.activation_checkpointing": "full"}
     if batch.micro_batch_size > 1:

@@ -23,7 +23,13 @@ from services.common.recipe.derived import (
     instance_type,
     tokens_per_step,
 )
-from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, show_size
+from services.common.recipe.memory_estimate import (
+    checkpoint_bytes,
+    gradient_bytes_sent,
+    memory_of_worker,
+    micro_batches_per_model,
+    show_size,
+)
 from services.common.recipe.schema import Recipe, key_value_copies, stage_nodes
 from services.trainer.checkpoints.retention import most_checkpoints
 from services.trainer.inspection.goodput import (
@@ -154,7 +160,23 @@ def _time_and_cost(recipe: Recipe, step: StepEstimate | None) -> dict[str, str]:
         "step": f"{step.seconds:,.1f} s, {tokens_per_step(recipe) / step.seconds:,.0f} tokens/s, at {step.mfu:.0%} of "
         f"the peak of {of_node:,.0f} TFLOP/s a node, {of_worker:,.0f} a worker ({step.mfu_source})",
         "run": step.describe_hours(),
+        **_sums(recipe, step),
         "cost": step.describe_cost(),
+    }
+
+
+def _sums(recipe: Recipe, step: StepEstimate) -> dict[str, str]:
+    """Say what the sums of gradients over the nodes take. Measured shares of the peak include one sum a step."""
+    sent, nodes, cluster = gradient_bytes_sent(recipe), stage_nodes(recipe, "trainer"), recipe.cluster
+    if nodes == 1 or not sent:
+        return {}
+    rate = step.device.network_bytes_per_second
+    seconds = sent * cluster.trainer_workers_per_node / rate
+    times = micro_batches_per_model(recipe) if recipe.parallel.zero_stage == 2 else 1
+    return {
+        "sums": f"a worker sends {show_size(sent)} of gradients, in {times} sum{'s' * (times > 1)} a step: "
+        f"{seconds:,.1f} s, {seconds / step.seconds:.0%} of a step, at {rate / 1e9:,.0f} GB/s of a node, where "
+        f"computing hides none"
     }
 
 

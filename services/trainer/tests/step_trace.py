@@ -28,7 +28,7 @@ from services.common.program.step import Program
 from services.common.recipe.memory_estimate import (
     FLOAT32_BYTES,
     micro_batches_per_model,
-    num_sums_beside_a_gradient,
+    sums_beside_a_gradient,
 )
 from services.common.recipe.schema import Recipe
 
@@ -127,11 +127,11 @@ def _trace(program: Program, watch: _Watch) -> Trace:
 
     program.train_step(0, micro_batches())
     parameters = sum(parameter.numel() for parameter in program.model.parameters())
-    more_sums = num_sums_beside_a_gradient(recipe, num_micro_batches) - num_sums_beside_a_gradient(recipe, num_traced)
+    more_sums = sums_beside_a_gradient(recipe, num_micro_batches) - sums_beside_a_gradient(recipe, num_traced)
     micro_batch, update = phases[-1], watch.phase
     in_micro_batches = Counter({axis: sent * num_micro_batches for axis, sent in micro_batch.sent_bytes.items()})
     return Trace(
-        max(micro_batch.peak_bytes + FLOAT32_BYTES * parameters * more_sums, update.peak_bytes),
+        max(micro_batch.peak_bytes + int(FLOAT32_BYTES * parameters * more_sums), update.peak_bytes),
         in_micro_batches + update.sent_bytes,
         micro_batch.largest_bytes | update.largest_bytes,
         parameters,

@@ -61,6 +61,8 @@ def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> No
         assert torch.equal(batches[0], batches[1])
         assert torch.equal(batches[0], batches[2])
         assert batches[0].shape == (8, 17)
+        in_turns = [list(micro_batches(stream, recipe, step, Mesh(rank, 2, takes_turns=True))) for rank in range(2)]
+        assert torch.equal(torch.cat([b.tokens for turn in zip(*in_turns, strict=True) for b in turn]), batches[0])
 
 
 def test_positions_begin_again_at_each_document_where_the_recipe_says_so_and_at_each_row(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ HALF, FULL = {"train__max_steps": "2"}, {"train__max_steps": "4"}
 ODD = {**WHOLE, "tokenizer__train__vocab_size": "301", "model__vocab_size": "301"}
 """Overrides for a vocabulary that no two workers can share evenly."""
 LAYOUTS: list[dict[str, str]] = [
-    {"parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"},
+    {"parallel__tensor_parallel_size": "2", "parallel__data_parallel_size": "2", "parallel__zero_stage": "2"},
     {},
     {"parallel__tensor_parallel_size": "4", "parallel__data_parallel_size": "1"},
 ]

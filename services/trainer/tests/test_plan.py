@@ -14,7 +14,12 @@ from services.common.process.entry_point import exit_code_of
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.recipe.derived import GPU_MFU, NEURON_MFU_OF_PRESETS, causal_flops_per_token, estimate_step
 from services.common.recipe.file import load_recipe
-from services.common.recipe.memory_estimate import FLOAT32_BYTES, checkpoint_bytes, memory_of_worker
+from services.common.recipe.memory_estimate import (
+    FLOAT32_BYTES,
+    checkpoint_bytes,
+    gradient_bytes_sent,
+    memory_of_worker,
+)
 from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, write_recipe
 from services.trainer.__main__ import main
@@ -216,6 +221,7 @@ def wide(folder: Path, **overrides: str) -> Recipe:
     [
         ("none", {}),
         ("full", {**SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
+        ("none", {"parallel__zero_stage": "2", "batch__global_batch_size": "64"}),
         pytest.param("none", QWEN_3, marks=pytest.mark.slow),
         ("full", {**QWEN_3, **SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
         pytest.param("selective", {**QWEN_3, **SPLIT, **IN_BFLOAT16}, marks=pytest.mark.slow),
@@ -225,7 +231,17 @@ def wide(folder: Path, **overrides: str) -> Recipe:
             "selective", {**SPLIT, **IN_BFLOAT16, "parallel__reduce_dtype": "float32"}, marks=pytest.mark.slow
         ),
     ],
-    ids=["none", "full", "Qwen3, none", "Qwen3, full", "Qwen3, selective", "selective", "one GPU", "float32 sums"],
+    ids=[
+        "none",
+        "full",
+        "ZeRO-2",
+        "Qwen3, none",
+        "Qwen3, full",
+        "Qwen3, selective",
+        "selective",
+        "one GPU",
+        "float32 sums",
+    ],
 )
 def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
     tmp_path: Path, checkpointing: str, overrides: dict[str, str]
@@ -259,16 +275,19 @@ def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
     assert 0 < largest_bytes["tensor"] <= MAX_COLLECTIVE_BYTES
 
 
-def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path) -> None:
-    recipe = wide(tmp_path, model__num_hidden_layers="2", parallel__zero_stage="1", **SPLIT)
+@pytest.mark.parametrize(("stage", "times"), [("1", 1), ("2", 4)])
+def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path, stage: str, times: int) -> None:
+    recipe = wide(tmp_path, model__num_hidden_layers="2", parallel__zero_stage=stage, **SPLIT)
     trace = trace_step(recipe)
 
     # Key-value heads: 2, each held by 2 of the 4 workers.
     copies = (4 - 1) * 5 * 512 + (2 - 1) * 2 * 2 * 512 * 128
     assert 4 * trace.parameters == recipe.model.num_parameters + copies
-    # Each worker passes 3/4 of the gradients on, and 3/4 of the weights; norms, losses and one number more are small.
+    # Each worker passes 3/4 of the gradients on, with ZeRO-2 those of each micro-batch, and 3/4 of the weights; norms,
+    # losses and one number more are small.
     gradients = FLOAT32_BYTES * trace.parameters
-    assert trace.sent_bytes["data"] == pytest.approx(2 * gradients * 3 / 4, rel=0.01)
+    assert gradient_bytes_sent(recipe) == pytest.approx(times * gradients * 3 / 4, rel=0.01)
+    assert trace.sent_bytes["data"] == pytest.approx((times + 1) * gradients * 3 / 4, rel=0.01)
     # In each micro-batch each of 2 layers gathers and scatters [1, 512, 512] twice, forward and backward; the embedding
     # scatters and the loss gathers. Beside them the loss exchanges a few numbers for each token.
     activation = FLOAT32_BYTES * 512 * 512 * 3 / 4

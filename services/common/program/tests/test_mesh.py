@@ -45,5 +45,6 @@ def test_the_parts_of_one_model_take_the_same_share_and_together_all_of_them_tak
     shares = [Mesh(rank, data_parallel_size=2, tensor_parallel_size=2).share(8) for rank in range(4)]
 
     assert shares == [range(4), range(4), range(4, 8), range(4, 8)]
+    assert [Mesh(rank, 2, takes_turns=True).share(8) for rank in range(2)] == [range(0, 8, 2), range(1, 8, 2)]
     with pytest.raises(ValueError, match=r"\b9\b.*\b2\b"):
         Mesh(0, data_parallel_size=2).share(9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 def test_four_data_parallel_workers_have_the_bits_of_one(
     tmp_path: Path, alone: work.Trained, together: list[Results]
 ) -> None:
-    for name in ("data 4", "data 4" + work.SHARDED):
+    for name in ("data 4", "data 4" + work.SHARDED, "data 4" + work.SHARDED_SUMS):
         assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
         for piece, tensor in whole_state(tmp_path, together, name).items():
             assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
@@ -75,14 +76,14 @@ def test_four_workers_that_share_the_optimizers_state_of_a_qwen3_have_the_bits_o
         assert torch.equal(tensor.flatten(), alone["state"][piece.key]), piece.key
 
 
-def test_two_four_and_eight_workers_that_share_the_optimizers_state_have_the_bits_of_one(
+def test_two_four_and_eight_workers_that_share_optimizer_and_sums_have_the_bits_of_one(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.EIGHT_STEPS, **work.OF_EIGHT)
     found = results_of(work.train_on_fewer_and_fewer, max(work.SIZES), tmp_path_factory)
 
-    for size in work.SIZES:
-        name = f"data {size}"
+    for size, stage in product(work.SIZES, (work.SHARDED, work.SHARDED_SUMS)):
+        name = f"data {size}{stage}"
         assert [results[name]["numbers"] == alone["numbers"] for results in found[:size]] == [True] * size, name
         for piece, tensor in whole_state(tmp_path, found, name).items():
             assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
@@ -102,9 +103,10 @@ def test_fast_sums_are_near_the_exact_ones(alone: work.Trained, together: list[R
 def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together: list[Results], mesh: str) -> None:
     num_shares, _ = work.MESHES[mesh]
     for results in together:
-        whole, sharded = results[mesh], results[mesh + work.SHARDED]
-        assert_same_bits(sharded, whole)
-        assert sharded["num_held"] * num_shares == whole["num_held"]
+        whole = results[mesh]
+        for sharded in (results[mesh + work.SHARDED], results[mesh + work.SHARDED_SUMS]):
+            assert_same_bits(sharded, whole)
+            assert sharded["num_held"] * num_shares == whole["num_held"]
 
 
 @pytest.mark.parametrize("mesh", [*work.SPLIT_MESHES, work.COPIES_APART])

@@ -170,7 +170,8 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
     }
 
 
-SHARDED, RECOMPUTED, IN_DOCUMENTS = ", ZeRO-1", ", recomputed", ", z-loss and documents"
+SHARDED, SHARDED_SUMS = ", ZeRO-1", ", ZeRO-2"
+RECOMPUTED, IN_DOCUMENTS = ", recomputed", ", z-loss and documents"
 WITH_DOCUMENTS = {"train__z_loss": "0.01", "train__attention_mask": "block_causal"}
 DOCUMENT_TOKENS = 7  # rows of 16
 QWEN_3 = {"model__qk_norm": "true", "model__head_dim": "6", "model__tie_word_embeddings": "true"}
@@ -211,6 +212,7 @@ def train_on(
 ) -> Trained:
     """Train for some steps. Where the optimizer is sharded, another program continues with the state halfway."""
     recipe = make_recipe(folder, **(PARALLEL | overrides))
+    mesh = replace(mesh, takes_turns=recipe.parallel.zero_stage == 2)
     backend = TorchNative(mesh, 1, recipe.train.reduction, recipe.parallel.device, local_rank)
     program = Program(recipe, backend)
     found = dict[str, list[float]](loss=[], gradient_norm=[])
@@ -252,6 +254,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
             if mesh.data_parallel_size > 1:
                 sharded = {"parallel__zero_stage": "1"}
                 results[name + SHARDED] = train_on(mesh, own, **sharded)
+                results[name + SHARDED_SUMS] = train_on(mesh, own, parallel__zero_stage="2")
                 results[name + ROUNDED] = train_on(mesh, own, **WITH_ROUNDED_WEIGHTS)
                 results[name + SHARDED + ROUNDED] = train_on(mesh, own, **sharded, **WITH_ROUNDED_WEIGHTS)
             if mesh.tensor_parallel_size > 1:
@@ -277,7 +280,9 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
         if rank < size:
             with in_group(rank, size, f"{environment.rendezvous}-{size}"):
                 mesh = Mesh(rank, size)
-                results[f"data {size}"] = train_on(mesh, own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
+                for name, stage in ((SHARDED, "1"), (SHARDED_SUMS, "2")):
+                    trained = train_on(mesh, own, EIGHT_STEPS, parallel__zero_stage=stage, **OF_EIGHT)
+                    results[f"data {size}{name}"] = trained
     torch.save(results, folder / f"{rank}.pt")
 
 
