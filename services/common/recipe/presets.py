@@ -40,6 +40,7 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "llama2-7b": _sizes(32_000, 4_096, 11_008, 32, 32, 32),
     "llama2-13b": _sizes(32_000, 5_120, 13_824, 40, 40, 40),
     "llama3-8b": _LLAMA3_8B,
+    "llama3-70b": _sizes(128_256, 8_192, 28_672, 80, 64, 8) | {"rope_theta": 500_000.0},
     "llama3.1-8b": _LLAMA3_8B | {"rope_scaling": _LLAMA31_SCALING},
     "tinyllama-1.1b": _sizes(32_000, 2_048, 5_632, 22, 32, 4),
     "qwen3-0.6b": _qwen3(1_024, 3_072, 28, 16, is_tied=True),
