@@ -8,7 +8,7 @@ import yaml
 
 from deploy.client.outline import Outline
 from k8s.client.compile_tasks import tasks_of_a_pod
-from k8s.client.node_pool_checks import describe_cost, describe_reservation, describe_source
+from k8s.client.node_pool_view import describe_cost, describe_reservation, describe_source
 from k8s.objects.api import API_VERSIONS, Api, Object
 from k8s.objects.attempt import render_isolated_rayjob, render_pod_group, render_rayjob
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map

@@ -17,7 +17,7 @@ from deploy.progress import ProgressPrinter
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
 from k8s.client.generated_component import PLACEHOLDER, write_component
 from k8s.client.network_probe import require_network_policies
-from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back, require_same_region
+from k8s.client.node_pool_view import print_left_nodes, require_nodes_given_back
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
@@ -84,14 +84,13 @@ def find_kubectl() -> Path:
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. Images and replicas that deployments set are kept.
 
-    Raises `DeviceError` where it would change the head while a stage runs, or the region while node groups are held,
-    where there is no operator, and for one with a batch scheduler.
+    Raises `DeviceError` where it would change the head while a stage runs, where there is no operator, and for one with
+    a batch scheduler.
     """
     objects = render_filled_in(overlay)
     cluster, namespace = _find(objects, "RayCluster", CLUSTER), _find(objects, "Namespace", api.namespace)
     _set_head_image(api, objects, head_tag)
     if live := api.find("RayCluster", CLUSTER):
-        require_same_region(api, cluster, live)
         _require_head_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
         place = api.within(each["metadata"].get("namespace", api.namespace))

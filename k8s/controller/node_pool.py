@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.reservation import explain_end
-from k8s.controller.node_pool_checks import check_pool
 from k8s.objects.api import Api
+from k8s.objects.capacity import check_fit
+from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, SHAPE_LABEL
 from k8s.objects.node_group import (
+    USABLE,
     EksBusy,
     EksNodeGroup,
     NodeGroupAbsent,
@@ -82,9 +84,12 @@ class NodePool:
         except NodeGroupError as error:
             return PoolState(is_raised=False, refusal=str(error))
         must_rise = not holder or group.desired_size < nodes
-        refusal = self._refusal or (check_pool(stage, nodes, group) if stage and must_rise else "")
+        refusal = self._refusal or (check_pool(stage, group) if stage and must_rise else "")
         if not refusal and nodes > group.max_size:
-            refusal = f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed"
+            refusal = (
+                f"node group {self._name} has at most {group.max_size} nodes, and {nodes} are needed: use fewer, or "
+                f"raise max_nodes of the infrastructure (make infra-up)"
+            )
         if refusal:
             return PoolState(is_raised=False, refusal=refusal)
         issues = "".join(f"; {issue}" for issue in group.issues)
@@ -170,3 +175,28 @@ class NodePool:
     def _rest(self, error: EksBusy) -> None:
         if not self._is_resting:
             self._busy, self._rests_until = str(error), time.monotonic() + PAUSE_SECONDS
+
+
+def check_pool(stage: WorkerGroup, pool: EksNodeGroup) -> str:
+    """The reasons why the stage's pods cannot run on the pool's nodes; empty where they can.
+
+    EKS reports no instance type where a launch template sets it, as ours does; a label of the node group has it then.
+    Pods are as large as a node of their instance type.
+    """
+    if pool.status not in USABLE:
+        return f"node group {pool.name} is {pool.status}, not ACTIVE: {'; '.join(pool.issues) or 'EKS gives no reason'}"
+    reasons = []
+    if EFA in stage.requests and len(pool.subnets) > 1:
+        reasons.append(
+            f"node group {pool.name} has the subnets {', '.join(pool.subnets)} (expected: one), so a gang of "
+            f"{stage.name} pods could straddle zones, and EFA does not leave a subnet"
+        )
+    types = pool.instance_types or (pool.labels.get(SHAPE_LABEL, ""),)
+    if others := [each for each in types if each and stage.instance_type and each != stage.instance_type]:
+        reasons.append(
+            f"node group {pool.name} has nodes of type {', '.join(others)}, but {stage.name} pods are sized for "
+            f"{stage.instance_type}: set the shape of the infrastructure and _SHAPE in the overlay's settings.env to "
+            f"one type (make infra-up writes both), then: make cluster-up"
+        )
+    labels = pool.labels | {INSTANCE_TYPE_LABEL: stage.instance_type}
+    return "; ".join(filter(None, [*reasons, check_fit(pool.name, labels, pool.taints, stage)]))

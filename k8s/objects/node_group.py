@@ -8,7 +8,6 @@ down after a crash. It does not expire.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -97,14 +96,9 @@ def describe_resize(name: str, desired: int) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split CLUSTER/GROUP into cluster and group. Raises `NodeGroupError` for any other text."""
-    found = re.fullmatch(r"([\w-]+)/([\w-]+)", name)
-    if not found:
-        raise NodeGroupError(
-            f"{name!r} names no node pool (expected: EKS cluster/managed node group, as in millrace/trainium). Correct "
-            f"the annotation in the overlay, then: make cluster-up"
-        )
-    return found[1], found[2]
+    """Split CLUSTER/GROUP into cluster and group."""
+    cluster, _, group = name.partition("/")
+    return cluster, group
 
 
 def _read_taint(taint: dict[str, str]) -> dict[str, str]:

@@ -15,8 +15,6 @@ from k8s.client import network_probe, overlay
 from k8s.client.network_probe import CLOSED, OPEN, SCRIPT, require_network_policies
 from k8s.client.overlay import cluster_up
 from k8s.objects.deploy_job import render_deploy_job
-from k8s.objects.names import REGION_ANNOTATION
-from k8s.objects.node_group import take_lease
 from k8s.objects.worker_group import groups_with, render_worker_group, worker_group_of
 from services.common.errors import DeviceError
 from tests.containers import IMAGE_USER
@@ -111,20 +109,6 @@ def test_what_a_deployment_wrote_stays(
     server = Server(live)
     assert up(monkeypatch, server, copy.deepcopy(overlays["local"]), HEAD) == 0
     assert server.bodies["RayCluster"]["spec"]["workerGroupSpecs"] == live["spec"]["workerGroupSpecs"]
-
-
-def test_the_region_is_not_changed_while_a_node_group_of_it_is_held(
-    overlays: dict[str, list[Thing]], live: Thing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live["metadata"].setdefault("annotations", {})[REGION_ANNOTATION] = "us-west-2"
-    things = copy.deepcopy(overlays["local"])
-    server = Server(live)
-    take_lease(server, "millrace/trainium", "trainer")  # type: ignore[arg-type]
-    with pytest.raises(DeviceError, match=r"us-west-2.*make stop-stage STAGE=trainer"):
-        up(monkeypatch, server, things, HEAD)
-    assert server.applied == []
-    cluster_of(things)["metadata"].setdefault("annotations", {})[REGION_ANNOTATION] = "us-west-2"
-    assert up(monkeypatch, server, things, HEAD) == 0
 
 
 HEAD_POD = {"metadata": {"name": "head"}, "spec": {"containers": [{"name": "ray-head"}]}}

@@ -11,8 +11,7 @@ import pytest
 from deploy.client.instance_type import check_instance_type
 from deploy.reservation import explain_end
 from k8s.client.deployment_plan import describe_plan
-from k8s.controller.node_pool import NodePool
-from k8s.controller.node_pool_checks import check_pool
+from k8s.controller.node_pool import NodePool, check_pool
 from k8s.objects.names import (
     REGION_ANNOTATION,
     capacity_end_annotation,
@@ -81,7 +80,6 @@ OTHER_SHAPE = SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}
         ({"labels": {"millrace.dev/pool": "trainium"}}, None),
         ({"status": "DELETING"}, "DELETING"),
         ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, "NodeCreationFailure: x"),
-        ({"max_size": 1}, "millrace/trainium, 1"),
         ({"instance_types": ["trn1.2xlarge"]}, "trn1.2xlarge"),
         ({"labels": OTHER_SHAPE}, "trn1n.32xlarge"),
         ({"labels": {}}, "millrace.dev/pool=trainium"),
@@ -90,7 +88,7 @@ OTHER_SHAPE = SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}
     ],
 )
 def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[str, Any], named: str | None) -> None:
-    found = check_pool(trainer, 2, EksNodeGroup(**SEEN | changes))
+    found = check_pool(trainer, EksNodeGroup(**SEEN | changes))
     assert bool(found) == (named is not None), found
     assert named is None or named in found
 
@@ -117,10 +115,7 @@ def test_a_recipe_for_other_nodes_is_named(
     assert (named in found, bool(found)) == (True, bool(named))
 
 
-@pytest.mark.parametrize(
-    ("pool", "said"),
-    [("millrace/trn2", "CLUSTER_NAME"), ("other/trainium", "other"), ("trainium", "'trainium' names no node pool")],
-)
+@pytest.mark.parametrize(("pool", "said"), [("millrace/trn2", "CLUSTER_NAME"), ("other/trainium", "other")])
 def test_a_pool_that_eks_does_not_have_ends_a_deployment(trainer: WorkerGroup, pool: str, said: str) -> None:
     """tests/k8s/test_node_pools.py has what EKS refuses, and that nothing is scaled then."""
     Cloud()

@@ -9,16 +9,10 @@ from datetime import UTC, datetime, timedelta
 
 from deploy.client.outline import Outline
 from deploy.reservation import RESERVATION_MARGIN, read_end
-from k8s.objects.api import Api, Object
+from k8s.objects.api import Api
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import NAMESPACE, REGION_ANNOTATION
-from k8s.objects.node_group import (
-    NodeGroupLease,
-    count_ready_nodes,
-    describe_resize,
-    find_holder,
-    read_leases,
-)
+from k8s.objects.names import NAMESPACE
+from k8s.objects.node_group import count_ready_nodes, describe_resize, find_holder, read_leases
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
@@ -77,23 +71,6 @@ def require_nodes_given_back(api: Api) -> None:
     """Raise `DeviceError` while node groups are held: without the cluster nothing would scale them down."""
     if not (leases := read_leases(api)):
         return
-    raise DeviceError(f"{_explain_held(leases)}, or make cluster-down FORCE=1, which leaves the nodes running")
-
-
-def require_same_region(api: Api, rendered: Object, live: Object) -> None:
-    """Raise `DeviceError` for a changed region while node groups of the old one are held: they would stay scaled up."""
-    before, after = (
-        (each["metadata"].get("annotations") or {}).get(REGION_ANNOTATION, "nothing") for each in (live, rendered)
-    )
-    if before != after and (leases := read_leases(api)):
-        raise DeviceError(
-            f"REGION changes from {before} to {after}, and {_explain_held(leases)}, then repeat the command. Nothing "
-            f"was applied"
-        )
-
-
-def _explain_held(leases: list[NodeGroupLease]) -> str:
-    """Say who holds which node groups, and how they are given back."""
     held = ", ".join(f"node group {lease.group} by {lease.holder}" for lease in leases)
     ends = [
         f"make stop-stage STAGE={lease.holder}"
@@ -101,7 +78,10 @@ def _explain_held(leases: list[NodeGroupLease]) -> str:
         else f"kubectl -n {NAMESPACE} delete job {lease.holder}"
         for lease in leases
     ]
-    return f"nodes are still held: {held}. {', '.join(ends)}, then wait for the reaper (make stage-status shows it)"
+    raise DeviceError(
+        f"nodes are still held: {held}. {', '.join(ends)}, then wait for the reaper (make stage-status shows it), or "
+        f"make cluster-down FORCE=1, which leaves the nodes running"
+    )
 
 
 def print_left_nodes(api: Api) -> None:
