@@ -6,19 +6,15 @@ After every other exit code Kubernetes starts the program again.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
-from dataclasses import asdict
 
 from k8s.controller.reconciler import Reconciler
 from k8s.objects.api import Api, connect
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
-from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment, UnknownRecord
-from k8s.objects.names import OUTCOME_ANNOTATION
-from k8s.objects.record import Outcome, no_more_failures
+from k8s.objects.deployment import Deployment, UnknownRecord
 from services.common.errors import DeviceError
 
 EXIT_START_AGAIN = 143
@@ -31,31 +27,16 @@ TALKATIVE = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dash
 def main(text: str) -> int:
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
-    api, pod = connect_patiently(), os.environ["POD_NAME"]
     try:
         deployment = Deployment.from_json(text)
-    except UnknownRecord as error:
-        end_unknown(api, pod, error)
-        return EXIT_ENDED_BADLY
-    outcome = Reconciler(api, deployment, pod).run()
+    except UnknownRecord as error:  # the client prints it and ends the Job: nothing of the stage has been touched
+        older = "the checkout that deploys (git pull) or, when no stage runs, the head (make cluster-up HEAD_TAG=...)"
+        print(f"deploy: {error}: update {older}, whichever is older", file=sys.stderr, flush=True)
+        return error.exit_code
+    outcome = Reconciler(connect_patiently(), deployment, os.environ["POD_NAME"]).run()
     if outcome is None:
         return EXIT_START_AGAIN
     return 0 if outcome.exit_code == 0 else EXIT_ENDED_BADLY
-
-
-def end_unknown(api: Api, pod: str, error: UnknownRecord) -> None:
-    """End the Job of this pod, whose record another version wrote: nothing of its stage has been touched."""
-    is_head_older = error.version > RECORD_VERSION
-    older, update = ("the head's image", UPDATE_HEAD) if is_head_older else ("the client's checkout", UPDATE_CLIENT)
-    message = (
-        f"the head's image reads deployments of version {RECORD_VERSION}, but this one has version {error.version}; "
-        f"{older} is older: {update}"
-    )
-    print(f"deploy: {message}", file=sys.stderr, flush=True)
-    [owner] = (api.find("Pod", pod) or {})["metadata"]["ownerReferences"]
-    job = api.find("Job", owner["name"]) or {}
-    outcome = {OUTCOME_ANNOTATION: json.dumps(asdict(Outcome(error.exit_code, message)))}
-    api.merge("Job", owner["name"], no_more_failures(job) | {"metadata": {"uid": owner["uid"], "annotations": outcome}})
 
 
 def connect_patiently() -> Api:

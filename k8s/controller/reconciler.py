@@ -44,7 +44,6 @@ from k8s.objects.record import (
     Record,
     ask_to_stop,
     find_passed_limit,
-    no_more_failures,
     read_record,
     write_acceptance,
     write_attempt,
@@ -312,7 +311,8 @@ class Reconciler:
     def _fail_job(self) -> None:
         """Keep the Job from making another pod after this one, which ends with a failure."""
         if self._own_record() and (job := self._api.find("Job", job_name(self._stage))):
-            self._api.merge("Job", job_name(self._stage), no_more_failures(job))
+            failures = int((job.get("status") or {}).get("failed") or 0)
+            self._api.merge("Job", job_name(self._stage), {"spec": {"backoffLimit": failures}})
 
     def _end_after_long_refusal(self, error: MillraceError) -> None:
         """End the deployment when the API refuses for longer than a start may take, so that no nodes stay held."""

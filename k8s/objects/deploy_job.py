@@ -131,8 +131,8 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment, annotations: d
         "metadata": {"name": job_name(group.name), "labels": labels, "annotations": annotations or {}},
         "spec": {
             # A pod that is deleted, evicted or lost is replaced, however often. A pod that ended the deployment is not:
-            # it lowers the limit to the failures that there were (`no_more_failures`). A policy on exit codes would say
-            # the same, but with one Kubernetes replaces no pod that is still Terminating, which on a lost node is for
+            # it lowers the limit to the failures that there were (`Reconciler`). A policy on exit codes would say the
+            # same, but with one Kubernetes replaces no pod that is still Terminating, which on a lost node is for
             # ever. A pod waits until older ones have ended.
             "backoffLimit": MAX_FAILURES,
             "podReplacementPolicy": "TerminatingOrFailed",

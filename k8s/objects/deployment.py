@@ -1,7 +1,7 @@
 """One deployment of a stage, as its deploy Job carries it.
 
 The client writes this and the head's image reads it, and the two may be of different versions. So it carries a version
-number, which every change of a field raises. A deploy Job that reads another version ends and says which side is older.
+number, which every change of a field raises. A deploy Job that reads another version says so and ends.
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from deploy.stage_contract import DEGREE, ClusterMode
 from services.common.errors import DeviceError
 
 RECORD_VERSION = 7
-UPDATE_CLIENT = "update the checkout that deploys: git pull"
 _MAX_LABEL_CHARACTERS = 63
-UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
 
 
 class UnknownRecord(DeviceError):
     """A deploy Job carries a deployment that this version of the program cannot read."""
-
-    def __init__(self, message: str, version: int = 0) -> None:
-        """`version` is the record's; 0 where it has none."""
-        super().__init__(message)
-        self.version = version
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,6 @@ class Deployment:
             raise UnknownRecord(f"its record cannot be read: {error}") from error
         version = values.pop("version", None)
         if version != RECORD_VERSION or values.keys() != {each.name for each in fields(cls)}:
-            said = f"its record has version {version}, and this program reads {RECORD_VERSION}"
-            raise UnknownRecord(said, int(version or 0))
+            raise UnknownRecord(f"its record has version {version}, and this program reads {RECORD_VERSION}")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values | lists)

@@ -14,7 +14,7 @@ from datetime import datetime
 from deploy.exit_codes import shorten_line
 from k8s.objects.api import Api, Conflict, Object
 from k8s.objects.conditions import is_job_over
-from k8s.objects.deployment import UPDATE_CLIENT, Deployment, UnknownRecord
+from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.names import (
     ATTEMPTS_ANNOTATION,
     BEFORE_ANNOTATION,
@@ -148,8 +148,8 @@ def _deployment_of(job: Object) -> Deployment:
     except UnknownRecord as error:
         name = job["metadata"]["name"]
         raise UnknownRecord(
-            f"Job {name}: {error}. If a newer version made it, {UPDATE_CLIENT}; else, once it has ended: "
-            f"kubectl -n {NAMESPACE} delete job {name}"
+            f"Job {name}: {error}. If a newer version made it, update this checkout (git pull); else, once it has "
+            f"ended: kubectl -n {NAMESPACE} delete job {name}"
         ) from error
 
 
@@ -197,11 +197,6 @@ def end_unanswered(api: Api, record: Record, outcome: Outcome) -> None:
     Raises `Conflict` as `write_outcome` does, such as where the image has just accepted it.
     """
     _annotate(api, record, {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))}, {"spec": {"activeDeadlineSeconds": 1}})
-
-
-def no_more_failures(job: Object) -> Object:
-    """The patch after which Kubernetes creates no further pod when the deploy Job's pod fails."""
-    return {"spec": {"backoffLimit": int((job.get("status") or {}).get("failed") or 0)}}
 
 
 def _annotate(api: Api, record: Record, annotations: dict[str, str], changes: Object | None = None) -> None:
