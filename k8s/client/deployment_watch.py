@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter, print_line
-from k8s.client.pull_watch import PullWatch, explain_crash, explain_wait
+from k8s.client.pull_watch import PullWatch, explain_crash
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.conditions import is_pod_over
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import COMPONENT_LABEL, DEPLOYMENT_LABEL, STAGE_LABEL, job_name
-from k8s.objects.placement import newest_event
+from k8s.objects.placement import explain_start, newest_event
 from k8s.objects.record import Acceptance, Outcome, Record, end_unanswered, read_record
 from services.common.errors import DeviceError, MillraceError
 
@@ -97,7 +97,7 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
             if not pods:  # as where the quota is used up
                 waits = newest_event(api, {"metadata": {"uid": record.uid}}) or waits
             for pod in pods:
-                waits = explain_wait(api, pod)
+                waits = explain_start(api, pod)
                 if not older:
                     report(waits)
                 problem = problem or explain_crash(pod, (0, EXIT_ENDED_BADLY)) or pull.explain_end(pod, waits)
@@ -170,7 +170,7 @@ class PodOutput(threading.Thread):
 
     def _show(self, pod: Object) -> None:
         if pod["status"].get("phase") == "Pending":
-            self._report(f"its pod has not started: {explain_wait(self._api, pod)}")
+            self._report(f"its pod has not started: {explain_start(self._api, pod)}")
             return
         try:
             self._copy(pod["metadata"]["name"])

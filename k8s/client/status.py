@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from k8s.client.kuberay_one_off import describe_one_offs
-from k8s.client.node_pool_checks import describe_pool
-from k8s.client.pull_watch import explain_wait
+from k8s.client.node_pool_view import describe_pool
 from k8s.objects.api import Api, Object
 from k8s.objects.attempt import nodes_of, placed_size
 from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.names import DEPLOYMENT_LABEL
-from k8s.objects.placement import explain_placement, heads_of, is_ready, pods_of
+from k8s.objects.placement import explain_placement, explain_start, heads_of, is_ready, pods_of
 from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.recipe.schema import STAGES
@@ -83,7 +82,7 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         lines.append(f"  before    by {by} at {record.before.created_at}, {said}")
     if not record.is_over:
         pods = api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
-        pending = [explain_wait(api, pod) for pod in pods if pod["status"].get("phase") == "Pending"]
+        pending = [explain_start(api, pod) for pod in pods if pod["status"].get("phase") == "Pending"]
         lines += [f"  job       its pod has not started: {waits}" for waits in pending]
     return lines
 

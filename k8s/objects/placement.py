@@ -71,8 +71,7 @@ def _queue_messages(api: Api, group: Object) -> list[str]:
     """Messages about a full queue, which Volcano writes as events of the PodGroup and not as its conditions."""
     if group.get("status", {}).get("phase") != "Pending":
         return []
-    events = api.find_all("Event", fields=f"involvedObject.uid={group['metadata']['uid']}")
-    return sorted({each["message"] for each in events if each["message"].startswith("queue ")})
+    return sorted({each["message"] for each in _events_of(api, group) if each["message"].startswith("queue ")})
 
 
 def _scheduling_message(pod: Object) -> str:
@@ -88,27 +87,47 @@ def _newest_message(group: Object) -> str:
     return str(newest.get("message", "")) if newest and newest["type"] == "Unschedulable" else ""
 
 
+def statuses_of(pod: Object) -> list[Object]:
+    """The statuses of a pod's containers, in the order in which they run."""
+    status = pod.get("status") or {}
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
 def explain_start(api: Api, pod: Object) -> str:
-    """Explain in one sentence what a placed pod waits for."""
-    status = pod.get("status", {})
-    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
-        state = container.get("state", {})
+    """Explain in one sentence what a pod that has not started waits for, such as the pull of an image."""
+    events = _events_of(api, pod)
+    for container in statuses_of(pod):
+        name, state = container["name"], container.get("state") or {}
         waiting = state.get("waiting") or {}
         if waiting.get("reason", "") not in PASSING:
-            return f"{container['name']} waits: {waiting['reason']} ({waiting.get('message', 'no message')})"
-        if container["name"] == "wait-gcs-ready" and state.get("running"):
+            return f"{name} waits: {waiting['reason']} ({waiting.get('message', 'no message')})"
+        if name == "wait-gcs-ready" and state.get("running"):
             return "waiting for the Ray head"
         ended = (container.get("lastState") or {}).get("terminated")
         if ended and not container.get("ready"):
-            return (
-                f"{container['name']} ended with exit code {ended['exitCode']} ({ended.get('reason', '')}) and restarts"
-            )
-    return newest_event(api, pod) or "starting"
+            return f"{name} ended with exit code {ended['exitCode']} ({ended.get('reason', '')}) and restarts"
+        said = {each["reason"] for each in events if f"{{{name}}}" in each["involvedObject"].get("fieldPath", "")}
+        if waiting and "Pulling" in said and not said & {"Pulled", "Failed"}:
+            return f"pulling {image_in(pod, name)}"
+    return _newest_warning(events) or "starting"
+
+
+def image_in(pod: Object, container: str) -> str:
+    """The image of one of a pod's containers."""
+    containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+    return next(str(each["image"]) for each in containers if each["name"] == container)
 
 
 def newest_event(api: Api, thing: Object) -> str:
     """The newest warning among the events of an object; empty when there is none."""
-    events = api.find_all("Event", fields=f"involvedObject.uid={thing['metadata']['uid']}")
+    return _newest_warning(_events_of(api, thing))
+
+
+def _events_of(api: Api, thing: Object) -> list[Object]:
+    return api.find_all("Event", fields=f"involvedObject.uid={thing['metadata']['uid']}")
+
+
+def _newest_warning(events: list[Object]) -> str:
     telling = [each for each in events if each.get("type") == "Warning" or each.get("reason") in TELLING_EVENTS]
     newest = max(telling, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), default=None)
     return f"{newest['reason']}: {newest['message']}" if newest else ""
