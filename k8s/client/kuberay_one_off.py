@@ -16,7 +16,7 @@ from deploy.client.one_off_request import OneOffRequest, prepare_one_off
 from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
 from k8s.client.deployment_plan import write_documents
 from k8s.client.deployment_watch import PodOutput
-from k8s.client.pull_watch import PullWatch, explain_wait
+from k8s.client.pull_watch import PullWatch
 from k8s.client.resolved_deployment import START_TIMEOUT_SECONDS, default_recipe_of
 from k8s.client.stage_image import choose_image, find_image_labels
 from k8s.objects.api import Api, ApiUnreachable, Object
@@ -38,7 +38,7 @@ from k8s.objects.one_off_job import (
     render_one_off_job,
     render_one_off_nodes_job,
 )
-from k8s.objects.placement import newest_event
+from k8s.objects.placement import explain_start, newest_event
 from k8s.objects.record import read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.errors import DeviceError, TryAgain
@@ -111,8 +111,8 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
     )
     job = render_one_off_job(group, cpu_group, one_off)
     jobs = [("the client creates it, and deletes it at its end", job)]
-    if cpu_group.node_pool:  # first, for alone it ends by itself; its program starts seconds after the other Job
-        jobs.insert(0, ("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
+    if cpu_group.node_pool:  # second: alone it ends by itself
+        jobs.append(("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
     told = {
         "cost": _describe_cost(cpu_group, one_off),
         "nodes": _describe_nodes(api, cpu_group),
@@ -206,7 +206,7 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
                 raise NoStart(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
             if is_job_over(job):
                 return job, pods
-            waits = _explain_start(api, job, pods, pull)
+            waits = _explain_job(api, job, pods, pull)
             if waits and time.monotonic() > deadline:
                 raise TryAgain(f"{name} did not start within {seconds:g} s (WAIT=), and was deleted: {waits}")
         except ApiUnreachable as error:
@@ -214,7 +214,7 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
         time.sleep(POLL_SECONDS)
 
 
-def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> str:
+def _explain_job(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> str:
     """Explain what a Job whose pod has not started waits for; empty once it has.
 
     Raises `NoStart` where no node or image will come.
@@ -223,7 +223,7 @@ def _explain_start(api: Api, job: Object, pods: list[Object], pull: PullWatch) -
         return ""
     waits = newest_event(api, job) or "it has no pod yet"  # as where the quota is used up
     for pod in pods:
-        waits = explain_wait(api, pod)
+        waits = explain_start(api, pod)
         if problem := pull.explain_end(pod, waits):
             raise NoStart(problem)
     name = str(job["metadata"]["name"])

@@ -20,8 +20,6 @@ from services.common.errors import MillraceError
 from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
-JOB_SECONDS = 30.0
-"""Seconds in which the client, which creates the nodes' Job first, has created that of the one-off."""
 NODES = 1
 
 
@@ -31,7 +29,6 @@ class OneOffNodes:
     def __init__(self, api: Api, one_off: str) -> None:
         self._api, self._one_off = api, one_off
         self._report = ProgressPrinter("nodes").report
-        self._began = time.monotonic()
         group = cpu_group_of(read_cluster(api))
         self._pool = NodePool(api, one_off, group.node_pool, self._report, group.capacity_ends_at)
 
@@ -54,10 +51,6 @@ class OneOffNodes:
                 return True
         elif pods:  # the reaper removes a pod whose node is lost
             return True
-        elif job is None:
-            self._report(f"Job {self._one_off} does not exist, so it needs no node")
-            if time.monotonic() - self._began < JOB_SECONDS:
-                return True
         return not self._pool.release()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from k8s.client.kuberay_target import KubeRayTarget
-from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
+from k8s.client.node_pool_view import print_left_nodes, require_nodes_given_back
 from k8s.controller import node_pool, reconciler
 from k8s.controller.node_pool import PAUSE_SECONDS, RELEASE_SECONDS
 from k8s.controller.one_off_nodes import OneOffNodes
@@ -288,8 +288,8 @@ def one_off_nodes(world: World, api: Any = None) -> OneOffNodes:
     if world.api.find("Job", ONE_OFF) is None:
         cluster = world.api.find("RayCluster", "millrace") or {}
         cpu_group = cpu_group_of(cluster)
-        world.api.create(render_one_off_nodes_job(cpu_group, one_off_of()))
         world.api.create(render_one_off_job(worker_group_of(cluster, "trainer"), cpu_group, one_off_of()))
+        world.api.create(render_one_off_nodes_job(cpu_group, one_off_of()))
     return OneOffNodes(api or world.api, ONE_OFF)
 
 
@@ -342,21 +342,6 @@ def test_a_refusal_of_eks_takes_no_node_from_a_pod_that_runs(world: World, cloud
     complete_job(world, ONE_OFF)
     assert not advance(world, nodes, 30)
     assert (cloud.size, world.holder) == (0, "")
-
-
-@pytest.mark.parametrize("does_job_come", [True, False])
-def test_a_node_waits_for_a_one_off_that_the_client_creates_late(
-    world: World, cloud: Cloud, does_job_come: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nodes = one_off_nodes(world)
-    late = world.api.find("Job", ONE_OFF)
-    world.api.delete("Job", ONE_OFF)
-    assert advance(world, nodes)
-    if does_job_come:
-        world.api.create(late)
-    assert advance(world, nodes) is does_job_come
-    assert (cloud.size, world.holder) == ((1, ONE_OFF) if does_job_come else (0, ""))
-    assert f"Job {ONE_OFF} does not exist" in capsys.readouterr().out
 
 
 def test_what_holds_a_one_off_s_node_may_be_killed_after_any_write(

@@ -221,8 +221,8 @@ def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster, ask: Ask) -> No
     assert run(pooled, ask(is_dry_run=True), file) == 0
     documents = list(yaml.safe_load_all(file.getvalue()))
     assert [each["metadata"]["name"].rpartition("-")[0] for each in documents] == [
-        "one-off-nodes-trainer",
         "one-off-trainer",
+        "one-off-nodes-trainer",
     ]
     assert pooled.sent == []
 
