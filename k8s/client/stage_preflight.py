@@ -5,17 +5,16 @@ What only a pod can see, an init container of the deploy Job checks (`k8s.object
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
 from deploy.reservation import explain_end
 from k8s.client.compile_tasks import check_trace
-from k8s.objects.api import ASK_FOR_RIGHTS, Api, ApiUnreachable
+from k8s.objects.api import Api, ApiUnreachable
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import CLUSTER, DEPLOYER, NEURON
+from k8s.objects.names import NEURON
 from k8s.objects.placement import explain_batch_scheduler, heads_of, is_ready
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
@@ -23,39 +22,22 @@ from services.common.errors import DeviceError
 
 CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
-RIGHTS = ("create jobs.batch", "patch jobs.batch", "delete jobs.batch", "create configmaps", "get pods/log")
-"""What the client does besides reading objects, as for `kubectl auth can-i`."""
-
 
 def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[str]:
-    """Problems that the Kubernetes API shows. A check that this user has no right to is a problem as well."""
+    """Problems that the Kubernetes API shows. What this user has no right to read is a problem as well."""
     checks: list[Callable[[], Iterable[str]]] = [
-        lambda: _check_rights(api),
         lambda: [_check_head(api, group)],
         lambda: [explain_batch_scheduler(api, group.head_pod)],
         lambda: [check_trace(group, outline)],
         lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
         lambda: [check_size(group, deployment.nodes)],
         lambda: [check_queue(api, group, deployment.nodes)],
-        lambda: _check_objects(api, group),
+        lambda: _check_claims(api, group),
         # The nodes of a pool are added for the deployment; the deploy Job checks the pool before that.
         lambda: [explain_end(group.capacity_ends_at) if group.node_pool else check_nodes(api, group, deployment.nodes)],
         lambda: [_check_other_stages(api, group)],
     ]
     return [text for check in checks for text in _found(check) if text]
-
-
-def _check_rights(api: Api) -> list[str]:
-    """Rights that this user lacks, of which the API server would speak only at the write."""
-    lacking = []
-    for right in RIGHTS:
-        verb, resource, group, part = re.findall(r"(\w+) (\w+)\.?(\w*)/?(\w*)", right)[0]
-        asked = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource, "subresource": part}
-        version, kind = "authorization.k8s.io/v1", "SelfSubjectAccessReview"
-        review = {"apiVersion": version, "kind": kind, "metadata": {}, "spec": {"resourceAttributes": asked}}
-        if not api.create(review)["status"]["allowed"]:
-            lacking.append(right)
-    return [f"this user may not {', '.join(lacking)} in namespace {api.namespace}. {ASK_FOR_RIGHTS}"] if lacking else []
 
 
 def _found(check: Callable[[], Iterable[str]]) -> list[str]:
@@ -82,20 +64,16 @@ def _check_head(api: Api, group: WorkerGroup) -> str:
     return f"the Ray head is not ready ({state}): kubectl -n {api.namespace} describe pods -l ray.io/node-type=head"
 
 
-def _check_objects(api: Api, group: WorkerGroup) -> Iterable[str]:
-    """Objects of the manifests that are missing. The operator makes the Secret, the Ray token, with the RayCluster."""
-    needed = [
-        ("Secret", CLUSTER),
-        ("ServiceAccount", group.pod["serviceAccountName"]),
-        ("ServiceAccount", DEPLOYER),
-        ("PriorityClass", group.pod["priorityClassName"]),
-        *(("PersistentVolumeClaim", claim) for claim in group.claims.values()),
-    ]
-    for kind, name in needed:
-        found = api.find(kind, name)
+def _check_claims(api: Api, group: WorkerGroup) -> Iterable[str]:
+    """Claims of the stage's pods without a volume, which would keep added nodes waiting."""
+    for volume in group.pod["volumes"]:
+        if "persistentVolumeClaim" not in volume:
+            continue
+        name = volume["persistentVolumeClaim"]["claimName"]
+        found = api.find("PersistentVolumeClaim", name)
         if found is None:
-            yield f"{kind} {name} does not exist: make cluster-up"
-        elif kind == "PersistentVolumeClaim" and found["status"].get("phase") != "Bound":
+            yield f"PersistentVolumeClaim {name} does not exist: make cluster-up"
+        elif found["status"].get("phase") != "Bound":
             yield (
                 f"claim {name} is {found['status'].get('phase')}, not Bound: its volume "
                 f"{found['spec'].get('volumeName', 'any')} does not exist, is bound to another claim, or is smaller"
@@ -112,14 +90,10 @@ def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
         if name == worker_group.name or NEURON not in requests:
             continue
         record = read_running_record(api, name)
-        if record:
+        if record or group.get("replicas"):
+            by = f"deployed by {record.deployment.user}" if record else "kept (KEEP=1)"
             return (
-                f"stage {name} is deployed by {record.deployment.user} and holds {record.deployment.nodes} Trainium "
-                f"nodes: wait for it (make stage-status), or make stop-stage STAGE={name}"
-            )
-        if group.get("replicas"):
-            return (
-                f"{group['replicas']} pods of stage {name} are kept (KEEP=1) and hold Trainium nodes: "
-                f"make stop-stage STAGE={name}"
+                f"stage {name} is {by} and holds Trainium nodes: wait for it (make stage-status), or make stop-stage "
+                f"STAGE={name}"
             )
     return ""

@@ -31,8 +31,6 @@ API_VERSIONS = {
     "Pod": "v1",
     "Event": "v1",
     "ConfigMap": "v1",
-    "Secret": "v1",
-    "ServiceAccount": "v1",
     "PersistentVolumeClaim": "v1",
     "Job": "batch/v1",
     "CronJob": "batch/v1",

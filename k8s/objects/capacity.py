@@ -7,7 +7,6 @@ from decimal import Decimal
 
 from deploy.stage_contract import size_variable
 from k8s.objects.api import Api, Object
-from k8s.objects.names import INSTANCE_TYPE_LABEL
 from k8s.objects.worker_group import WorkerGroup, quantity
 
 WELL_KNOWN_LABELS = ("kubernetes.io/", "topology.kubernetes.io/")
@@ -46,29 +45,18 @@ def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
 
 
 def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
-    """Check that there are enough nodes on each of which one pod of the stage could run."""
-    present = api.find_all("Node")
-    labelled = _selected(present, group)
-    if not labelled:
-        types = {(node["metadata"].get("labels") or {}).get(INSTANCE_TYPE_LABEL, "unknown") for node in present}
-        return (
-            f"no node has the labels that {group.name} pods select ({_labels(group.pod.get('nodeSelector') or {})}); "
-            f"instance types here: {', '.join(sorted(types))}"
-        )
-    refusing = {node["metadata"]["name"]: _refusing_taints(_taints_of(node), group) for node in labelled}
-    open_to_us = [node for node in labelled if not refusing[node["metadata"]["name"]]]
-    if not open_to_us:
-        taints = sorted({taint for each in refusing.values() for taint in each})
-        return f"every node that {group.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
-    room = sum(_pods_that_fit(node, group) for node in open_to_us)
+    """Check that the nodes have room for so many pods of the stage, if nothing else runs on them."""
+    room = count_room(api, group)
     if room >= nodes:
         return ""
-    lacking = [
-        name for name, amount in group.requests.items() if all(_allocatable(each, name) < amount for each in open_to_us)
-    ]
+    selected = _selected(api.find_all("Node"), group)
+    taints = sorted({taint for node in selected for taint in _refusing_taints(_taints_of(node), group)})
+    lacking = [name for name, amount in group.requests.items() if all(_allocatable(n, name) < amount for n in selected)]
     return (
-        f"{len(open_to_us)} nodes could take {group.name} pods, with room for {room} of {nodes}"
-        + (f": none has enough {', '.join(lacking)}" if lacking else "")
+        f"{len(selected)} nodes have the labels that {group.name} pods select "
+        f"({_labels(group.pod.get('nodeSelector') or {})}), with room for {room} of {nodes}"
+        + (f"; pods do not tolerate {', '.join(taints)}" if taints else "")
+        + (f"; none has enough {', '.join(lacking)}" if selected and lacking else "")
         + ". Add nodes, or deploy with fewer"
     )
 

@@ -158,12 +158,6 @@ class WorkerGroup:
         return self._ray_counts("memory", "memory")
 
     @property
-    def claims(self) -> dict[str, str]:
-        """The names of the pods' claims, by the name of the volume."""
-        volumes = self.pod.get("volumes", [])
-        return {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v}
-
-    @property
     def root(self) -> str:
         """The artifact root in a pod of the stage."""
         return self._mount_of(ROOT.name)
