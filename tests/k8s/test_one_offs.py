@@ -278,21 +278,6 @@ def test_a_refusal_of_the_api_server_ends_the_client_and_not_the_one_off(
     assert len(api.one_offs) == 1
 
 
-def test_one_that_nobody_followed_is_found_again_and_its_end_is_shown(
-    api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """tests/deploy/test_one_off_request.py says which are the same."""
-    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
-    assert run(api, ask(is_followed=False)) == 0
-    [first] = api.one_offs
-    assert f"{first} continues" in capsys.readouterr().out
-    api.begin_pod()
-    api.end_pod(3, "Error", "it said this before")
-    assert run(api, ask()) == 3
-    assert "it said this before\n" in capsys.readouterr().out
-    assert (len(api.sent), api.one_offs) == (1, [])
-
-
 def test_a_node_that_does_not_come_ends_it(
     pooled: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:

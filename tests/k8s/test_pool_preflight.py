@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from deploy.client.instance_type import check_instance_type
-from deploy.reservation import explain_end
 from k8s.client.deployment_plan import describe_plan
 from k8s.controller.node_pool import NodePool, check_pool
 from k8s.objects.names import (
@@ -20,7 +19,6 @@ from k8s.objects.names import (
 )
 from k8s.objects.node_group import EksNodeGroup
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
-from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, deployment_of, outline_of
 from tests.k8s.cloud import POOL, Cloud
 from tests.k8s.memory_api import MemoryApi
@@ -136,15 +134,3 @@ def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
         assert ("$86.00" in cost, f"${43 * hours:,}.00 at most" in cost) == (has_attempt, True)
     cost = describe_plan(group, deployment_of(), unlimited).split("\n")[0]
     assert ("$43.00" in cost, "at most" in cost) == (True, False)
-
-
-def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]]) -> None:
-    """A reservation is unusable from 40 minutes before its end, when EKS takes the nodes away."""
-    for minutes, is_refused in ((45, False), (35, True)):
-        end = datetime.now(UTC) + timedelta(minutes=minutes)
-        said = explain_end(with_annotations(overlays, end=end.isoformat()).capacity_ends_at)
-        assert bool(said) == is_refused, said
-    assert explain_end(with_annotations(overlays).capacity_ends_at) == ""
-    for odd in ("tomorrow", "2026-12-24T18:30:00"):
-        with pytest.raises(DeviceError, match=f"{odd}.*2026-12-24T18:30:00Z"):
-            explain_end(with_annotations(overlays, end=odd).capacity_ends_at)

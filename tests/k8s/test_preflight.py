@@ -20,9 +20,7 @@ from k8s.controller.preflight import judge
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
 from k8s.objects.conditions import is_job_over
-from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
-from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Acceptance, Outcome, write_acceptance, write_outcome
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
@@ -71,23 +69,6 @@ def test_what_follows_from_an_answer(said: str, mode: str, code: int, words: lis
     else:
         assert found.exit_code == code
         assert [word for word in words if word not in found.message] == []
-
-
-def test_the_image_has_no_rights_of_the_controller_beside_it(overlays: dict[str, list[Thing]]) -> None:
-    """tests/cluster/test_admission.py has what an API server refuses."""
-    group = worker_group_of(next(each for each in overlays["eks"] if each["kind"] == "RayCluster"), "trainer")
-    template = render_deploy_job(group, deployment_of())["spec"]["template"]
-    pod = template["spec"]
-    [asked], [controller] = pod["initContainers"], pod["containers"]
-    assert (asked["image"], "env" in asked) == (IMAGE, False)
-    assert template["metadata"]["annotations"] == {"eks.amazonaws.com/skip-containers": asked["name"]}
-    assert pod["automountServiceAccountToken"] is False
-    volumes = {each["name"]: each for each in pod["volumes"]}
-    mounted = [{each["name"] for each in container["volumeMounts"]} for container in (asked, controller)]
-    assert mounted[0] & mounted[1] == {"fsx"}
-    assert "projected" in volumes["token"]
-    assert "token" in mounted[1]
-    assert volumes["recipe"]["configMap"]["name"] == "trainer-recipe-0000000000"
 
 
 @pytest.fixture
@@ -269,43 +250,6 @@ def stand(world: World) -> None:
     world.api.create(head)
 
 
-@pytest.mark.parametrize(
-    ("said", "code", "words"),
-    [(answer(), 0, "reads       corpus/4 notes"), (answer(3, problem="no corpus"), 3, "no corpus")],
-)
-def test_a_client_and_its_deploy_job_agree(
-    world: World,
-    reconcile: Reconcile,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    said: str,
-    code: int,
-    words: str,
-) -> None:
-    """The client, which does not follow, ends when the image has answered; the Job runs to its end by itself."""
-    stand(world)
-
-    def run_job(seconds: float) -> None:
-        ask(world, said)
-        record = world.record
-        if not record.is_over:
-            Reconciler(world.api, record.deployment, "pod").run()
-            complete_job(world)
-
-    monkeypatch.setattr("time.sleep", run_job)
-    request = DeployRequest(
-        "trainer", read_requested_recipe(DEFAULT_RECIPE), "a/b@sha256:1", nodes=2, is_followed=False
-    )
-    try:
-        ended = KubeRayTarget(world.api).deploy(request)
-    except NotDeployed as error:
-        print(error)
-        ended = error.exit_code
-    assert (ended, words in capsys.readouterr().out) == (code, True)
-    assert world.record.outcome
-    assert (world.record.outcome.exit_code, len(world.record.attempts)) == (code, 0 if code else 1)
-
-
 def test_a_stop_removes_a_job_that_kubernetes_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pod is on a lost node, or the check of its image hangs."""
     world.deploy(is_accepted=False)
@@ -374,23 +318,6 @@ def test_what_is_not_accepted_leaves_the_deployment_before_as_it_was(
     again = world.record.deployment
     assert (again.image, again.recipe_digest) == (OLD, before.deployment.recipe_digest)
     assert (again.arguments, again.nodes) == (before.deployment.arguments, 2)
-
-
-@pytest.mark.usefixtures("reconcile")
-def test_a_rollback_that_is_refused_says_before_the_stop_how_to_go_on(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    play(world, ended(0, answer(2, problem="unknown key")), monkeypatch)
-    target, recipe = KubeRayTarget(world.api), read_requested_recipe(DEFAULT_RECIPE)
-    assert target.deploy(DeployRequest("trainer", recipe, GOOD, nodes=2, is_followed=False)) == 0
-    world.api.merge("Job", "deploy-trainer", {"metadata": {"annotations": {OUTCOME_ANNOTATION: None}}, "status": None})
-    make_known(world, NEW, GOOD)
-    capsys.readouterr()
-    with pytest.raises(NotDeployed) as raised:
-        target.roll_back(DeployRequest("trainer"))
-    assert raised.value.exit_code == 2
-    said = capsys.readouterr().out
-    assert f"TAG={GOOD}" in said.partition("stopping trainer")[0]
 
 
 def test_a_rollback_does_not_repeat_what_was_refused(world: World) -> None:

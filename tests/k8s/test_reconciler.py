@@ -11,14 +11,14 @@ from ray.job_submission import JobStatus
 
 from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
-from k8s.controller.ray_jobs import DriverState, RayUnreachable
+from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import SETTLE_SECONDS, Reconciler
 from k8s.objects.record import ask_to_stop
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock, pod
 from tests.k8s.rendered import Thing
-from tests.k8s.world import DARK, LOST, RUNNING, Reconcile, World, complete_job, ended, orphan, reap
+from tests.k8s.world import DARK, LOST, Reconcile, World, complete_job, ended, orphan, reap
 
 
 @pytest.fixture
@@ -124,29 +124,6 @@ def test_a_ray_cluster_that_comes_late_leaves_its_driver_all_of_its_time(
     world.attempt, world.watch = lambda number: None, bring
     assert reconcile(mode="isolated").exit_code == 0
     assert [each.exit_code for each in world.record.attempts] == [0]
-
-
-def test_a_head_that_does_not_stop_the_driver_refuses_nothing(
-    world: World, reconcile: Reconcile, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It answers after twice the time after which a refusal of the Kubernetes API ends a deployment."""
-    asked: list[float] = []
-    stop = world.stop
-
-    def stop_late(name: str) -> None:
-        asked.append(clock.now)
-        if clock.now < asked[0] + 120:
-            raise RayUnreachable("500")
-        stop(name)
-
-    def end() -> None:
-        if world.drivers and not world.record.stop:
-            ask_to_stop(world.api, world.record, "ann")
-
-    monkeypatch.setattr(world, "stop", stop_late)
-    world.attempt, world.watch = lambda number: RUNNING, end
-    assert reconcile(start_timeout_seconds=60).exit_code == 75
-    assert [each.exit_code for each in world.record.attempts] == [75]
 
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Reconcile) -> None:
