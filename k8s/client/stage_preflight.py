@@ -5,48 +5,38 @@ What only a pod can see, an init container of the deploy Job checks (`k8s.object
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
 from deploy.reservation import explain_end
 from k8s.client.compile_tasks import check_trace
-from k8s.objects.api import Api, ApiUnreachable
+from k8s.objects.api import Api
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import NEURON
 from k8s.objects.placement import explain_batch_scheduler, heads_of, is_ready
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
-from services.common.errors import DeviceError
 
 CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
 
 def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[str]:
-    """Problems that the Kubernetes API shows. What this user has no right to read is a problem as well."""
-    checks: list[Callable[[], Iterable[str]]] = [
-        lambda: [_check_head(api, group)],
-        lambda: [explain_batch_scheduler(api, group.head_pod)],
-        lambda: [check_trace(group, outline)],
-        lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
-        lambda: [check_size(group, deployment.nodes)],
-        lambda: [check_queue(api, group, deployment.nodes)],
-        lambda: _check_claims(api, group),
+    """Problems that the Kubernetes API shows. Raises `DeviceError` for what this user has no right to read."""
+    problems = [
+        _check_head(api, group),
+        explain_batch_scheduler(api, group.head_pod),
+        check_trace(group, outline),
+        check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE),
+        check_size(group, deployment.nodes),
+        check_queue(api, group, deployment.nodes),
+        *_check_claims(api, group),
         # The nodes of a pool are added for the deployment; the deploy Job checks the pool before that.
-        lambda: [explain_end(group.capacity_ends_at) if group.node_pool else check_nodes(api, group, deployment.nodes)],
-        lambda: [_check_other_stages(api, group)],
+        explain_end(group.capacity_ends_at) if group.node_pool else check_nodes(api, group, deployment.nodes),
+        _check_other_stages(api, group),
     ]
-    return [text for check in checks for text in _found(check) if text]
-
-
-def _found(check: Callable[[], Iterable[str]]) -> list[str]:
-    try:
-        return list(check())
-    except ApiUnreachable:
-        raise
-    except DeviceError as error:
-        return [str(error)]
+    return list(filter(None, problems))
 
 
 def _check_head(api: Api, group: WorkerGroup) -> str:
