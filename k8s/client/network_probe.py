@@ -7,8 +7,6 @@ API is a good address to try: it answers the client at this moment, and no polic
 
 from __future__ import annotations
 
-import secrets
-
 from k8s.client.setup_job import run_setup_job
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_short_job
@@ -86,5 +84,4 @@ def render_network_job(group: WorkerGroup, command: list[str]) -> Object:
         "containers": [container],
     }
     labels = {STAGE_LABEL: group.name, COMPONENT_LABEL: "preflight"}
-    name = f"preflight-network-{secrets.token_hex(3)}"
-    return render_short_job(name, labels, pod, limit_seconds=LONGEST_SECONDS, kept_seconds=LONGEST_SECONDS)
+    return render_short_job("preflight-network", labels, pod, limit_seconds=LONGEST_SECONDS)

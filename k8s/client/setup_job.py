@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from contextlib import suppress
 
@@ -12,21 +13,19 @@ from k8s.objects.placement import explain_start
 from services.common.errors import DeviceError, TryAgain
 
 SETUP_SECONDS = 900.0
+KEPT_SECONDS = 300
 POLL_SECONDS = 1.0
 
 
 def run_setup_job(api: Api, job: Object) -> str:
-    """Run the Job to its end, also where it ran before: the last line of its log.
+    """Run the Job under a name of its own to its end: the last line of its log.
 
     Raises `DeviceError` with that line where the Job fails, and `TryAgain` where it does not end.
     """
-    name = job["metadata"]["name"]
-    api.delete("Job", name)
+    name = f"{job['metadata']['name']}-{secrets.token_hex(3)}"
+    kept = {"ttlSecondsAfterFinished": KEPT_SECONDS}
+    api.create(job | {"metadata": job["metadata"] | {"name": name}, "spec": job["spec"] | kept})
     deadline = time.monotonic() + SETUP_SECONDS
-    while api.find("Job", name):
-        _require_time(deadline, name, "the previous Job is not deleted")
-        time.sleep(POLL_SECONDS)
-    api.create(job)
     report = ProgressPrinter(f"Job {name} has not ended").report
     while True:
         status = (api.find("Job", name) or {}).get("status") or {}
@@ -40,13 +39,9 @@ def run_setup_job(api: Api, job: Object) -> str:
             )
         waits = explain_start(api, pods[-1]) if pods else "it has no pod yet"
         report(waits)
-        _require_time(deadline, name, waits)
+        if time.monotonic() > deadline:
+            raise TryAgain(f"Job {name} did not end in {SETUP_SECONDS:.0f} s: {waits}")
         time.sleep(POLL_SECONDS)
-
-
-def _require_time(deadline: float, name: str, waits: str) -> None:
-    if time.monotonic() > deadline:
-        raise TryAgain(f"Job {name} did not end in {SETUP_SECONDS:.0f} s: {waits}")
 
 
 def _last_line(api: Api, pods: list[Object]) -> str:

@@ -39,6 +39,8 @@ AWS_VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
 )
+KEPT_SECONDS = 3_600
+"""Seconds for which an ended one-off is kept, so that a client that lost its connection can still show its end."""
 EXIT_ENDED_BADLY = 64
 """Exit code of the deploy Job's program after the outcome is written and everything is down. Kubernetes restarts the
 program after every other non-zero code, such as Python's own 1 and 2."""
@@ -183,9 +185,7 @@ def _with_preflight(pod: Object, group: WorkerGroup, deployment: Deployment) -> 
     }
 
 
-def render_short_job(
-    name: str, labels: dict[str, str], pod: Object, *, limit_seconds: int, kept_seconds: int, tries: int = 0
-) -> Object:
+def render_short_job(name: str, labels: dict[str, str], pod: Object, *, limit_seconds: int, tries: int = 0) -> Object:
     """The Job of a pod with these labels. `tries` is the number of further pods after one that failed."""
     return {
         "apiVersion": "batch/v1",
@@ -194,7 +194,7 @@ def render_short_job(
         "spec": {
             "backoffLimit": tries,
             "activeDeadlineSeconds": limit_seconds,
-            "ttlSecondsAfterFinished": kept_seconds,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }

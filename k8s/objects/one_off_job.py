@@ -33,8 +33,6 @@ from services.common.recipe.schema import Stage
 CONTAINER = "one-off"
 CPU_STAGE: Stage = "tokenizer"
 """The stage whose pods use no device on any cluster. A one-off runs on the same nodes, with the same resources."""
-KEPT_SECONDS = 3_600
-"""Seconds for which an ended one-off is kept, so that a client that lost its connection can still show its end."""
 NODES_MARGIN_SECONDS = 3_600
 NODES_TRIES = 3
 NODES_GRACE_SECONDS = 300
@@ -112,7 +110,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
     }
     labels = one_off.labels(ONE_OFF)
     # No further tries: a failed one-off is repeated by a person alone.
-    job = render_short_job(one_off.name, labels, pod, limit_seconds=one_off.seconds, kept_seconds=KEPT_SECONDS)
+    job = render_short_job(one_off.name, labels, pod, limit_seconds=one_off.seconds)
     job["metadata"]["annotations"] = {USER_ANNOTATION: one_off.user}
     return job
 
@@ -133,7 +131,6 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
         one_off.labels(ONE_OFF_NODES),
         pod,
         limit_seconds=one_off.seconds + NODES_MARGIN_SECONDS,
-        kept_seconds=KEPT_SECONDS,
         tries=NODES_TRIES,  # the reaper gives back a node that a failed Job leaves
     )
 
