@@ -20,7 +20,7 @@ from k8s.objects.conditions import is_pod_over
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import COMPONENT_LABEL, DEPLOYMENT_LABEL, STAGE_LABEL, job_name
-from k8s.objects.placement import explain_start, newest_event
+from k8s.objects.placement import explain_start
 from k8s.objects.record import Acceptance, Outcome, Record, end_unanswered, read_record
 from services.common.errors import DeviceError, MillraceError
 
@@ -75,7 +75,7 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
     The time limit of the image begins when no earlier deployment's pod is at work. Raises `NotDeployed` where the image
     refuses, or will never answer: then the Job, which would wait on, is ended.
     """
-    stage, pull, waits = deployment.stage, PullWatch(), "its pod has not started"
+    stage, pull = deployment.stage, PullWatch()
     limit = max(deployment.start_timeout_seconds, LEAST_SECONDS)
     deadline = time.monotonic() + limit
     report = ProgressPrinter(f"asking the {stage}'s image").report
@@ -86,21 +86,20 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
             if record.acceptance:
                 return record.acceptance
             if record.is_over:
-                problem, code = record.outcome.message if record.outcome else waits, _exit_code(record)
+                problem = record.outcome.message if record.outcome else "its Job ended without an outcome"
+                code = _exit_code(record)
             found = api.find_all("Pod", f"{COMPONENT_LABEL}=deploy,{STAGE_LABEL}={stage}")
             own = [pod for pod in found if pod["metadata"]["labels"].get(DEPLOYMENT_LABEL) == deployment.id]
             older = [pod["metadata"]["name"] for pod in found if pod not in own and not is_pod_over(pod)]
+            pods = [] if record.outcome else own
+            waits, never = pull.look(api, record.uid, pods)
             if older:
                 deadline = time.monotonic() + limit
                 report(f"waits for pod {older[0]}, which works on {stage}, to end")
-            pods = [] if record.outcome else own
-            if not pods:  # as where the quota is used up
-                waits = newest_event(api, {"metadata": {"uid": record.uid}}) or waits
-            for pod in pods:
-                waits = explain_start(api, pod)
-                if not older:
-                    report(waits)
-                problem = problem or explain_crash(pod, (0, EXIT_ENDED_BADLY)) or pull.explain_end(pod, waits)
+            elif pods:
+                report(waits)
+            crashes = (explain_crash(pod, (0, EXIT_ENDED_BADLY)) for pod in pods)
+            problem = problem or next(filter(None, crashes), "") or never
             if not (problem or record.outcome) and time.monotonic() > deadline:
                 problem, code = f"image {deployment.image} did not answer in time: {waits}", EXIT_AGAIN
             if problem and not record.is_over:

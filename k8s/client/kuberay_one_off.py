@@ -38,7 +38,6 @@ from k8s.objects.one_off_job import (
     render_one_off_job,
     render_one_off_nodes_job,
 )
-from k8s.objects.placement import explain_start, newest_event
 from k8s.objects.record import read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.errors import DeviceError, TryAgain
@@ -221,11 +220,9 @@ def _explain_job(api: Api, job: Object, pods: list[Object], pull: PullWatch) -> 
     """
     if any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
         return ""
-    waits = newest_event(api, job) or "it has no pod yet"  # as where the quota is used up
-    for pod in pods:
-        waits = explain_start(api, pod)
-        if problem := pull.explain_end(pod, waits):
-            raise NoStart(problem)
+    waits, problem = pull.look(api, job["metadata"]["uid"], pods)
+    if problem:
+        raise NoStart(problem)
     name = str(job["metadata"]["name"])
     nodes_job = api.find("Job", one_off_nodes_name(name))
     if nodes_job and is_job_over(nodes_job):

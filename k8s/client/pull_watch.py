@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from k8s.objects.api import Object
-from k8s.objects.placement import image_in, statuses_of
+from k8s.objects.api import Api, Object
+from k8s.objects.placement import explain_start, image_in, newest_event, statuses_of
 
 PULL_PATIENCE_SECONDS = 90.0
 """Seconds of failed pulls after which a pod is given up. kubelet retries after 10, 20 and 40 s, so it has tried four
@@ -22,7 +22,17 @@ class PullWatch:
     def __init__(self) -> None:
         self._failing_since: dict[str, float] = {}  # by the pod's uid
 
-    def explain_end(self, pod: Object, waits: str) -> str:
+    def look(self, api: Api, job_uid: str, pods: list[Object]) -> tuple[str, str]:
+        """What a Job waits for whose pods have not started, and why one never will; empty while it may."""
+        waits = ""
+        for pod in pods:
+            waits = explain_start(api, pod)
+            if problem := self._explain_end(pod, waits):
+                return waits, problem
+        # Without a pod, as where the quota is used up, the Job's events say why.
+        return waits or newest_event(api, {"metadata": {"uid": job_uid}}) or "it has no pod yet", ""
+
+    def _explain_end(self, pod: Object, waits: str) -> str:
         """The reason why the pod will never start; empty while it may. `waits` describes what it waits for."""
         waiting = [(each["name"], (each.get("state") or {}).get("waiting")) for each in statuses_of(pod)]
         name, reason = next(((name, state.get("reason")) for name, state in waiting if state), ("", ""))
