@@ -112,10 +112,12 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
     jobs = [("the client creates it, and deletes it at its end", job)]
     if cpu_group.node_pool:  # second: alone it ends by itself
         jobs.append(("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
+    resources = job["spec"]["template"]["spec"]["containers"][0]["resources"]
+    cpus, memory = resources.get("requests", {}).get("cpu"), resources["limits"]["memory"]
     told = {
         "cost": _describe_cost(cpu_group, one_off),
         "nodes": _describe_nodes(api, cpu_group),
-        "takes": _describe_resources(job),
+        "takes": f"{cpus} CPUs and {memory} of memory on one node (MEMORY=)",
     }
     print("\n".join([*(f"{what:<12s}{text}" for what, text in told.items() if text), *prepared.plan]), flush=True)
     return one_off, jobs
@@ -156,12 +158,6 @@ def _describe_nodes(api: Api, cpu_group: WorkerGroup) -> str:
         return f"node group {cpu_group.node_pool}: one node is added, and removed afterwards"
     lacking = check_nodes(api, cpu_group, 1)
     return f"{lacking}: the Job waits for a node" if lacking else ""
-
-
-def _describe_resources(job: Object) -> str:
-    resources = job["spec"]["template"]["spec"]["containers"][0]["resources"]
-    cpus, memory = resources.get("requests", {}).get("cpu"), resources["limits"]["memory"]
-    return f"{cpus} CPUs and {memory} of memory on one node (MEMORY=)"
 
 
 def _find(api: Api, digest: str) -> Object | None:

@@ -27,7 +27,7 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
 
 def find_image_labels(group: WorkerGroup, image: str) -> dict[str, str]:
     """Labels of a stage's image; empty for an image on the nodes, or in a registry that this machine cannot reach."""
-    return {} if group.is_image_on_nodes else find_labels(image)
+    return {} if group.container.get("imagePullPolicy") == "Never" else find_labels(image)
 
 
 def _named(repository: str, tag: str) -> str:

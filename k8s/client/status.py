@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from k8s.client.kuberay_one_off import describe_one_offs
 from k8s.client.node_pool_view import describe_pool
-from k8s.objects.api import Api, Object
+from k8s.objects.api import Api
 from k8s.objects.attempt import nodes_of, placed_size
-from k8s.objects.deployment import Deployment, UnknownRecord
+from k8s.objects.deployment import UnknownRecord
 from k8s.objects.names import DEPLOYMENT_LABEL
 from k8s.objects.placement import explain_placement, explain_start, heads_of, is_ready, pods_of
-from k8s.objects.record import Outcome, Record, read_record
+from k8s.objects.record import Record, read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.recipe.schema import STAGES
 
@@ -59,7 +59,8 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         f"  deployed  by {deployment.user} at {record.created_at}, {deployment.nodes} nodes, {deployment.mode} cluster"
     ]
     lines += [
-        f"  attempt   {number} ended with exit code {attempt.exit_code}{_progress(attempt)}: {attempt.message}"
+        f"  attempt   {number} ended with exit code {attempt.exit_code}"
+        f"{' and a newer checkpoint' if attempt.progressed and attempt.exit_code else ''}: {attempt.message}"
         for number, attempt in enumerate(record.attempts, start=1)
     ]
     if record.outcome:
@@ -70,7 +71,8 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         number = len(record.attempts) + 1
         job = api.find("RayJob", deployment.rayjob_name(number))
         state = (job.get("status") or {}).get("jobStatus") or "not submitted yet" if job else "pods are being placed"
-        nodes = _nodes_now(api, group, deployment, job, number)
+        pod_group = api.find("PodGroup", group.pod_group)
+        nodes = nodes_of(job) if job else placed_size(pod_group, deployment, number)
         on = f" on {nodes} of {deployment.nodes} nodes" if nodes < deployment.nodes else ""
         stopping = f", stopping for {record.stop}" if record.stop else ""
         lines.append(f"  now       attempt {number}{on}: {state.lower()}{stopping}")
@@ -85,14 +87,3 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         pending = [explain_start(api, pod) for pod in pods if pod["status"].get("phase") == "Pending"]
         lines += [f"  job       its pod has not started: {waits}" for waits in pending]
     return lines
-
-
-def _progress(attempt: Outcome) -> str:
-    return " and a newer checkpoint" if attempt.progressed and attempt.exit_code else ""
-
-
-def _nodes_now(api: Api, group: WorkerGroup, deployment: Deployment, job: Object | None, attempt: int) -> int:
-    """Number of nodes of the current attempt."""
-    if job:
-        return nodes_of(job)
-    return placed_size(api.find("PodGroup", group.pod_group), deployment, attempt)

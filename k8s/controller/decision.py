@@ -165,13 +165,11 @@ def _place(seen: Observation, gang: Gang) -> Action:
     deployment, nodes = seen.deployment, gang.nodes
     if gang.pool.refusal:
         return _end(seen, gang.pool.exit_code, gang.pool.refusal)
-    # Otherwise pods of one group would run different images, or KubeRay would choose which of too many pods go.
-    must_empty = (not gang.is_up_to_date or gang.replicas > nodes) and bool(gang.replicas or gang.pods)
-    missing = _explain_gang(deployment, gang, must_empty)
-    if not missing:
+    step, missing = _next_step(deployment, gang)
+    if step is Step.START_ATTEMPT:
         name = deployment.rayjob_name(seen.attempt)
         report = f"attempt {seen.attempt}: RayJob {name} runs {deployment.image} on {nodes} nodes"
-        return Action(Step.START_ATTEMPT, report, nodes)
+        return Action(step, report, nodes)
     waited, attempts = seen.waited_seconds, len(seen.record.attempts)
     size = choose_size(deployment, nodes, attempts, gang.room, waited)
     if size == 0:
@@ -179,29 +177,24 @@ def _place(seen: Observation, gang: Gang) -> Action:
     if size < nodes:
         report = f"{nodes} nodes did not come in {waited:.0f} s, room for {gang.room}: this attempt runs on {size}"
         return Action(Step.SHRINK_GANG, report, size)
-    if not gang.pool.is_raised:
-        return Action(Step.HOLD_NODES, missing)
-    if must_empty:
-        return Action(Step.EMPTY_GROUP, missing)
-    if deployment.mode != "shared":  # its RayJob creates its pods
-        return Action(Step.WAIT, missing)
-    return Action(Step.PLACE_GANG, missing, nodes)
+    return Action(step, missing, nodes if step is Step.PLACE_GANG else 0)
 
 
-def _explain_gang(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
-    """Explain what the gang still lacks; empty when the attempt can start."""
+def _next_step(deployment: Deployment, gang: Gang) -> tuple[Step, str]:
+    """The next step towards the attempt, and what the gang lacks."""
     if not gang.pool.is_raised:
-        return gang.pool.report
-    if must_empty:
-        missing = f"waiting for earlier {deployment.stage} pods to leave"
-    elif deployment.mode != "shared":
-        # The RayJob would wait for nodes as well, but each attempt from 0 seconds: none begins before they are ready.
-        return gang.pool.report
-    elif not gang.is_up_to_date or gang.replicas != gang.nodes:
-        missing = f"{deployment.stage}: {gang.replicas} -> {gang.nodes} pods of {deployment.image}"
-    else:
-        missing = gang.missing
-    return f"{missing}; {gang.pool.report}" if missing and gang.pool.report else missing
+        return Step.HOLD_NODES, gang.pool.report
+    of_pool = f"; {gang.pool.report}" if gang.pool.report else ""
+    # Otherwise pods of one group would run different images, or KubeRay would choose which of too many pods go.
+    if (not gang.is_up_to_date or gang.replicas > gang.nodes) and (gang.replicas or gang.pods):
+        return Step.EMPTY_GROUP, f"waiting for earlier {deployment.stage} pods to leave{of_pool}"
+    if deployment.mode != "shared":
+        # Its RayJob creates its pods, and would wait for nodes as well, but each attempt from 0 seconds.
+        return (Step.WAIT if gang.pool.report else Step.START_ATTEMPT), gang.pool.report
+    if not gang.is_up_to_date or gang.replicas != gang.nodes:
+        change = f"{gang.replicas} -> {gang.nodes} pods of {deployment.image}"
+        return Step.PLACE_GANG, f"{deployment.stage}: {change}{of_pool}"
+    return (Step.PLACE_GANG, gang.missing + of_pool) if gang.missing else (Step.START_ATTEMPT, "")
 
 
 def _await_driver(seen: Observation) -> Action:

@@ -113,5 +113,4 @@ def grace_seconds(pod: Object) -> float:
     if pod["metadata"]["labels"].get(COMPONENT_LABEL) == "deploy":
         return GRACE_SECONDS
     asked = pod["metadata"].get("deletionGracePeriodSeconds")
-    own = pod["spec"].get("terminationGracePeriodSeconds")
-    return float(next(each for each in (asked, own, GRACE_SECONDS) if each is not None))
+    return float(pod["spec"]["terminationGracePeriodSeconds"] if asked is None else asked)

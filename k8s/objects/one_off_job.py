@@ -18,7 +18,6 @@ from k8s.objects.deploy_job import render_head_program, render_short_job
 from k8s.objects.names import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
-    NEURON,
     ONE_OFF,
     ONE_OFF_NODES,
     STAGE_LABEL,
@@ -26,7 +25,7 @@ from k8s.objects.names import (
     one_off_nodes_name,
 )
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, quantity, worker_group_of
-from services.common.errors import DeviceError, LimitError
+from services.common.errors import LimitError
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import Stage
 
@@ -68,14 +67,8 @@ class OneOff:
 
 
 def cpu_group_of(cluster: Object) -> WorkerGroup:
-    """The worker group whose nodes and resources a one-off gets. Raises `DeviceError` if its pods have devices."""
-    group = worker_group_of(cluster, CPU_STAGE)
-    if NEURON in group.requests:
-        raise DeviceError(
-            f"worker group {CPU_STAGE} requests {NEURON}, but a one-off runs on the nodes of that group and needs no "
-            f"device: give the group CPU nodes in the overlay, then: make cluster-up"
-        )
-    return group
+    """The worker group whose nodes and resources a one-off gets."""
+    return worker_group_of(cluster, CPU_STAGE)
 
 
 def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneOff) -> Object:

@@ -74,11 +74,6 @@ class WorkerGroup:
         return head_pod_of(self.cluster)
 
     @property
-    def is_image_on_nodes(self) -> bool:
-        """Whether images are brought to the nodes beforehand and never pulled."""
-        return self.container.get("imagePullPolicy") == "Never"
-
-    @property
     def replicas(self) -> int:
         return int(self.spec.get("replicas") or 0)
 
