@@ -19,21 +19,22 @@ from k8s.client.settings_env import CPU, SETTINGS, TRAINIUM, Pool, compiler_pool
 from k8s.client.stage_image import full_name
 from k8s.objects.api import Object
 from k8s.objects.names import (
+    CAPACITY_END,
     DEFAULT_RECIPE_ANNOTATION,
     EFA,
     IMAGES_ANNOTATION,
     INSTANCE_TYPE_LABEL,
     NEURON,
+    NODE_POOL,
+    NODE_PRICE,
+    NODE_SHAPE,
     ONE_OFF_CPUS_ANNOTATION,
     ONE_OFF_MEMORY_ANNOTATION,
     ONE_OFF_POOL_ANNOTATION,
     POOL_LABEL,
     REGION_ANNOTATION,
     VARIANT_ANNOTATION,
-    capacity_end_annotation,
-    node_pool_annotation,
-    node_price_annotation,
-    node_shape_annotation,
+    stage_annotation,
 )
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import RecipeError
@@ -146,10 +147,10 @@ def _describe(settings: dict[str, str], groups: dict[str, Pool]) -> dict[str, st
     for stage, pool in groups.items():
         price = pool.shape.price
         found |= {
-            node_pool_annotation(stage): pool.node_group,
-            node_shape_annotation(stage): pool.shape.name,
-            node_price_annotation(stage): f"{price.dollars_per_hour:.2f}" if price else "",
-            capacity_end_annotation(stage): pool.capacity_ends_at,
+            stage_annotation(stage, NODE_POOL): pool.node_group,
+            stage_annotation(stage, NODE_SHAPE): pool.shape.name,
+            stage_annotation(stage, NODE_PRICE): f"{price.dollars_per_hour:.2f}" if price else "",
+            stage_annotation(stage, CAPACITY_END): pool.capacity_ends_at,
         }
     return {name: text for name, text in found.items() if text}
 

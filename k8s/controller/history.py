@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy.good_images import add_good_image, merge_histories, read_good_images, write_good_images
 from k8s.objects.api import Api
-from k8s.objects.names import checkpoint_annotation, good_images_annotation
+from k8s.objects.names import CHECKPOINT_SECONDS, GOOD_IMAGES, stage_annotation
 from k8s.objects.worker_group import WorkerGroup
 from services.common.artifacts.manifest import MANIFEST
 from services.common.process.telemetry import read_last_json_line
@@ -43,7 +43,7 @@ def record_good_image(api: Api, group: WorkerGroup, image: str) -> None:
         images = add_good_image(merge_histories(read_good_images(root, group.name), group.good_images), image)
         write_good_images(root, group.name, images)
     finally:
-        _annotate(api, group, good_images_annotation(group.name), json.dumps(images))
+        _annotate(api, group, stage_annotation(group.name, GOOD_IMAGES), json.dumps(images))
 
 
 def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
@@ -54,7 +54,7 @@ def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
     last = read_last_json_line(files[-1]) if files else None
     seconds = last.get("slowest_checkpoint_seconds") if last else None
     if seconds:
-        _annotate(api, group, checkpoint_annotation(group.name), f"{seconds:.1f}")
+        _annotate(api, group, stage_annotation(group.name, CHECKPOINT_SECONDS), f"{seconds:.1f}")
 
 
 def _annotate(api: Api, group: WorkerGroup, annotation: str, text: str) -> None:

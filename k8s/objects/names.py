@@ -62,38 +62,18 @@ def one_off_nodes_name(one_off: str) -> str:
     return f"{ONE_OFF_NODES}{one_off.removeprefix(ONE_OFF)}"
 
 
-def good_images_annotation(stage: str) -> str:
-    """On the RayCluster: the images with which the stage ended with exit code 0, oldest first."""
-    return f"millrace.dev/{stage}-good-images"
+# Of each stage, on the RayCluster and not on the pods' template: a new price or end of a reservation may come while the
+# stage runs, and must not change its pods.
+GOOD_IMAGES = "good-images"  # the images with which the stage ended with exit code 0, oldest first
+CHECKPOINT_SECONDS = "checkpoint-seconds"  # the slowest checkpoint of the newest deployment
+NODE_POOL = "node-pool"  # the managed node group (CLUSTER/GROUP) of the stage's nodes; absent for static nodes
+NODE_SHAPE = "node-shape"  # the instance type of the stage's nodes
+NODE_PRICE = "node-price"  # dollars an hour for one node
+CAPACITY_END = "capacity-ends-at"  # the end of the capacity reservation for the nodes
 
 
-def checkpoint_annotation(stage: str) -> str:
-    """On the RayCluster: seconds of the slowest checkpoint in the stage's newest deployment."""
-    return f"millrace.dev/{stage}-checkpoint-seconds"
-
-
-# These describe a stage's nodes. They are on the RayCluster and not on the pods' template: a new price or end of a
-# reservation may come while the stage runs, and must not change its pods.
-
-
-def node_pool_annotation(stage: str) -> str:
-    """On the RayCluster: the managed node group (CLUSTER/GROUP) of the stage's nodes; absent for static nodes."""
-    return f"millrace.dev/{stage}-node-pool"
-
-
-def node_shape_annotation(stage: str) -> str:
-    """On the RayCluster: the instance type of the stage's nodes."""
-    return f"millrace.dev/{stage}-node-shape"
-
-
-def node_price_annotation(stage: str) -> str:
-    """On the RayCluster: dollars an hour for one node of the stage."""
-    return f"millrace.dev/{stage}-node-price"
-
-
-def capacity_end_annotation(stage: str) -> str:
-    """On the RayCluster: the end of the capacity reservation for the stage's nodes."""
-    return f"millrace.dev/{stage}-capacity-ends-at"
+def stage_annotation(stage: str, what: str) -> str:
+    return f"millrace.dev/{stage}-{what}"
 
 
 def recipe_name(stage: str, digest: str) -> str:

@@ -13,21 +13,22 @@ from deploy.stage_contract import DRAIN_VARIABLES, RECIPE, RECIPE_FILE, ROOT, ma
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
+    CAPACITY_END,
+    CHECKPOINT_SECONDS,
     CLUSTER,
     DEFAULT_RECIPE_ANNOTATION,
     DRAIN_ANNOTATION,
+    GOOD_IMAGES,
     GROUP_ANNOTATION,
     INSTANCE_TYPE_LABEL,
+    NODE_POOL,
+    NODE_PRICE,
+    NODE_SHAPE,
     QUEUE_ANNOTATION,
     RUN_LABEL,
     VARIANT_ANNOTATION,
-    capacity_end_annotation,
-    checkpoint_annotation,
-    good_images_annotation,
-    node_pool_annotation,
-    node_price_annotation,
-    node_shape_annotation,
     recipe_name,
+    stage_annotation,
 )
 from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
@@ -102,12 +103,12 @@ class WorkerGroup:
     @property
     def good_images(self) -> list[str]:
         """The images with which the stage ended with exit code 0, oldest first."""
-        return list(json.loads(self._optional(good_images_annotation(self.name)) or "[]"))
+        return list(json.loads(self._optional(stage_annotation(self.name, GOOD_IMAGES)) or "[]"))
 
     @property
     def checkpoint_seconds(self) -> float:
         """Seconds of the slowest checkpoint of the newest deployment; 0 when none was measured."""
-        return float(self._optional(checkpoint_annotation(self.name)) or 0)
+        return float(self._optional(stage_annotation(self.name, CHECKPOINT_SECONDS)) or 0)
 
     @property
     def drain_seconds(self) -> int:
@@ -117,24 +118,24 @@ class WorkerGroup:
     @property
     def node_pool(self) -> str:
         """The EKS managed node group (CLUSTER/GROUP) of the stage's nodes; empty for static nodes."""
-        return self._optional(node_pool_annotation(self.name))
+        return self._optional(stage_annotation(self.name, NODE_POOL))
 
     @property
     def dollars_per_node_hour(self) -> float | None:
         """The price of one node in dollars an hour; None where the manifests give none."""
-        text = self._optional(node_price_annotation(self.name))
+        text = self._optional(stage_annotation(self.name, NODE_PRICE))
         return float(text) if text else None
 
     @property
     def capacity_ends_at(self) -> str:
         """The end (RFC 3339) of the capacity reservation for the stage's nodes; empty where there is none."""
-        return self._optional(capacity_end_annotation(self.name))
+        return self._optional(stage_annotation(self.name, CAPACITY_END))
 
     @property
     def instance_type(self) -> str:
         """The instance type that the pods select or the manifests name; empty for any."""
         selected = (self.pod.get("nodeSelector") or {}).get(INSTANCE_TYPE_LABEL, "")
-        return str(selected or self._optional(node_shape_annotation(self.name)))
+        return str(selected or self._optional(stage_annotation(self.name, NODE_SHAPE)))
 
     @property
     def requests(self) -> dict[str, Decimal]:

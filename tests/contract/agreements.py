@@ -16,7 +16,7 @@ from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
-from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
+from k8s.objects.names import stage_annotation, DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, NODE_POOL
 from services.common.recipe.section import Kind
 
 Thing = dict[str, Any]
@@ -164,7 +164,7 @@ def _placement(own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> 
     yield Agreement("label of node groups' shapes, in the commands", own["shape_label"], SHAPE_LABEL)
     for name in _groups(objects):
         pool = used[name]
-        annotation = _one(objects, "RayCluster")["metadata"]["annotations"].get(node_pool_annotation(name))
+        annotation = _one(objects, "RayCluster")["metadata"]["annotations"].get(stage_annotation(name, NODE_POOL))
         made = f"{defaults['name']['']}/{own['node_groups'].get(pool)}"
         yield Agreement(f"node group of {name}", made, annotation)
         tolerated = [(each["key"], each["effect"]) for each in pods[name].get("tolerations", [])]

@@ -82,11 +82,6 @@ WITHOUT_RAYJOB: list[Row] = [
         Action(Step.SHRINK_GANG, nodes=4),
     ),
     (
-        "room for all, of which Volcano places none",
-        seen((LOST,), gang=gang(missing="7 of 8", room=8), waited_seconds=LONG),
-        Action(Step.SHRINK_GANG, nodes=4),
-    ),
-    (
         "less room than the recipe allows, so that it waits for nodes",
         seen((LOST,), gang=gang(missing="1 of 8", room=3), waited_seconds=LONG),
         PLACE,
@@ -105,7 +100,6 @@ WITHOUT_RAYJOB: list[Row] = [
         Action(Step.PLACE_GANG, nodes=4),
     ),
     ("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
-    ("a pool to raise for an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)), HOLD),
     (
         "nodes that start for an isolated attempt",
         seen(mode="isolated", gang=gang(**NO_PODS, pool=PoolState(report="2 of 8"))),
@@ -119,14 +113,12 @@ WITHOUT_RAYJOB: list[Row] = [
 WITH_RAYJOB: list[Row] = [
     ("a running driver", seen(**driver(JobStatus.RUNNING)), WAIT),
     ("a pending driver", seen(**driver(JobStatus.PENDING), missing="7 of 8"), WAIT),
-    ("a job just submitted to a cluster of its own", seen(mode="isolated", **driver(JobStatus.PENDING)), WAIT),
     (
         "a driver that stays pending",
         seen(**driver(JobStatus.PENDING), waited_seconds=DRIVER_SECONDS + 1),
         ended(75),
     ),
     ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), STOP),
-    ("a driver to stop in a later attempt", seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)), STOP),
     ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0)),
     ("a driver that was stopped", seen(stop="ann", **driver(JobStatus.STOPPED)), ended(75)),
     (
@@ -146,7 +138,6 @@ WITH_RAYJOB: list[Row] = [
     ),
     ("a stop before Ray knows the job", seen(stop="ann", **placed()), ended(75)),
     ("a job to submit", seen(**placed()), WAIT),
-    ("a job that a new head does not know yet", seen(**placed(jobStatus="RUNNING")), WAIT),
     ("a stop while the head is lost", seen(stop="ann", **placed(jobStatus="RUNNING"), ray_error="refused"), WAIT),
     (
         "a RayJob that the operator refused",
@@ -174,16 +165,10 @@ WITH_RAYJOB: list[Row] = [
         ended(75),
     ),
     (
-        "the lost head of an isolated attempt",
-        seen(mode="isolated", **placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=DRIVER_SECONDS + 1),
-        ended(75),
-    ),
-    (
         "a job that is not submitted",
         seen(**placed(jobDeploymentStatus="Initializing"), waited_seconds=DRIVER_SECONDS + 1),
         ended(75),
     ),
-    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), WAIT),
     (
         "a head that does not come back",
         seen(**placed(jobStatus="RUNNING"), ray_error="refused", waited_seconds=DRIVER_SECONDS + 1),
@@ -202,7 +187,6 @@ WITH_RAYJOB: list[Row] = [
 ]
 ENDING: list[Row] = [
     ("success", seen((DONE,)), over(0)),
-    ("no retry left", seen((LOST, LOST)), over(75)),
     ("an error", seen((LOST, Outcome(3, "no corpus"))), over(3)),
     ("a stop before the first attempt", seen(stop="ann"), over(75)),
     ("a stop after an attempt", seen((LOST,), stop="ann"), over(75)),

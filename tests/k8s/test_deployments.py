@@ -23,7 +23,7 @@ from k8s.objects.attempt import render_isolated_rayjob, render_rayjob
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, UnknownRecord
-from k8s.objects.names import node_price_annotation
+from k8s.objects.names import NODE_PRICE, stage_annotation
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
@@ -196,7 +196,7 @@ def test_a_pipeline_ends_at_the_first_failure_and_counts_the_cost_of_an_attempt_
 ) -> None:
     """The tokenizer runs for ten hours, and the compiler fails. NODES are those of the trainer."""
     cluster = copy.deepcopy(clusters["eks"])
-    cluster["metadata"].setdefault("annotations", {})[node_price_annotation("tokenizer")] = "2.50"
+    cluster["metadata"].setdefault("annotations", {})[stage_annotation("tokenizer", NODE_PRICE)] = "2.50"
     api: Any = MemoryApi(cluster)
 
     nodes: dict[str, int | None] = {}

@@ -18,7 +18,7 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
 from k8s.objects import node_group
-from k8s.objects.names import node_pool_annotation
+from k8s.objects.names import NODE_POOL, stage_annotation
 from k8s.objects.node_group import take_lease
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.record import ask_to_stop
@@ -36,7 +36,7 @@ ONE_OFF = "one-off-trainer-abc123"
 def make_world(eks_cluster: Thing, clock: Clock, account: None) -> Callable[[], World]:
     """Makes worlds without nodes, whose trainer and CPU nodes come from the node group."""
     for stage in ("trainer", "tokenizer"):
-        eks_cluster["metadata"]["annotations"][node_pool_annotation(stage)] = POOL
+        eks_cluster["metadata"]["annotations"][stage_annotation(stage, NODE_POOL)] = POOL
     began = clock.now
 
     def make() -> World:

@@ -19,7 +19,7 @@ from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client import deployment_watch, kuberay_one_off
 from k8s.client.kuberay_one_off import run_one_off
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
-from k8s.objects.names import PREFLIGHT_ANNOTATION, good_images_annotation, node_pool_annotation
+from k8s.objects.names import GOOD_IMAGES, NODE_POOL, PREFLIGHT_ANNOTATION, stage_annotation
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job
 from k8s.objects.record import record_of, render_before
 from k8s.objects.worker_group import worker_group_of
@@ -96,7 +96,7 @@ def run(api: Cluster, request: OneOffRequest, manifests: io.StringIO | None = No
 def trainer(overlays: dict[str, list[Thing]]) -> Thing:
     """The RayCluster of a cluster whose nodes are simply there, with an image that a deployment gave the trainer."""
     cluster = copy.deepcopy(cluster_of(overlays["eks"]))
-    cluster["metadata"]["annotations"].pop(node_pool_annotation("tokenizer"))
+    cluster["metadata"]["annotations"].pop(stage_annotation("tokenizer", NODE_POOL))
     cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["image"] = IMAGE
     return cluster
 
@@ -108,7 +108,7 @@ def api(trainer: Thing) -> Cluster:
 
 @pytest.fixture
 def pooled(api: Cluster) -> Cluster:
-    annotations = {node_pool_annotation("tokenizer"): "millrace/cpu"}
+    annotations = {stage_annotation("tokenizer", NODE_POOL): "millrace/cpu"}
     api.merge("RayCluster", "millrace", {"metadata": {"annotations": annotations}})
     return api
 
@@ -175,9 +175,9 @@ def test_the_image_is_that_of_the_newest_deployment_or_the_newest_good_one(
     cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["image"] = "millrace/trainer:unset"
     api.merge("RayCluster", "millrace", {"spec": cluster["spec"]})
     good = json.dumps(["millrace/trainer@sha256:a", "millrace/trainer@sha256:b"])
-    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): good}}})
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {stage_annotation("trainer", GOOD_IMAGES): good}}})
     assert image_of_the_newest() == "millrace/trainer@sha256:b"
-    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): None}}})
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {stage_annotation("trainer", GOOD_IMAGES): None}}})
     monkeypatch.setattr(kuberay_one_off, "choose_image", lambda api, stage, *rest: f"{stage} of the working tree")
     assert image_of_the_newest() == "trainer of the working tree"
 

@@ -12,10 +12,11 @@ from deploy.client.instance_type import check_instance_type
 from k8s.client.deployment_plan import describe_plan
 from k8s.controller.node_pool import NodePool, check_pool
 from k8s.objects.names import (
+    CAPACITY_END,
+    NODE_POOL,
+    NODE_PRICE,
     REGION_ANNOTATION,
-    capacity_end_annotation,
-    node_pool_annotation,
-    node_price_annotation,
+    stage_annotation,
 )
 from k8s.objects.node_group import EksNodeGroup
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
@@ -57,9 +58,9 @@ def with_annotations(overlays: dict[str, list[Thing]], **changes: str) -> Worker
     template = cluster["spec"]["workerGroupSpecs"][2]["template"]
     wanted = {"pool": POOL, "price": "21.50", "end": ""} | changes
     cluster["metadata"]["annotations"] |= {
-        node_pool_annotation("trainer"): wanted["pool"],
-        node_price_annotation("trainer"): wanted["price"],
-        capacity_end_annotation("trainer"): wanted["end"],
+        stage_annotation("trainer", NODE_POOL): wanted["pool"],
+        stage_annotation("trainer", NODE_PRICE): wanted["price"],
+        stage_annotation("trainer", CAPACITY_END): wanted["end"],
     }
     template["spec"]["nodeSelector"] = SELECTED
     return worker_group_of(cluster, "trainer")

@@ -163,26 +163,6 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
     assert "attempt 3:" in statuses[2]
 
 
-def test_without_the_recipe_s_word_it_waits_for_all_nodes_and_holds_the_others(
-    world: World, reconcile: Reconcile, clock: Clock
-) -> None:
-    lost_at: list[float] = []
-    held: list[float] = []
-
-    def attempt(number: int) -> DriverState:
-        world.set_node("n1", *DARK)
-        lost_at.append(clock.now)
-        return LOST
-
-    world.attempt = attempt
-    world.watch = lambda: held.append(clock.now) if lost_at and "n0" in world.bound() else None
-    outcome = reconcile(drain_seconds=60, start_timeout_seconds=600, loss_timeout_seconds=1_500)
-    assert outcome.exit_code == 75
-    assert "not up after 1500 s: 1 of 2 trainer pods are ready" in outcome.message
-    assert held[-1] - lost_at[0] > 1_500
-    assert world.is_down
-
-
 def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile: Reconcile) -> None:
     world.attempt = lambda number: LOST if number == 1 else ended(0)
     reconcile()
