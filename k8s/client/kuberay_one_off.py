@@ -137,11 +137,11 @@ def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
 def _find_recipe(api: Api, group: WorkerGroup) -> RequestedRecipe:
     """The recipe of the last deployment that its image accepted, with its options; else the overlay's."""
     newest = read_record(api, group.name)
-    record = newest.accepted if newest else None
-    text = find_recipe_text(api, group.name, record.deployment.recipe_digest) if record else None
-    if record and text:
+    deployment = newest.accepted if newest else None
+    text = find_recipe_text(api, group.name, deployment.recipe_digest) if deployment else None
+    if deployment and text:
         recipe = parse_requested_recipe(text, f"that of the {group.name}'s newest deployment")
-        return recipe.with_arguments(*record.deployment.arguments)
+        return recipe.with_arguments(*deployment.arguments)
     return read_requested_recipe(default_recipe_of(group))
 
 

@@ -24,7 +24,7 @@ from deploy.good_images import find_image_before
 from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import PRINTING, NotDeployed, Watch, await_acceptance, follow
 from k8s.client.kuberay_one_off import run_one_off
-from k8s.client.resolved_deployment import ResolvedDeployment, complete_from_record, default_recipe_of, resolve
+from k8s.client.resolved_deployment import ResolvedDeployment, complete_request, default_recipe_of, resolve
 from k8s.client.stage_preflight import check_cluster
 from k8s.client.status import describe_status
 from k8s.objects.api import Api, Conflict
@@ -41,7 +41,6 @@ from k8s.objects.record import (
     end_unanswered,
     read_record,
     read_running_record,
-    render_before,
 )
 from k8s.objects.teardown import take_down
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
@@ -151,8 +150,8 @@ class KubeRayTarget:
         """
         group = read_worker_group(self._api, request.stage)
         record = read_record(self._api, request.stage)
-        record = record.accepted if record else None  # what its image has not accepted has run nowhere
-        present = record.deployment.image if record else group.image
+        last = record.accepted if record else None  # what its image has not accepted has run nowhere
+        present = last.image if last else group.image
         image = find_image_before(group.good_images, present)
         if image is None:
             known = f"only {present} is known to be good" if group.good_images else "none has succeeded here yet"
@@ -160,7 +159,7 @@ class KubeRayTarget:
                 f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any image"
             )
         print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
-        again = replace(complete_from_record(self._api, group, request, record), tag=image)
+        again = replace(complete_request(self._api, group, request, last), tag=image)
         return self._deploy(group, resolve(self._api, group, again), again, output, is_replacing=True)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None = None) -> int:
@@ -211,7 +210,7 @@ class KubeRayTarget:
             _wait_until_over(self._api, before, read_record)
         last = before.accepted if before else None
         try:
-            self._api.create(render_deploy_job(group, deployment, render_before(last) if last else None))
+            self._api.create(render_deploy_job(group, deployment, last))
         except Conflict as error:
             raise DeviceError(
                 f"somebody else started to deploy {group.name} at the same time: make stage-status shows the "

@@ -17,7 +17,6 @@ from k8s.objects.api import Api
 from k8s.objects.deploy_job import find_recipe_text
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import recipe_name
-from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.shutdown import needed_grace_seconds
@@ -89,19 +88,19 @@ def default_recipe_of(group: WorkerGroup) -> Path:
     return Path(group.default_recipe or DEFAULT_RECIPE)
 
 
-def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, record: Record | None) -> DeployRequest:
+def complete_request(api: Api, group: WorkerGroup, request: DeployRequest, before: Deployment | None) -> DeployRequest:
     """The request, with recipe, options, nodes and mode of the stage's last deployment where it has none.
 
     Raises `DeviceError` where the request names no recipe and the last deployment's is gone.
     """
-    if record is None:
+    if before is None:
         if request.recipe is None:
             raise DeviceError(
                 f"{group.name} has no deployment any more from which the recipe could be taken: name it with RECIPE= "
                 f"(and ARGS=, NODES=)"
             )
         return request
-    before, recipe = record.deployment, request.recipe
+    recipe = request.recipe
     if recipe is None:
         name = f"ConfigMap {recipe_name(group.name, before.recipe_digest)}"
         text = find_recipe_text(api, group.name, before.recipe_digest)

@@ -43,7 +43,7 @@ def _describe_stage(api: Api, group: WorkerGroup) -> str:
     if record:
         lines += _describe_record(api, group, record)
     accepted = record.accepted if record else None
-    is_kept = bool(accepted and accepted.deployment.keep)
+    is_kept = bool(accepted and accepted.keep)
     if pods and not is_kept and (record is None or record.is_over):
         lines.append(f"  orphaned  {len(pods)} pods belong to no deployment: make stop-stage STAGE={group.name}")
     if pods and is_kept and record and record.is_over:
@@ -79,9 +79,7 @@ def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
         missing = explain_placement(api, group, nodes) if deployment.mode == "shared" else ""
         lines += [f"  waits     {missing}"] if missing else []
     if not record.acceptance and record.before:
-        end, by = record.before.outcome, record.before.deployment.user
-        said = f"exit code {end.exit_code}: {end.message}" if end else "no outcome"
-        lines.append(f"  before    by {by} at {record.before.created_at}, {said}")
+        lines.append(f"  before    by {record.before.user}: {record.before.image}")
     if not record.is_over:
         pods = api.find_all("Pod", f"{DEPLOYMENT_LABEL}={deployment.id}")
         pending = [explain_start(api, pod) for pod in pods if pod["status"].get("phase") == "Pending"]

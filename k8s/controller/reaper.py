@@ -82,7 +82,7 @@ class Reaper:
             or self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._holder}")
         )
         kept = record.accepted if record else None
-        if kept and kept.deployment.keep and has_pods:
+        if kept and kept.keep and has_pods:
             return False
         return has_nodes or has_pods or not all(map(has_ended, rayjobs_of(self._api, self._holder)))
 

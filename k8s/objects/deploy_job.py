@@ -10,6 +10,7 @@ from deploy.stage_contract import RECIPE, RECIPE_FILE, ROOT, SCRATCH
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
+    BEFORE_ANNOTATION,
     CLUSTER,
     COMPONENT_LABEL,
     DEPLOYER,
@@ -109,8 +110,12 @@ def render_head_program(
     }
 
 
-def render_deploy_job(group: WorkerGroup, deployment: Deployment, annotations: dict[str, str] | None = None) -> Object:
-    """The Job that runs a deployment from the head's image, so that a closed laptop holds no nodes."""
+def render_deploy_job(group: WorkerGroup, deployment: Deployment, before: Deployment | None = None) -> Object:
+    """The Job that runs a deployment from the head's image, so that a closed laptop holds no nodes.
+
+    It keeps the last deployment `before` it that its image accepted.
+    """
+    annotations = {BEFORE_ANNOTATION: before.to_json()} if before else {}
     labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
     labels |= {RUN_LABEL: deployment.run_label}
     token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
@@ -130,7 +135,7 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment, annotations: d
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": job_name(group.name), "labels": labels, "annotations": annotations or {}},
+        "metadata": {"name": job_name(group.name), "labels": labels, "annotations": annotations},
         "spec": {
             # A pod that is deleted, evicted or lost is replaced, however often. A pod that ended the deployment is not:
             # it lowers the limit to the failures that there were (`Reconciler`). A policy on exit codes would say the

@@ -70,13 +70,13 @@ class Record:
     created_at: str
     acceptance: Acceptance | None = None
     """The answer of the stage's image; None before it has accepted, when nothing of the stage has been touched."""
-    before: Record | None = None
-    """The last deployment before this one that its image accepted, without its attempts; None where there is none."""
+    before: Deployment | None = None
+    """The last deployment before this one that its image accepted; None where there is none."""
 
     @property
-    def accepted(self) -> Record | None:
+    def accepted(self) -> Deployment | None:
         """The stage's newest deployment that its image accepted: what the stage's pods, if it has any, come from."""
-        return self if self.acceptance else self.before
+        return self.deployment if self.acceptance else self.before
 
 
 def read_record(api: Api, stage: str) -> Record | None:
@@ -110,23 +110,8 @@ def record_of(job: Object) -> Record:
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
         acceptance=Acceptance(**json.loads(accepted)) if accepted else None,
-        before=_read_before(before) if before else None,
+        before=Deployment.from_json(before) if before else None,
     )
-
-
-def render_before(record: Record) -> dict[str, str]:
-    """The annotation with which the next deploy Job of the stage keeps the record of an ended deployment."""
-    kept = {name: getattr(record, name) for name in ("acceptance", "outcome")}
-    said = {name: value and asdict(value) for name, value in kept.items()}
-    said |= {"deployment": record.deployment.to_json(), "created_at": record.created_at}
-    return {BEFORE_ANNOTATION: json.dumps(said)}
-
-
-def _read_before(text: str) -> Record:
-    said = json.loads(text)
-    deployment, accepted = Deployment.from_json(said["deployment"]), Acceptance(**said["acceptance"])
-    outcome = Outcome(**said["outcome"]) if said["outcome"] else None
-    return Record(deployment, "", "", (), {}, outcome, "", True, False, said["created_at"], accepted)
 
 
 def find_passed_limit(record: Record) -> str:

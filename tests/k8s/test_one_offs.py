@@ -21,7 +21,7 @@ from k8s.client.kuberay_one_off import run_one_off
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.names import GOOD_IMAGES, NODE_POOL, PREFLIGHT_ANNOTATION, stage_annotation
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job
-from k8s.objects.record import record_of, render_before
+from k8s.objects.record import record_of
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError, LimitError, RecipeError
 from services.common.process.entry_point import exit_code_of
@@ -195,7 +195,9 @@ def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: C
     )
     api.create(render_recipe_config_map("trainer", text, deployment.recipe_digest))
     group = worker_group_of(api.find("RayCluster", "millrace") or {}, "trainer")
-    accepted = record_of(api.create(render_deploy_job(group, deployment, {PREFLIGHT_ANNOTATION: "{}"})))
+    job = render_deploy_job(group, deployment)
+    job["metadata"]["annotations"][PREFLIGHT_ANNOTATION] = "{}"
+    accepted = record_of(api.create(job))
     run(api, ask("export", "--output", "hf", "--train.seed=2", recipe=None, is_followed=False))
     sent = api.sent[-1]
     words = sent["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -206,7 +208,7 @@ def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: C
     assert recipe_of(api.sent[-1]) == recipe_text(), "RECIPE= names another"
     api.delete("Job", "deploy-trainer")
     refused = replace(deployment, recipe_digest="1" * 64)
-    api.create(render_deploy_job(group, refused, render_before(accepted)))
+    api.create(render_deploy_job(group, refused, accepted.deployment))
     run(api, ask(recipe=None, is_followed=False))
     assert recipe_of(api.sent[-1]) == text, "that of a deployment which its image has not accepted does not count"
     api.delete("Job", "deploy-trainer")
