@@ -13,8 +13,10 @@ from k8s.objects.api import API_VERSIONS, Api, Object
 from k8s.objects.attempt import render_isolated_rayjob, render_pod_group, render_rayjob
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import CLUSTER, NEURON, recipe_name
+from k8s.objects.names import CLUSTER, recipe_name
 from k8s.objects.worker_group import WorkerGroup, groups_with, render_worker_group
+
+TRACES = {"cpu": "without a device", "device": "on a device, whose node is paid for until the last graph is compiled"}
 
 
 def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
@@ -32,7 +34,7 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         "tasks": has_tasks
         and f"{settings.num_workers} graphs at a time, each with {settings.task_cpus} CPUs and "
         f"{settings.task_memory_gib:g} GiB, {tasks_of_a_pod(group, outline)} on a pod",
-        "traces": has_tasks and _place_of_trace(group, outline),
+        "traces": has_tasks and f"{TRACES[outline.compile.trace_on]} (COMPILER_POOL)",
         "image": _change(group.image, deployment.image),
         "recipe": f"{outline.name}, ConfigMap "
         + _change(group.recipe, recipe_name(group.name, deployment.recipe_digest)),
@@ -49,15 +51,6 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         "afterwards": deployment.keep and "KEEP=1: the pods stay up and hold their nodes until make stop-stage",
     }
     return "\n".join(f"{what:<12s}{text}" for what, text in facts.items() if text)
-
-
-def _place_of_trace(group: WorkerGroup, outline: Outline) -> str:
-    if outline.compile.trace_on == "device":
-        return (
-            "on a device of its pods, whose nodes are held and paid for until the last graph is compiled. If a CPU "
-            "traces the same graphs (docs/operations/first-trainium-run.md, point 1), COMPILER_POOL=cpu saves them"
-        )
-    return "without a device" + (", although its pods have devices (COMPILER_POOL)" if NEURON in group.requests else "")
 
 
 def _restarts(group: WorkerGroup, deployment: Deployment) -> str:

@@ -57,10 +57,7 @@ def compiler_pool_of(settings: dict[str, str]) -> str:
     """Raises `RecipeError` for a COMPILER_POOL that is no pool."""
     name = settings["COMPILER_POOL"] or CPU
     if name not in (TRAINIUM, CPU):
-        raise RecipeError(
-            f"{SETTINGS}: COMPILER_POOL={name}: expected {TRAINIUM} or {CPU}. {TRAINIUM} traces graphs on devices, "
-            f"whose nodes are held until the last graph is compiled; {CPU} traces and compiles without a device"
-        )
+        raise RecipeError(f"{SETTINGS}: COMPILER_POOL={name}: expected {TRAINIUM} or {CPU} (k8s/README.md)")
     return name
 
 

@@ -25,11 +25,8 @@ def check_size(group: WorkerGroup, nodes: int) -> str:
 
 def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
     queue = api.find("Queue", group.queue)
-    if queue is None:
-        return f"queue {group.queue} does not exist; k8s/base/queue.yaml has it: make cluster-up"
-    state = (queue.get("status") or {}).get("state", "Open")
-    if state != "Open":
-        return f"queue {group.queue} is {state}, so no gang enters it"
+    if queue is None or (queue.get("status") or {}).get("state", "Open") != "Open":
+        return f"queue {group.queue} is absent or not Open, so no gang enters it: make cluster-up, or open it"
     capability = {name: quantity(each) for name, each in (queue["spec"].get("capability") or {}).items()}
     short = [
         f"{name}: {_format(amount * nodes)} asked, {_format(capability[name])} in the queue"

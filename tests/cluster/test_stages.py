@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -187,25 +187,22 @@ def make(harness: Harness, target: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_a_worker_pod_is_killed_and_the_weights_are_the_same(untrained: Harness, reference: dict[str, str]) -> None:
+@pytest.mark.parametrize(("which", "said"), [(other_pod, ""), (driver_pod, "attempt 1 ended with exit code 75")])
+def test_a_pod_is_killed_and_the_weights_are_the_same(
+    untrained: Harness, reference: dict[str, str], which: Callable[[Harness], str], said: str
+) -> None:
     client = train(untrained)
-    cluster.kubectl("-n", "millrace", "delete", "pod", other_pod(untrained), "--grace-period=0", "--force")
-    ended(client)
-    assert weights_digest(untrained.root) == reference["weights"]
-
-
-def test_the_driver_s_pod_is_killed_and_the_weights_are_the_same(untrained: Harness, reference: dict[str, str]) -> None:
-    client = train(untrained)
-    cluster.kubectl("-n", "millrace", "delete", "pod", driver_pod(untrained), "--grace-period=0", "--force")
-    said = ended(client)
-    assert "attempt 1 ended with exit code 75" in said
+    cluster.kubectl("-n", "millrace", "delete", "pod", which(untrained), "--grace-period=0", "--force")
+    assert said in ended(client)
     assert weights_digest(untrained.root) == reference["weights"]
 
 
 @pytest.mark.parametrize("which", [driver_pod, other_pod])
-def test_an_evicted_pod_loses_no_step(untrained: Harness, reference: dict[str, str], which: object) -> None:
+def test_an_evicted_pod_loses_no_step(
+    untrained: Harness, reference: dict[str, str], which: Callable[[Harness], str]
+) -> None:
     client = train(untrained)
-    evict(which(untrained))  # type: ignore[operator]
+    evict(which(untrained))
     said = ended(client)
     assert "Stopped by preemption" in said
     assert untrained.steps() == list(range(1, STEPS + 1)), "a step was taken twice, or not at all"

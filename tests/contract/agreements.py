@@ -16,7 +16,7 @@ from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
-from k8s.objects.names import stage_annotation, DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, NODE_POOL
+from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, NODE_POOL, POOL_LABEL, SHAPE_LABEL, stage_annotation
 from services.common.recipe.section import Kind
 
 Thing = dict[str, Any]

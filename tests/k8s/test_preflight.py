@@ -193,7 +193,7 @@ def test_an_image_has_its_time_after_an_older_pod_has_ended(
     """A pod of the deployment before works on a checkpoint for longer than the image may take."""
     client, began = Client(world, waiting("")), world.clock.now
     world.api.create(pod("older", "core-1", "deploy"))
-    monkeypatch.setattr("time.sleep", client.sleep)
+    monkeypatch.setattr("time.sleep", lambda seconds: client.sleep(60 * seconds))
 
     def end() -> None:
         if world.clock.now > began + 3_000:
