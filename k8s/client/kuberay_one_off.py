@@ -110,7 +110,7 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
     )
     job = render_one_off_job(group, cpu_group, one_off)
     jobs = [("the client creates it, and deletes it at its end", job)]
-    if cpu_group.node_pool:  # second: alone it ends by itself
+    if cpu_group.node_pool:  # created after the other, without which it ends at once
         jobs.append(("it holds the node while the other Job runs", render_one_off_nodes_job(cpu_group, one_off)))
     resources = job["spec"]["template"]["spec"]["containers"][0]["resources"]
     cpus, memory = resources.get("requests", {}).get("cpu"), resources["limits"]["memory"]

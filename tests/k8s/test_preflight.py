@@ -20,6 +20,7 @@ from k8s.controller.preflight import judge
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
 from k8s.objects.conditions import is_job_over
+from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.record import Acceptance, Outcome, write_acceptance, write_outcome
 from k8s.objects.worker_group import worker_group_of
@@ -69,6 +70,23 @@ def test_what_follows_from_an_answer(said: str, mode: str, code: int, words: lis
     else:
         assert found.exit_code == code
         assert [word for word in words if word not in found.message] == []
+
+
+def test_the_image_has_no_rights_of_the_controller_beside_it(overlays: dict[str, list[Thing]]) -> None:
+    """tests/cluster/test_admission.py has what an API server refuses."""
+    group = worker_group_of(next(each for each in overlays["eks"] if each["kind"] == "RayCluster"), "trainer")
+    template = render_deploy_job(group, deployment_of())["spec"]["template"]
+    pod = template["spec"]
+    [asked], [controller] = pod["initContainers"], pod["containers"]
+    assert (asked["image"], "env" in asked) == (IMAGE, False)
+    assert template["metadata"]["annotations"] == {"eks.amazonaws.com/skip-containers": asked["name"]}
+    assert pod["automountServiceAccountToken"] is False
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounted = [{each["name"] for each in container["volumeMounts"]} for container in (asked, controller)]
+    assert mounted[0] & mounted[1] == {"fsx"}
+    assert "projected" in volumes["token"]
+    assert "token" in mounted[1]
+    assert volumes["recipe"]["configMap"]["name"] == "trainer-recipe-0000000000"
 
 
 @pytest.fixture
