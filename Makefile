@@ -176,7 +176,6 @@ infra-down: infra-environment ## Destroy the infrastructure in order, after aski
 #? OVERLAY=eks|FOLDER  With STACK=eks: the overlay of the cluster. Default: eks.
 #? CONFIG=FILE  With STACK=batch: the file that infra-up wrote. Default: deploy/batch/config.txt.
 #? KEEP_DATA=true|false  false also deletes bucket, file system and images. Default: true.
-#? KEEP_CLUSTER=true|false  true keeps the EKS cluster that Millrace shares with others. Default: false.
 	@$(infra) down
 
 infra-leftovers: infra-environment ## List the infrastructure's resources in the account, with prices.

@@ -79,7 +79,6 @@ class Given(BaseModel):
     ONLY: str = ""
     DRY_RUN: bool = False
     KEEP_DATA: bool = True
-    KEEP_CLUSTER: bool = False
 
     @property
     def folder(self) -> Path:
@@ -197,21 +196,14 @@ def _write_addresses(given: Given, stack: Stack, inputs: Inputs) -> None:
 
 def down(given: Given) -> None:
     inputs = given.read_inputs()
-    if given.KEEP_CLUSTER and not (inputs.has_cluster and given.KEEP_DATA):
-        raise RecipeError(
-            "KEEP_CLUSTER=true: only the EKS stack has a cluster, and one that stays keeps its data. Leave it out, or "
-            "KEEP_DATA=false"
-        )
     account, stack = Account(inputs.region), given.stack
     workloads: Workloads = BatchWorkloads(account, inputs.name, given.CONFIG)
     if inputs.has_cluster:
         workloads = ClusterWorkloads(account, inputs.name, given.settings)
-    teardown = Teardown(account, stack, inputs.name, given.KEEP_DATA, given.KEEP_CLUSTER, workloads)
+    teardown = Teardown(account, stack, inputs.name, given.KEEP_DATA, workloads)
     leftovers(given)
     teardown.check_neighbours()
-    if given.KEEP_CLUSTER:
-        question = f"Remove what Millrace made on {workloads.place} in {inputs.region}, and keep the cluster?"
-    elif given.KEEP_DATA:
+    if given.KEEP_DATA:
         question = f"Take down {inputs.name} in {inputs.region}, and keep its bucket, file system and images?"
     else:
         question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"

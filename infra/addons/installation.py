@@ -5,18 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from images.registry import repository_of
 from infra.addons.releases import MARK, MARKED, TIMEOUT, Release
 from infra.child_process import find_program, read_output, run_to_its_end
-from infra.workloads.kubernetes_cluster import KubernetesObject, list_kinds, list_objects, release_of, run_kubectl
+from infra.workloads.kubernetes_cluster import list_objects, release_of, run_kubectl
 from services.common.errors import DeviceError
-from services.common.problem_list import list_names
 
-PART_OF, MILLRACE = "app.kubernetes.io/part-of", "millrace"  # on every object of k8s/base
-BUILT_IN_QUEUES = ("default", "root")  # which Volcano itself makes
 # All states except that of removed releases whose history is kept. helm 4 has no --all.
 STATES = ("--deployed", "--failed", "--pending", "--uninstalling")
 REVISION = "rollme/helm-revision:"  # Volcano's chart writes the release's revision into a pod
@@ -78,21 +75,11 @@ def print_differences(releases: list[Release]) -> None:
             print(f"{title}: is installed like this")
 
 
-def remove_releases(releases: list[Release], installed: list[Installed], own_namespaces: Collection[str]) -> None:
-    """Removes the releases that `make addons` installed, in reverse order; prints and leaves all others.
-
-    Also leaves an add-on while other namespaces than `own_namespaces` have objects of its kinds: its programs serve
-    these objects, and helm would delete the definitions in a chart's templates, with every object of the kind.
-    """
+def remove_releases(releases: list[Release], installed: list[Installed]) -> None:
+    """Removes the releases that `make addons` installed, in reverse order."""
     ours = {(each.namespace, each.name) for each in installed if each.is_ours}
-    for each in installed:
-        if not each.is_ours:
-            print(f"left        {each}: not installed by make addons", flush=True)
     for release in reversed(releases):
         if (release.namespace, release.name) not in ours:
-            continue
-        if users := _find_users(release, own_namespaces, ours):
-            print(f"left        add-on {release.name}, which others use with {list_names(users)}", flush=True)
             continue
         print(f"removing    {release.name} from {release.namespace}", flush=True)
         if release.manifests:
@@ -133,25 +120,6 @@ def _find_others(releases: list[Release], installed: list[Installed]) -> dict[st
         if found:
             others[release.name] = found
     return others
-
-
-def _find_users(release: Release, own_namespaces: Collection[str], ours: Collection[tuple[str, str]]) -> list[str]:
-    """Objects of an add-on's kinds that belong neither to Millrace nor to an add-on, and depend on this add-on."""
-    kinds = [kind for group in release.groups for kind in list_kinds(group)]
-    return [
-        f"{each['kind']} {'/'.join(filter(None, (each['metadata'].get('namespace'), each['metadata']['name'])))}"
-        for each in list_objects(*kinds)
-        if each["metadata"].get("namespace") not in own_namespaces
-        and release_of(each) not in ours
-        and not _is_built_in(each)
-    ]
-
-
-def _is_built_in(found: KubernetesObject) -> bool:
-    if found["kind"] == "Queue" and found["metadata"]["name"] in BUILT_IN_QUEUES:
-        return True
-    is_ours = (found["metadata"].get("labels") or {}).get(PART_OF) == MILLRACE
-    return is_ours or (found["kind"] != "Queue" and "namespace" not in found["metadata"])
 
 
 def _describe_others(releases: list[Release], others: dict[str, list[str]]) -> str:

@@ -26,10 +26,8 @@ class Release:
     """Address of a chart repository, or of a registry after `oci://`."""
     version: str
     namespace: str
-    images: tuple[str, ...] = ()
+    images: tuple[str, ...]
     """The last parts of image names that only this add-on runs."""
-    groups: tuple[str, ...] = ()
-    """API groups of the custom resources that this add-on defines."""
     crds: str = ""
     """Place of the chart's custom resource definitions: `folder`, `templates`, or empty where it has none."""
     manifests: str = ""
@@ -62,7 +60,7 @@ class Release:
 def read_releases() -> list[Release]:
     """Reads all add-ons, in the order of installation."""
     table = yaml.safe_load((ADDONS / "addons.yaml").read_text(encoding="utf-8"))["releases"]
-    return [Release(**entry | {key: tuple(entry.get(key, ())) for key in ("images", "groups")}) for entry in table]
+    return [Release(**entry | {"images": tuple(entry["images"])}) for entry in table]
 
 
 def choose_releases(releases: list[Release], only: str) -> list[Release]:

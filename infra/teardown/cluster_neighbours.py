@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,8 +15,6 @@ NAMESPACES = ("millrace", "millrace-setup")  # k8s/ makes them; a contract test 
 # Namespaces of Kubernetes and of EKS' add-ons.
 OF_AWS = ("kube-system", "kube-public", "kube-node-lease", "amazon-cloudwatch", "amazon-guardduty")
 DEFAULT = "default"  # always exists; somebody uses it if it has pods
-NODE_GROUP_LABEL = "eks.amazonaws.com/nodegroup"
-ENDED = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True)
@@ -62,24 +60,3 @@ def find_on_cluster(owners: Owners) -> Iterator[Neighbour]:
             detail = f"with a {'load balancer' if each.kind == 'service' else 'volume'} in the account"
             removal = f"kubectl --namespace {each.namespace} delete {each.kind} {each.name}"
             yield Neighbour(each.kind, f"{each.namespace}/{each.name}", detail, removal, is_on_cluster=True)
-
-
-def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
-    """Running pods of others, as NAMESPACE/NAME, by managed node group.
-
-    Pods of DaemonSets do not count, because they belong to their node.
-    """
-    groups = {
-        each["metadata"]["name"]: (each["metadata"].get("labels") or {}).get(NODE_GROUP_LABEL, "")
-        for each in list_objects("nodes")
-    }
-    known = {*owners.namespaces, *OF_AWS}
-    found: dict[str, list[str]] = defaultdict(list)
-    for each in list_objects("pods"):
-        metadata = each["metadata"]
-        group = groups.get(each["spec"].get("nodeName", ""))
-        kinds = {owner["kind"] for owner in metadata.get("ownerReferences") or []}
-        is_running = each.get("status", {}).get("phase") not in ENDED
-        if group and is_running and metadata["namespace"] not in known and "DaemonSet" not in kinds:
-            found[group].append(f"{metadata['namespace']}/{metadata['name']}")
-    return found

@@ -35,8 +35,6 @@ class Teardown:
     stack: Stack
     name: str
     is_data_kept: bool
-    is_cluster_kept: bool
-    """Whether everything that terraform made stays, and only what Millrace made on the cluster is removed."""
     workloads: Workloads
 
     def check_neighbours(self) -> None:
@@ -45,14 +43,14 @@ class Teardown:
         Raises `DeviceError` if some of it would be destroyed with the cluster, or would stop terraform halfway.
         """
         neighbours = [*self.workloads.find_neighbours(), *find_in_account(self.account, self.name)]
-        # With the data the network stays as well, and with the cluster everything.
-        in_the_way = [each for each in neighbours if each.is_on_cluster or not self.is_data_kept]
-        if in_the_way and not self.is_cluster_kept:
-            keep = "KEEP_CLUSTER=true" if any(each.is_on_cluster for each in in_the_way) else "without KEEP_DATA=false"
+        # With the data the network stays as well.
+        if in_the_way := [each for each in neighbours if each.is_on_cluster or not self.is_data_kept]:
+            is_of_network = not any(each.is_on_cluster for each in in_the_way)
+            keep = "make infra-down without KEEP_DATA=false leaves them. Or their" if is_of_network else "Their"
             raise DeviceError(
                 f"{len(in_the_way)} resources beside {self.name} belong to others, and would be destroyed with it or "
                 f"stop its destruction halfway. Nothing was taken down:\n{describe_neighbours(in_the_way)}\n"
-                f"make infra-down {keep} leaves them. Or their owners remove them, with the commands above"
+                f"{keep} owners remove them, with the commands above"
             )
         if neighbours:
             shown = describe_neighbours(neighbours)
@@ -63,11 +61,6 @@ class Teardown:
 
         Raises `TryAgain` if something is not gone in time, and `DeviceError` if a tool or a permission is missing.
         """
-        if self.is_cluster_kept:
-            self.workloads.stop()
-            print(f"kept        {self.workloads.place}, its core nodes and network, and the data", flush=True)
-            print("            make addons and make cluster-up restore the rest", flush=True)
-            return
         self.stack.init()
         if self.workloads.is_there():
             self._require_state()

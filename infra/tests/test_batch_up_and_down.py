@@ -72,14 +72,6 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
     assert not site.config.exists()
 
 
-def test_there_is_no_cluster_to_keep(run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEEP_CLUSTER", "true")
-
-    done = run_infra("down", exit_code=2)
-
-    assert "KEEP_CLUSTER=true" in done.stderr
-
-
 @pytest.mark.slow
 def test_down_takes_down_nothing_while_a_job_has_not_ended(
     run_infra: RunInfra, site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch

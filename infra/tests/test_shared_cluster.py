@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from infra.account.session import STACK_TAG
 from infra.tests.conftest import Aws, RunInfra
-from infra.tests.site import ADDONS, Site, thing, volume_for
+from infra.tests.site import ADDONS, Site, thing
 
 
 @pytest.fixture
@@ -17,13 +15,7 @@ def shared(run_infra: RunInfra, cluster: Site, aws: Aws) -> Site:
     cluster.put(
         "namespaces", *(thing("Namespace", name) for name in ("default", "kube-system", "millrace", "research"))
     )
-    cluster.put(
-        "pods",
-        thing("Pod", "coredns", "kube-system", nodeName="node-core"),
-        thing("Pod", "notebook", "research", nodeName="node-cpu"),
-        thing("Pod", "ended", "research", nodeName="node-trainium") | {"status": {"phase": "Succeeded"}},
-    )
-    cluster.put("nodes", *(node(pool) for pool in ("core", "cpu", "trainium")))
+    cluster.put("pods", *(thing("Pod", name, "research") for name in ("notebook", "other")))
     cluster.put(
         "services",
         thing("Service", "shown", "millrace", type="LoadBalancer"),
@@ -36,19 +28,10 @@ def shared(run_infra: RunInfra, cluster: Site, aws: Aws) -> Site:
     )
     cluster.install(("karpenter", "kube-system", "karpenter-1.8.1"), ("tools", "research", "tools-1.0.0"), ours=ADDONS)
     group = aws.client("eks").describe_nodegroup(clusterName="millrace", nodegroupName="trainium")["nodegroup"]
-    for name in ("cpu", "research"):
-        aws.make_node_group(name, group["subnets"], size=3, is_ours=name == "cpu")
-    volume = volume_for("research/notes")
-    aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
+    aws.make_node_group("research", group["subnets"], size=3, is_ours=False)
     run_infra("up")
     cluster.programs.forget_calls()
     return cluster
-
-
-def node(pool: str) -> dict[str, Any]:
-    found = thing("Node", f"node-{pool}")
-    found["metadata"]["labels"] = {"eks.amazonaws.com/nodegroup": pool}
-    return found
 
 
 def network_of(aws: Aws) -> str:
@@ -82,62 +65,21 @@ def test_it_is_refused_before_anything_is_taken_down(run_infra: RunInfra, shared
         named
     )
     assert "2 pods, helm releases tools" in done.stderr
-    assert "KEEP_CLUSTER=true" in done.stderr
     assert (aws.node_group_sizes(), shared.addresses, changes(shared)) == (sizes, addresses, [])
 
 
-def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
-    run_infra: RunInfra, shared: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pod of theirs keeps the node group that it is on, and objects of theirs the add-on whose kinds they are."""
-    monkeypatch.setenv("KEEP_CLUSTER", "true")
-    (shared.folder / "kinds.txt").write_text(
-        "rayclusters.ray.io\npodgroups.scheduling.volcano.sh\nqueues.scheduling.volcano.sh\n", encoding="utf-8"
-    )
-    shared.put("namespaces", thing("Namespace", "research"))  # the stages are down already
-    shared.put(
-        "podgroups.scheduling.volcano.sh,queues.scheduling.volcano.sh",
-        *(thing("Queue", name) for name in ("default", "root", "research")),
-    )
-    addresses = shared.addresses
-
-    done = run_infra("down")
-
-    assert "what Millrace made on cluster millrace in us-west-2, and keep the cluster? yes (YES=1)" in done.stdout
-    assert aws.node_group_sizes() == {"core": 2, "cpu": 3, "research": 3, "trainium": 0}
-    assert "nodes of cpu, with pods of others: research/notebook" in done.stdout
-    removed = [line for line in changes(shared) if "uninstall" not in line and "--kustomize" not in line]
-    assert [line.split()[4:6] for line in removed] == [["service", "shown"], ["persistentvolumeclaim", "scratch"]]
-    uninstalled = [line.split()[2] for line in changes(shared) if "uninstall" in line]
-    assert uninstalled == ["monitoring", "efa", "neuron", "kuberay"]
-    for left in (
-        "node group research: ",
-        "service research/notebook: ",
-        "persistentvolumeclaim research/notes: ",
-        "helm release karpenter in kube-system (karpenter-1.8.1): ",
-        "add-on volcano, which others use with Queue research",
-    ):
-        assert f"left        {left}" in done.stdout
-    assert shared.addresses == addresses
-
-
 @pytest.mark.slow
-def test_an_addon_that_somebody_else_installed_stays(
-    run_infra: RunInfra, cluster: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_addon_that_somebody_else_installed_stays(run_infra: RunInfra, cluster: Site) -> None:
     """The release has the same name and namespace as one of make addons."""
     theirs, *ours = ADDONS
     cluster.install(theirs, ours=tuple(ours))
     run_infra("up")
+    cluster.programs.forget_calls()
 
-    refused = run_infra("down", exit_code=4)
-    monkeypatch.setenv("KEEP_CLUSTER", "true")
-    done = run_infra("down")
+    done = run_infra("down", exit_code=4)
 
-    assert "helm --namespace kuberay-system uninstall kuberay" in refused.stderr
-    assert "left        helm release kuberay in kuberay-system (kuberay-operator-1.6.1)" in done.stdout
-    uninstalled = [line.split()[2] for line in changes(cluster) if "uninstall" in line]
-    assert uninstalled == ["monitoring", "efa", "neuron", "volcano"]
+    assert "helm --namespace kuberay-system uninstall kuberay" in done.stderr
+    assert changes(cluster) == []
 
 
 def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without(
@@ -171,7 +113,7 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
     done = run_infra("down")
 
     assert "6 resources beside millrace" in refused.stderr
-    assert "KEEP_CLUSTER" not in refused.stderr
+    assert "without KEEP_DATA=false leaves them" in refused.stderr
     assert "Take down" not in refused.stdout
     asked = done.stdout.partition("Take down")[0]
     for name in found:
@@ -190,22 +132,3 @@ def test_a_node_that_karpenter_made_would_outlive_the_cluster(run_infra: RunInfr
     done = run_infra("down", exit_code=4)
 
     assert f"aws ec2 terminate-instances --instance-ids {instance}" in done.stderr
-    assert "KEEP_CLUSTER=true" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "what"),
-    [
-        ({"KEEP_CLUSTER": "true", "KEEP_DATA": "false"}, "KEEP_DATA=false"),
-        ({"KEEP_CLUSTER": "some"}, "KEEP_CLUSTER=some"),
-    ],
-)
-def test_what_cannot_be_kept_alone_is_refused(
-    run_infra: RunInfra, site: Site, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], what: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    done = run_infra("down", exit_code=2)
-
-    assert what in done.stderr

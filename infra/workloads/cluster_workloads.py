@@ -16,12 +16,11 @@ from infra.account.session import Account
 from infra.addons.installation import remove_releases
 from infra.addons.releases import read_releases
 from infra.apply.overlay_settings import forget_settings
-from infra.teardown.cluster_neighbours import Owners, find_on_cluster, find_pods_by_node_group, read_owners
+from infra.teardown.cluster_neighbours import Owners, find_on_cluster, read_owners
 from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
 from infra.teardown.neighbours import Neighbour
 from infra.workloads import kubernetes_cluster
 from services.common.errors import DeviceError, TryAgain
-from services.common.problem_list import list_names
 from services.common.recipe.schema import STAGES
 
 NAMESPACE = "millrace"  # the stages' namespace; a contract test compares it with the stack's
@@ -55,16 +54,15 @@ class ClusterWorkloads:
     def stop(self) -> None:
         """Stops deployments, empties node groups, removes add-ons, and deletes Services and claims.
 
-        Leaves what others made, and what they use: a node group with their pods, an add-on with their objects. Raises
-        `DeviceError` if a stage cannot be stopped or kubectl talks to another cluster, and `TryAgain` if something has
-        not stopped or is not gone in time.
+        Raises `DeviceError` if a stage cannot be stopped or kubectl talks to another cluster, and `TryAgain` if
+        something has not stopped or is not gone in time.
         """
         kubernetes_cluster.require_context(self.account, self.cluster)
         owners = read_owners()
         self._stop_deployments()
-        self._empty_pools(find_pods_by_node_group(owners))
+        self._empty_pools()
         # First, because a claim stays while a pod of an add-on uses it.
-        remove_releases(read_releases(), list(owners.releases), owners.namespaces)
+        remove_releases(read_releases(), list(owners.releases))
         self._delete_cloud_objects(owners)
 
     def forget(self) -> None:
@@ -72,9 +70,9 @@ class ClusterWorkloads:
 
     def _stop_deployments(self) -> None:
         """Stops the stages, so that the trainer commits a checkpoint before its nodes are removed."""
-        has_kuberay = "rayclusters.ray.io" in kubernetes_cluster.list_kinds("ray.io")
+        kinds = kubernetes_cluster.run_kubectl(["api-resources", "--api-group=ray.io", "--output=name"])
         spaces = {each["metadata"]["name"] for each in kubernetes_cluster.list_objects("namespaces")}
-        if not has_kuberay or NAMESPACE not in spaces:
+        if "rayclusters.ray.io" not in kinds or NAMESPACE not in spaces:
             print(f"deployments none: there is no namespace {NAMESPACE}, or no KubeRay", flush=True)
             return
         clusters = kubernetes_cluster.list_objects("rayclusters.ray.io")
@@ -92,51 +90,42 @@ class ClusterWorkloads:
             ended = f"make {command} {shown} ended with {done.returncode}; its output is above"
             raise error(f"{ended}. The same make infra-down continues from there")
 
-    def _empty_pools(self, pods_of_others: dict[str, list[str]]) -> None:
+    def _empty_pools(self) -> None:
         """Scales the stack's node groups to 0, except the core group, whose drivers the next steps need."""
-        emptied = []
-        for group in list_node_groups(self.account, self.cluster):
-            if group.stack != self.cluster:
-                print(f"left        node group {group.name}: not made by this stack", flush=True)
-            elif pods := pods_of_others.get(group.name) if group.pool != CORE else None:
-                print(f"left        nodes of {group.name}, with pods of others: {list_names(pods)}", flush=True)
-            elif group.pool != CORE:
-                emptied.append(group.name)
-                if group.desired_nodes or group.min_nodes:
-                    print(f"nodes       {group.name}: {group.desired_nodes} -> 0", flush=True)
-                    # maxSize stays, because EKS does not accept 0.
-                    size, eks = {"minSize": 0, "desiredSize": 0}, self.account.client("eks")
-                    eks.update_nodegroup_config(clusterName=self.cluster, nodegroupName=group.name, scalingConfig=size)
+        groups = list_node_groups(self.account, self.cluster)
+        emptied = [each for each in groups if each.stack == self.cluster and each.pool != CORE]
+        for group in emptied:
+            if group.desired_nodes or group.min_nodes:
+                print(f"nodes       {group.name}: {group.desired_nodes} -> 0", flush=True)
+                # maxSize stays, because EKS does not accept 0.
+                size, eks = {"minSize": 0, "desiredSize": 0}, self.account.client("eks")
+                eks.update_nodegroup_config(clusterName=self.cluster, nodegroupName=group.name, scalingConfig=size)
         wait_until_none(
             "nodes",
-            lambda: [each for name in emptied for each in list_pool_instances(self.account, self.cluster, name)],
+            lambda: [each for group in emptied for each in list_pool_instances(self.account, self.cluster, group.name)],
             NODES_SECONDS,
             f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... shows why they stay",
         )
-        print(f"nodes       0 in {', '.join(emptied) or 'no pool'}", flush=True)
+        print(f"nodes       0 in {', '.join(each.name for each in emptied) or 'no pool'}", flush=True)
 
     def _delete_cloud_objects(self, owners: Owners) -> None:
         """Deletes Services and claims while the controllers run that delete their load balancers and volumes."""
-        left = []
         for each in kubernetes_cluster.list_cloud_objects():
             if owners.has_made(each):
                 print(f"deleting    {each}", flush=True)
                 kubernetes_cluster.delete_object(each)
-            else:
-                print(f"left        {each}: not made by Millrace", flush=True)
-                left.append(f"{each.namespace}/{each.name}")
         wait_until_none(
             "volumes and load balancers",
-            lambda: list(self._list_made(owners, left)),
+            lambda: list(self._list_made(owners)),
             OBJECTS_SECONDS,
             "A claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A lists them",
         )
         print("volumes     0 volumes of claims and load balancers of Services that Millrace made", flush=True)
 
-    def _list_made(self, owners: Owners, left: list[str]) -> Iterator[str]:
+    def _list_made(self, owners: Owners) -> Iterator[str]:
         """Load balancers and volumes that controllers made for Services and claims in Millrace's own namespaces."""
         made = list_load_balancers(self.account, self.cluster)
         made |= {volume["VolumeId"]: claim for volume, claim in list_claim_volumes(self.account, self.cluster)}
         for name, origin in made.items():
-            if origin not in left and origin.partition("/")[0] in owners.namespaces:
+            if origin.partition("/")[0] in owners.namespaces:
                 yield name

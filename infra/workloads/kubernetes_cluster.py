@@ -48,11 +48,6 @@ def require_context(account: Account, cluster: str) -> None:
         )
 
 
-def list_kinds(group: str) -> list[str]:
-    """The kinds of an API group that can be listed, spelled as in `rayclusters.ray.io`."""
-    return run_kubectl(["api-resources", f"--api-group={group}", "--verbs=list", "--output=name"]).split()
-
-
 def list_objects(*kinds: str) -> list[KubernetesObject]:
     """Lists all objects of the kinds, in every namespace."""
     if not kinds:
