@@ -129,14 +129,12 @@ HEALTHCHECK NONE
 FROM service AS service-compiler
 ENTRYPOINT ["python", "-m", "services.compiler"]
 LABEL org.opencontainers.image.description="Fills the compile cache" \
-    millrace.subcommands="plan artifacts" \
     millrace.reads="" \
     millrace.writes="compile_cache/1"
 
 FROM service AS service-trainer
 ENTRYPOINT ["python", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Trains on a corpus and a compile cache, and writes checkpoints" \
-    millrace.subcommands="plan doctor summary report sample evaluate export import inspect-checkpoint runs compare artifacts" \
     millrace.reads="corpus/4 compile_cache/1 checkpoint/4" \
     millrace.writes="checkpoint/4 run/1"
 

@@ -1,4 +1,4 @@
-"""Reads the digest and the labels of an image from its registry, by skopeo, which uses the logins of `docker login`."""
+"""Reads the digest of an image from its registry, by skopeo, which uses the logins of `docker login`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,6 @@ def is_held(image: str) -> bool:
     except NotHeld:
         return False
     return True
-
-
-def find_labels(image: str) -> dict[str, str]:
-    """Return the labels of `image` for linux/amd64; none if a registry serves only the nodes."""
-    try:
-        return dict(_inspect(image)["Labels"] or {})
-    except DeviceError:
-        return {}
 
 
 def repository_of(image: str) -> str:

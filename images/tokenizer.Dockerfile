@@ -94,6 +94,5 @@ LABEL org.opencontainers.image.title="millrace tokenizer" \
     millrace.python="$PINNED_PYTHON" \
     millrace.ray="$RAY_VERSION" \
     millrace.neuron-sdk="$SDK_VERSION" \
-    millrace.subcommands="train-vocab artifacts" \
     millrace.reads="" \
     millrace.writes="corpus/4"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -13,13 +13,7 @@ from typing import TextIO
 
 from deploy.batch.config import CONFIG, Config, read_config
 from deploy.batch.jobs import POLL_SECONDS, BatchJob, Definition, Jobs, follow
-from deploy.batch.resolved_job import (
-    DEFAULT_RECIPE,
-    ResolvedJob,
-    read_recipe,
-    resolve_job,
-    resolve_one_off,
-)
+from deploy.batch.resolved_job import DEFAULT_RECIPE, ResolvedJob, read_recipe, resolve_job, resolve_one_off
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.pipeline_view import PipelineView
 from deploy.client.request import DeployRequest
@@ -41,28 +35,6 @@ def connect_batch(path: Path | None = None) -> BatchTarget:
     """Raises `RecipeError` without a config.txt."""
     config = read_config(path or CONFIG)
     return BatchTarget(config, Jobs(Account(config.region), config))
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """A resolved deployment or one-off, compared with the jobs of its stage."""
-
-    resolved: ResolvedJob
-    same: Definition | None
-    """The registered job definition of the identical deployment."""
-    present: BatchJob | None
-    """The job that already runs the identical deployment."""
-    done: str
-    """Time at which the identical deployment was seen to have succeeded; empty where it was not, and for one-offs."""
-
-    @property
-    def stage(self) -> Stage:
-        return self.resolved.spec.stage
-
-    @property
-    def name(self) -> str:
-        """The stage, with the subcommand of a one-off."""
-        return " ".join([self.stage, *self.resolved.spec.words[:1]])
 
 
 class BatchTarget:
@@ -179,7 +151,7 @@ class BatchTarget:
             for each in checked:
                 if each.stage not in job_ids:
                     view.skip(each.stage, f"already succeeded, seen at {each.done}")
-            prices = {each.stage: each.resolved.queue.shape.price for each in checked}
+            prices = {each.stage: each.queue.shape.price for each in checked}
             for stage, job_id in job_ids.items():
                 look = partial(_show_job, view, prices[stage])
                 job = follow(self._jobs, job_id, take=partial(view.take_line, stage), look=look)
@@ -200,8 +172,8 @@ class BatchTarget:
             for each in self._jobs.definitions(stage, of_one_offs=of_one_offs)
         ]
 
-    def _check(self, resolved: ResolvedJob) -> _Checked:
-        """Raises `DeviceError` where a job of the stage runs a different deployment."""
+    def _check(self, resolved: ResolvedJob) -> ResolvedJob:
+        """The job, compared with those of its stage. Raises `DeviceError` where one runs a different deployment."""
         stage, is_one_off = resolved.spec.stage, resolved.spec.is_one_off
         jobs, definitions = self._look(stage, of_one_offs=is_one_off)
         same = [each for each in definitions if each.deployment == resolved.identity]
@@ -213,21 +185,21 @@ class BatchTarget:
                 f"different deployment. Wait for it (make stage-logs STAGE={stage} TARGET=batch) or end it first (make "
                 f"stop-stage STAGE={stage} TARGET=batch)."
             )
-        return _Checked(
+        return replace(
             resolved,
             same=next(iter(same), None),
             present=next(iter(present), None),
             done=next((each.succeeded_at for each in same if each.succeeded_at), ""),
         )
 
-    def _deploy(self, checked: _Checked, request: DeployRequest, output: TextIO | None) -> int:
+    def _deploy(self, checked: ResolvedJob, request: DeployRequest, output: TextIO | None) -> int:
         job_ids = self._submit([checked], output, is_dry_run=request.is_dry_run, is_again=request.is_again)
         if request.is_dry_run or not request.is_followed or not job_ids:
             return 0
         return follow(self._jobs, job_ids[checked.stage]).exit_code
 
     def _submit(
-        self, checked: list[_Checked], output: TextIO | None, *, is_dry_run: bool, is_again: bool = False
+        self, checked: list[ResolvedJob], output: TextIO | None, *, is_dry_run: bool, is_again: bool = False
     ) -> dict[Stage, str]:
         """Show the plans and submit the jobs, each of which waits for the one before: their ids, by stage.
 
@@ -237,20 +209,17 @@ class BatchTarget:
         done = [*takewhile(lambda each: each.done and not each.present and not is_again, checked)]
         job_ids: dict[Stage, str] = {}
         for each in checked:
-            resolved = each.resolved
-            print(f"{'== ' if len(checked) > 1 else ''}{each.name}\n{resolved.plan}", flush=True)
+            print(f"{'== ' if len(checked) > 1 else ''}{each.name}\n{each.plan}", flush=True)
             if each.present:
                 print_line(f"job {each.present.id} ({each.present.state}) already runs it")
                 job_ids[each.stage] = each.present.id
             elif each in done:
                 print_line(f"it already succeeded, seen at {each.done}: nothing is submitted. AGAIN=1 submits it again")
             elif is_dry_run and output:  # JSON is YAML as well
-                print(f"---\n{json.dumps(resolved.body, indent=2)}", file=output, flush=True)
+                print(f"---\n{json.dumps(each.body, indent=2)}", file=output, flush=True)
             elif not is_dry_run:
                 after = next(reversed(job_ids.values()), "")
-                job_ids[each.stage] = self._jobs.submit(
-                    resolved.spec, resolved.queue.name, resolved.body, each.same, after
-                )
+                job_ids[each.stage] = self._jobs.submit(each.spec, each.queue.name, each.body, each.same, after)
         if is_dry_run:
             print("\nDRY_RUN=1: nothing was changed")
         return job_ids

@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.batch.config import Config, JobQueue
-from deploy.batch.job_definition import (
-    DEPLOYMENT_TAG,
-    JobSpec,
-    Request,
-    queue_of,
-    render_job_definition,
-)
-from deploy.batch.jobs import Definition, Jobs
+from deploy.batch.job_definition import DEPLOYMENT_TAG, JobSpec, Request, queue_of, render_job_definition
+from deploy.batch.jobs import BatchJob, Definition, Jobs
 from deploy.client.instance_type import check_instance_type
 from deploy.client.one_off_request import OneOffRequest, prepare_one_off
 from deploy.client.outline import Outline
@@ -23,7 +17,6 @@ from deploy.client.requested_recipe import RequestedRecipe, parse_requested_reci
 from deploy.reservation import explain_end
 from deploy.stage_contract import size_variable
 from images.platforms import find_variant
-from images.registry import find_labels
 from images.versions import describe_build
 from infra.shapes import Shape
 from services.common.errors import DeviceError, RecipeError
@@ -44,7 +37,7 @@ CHANGE_SHAPE = "TRAINIUM_SHAPE in config.txt, of another compute environment (ma
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A deployment or a one-off that passed every check that needs no job."""
+    """A deployment or a one-off that passed every check that needs no job, and the jobs that it was compared with."""
 
     queue: JobQueue
     spec: JobSpec
@@ -52,6 +45,21 @@ class ResolvedJob:
     """The request that registers the job definition."""
     plan: str
     """The plan for a person, one fact a line, the cost first."""
+    same: Definition | None = None
+    """The registered job definition of the identical deployment."""
+    present: BatchJob | None = None
+    """The job that already runs the identical deployment."""
+    done: str = ""
+    """Time at which the identical deployment was seen to have succeeded; empty where it was not, and for one-offs."""
+
+    @property
+    def stage(self) -> Stage:
+        return self.spec.stage
+
+    @property
+    def name(self) -> str:
+        """The stage, with the subcommand of a one-off."""
+        return " ".join([self.stage, *self.spec.words[:1]])
 
     @property
     def identity(self) -> str:
@@ -100,10 +108,7 @@ def resolve_one_off(config: Config, jobs: Jobs, request: OneOffRequest) -> Resol
     stage, newest = request.stage, next(iter(jobs.definitions(request.stage)), None)
     image = find_image(config, jobs, stage, request.tag) if request.tag or not newest else newest.container["image"]
     prepared = prepare_one_off(
-        request,
-        image,
-        find_labels(image),
-        lambda: read_recipe(newest) if newest else read_requested_recipe(DEFAULT_RECIPE),
+        request, image, lambda: read_recipe(newest) if newest else read_requested_recipe(DEFAULT_RECIPE)
     )
     spec = JobSpec(stage, image, prepared.recipe, request.seconds, words=prepared.words, digest=prepared.digest)
     plan = [

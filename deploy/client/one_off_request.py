@@ -6,12 +6,12 @@ import getpass
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.client.requested_recipe import RequestedRecipe
-from services.common.errors import DeviceError, RecipeError
-from services.common.process.subcommands import LABEL, names_of, reads_recipe, require_subcommand
+from services.common.errors import RecipeError
+from services.common.process.subcommands import names_of, reads_recipe, require_subcommand
 from services.common.recipe.schema import Stage
 
 HOURS = 6.0
@@ -65,24 +65,13 @@ class PreparedOneOff:
     """Lines of the plan about it."""
 
 
-def prepare_one_off(
-    request: OneOffRequest, image: str, labels: Mapping[str, str], find_recipe: Callable[[], RequestedRecipe]
-) -> PreparedOneOff:
-    """Prepare the request for an image with these labels; `find_recipe` gives the recipe where RECIPE names none.
+def prepare_one_off(request: OneOffRequest, image: str, find_recipe: Callable[[], RequestedRecipe]) -> PreparedOneOff:
+    """Prepare the request for an image; `find_recipe` gives the recipe where RECIPE names none.
 
-    A label of the image lists its subcommands. Where no labels can be read, as for an image that was loaded onto the
-    nodes, this checkout decides, and the image checks again at its start. Raises `RecipeError` for a subcommand that
-    the image lacks, and `DeviceError` for an image that is too old for one-offs.
+    Raises `RecipeError` for a subcommand that this checkout's stage lacks; the image checks again at its start.
     """
-    known = labels.get(LABEL, "").split()
-    if labels and not known:
-        raise DeviceError(
-            f"image {image} is older than stage-run: it has no label {LABEL}. TAG= names another image; make images "
-            f"builds that of this checkout"
-        )
     subcommand, *arguments = request.words
-    require_subcommand(request.stage, subcommand, known or names_of(request.stage))
-    # A subcommand that this checkout does not know is given a recipe.
+    require_subcommand(request.stage, subcommand)
     recipe = (request.recipe or find_recipe()).with_overrides_only() if reads_recipe(subcommand, arguments) else None
     words = (subcommand, *(recipe.arguments if recipe else ()), *arguments)
     asked = [request.stage, image, *words, "", recipe.text if recipe else "", getpass.getuser()]

@@ -17,41 +17,21 @@ from services.common.recipe.memory_estimate import checkpoint_bytes_of
 from services.common.recipe.schema import Batch, Model, Parallel, Stage
 
 
-class OutlineParallel(Parallel, extra="ignore"):
-    """The section `parallel`."""
-
-
-class OutlineBatch(Batch, extra="ignore"):
-    """The section `batch`."""
-
-
-class OutlineCompile(Compile, extra="ignore"):
-    """The section `compile`, whose tasks decide the compiler's nodes."""
-
-
-class OutlineModel(Model, extra="ignore"):
-    """The section `model`, from which the size of a checkpoint follows."""
-
-
-class OutlineTrain(BaseModel, extra="ignore", frozen=True, strict=True):
+class OutlineTrain(BaseModel, frozen=True, strict=True):
     """The one key that the client needs of the section `train`."""
 
     time_limit_seconds: float | None = None
 
 
-class OutlineCluster(Cluster, extra="ignore"):
-    """The section `cluster`, which describes the nodes."""
-
-
-class Outline(BaseModel, extra="ignore", frozen=True, strict=True):
+class Outline(BaseModel, frozen=True, strict=True):
     """A recipe's name, and the values that decide how many nodes it needs, and for how long."""
 
     name: str
-    parallel: OutlineParallel = OutlineParallel()
-    batch: OutlineBatch = OutlineBatch(micro_batch_size=1, global_batch_size=1)
-    compile: OutlineCompile = OutlineCompile()
+    parallel: Parallel = Parallel()
+    batch: Batch = Batch(micro_batch_size=1, global_batch_size=1)
+    compile: Compile = Compile()
     train: OutlineTrain = OutlineTrain()
-    cluster: OutlineCluster = OutlineCluster()
+    cluster: Cluster = Cluster()
     model: dict[str, Any] = {}
     """The unchecked section `model`: the image may know a preset that this checkout does not."""
 
@@ -59,7 +39,7 @@ class Outline(BaseModel, extra="ignore", frozen=True, strict=True):
     def checkpoint_gb(self) -> float | None:
         """Size of a checkpoint in 10^9 bytes; None where this checkout does not know the model."""
         try:
-            return checkpoint_bytes_of(OutlineModel.model_validate(self.model)) / 1e9
+            return checkpoint_bytes_of(Model.model_validate(self.model, extra="ignore")) / 1e9
         except ValidationError:
             return None
 

@@ -43,7 +43,7 @@ class RequestedRecipe:
         Raises `RecipeError` for a recipe from which the nodes of a stage cannot be read.
         """
         try:
-            return Outline.model_validate(self.source.values(recipe_overrides(self.arguments)))
+            return Outline.model_validate(self.source.values(recipe_overrides(self.arguments)), extra="ignore")
         except ValidationError as error:
             wrong = [
                 f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()

@@ -95,13 +95,12 @@ ONLY_ON: dict[str, tuple[Target, ...]] = {
     **dict.fromkeys(("AGAIN", "CONFIG"), ("batch",)),
 }
 """Targets of the variables that do not apply to all."""
-NOT_LOCAL = "on this machine only a pipeline runs; a stage runs alone as millrace tokenize|compile|train RECIPE"
 
 
 def explain_inapplicable(name: str, command: str, target: Target) -> str:
     """The reason why a variable does not apply to the command on the target; empty for one that does."""
     if target == "local" and command != "pipeline":
-        return NOT_LOCAL
+        return "on this machine only a pipeline runs; a stage runs alone as millrace tokenize|compile|train RECIPE"
     targets = ONLY_ON.get(name, TARGETS)
     return "" if target in targets else f"it is for TARGET={' and TARGET='.join(targets)}"
 

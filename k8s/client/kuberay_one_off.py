@@ -18,7 +18,7 @@ from k8s.client.deployment_plan import write_documents
 from k8s.client.deployment_watch import PodOutput
 from k8s.client.pull_watch import PullWatch
 from k8s.client.resolved_deployment import START_TIMEOUT_SECONDS, default_recipe_of
-from k8s.client.stage_image import choose_image, find_image_labels
+from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes
 from k8s.objects.conditions import is_job_over
@@ -96,7 +96,7 @@ def _resolve(api: Api, request: OneOffRequest) -> tuple[OneOff, list[tuple[str, 
     cluster = read_cluster(api)
     group, cpu_group = worker_group_of(cluster, request.stage), cpu_group_of(cluster)
     image = _choose_image(api, group, request.tag)
-    prepared = prepare_one_off(request, image, find_image_labels(group, image), lambda: _find_recipe(api, group))
+    prepared = prepare_one_off(request, image, lambda: _find_recipe(api, group))
     one_off = OneOff(
         stage=request.stage,
         id=secrets.token_hex(3),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from images.registry import find_labels, repository_of, resolve_digest
+from images.registry import repository_of, resolve_digest
 from images.versions import describe_build
 from k8s.objects.api import Api, Object
-from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 
 
@@ -23,11 +22,6 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
     if container.get("imagePullPolicy") == "Never":
         return _on_nodes(api, service, variant, image)
     return f"{repository_of(image)}@{resolve_digest(image)}"
-
-
-def find_image_labels(group: WorkerGroup, image: str) -> dict[str, str]:
-    """Labels of a stage's image; empty for an image on the nodes, or in a registry that this machine cannot reach."""
-    return {} if group.container.get("imagePullPolicy") == "Never" else find_labels(image)
 
 
 def _named(repository: str, tag: str) -> str:

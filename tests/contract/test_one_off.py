@@ -1,6 +1,4 @@
-"""A one-off container is the same on both targets; a stage's subcommands are the same in its program, in its image's
-label and in the table of the deploy tool.
-"""
+"""A one-off container is the same on both targets; the table of subcommands has those of the stages' programs."""
 
 from __future__ import annotations
 
@@ -16,12 +14,11 @@ from images.registry import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.process.command_line import StageGroup
-from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
+from services.common.process.subcommands import ARTIFACTS, names_of
 from services.common.recipe.packed_recipe import pack_recipe
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import config_of
-from tests.images.dockerfiles import labels_of_image, read_dockerfile
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import Thing
 
@@ -34,12 +31,6 @@ def test_the_table_has_the_subcommands_of_each_program(stage: Stage) -> None:
     app = typer.main.get_command(importlib.import_module(f"services.{stage}.command").app)
     assert isinstance(app, StageGroup)
     assert {*names_of(stage)} == {*app.commands, ARTIFACTS} - LEFT_OUT[stage]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_image_s_label_has_them(stage: Stage) -> None:
-    labels = labels_of_image(read_dockerfile(stage))
-    assert labels[LABEL].split() == names_of(stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -131,7 +131,6 @@ def test_the_stages_of_the_batch_road_are_submitted(
             assert cloud.target.deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
         with monkeypatch.context() as patch:
-            patch.setattr("deploy.batch.resolved_job.find_labels", lambda image: {})
             assert cloud.target.run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
         queues = [job["jobQueue"] for job in cloud.submitted]
     said = capsys.readouterr().out

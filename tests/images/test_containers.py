@@ -15,7 +15,7 @@ from images.build import choose_platform
 from images.docker import require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
-from images.registry import find_labels, resolve_digest
+from images.registry import resolve_digest
 from services.common.errors import DeviceError
 from tests.containers import docker, inspect_image, run_stage
 from tests.images.checkout import commit, git
@@ -122,7 +122,6 @@ def test_the_same_image_is_pushed_once(checkout: Path, images: dict[str, str], t
             assert (f"already there: {name}" in pushed.stdout) == is_there
             digests.append(resolve_digest(name))
         assert digests[0] == digests[1]
-        assert find_labels(name)["millrace.service"] == "head"
 
 
 def test_the_compiler_and_the_trainer_share_every_layer_up_to_the_trainer_s_own_packages(

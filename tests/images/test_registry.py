@@ -14,11 +14,10 @@ import pytest
 
 from images.lock import pin
 from images.platforms import PLATFORMS, read_digests
-from images.registry import find_labels, is_held
+from images.registry import is_held
 from services.common.errors import DeviceError
 
-LABELS = {"millrace.service": "trainer"}
-CONFIGURATION = json.dumps({"architecture": "amd64", "os": "linux", "config": {"Labels": LABELS}}).encode()
+CONFIGURATION = json.dumps({"architecture": "amd64", "os": "linux", "config": {}}).encode()
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 
 
@@ -102,8 +101,3 @@ def test_an_image_is_absent_only_where_its_registry_says_so(registry: str) -> No
     assert not is_held(f"{registry}/neuron/base:unknown")
     with pytest.raises(DeviceError):
         is_held("127.0.0.1:1/neuron/base:known")
-
-
-def test_labels_are_those_of_the_image_and_none_where_the_registry_is_not_reached(registry: str) -> None:
-    assert find_labels(f"{registry}/neuron/base:known") == LABELS
-    assert find_labels("127.0.0.1:1/neuron/base:known") == {}

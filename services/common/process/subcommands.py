@@ -1,8 +1,8 @@
 """Lists the subcommands of the stages, `python -m services.<stage> <subcommand> ...`.
 
-`make stage-run` runs one of them on a cluster in a short Job. Its client reads this list, and the label
-`millrace.subcommands` of the stage's image. Subcommands for a person's own machine alone are left out, such as the
-tokenizer's `pin`, which rewrites recipe files. `tests/contract/test_one_off.py` compares it with the stages' apps.
+`make stage-run` runs one of them on a cluster in a short Job, and its client reads this list. Subcommands for a
+person's own machine alone are left out, such as the tokenizer's `pin`, which rewrites recipe files.
+`tests/contract/test_one_off.py` compares it with the stages' apps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ ONE_OFF = "one-off"
 """The first word of a command that runs a subcommand in a container of its own."""
 ON_BATCH = "batch"
 """The first word of a command that runs a stage on a node of an AWS Batch job: `services.common.launch.batch.job`."""
-LABEL = "millrace.subcommands"
-"""The label of an image with the names of its stage's subcommands, separated by blanks."""
 
 
 SUBCOMMANDS: dict[Stage, tuple[str, ...]] = {
@@ -51,8 +49,9 @@ def reads_recipe(name: str, words: Sequence[str]) -> bool:
     )
 
 
-def require_subcommand(stage: str, word: str, known: Sequence[str]) -> None:
-    """Raise `RecipeError`, which lists the known subcommands, for a word that is not one of them."""
+def require_subcommand(stage: Stage, word: str) -> None:
+    """Raise `RecipeError`, which lists the stage's subcommands, for a word that is not one of them."""
+    known = SUBCOMMANDS[stage]
     if word in known:
         return
     near = difflib.get_close_matches(word, known, n=1)

@@ -18,7 +18,6 @@ from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
-from services.common.process.subcommands import LABEL
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
@@ -26,14 +25,6 @@ from tests.deploy.batch.builders import Ask
 from tests.deploy.batch.cloud import TAG, Cloud
 
 AskOneOff = Callable[..., OneOffRequest]
-
-
-@pytest.fixture(autouse=True)
-def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Labels of the image, as its registry returns them."""
-    told: dict[str, str] = {}
-    monkeypatch.setattr("deploy.batch.resolved_job.find_labels", lambda image: told)
-    return told
 
 
 @pytest.fixture
@@ -45,12 +36,9 @@ def ask_one_off(recipe: Path) -> AskOneOff:
     return request
 
 
-def test_what_cannot_be_is_refused_before_anything_is_registered(
-    cloud: Cloud, ask_one_off: AskOneOff, labels: dict[str, str]
-) -> None:
-    labels[LABEL] = "evaluate"
-    with pytest.raises(RecipeError, match=r"'summary' .* evaluate"):
-        cloud.target.run_one_off(ask_one_off(), None)
+def test_what_cannot_be_is_refused_before_anything_is_registered(cloud: Cloud, ask_one_off: AskOneOff) -> None:
+    with pytest.raises(RecipeError, match=r"'exprt' .* Do you mean export"):
+        cloud.target.run_one_off(ask_one_off("exprt"), None)
     assert cloud.submitted == []
     assert cloud.jobs.definitions("trainer", of_one_offs=True) == []
 
