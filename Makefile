@@ -151,7 +151,7 @@ infra-cost: infra-environment ## Show what the infrastructure costs, by list pri
 #? RECIPE=FILE  The recipe of the run. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
-infra-preflight: infra-environment ## Check AWS quotas, reservation, Kubernetes and images before infra-up.
+infra-preflight: infra-environment ## Check AWS quotas, reservation and images before infra-up.
 #? STACK VARS
 #? NODES=NUMBER  Trainium nodes to check for. Default: the most that the stack allows.
 #? TAG=TAG  Tag of the images to look for. Default: the tag that make images gives them.
@@ -184,7 +184,7 @@ infra-leftovers: infra-environment ## List the infrastructure's resources in the
 
 addons: infra-environment ## Install the cluster's add-ons with helm.
 #? ONLY
-#? DRY_RUN=1  Show what would change on the cluster, and change nothing.
+#? DRY_RUN=1  Show what would be installed, upgraded or left, and change nothing.
 	@$(infra) addons
 
 ##@ Images and releases

@@ -18,14 +18,12 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 from images.platforms import SERVICES, find_variant
 from images.versions import describe_build
 from infra.account.session import Account, explaining_refusals
-from infra.addons.installation import install_releases, print_differences
-from infra.addons.releases import choose_releases, read_releases
+from infra.addons.releases import choose_releases, install_releases, print_differences, read_releases
 from infra.apply.inputs import Inputs, read_inputs
 from infra.apply.overlay_settings import SETTINGS, write_settings
 from infra.apply.renewal import check_renewal, list_renewed_pools
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
 from infra.apply.variables import read_variables
-from infra.confirmation import require_yes
 from infra.cost.estimate import describe_cost, require_budget
 from infra.preflight.checks import run_preflight
 from infra.preflight.machine_images import check_machine_image
@@ -158,7 +156,7 @@ def up(given: Given) -> None:
     if renewed := list_renewed_pools(found):
         require_met(check_renewal(Account(inputs.region), inputs, renewed))
     if found.is_applyable:
-        require_yes(f"Apply this plan in {inputs.region}?")
+        _require_yes(f"Apply this plan in {inputs.region}?")
         stack.apply()
     _write_addresses(given, stack, inputs)
 
@@ -207,7 +205,7 @@ def down(given: Given) -> None:
         question = f"Take down {inputs.name} in {inputs.region}, and keep its bucket, file system and images?"
     else:
         question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"
-    require_yes(question)
+    _require_yes(question)
     teardown.run()
     leftovers(given)
 
@@ -221,6 +219,21 @@ def _describe_cost(given: Given, inputs: Inputs) -> str:
     recipe = load_recipe(given.RECIPE)
     nodes = stage_nodes(recipe, "trainer") if given.NODES is None else given.NODES
     return describe_cost(inputs, nodes, given.CPU_NODES, given.HOURS, recipe, _today())
+
+
+def _require_yes(question: str) -> None:
+    """Asks on the terminal; `YES=1` answers yes.
+
+    Raises `RecipeError` without a terminal, or for any other answer than yes.
+    """
+    if os.environ.get("YES", "") not in ("", "0"):
+        print(f"{question} yes (YES=1)", flush=True)
+        return
+    if not sys.stdin.isatty():
+        raise RecipeError(f"{question} There is no terminal to ask on; set YES=1 to answer yes")
+    print(f"{question} Type yes to continue: ", end="", flush=True)
+    if (answer := sys.stdin.readline().strip()) != "yes":
+        raise RecipeError(f"{answer!r} is not yes. Nothing was changed.")
 
 
 def _today() -> date:

@@ -38,11 +38,6 @@ def read_machine_images() -> dict[str, MachineImages]:
     return {name: MachineImages(each["default"], each["releases"], page) for name, (each, page) in entries.items()}
 
 
-def read_addon_pins(kubernetes_version: str) -> dict[str, str]:
-    """Versions of EKS add-ons for a Kubernetes version, by add-on. Other add-ons are not pinned."""
-    return dict(_read()["eks"]["versions"].get(kubernetes_version, {}).get("addons", {}))
-
-
 def read_standard_support_end(kubernetes_version: str) -> date | None:
     """The day on which EKS ends standard support of a Kubernetes version; None if the table does not list it."""
     entry = _read()["eks"]["versions"].get(kubernetes_version)

@@ -29,16 +29,14 @@ def find_program(name: str) -> str:
     return path
 
 
-def read_output(
-    name: str, *arguments: str, written: str = "", good_codes: tuple[int, ...] = (0,), advice: str = ""
-) -> str:
+def read_output(name: str, *arguments: str, written: str = "", advice: str = "") -> str:
     """Runs a program with `written` as its standard input, and returns its output.
 
-    Raises `DeviceError` with the program's message and the advice for any exit code that is not among `good_codes`.
+    Raises `DeviceError` with the program's message and the advice for any other exit code than 0.
     """
     command = [find_program(name), *arguments]
     done = subprocess.run(command, input=written, capture_output=True, text=True, check=False)
-    if done.returncode not in good_codes:
+    if done.returncode:
         shown = " ".join((name, *arguments[:4]))
         more = f". {advice}" if advice else ""
         raise DeviceError(f"{shown} ended with {done.returncode}: {done.stderr.strip()}{more}")

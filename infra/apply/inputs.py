@@ -56,7 +56,6 @@ class Inputs(BaseModel):
     kubernetes_version: str = ""
     """Empty on AWS Batch, and for a root module that chooses it differently."""
     kubernetes_support: str = ""
-    addon_versions: dict[str, str] = {}
     ami_release: str = ""
     ami_id: str = ""
     capacity: Capacity = Capacity()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.manifest import write_durably
-from services.common.errors import DeviceError
 
 SETTINGS = Path(__file__).parents[2] / "k8s/overlays/eks/settings.env"
 PLACEHOLDER = "CHANGE-ME"
@@ -17,29 +16,21 @@ OF_THE_POOLS = (
     *("TRAINIUM_SHAPE", "TRAINIUM_NODE_GROUP", "TRAINIUM_MAX_NODES"),
     *("CPU_SHAPE", "CPU_NODE_GROUP", "CPU_MAX_NODES"),
 )
-MAY_BE_EMPTY = ("CAPACITY_ENDS_AT",)
+END = "CAPACITY_ENDS_AT"
 
 
 def write_settings(outputs: Mapping[str, Any], path: Path = SETTINGS) -> None:
     """Replaces the values atomically: a reader sees the old file or the new one. All other lines stay.
 
-    Raises `DeviceError`, and writes nothing, if terraform lacks one of the outputs.
+    An output is empty, or not there, if the user brings that resource and has written its values.
     """
-    values = {key: outputs.get(key.lower()) for key in (*OF_THE_ACCOUNT, *OF_THE_POOLS, *MAY_BE_EMPTY)}
-    lacking = [key.lower() for key, value in values.items() if value is None and key not in MAY_BE_EMPTY]
-    if lacking:
-        raise DeviceError(
-            f"terraform has no output {', '.join(lacking)}, so {path} was not changed. make infra-up DRY_RUN=1 shows "
-            f"what of the stack is not applied yet"
-        )
-    # An output is empty if the user brings that resource, such as a file system, and has written its values there.
-    made = {key: value for key, value in values.items() if value not in (None, "") or key in MAY_BE_EMPTY}
-    _replace(path, {key: str(value or "") for key, value in made.items()})
+    found = {key: str(outputs.get(key.lower()) or "") for key in (*OF_THE_ACCOUNT, *OF_THE_POOLS, END)}
+    _replace(path, {key: value for key, value in found.items() if value or key == END})
 
 
 def forget_settings(path: Path = SETTINGS) -> None:
     """Replaces the values by placeholders, which `make cluster-up` refuses, once the resources are gone."""
-    _replace(path, dict.fromkeys(OF_THE_ACCOUNT, PLACEHOLDER) | dict.fromkeys(MAY_BE_EMPTY, ""))
+    _replace(path, dict.fromkeys(OF_THE_ACCOUNT, PLACEHOLDER) | {END: ""})
 
 
 def _replace(path: Path, values: Mapping[str, str]) -> None:

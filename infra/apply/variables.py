@@ -25,23 +25,6 @@ FILES = ("terraform.tfvars", "terraform.tfvars.json", "*.auto.tfvars", "*.auto.t
 DECLARATION = re.compile(r'^variable "(\w+)" \{(?:[^\n]*\}$|.*?^\})', re.MULTILINE | re.DOTALL)
 VALIDATION = re.compile(r"^  validation \{\n.*?^  \}\n", re.MULTILINE | re.DOTALL)
 BEYOND = re.compile(r"\b(local|data|module|path)\.|\bfileexists\(")  # which only the stack's own plan can check
-OF_BLUEPRINT = {
-    "eks_cluster_version": "kubernetes_version",
-    "vpc_cidr": "network",
-    "secondary_cidr_blocks": "network",
-    "trn1_32xl_min_size": "trainium.max_nodes, because deployments add the nodes",
-    "trn1_32xl_desired_size": "trainium.max_nodes, because deployments add the nodes",
-    "enable_volcano": "make addons, which installs Volcano",
-    "enable_kuberay_operator": "make addons, which installs KubeRay",
-    "enable_fsx_for_lustre": "enable_fsx, which is true by default",
-    "deploy_fsx_volume": "enable_fsx, which is true by default",
-    "enable_aws_fsx_csi_driver": "make addons, which installs the driver",
-    "enable_amazon_prometheus": "make addons, which installs Prometheus",
-    "enable_kube_prometheus_stack": "make addons, which installs Prometheus",
-    "enable_mpi_operator": "nothing: Ray Train starts the workers",
-    "enable_torchx_etcd": "nothing: torch's own store joins the workers",
-}
-"""Variables of AWS's RayTrain blueprint, and what takes their place."""
 UNDECLARED = "Value for undeclared variable"  # of which terraform only warns
 
 
@@ -63,12 +46,7 @@ def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
             raise RecipeError("\n".join(errors))
         shown = json.loads(_run(scratch, "show", "-json", "plan"))
     values: dict[str, Any] = shown["planned_values"]["outputs"]["values"]["value"]
-    misspelt = [
-        *_list_undeclared(diagnostics, values),
-        *_list_unknown_attributes(shown["variables"], values),
-        *_list_unknown_in_environment(values),
-    ]
-    if misspelt:
+    if misspelt := list(_list_misspelt(diagnostics, shown["variables"], values)):
         raise RecipeError("\n".join(misspelt))
     return values
 
@@ -104,33 +82,25 @@ def _describe_error(diagnostic: dict[str, Any]) -> str:
     return f"{where}{diagnostic['summary']}: {detail}"
 
 
-def _list_undeclared(diagnostics: Iterable[dict[str, Any]], values: Mapping[str, Any]) -> Iterator[str]:
-    """Undeclared variables of files, without terraform's advice to declare them."""
+def _list_misspelt(
+    diagnostics: Iterable[dict[str, Any]], given: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[str]:
+    """Undeclared names: terraform warns of a variable in a file, and drops attributes and TF_VAR_ without a word."""
     for each in diagnostics:
         if each["summary"] == UNDECLARED:
             name, file = re.findall('"(.*?)"', each["detail"])[:2]
             yield f"{file}: {_describe_unknown(name, values, 'variable of the stack')}"
-
-
-def _list_unknown_attributes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Undeclared attributes of objects, which terraform drops without a word."""
     for name, variable in given.items():
         value = variable.get("value")
         for attribute in value.keys() - values[name].keys() if isinstance(value, dict) else ():
             yield _describe_unknown(f"{name}.{attribute}", values[name], f"attribute of {name}")
-
-
-def _list_unknown_in_environment(values: Mapping[str, Any]) -> Iterator[str]:
-    """Undeclared variables of the environment, which terraform ignores without a word."""
     for name in sorted(os.environ):
         if name.startswith("TF_VAR_") and name.removeprefix("TF_VAR_") not in values:
             yield _describe_unknown(name, values, "variable of the stack")
 
 
 def _describe_unknown(name: str, known: Iterable[str], kind: str) -> str:
-    if instead := OF_BLUEPRINT.get(name.removeprefix("TF_VAR_")):
-        return f"{name}: AWS's blueprint has this variable, this stack does not; use {instead}"
     names = sorted(known)
-    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
+    near = difflib.get_close_matches(name.removeprefix("TF_VAR_").rpartition(".")[2], names, n=1)
     nearest = f" Did you mean {near[0]}?" if near else ""
     return f"{name} is no {kind}.{nearest} Expected one of {', '.join(names)}"

@@ -6,22 +6,24 @@ Terraform's plan checks the rest: whether the zone offers the instance types, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from typing import Any
 
 from images.platforms import find_variant
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.apply.inputs import Inputs
-from infra.preflight.capacity_reservation import check_reservation
-from infra.preflight.default_security_group import check_default_group
-from infra.preflight.kubernetes_versions import check_addons, check_kubernetes
 from infra.preflight.machine_images import check_machine_image
 from infra.preflight.requirement import CheckResult
 from infra.shapes import find_shape, read_shapes
 from infra.teardown.leftovers import list_instances
 
 Instance = dict[str, Any]
+# EKS removes the nodes of a Capacity Block this long before the block ends.
+BLOCK_ENDS_EARLY = timedelta(minutes=40)
+SAME_TIME = timedelta(minutes=1)
+MINUTE = "%Y-%m-%d %H:%M UTC"
+ALL, INTERNET = "-1", "0.0.0.0/0"
 # Quotas of on-demand vCPUs in a region, with the letters before the generation in the names of their types. They are
 # found by name, because only the account has their codes.
 QUOTAS = {
@@ -44,11 +46,8 @@ def run_preflight(account: Account, inputs: Inputs, nodes: int, images: dict[str
     others = [each for each in running if tags_of(each).get(STACK_TAG) != inputs.name]
     up = sum(each["InstanceType"] == inputs.trainium.shape for each in own)
     checks: dict[str, Callable[[], Iterable[CheckResult]]] = {"device": lambda: [check_machine_image(inputs)]}
-    if inputs.kubernetes_version:
-        checks["kubernetes"] = lambda: [check_kubernetes(account, inputs)]
-        checks["add-ons"] = lambda: [check_addons(account, inputs)]
     if inputs.subnet_id:
-        checks["groups"] = lambda: [check_default_group(account, inputs.subnet_id)]
+        checks["groups"] = lambda: [_check_default_group(account, inputs.subnet_id)]
     checks["quota"] = lambda: _check_quotas(account, inputs, nodes, others)
     checks["capacity"] = lambda: [_check_capacity(account, inputs, nodes, up)]
     checks["images"] = lambda: [_check_images(account, inputs, images)]
@@ -102,6 +101,84 @@ def _check_capacity(account: Account, inputs: Inputs, nodes: int, up: int) -> Ch
     ec2, names = account.client("ec2"), [inputs.capacity.reservation_id]
     [found] = ec2.describe_capacity_reservations(CapacityReservationIds=names)["CapacityReservations"]
     return check_reservation(found, inputs, nodes, up, datetime.now(UTC))
+
+
+def check_reservation(reservation: dict[str, Any], inputs: Inputs, nodes: int, up: int, now: datetime) -> CheckResult:
+    """Checks a reservation against the request for `nodes`, of which `up` already run in it.
+
+    `reservation` is an item of EC2's DescribeCapacityReservations.
+    """
+    capacity = inputs.capacity
+    start, end, total = reservation.get("StartDate"), reservation.get("EndDate"), reservation["TotalInstanceCount"]
+    is_block = reservation.get("ReservationType") == "capacity-block"
+    is_to_come = bool(start and start > now)
+    usable_until = end - BLOCK_ENDS_EARLY if end and is_block else end
+    free = total if is_to_come else reservation["AvailableInstanceCount"]
+    chosen_end = datetime.fromisoformat(capacity.ends_at) if capacity.ends_at else None
+    has_same_end = abs(end - chosen_end) <= SAME_TIME if end and chosen_end else end == chosen_end
+    actual_end = f"{end:%Y-%m-%dT%H:%M:%SZ}" if end else ""
+    facts = {
+        "trainium.shape": (reservation["InstanceType"], inputs.trainium.shape),
+        "zone_id": (reservation["AvailabilityZoneId"], inputs.zone_id),
+        "capacity.kind": ("capacity_block" if is_block else "reservation", capacity.kind),
+        "capacity.ends_at": (capacity.ends_at if has_same_end else actual_end, capacity.ends_at),
+    }
+    problems = [
+        f'{name} is "{chosen}", and the reservation\'s is "{actual}": write {name} = "{actual}", then make infra-up'
+        for name, (actual, chosen) in facts.items()
+        if actual != chosen
+    ]
+    if is_to_come or reservation["State"] != "active":
+        problems.append(
+            f"it is {reservation['State']}{f' until {start:{MINUTE}}' if is_to_come else ''}, expected active"
+        )
+    if free + up < nodes:
+        problems.append(f"it has {free} free nodes, and {up} that this stack uses, expected {nodes} or more")
+    if usable_until and usable_until <= now:
+        problems.append(f"it was usable until {usable_until:{MINUTE}}")
+    seen = f"{capacity.reservation_id}: {free} of {total} free"
+    seen += f", from {start:{MINUTE}}" if is_to_come else ""
+    seen += f", until {usable_until:{MINUTE}}" if usable_until else ""
+    show = f"aws ec2 describe-capacity-reservations --capacity-reservation-ids {capacity.reservation_id} shows it"
+    return seen, [f"capacity reservation {capacity.reservation_id}: {each}. {show}" for each in problems]
+
+
+def _check_default_group(account: Account, subnet_id: str) -> CheckResult:
+    """Checks the default group of an existing subnet's VPC for traffic from and to itself, and HTTPS to the internet.
+
+    According to one of two AWS pages, containers on Batch's Trainium nodes are in that group (modules/batch cites
+    both). The stack opens the default group of a VPC that it makes; the owner of an existing VPC decides about its own.
+    """
+    ec2 = account.client("ec2")
+    [subnet] = ec2.describe_subnets(SubnetIds=[subnet_id])["Subnets"]
+    of_vpc = [{"Name": "vpc-id", "Values": [subnet["VpcId"]]}, {"Name": "group-name", "Values": ["default"]}]
+    [group] = ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]
+    name, inward, outward = group["GroupId"], group["IpPermissions"], group["IpPermissionsEgress"]
+    wanted = {
+        f"ingress --group-id {name} --protocol -1 --source-group {name}": _admits(inward, name, ALL),
+        f"egress --group-id {name} --protocol -1 --source-group {name}": _admits(outward, name, ALL),
+        f"egress --group-id {name} --protocol tcp --port 443 --cidr {INTERNET}": _admits(outward, "", "tcp"),
+    }
+    seen = f"{name}, the default one of {subnet['VpcId']}"
+    return seen, [
+        f"security group {seen}, in which containers on Trainium nodes may be, lacks a rule: "
+        f"aws ec2 authorize-security-group-{command}"
+        for command, is_there in wanted.items()
+        if not is_there
+    ]
+
+
+def _admits(rules: list[dict[str, Any]], group: str, protocol: str) -> bool:
+    """Whether a rule admits the protocol, and of TCP port 443, from or to the group or everywhere."""
+    return any(
+        rule["IpProtocol"] in (protocol, ALL)
+        and (rule["IpProtocol"] == ALL or rule["FromPort"] <= 443 <= rule["ToPort"])
+        and (
+            any(pair["GroupId"] == group for pair in rule["UserIdGroupPairs"])
+            or any(each["CidrIp"] == INTERNET for each in rule["IpRanges"])
+        )
+        for rule in rules
+    )
 
 
 def _check_images(account: Account, inputs: Inputs, images: dict[str, str]) -> CheckResult:

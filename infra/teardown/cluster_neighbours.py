@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.addons.installation import Installed, list_installed
-from infra.addons.releases import read_releases
+from infra.addons.releases import Installed, list_installed, read_releases
 from infra.teardown.neighbours import Neighbour
 from infra.workloads.kubernetes_cluster import CloudObject, list_cloud_objects, list_objects
 

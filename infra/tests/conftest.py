@@ -8,21 +8,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlparse
 
 import boto3
 import pytest
 import requests
 from moto.ec2.responses import EC2Response
-from moto.eks import urls as eks_urls
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.account.session import STACK_TAG
-from infra.aws_releases import read_addon_pins
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
 from infra.tests.site import EKS_STACK, Site, make_cluster
@@ -70,14 +66,12 @@ def tagged(kind: str, tags: dict[str, str]) -> dict[str, Any]:
 
 
 class Aws:
-    """Clients of the simulated account, and what moto cannot do: quotas, capacity reservations, versions of EKS."""
+    """Clients of the simulated account, and what moto cannot do: quotas, capacity reservations."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.quotas: dict[str, float] = {}
         self.reservations: list[str] = []
-        self.kubernetes: dict[str, tuple[str, datetime]] = {}
-        self.addons: dict[str, list[str]] = {}
         self._clients: dict[str, Any] = {}
 
     def client(self, service: str) -> Any:
@@ -89,13 +83,6 @@ class Aws:
     def reset(self) -> None:
         requests.post(f"{self.endpoint}/moto-api/reset", timeout=30).raise_for_status()
         self.quotas, self.reservations = {}, []
-        # As AWS has them in 2026.
-        self.kubernetes = {
-            "1.34": ("STANDARD_SUPPORT", datetime(2026, 12, 2, tzinfo=UTC)),
-            "1.35": ("STANDARD_SUPPORT", datetime(2027, 3, 27, tzinfo=UTC)),
-        }
-        self.addons = {name: ["v1.2.0-eksbuild.1", "v1.1.0-eksbuild.1"] for name in ("coredns", "vpc-cni")}
-        self.addons["kube-proxy"] = ["v1.34.9-eksbuild.1", *read_addon_pins("1.34").values()]
 
     def push_images(self, *repositories: str, tag: str) -> None:
         """Makes the repositories, and in each of them an image of that tag."""
@@ -183,28 +170,7 @@ def moto_server() -> Iterator[Aws]:
             f"</DescribeCapacityReservationsResponse>"
         )
 
-    def describe_cluster_versions(request: Any, full_url: str, headers: Any) -> tuple[int, dict[str, str], str]:
-        asked = parse_qs(urlparse(full_url).query).get("clusterVersions", [])
-        found = [
-            {"clusterVersion": version, "versionStatus": status, "endOfStandardSupportDate": end.timestamp()}
-            for version, (status, end) in aws.kubernetes.items()
-            if version in asked
-        ]
-        return 200, {}, json.dumps({"clusterVersions": found})
-
-    def describe_addon_versions(request: Any, full_url: str, headers: Any) -> tuple[int, dict[str, str], str]:
-        [version] = parse_qs(urlparse(full_url).query)["kubernetesVersion"]
-
-        def describe(versions: list[str]) -> list[dict[str, Any]]:
-            fits = [[{"clusterVersion": version, "defaultVersion": each == versions[0]}] for each in versions]
-            return [{"addonVersion": each, "compatibilities": fit} for each, fit in zip(versions, fits, strict=True)]
-
-        addons = [{"addonName": name, "addonVersions": describe(versions)} for name, versions in aws.addons.items()]
-        return 200, {}, json.dumps({"addons": addons})
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(eks_urls.url_paths, "{0}/cluster-versions$", describe_cluster_versions)
-        patch.setitem(eks_urls.url_paths, "{0}/addons/supported-versions$", describe_addon_versions)
         patch.setattr(ServiceQuotasResponse, "list_service_quotas", list_service_quotas, raising=False)
         patch.setattr(EC2Response, "describe_capacity_reservations", describe_capacity_reservations, raising=False)
         yield aws

@@ -116,7 +116,6 @@ case "$*" in
 "api-resources"*) group="${2#*=}"; grep "[.]$group$" OBJECTS/kinds.txt || true ;;
 "get "*"--all-namespaces"*) if [ -e "OBJECTS/$2.json" ]; then cat "OBJECTS/$2.json"; fi ;;
 "apply "*) cat >>OBJECTS/applied.txt ;;
-"diff "*) echo "+++ /tmp/MERGED-1/group.v1.Kind..a.ray.io 2026-11-24"; echo "+a line"; exit DIFFERS ;;
 esac"""
 HELM = f"""
 case "$*" in
@@ -148,10 +147,9 @@ class Cluster:
             listed = [dict(zip(keys, each, strict=True)) for each in found]
             (self.folder / file).write_text(json.dumps(listed), encoding="utf-8")
 
-    def answer(self, endpoint: str = "", helm: str = "", difference: int = 0) -> None:
-        """kubectl talks to the cluster at `endpoint`, and its diff ends with `difference`; `helm` is more bash."""
-        kubectl = KUBECTL.replace("SERVER", endpoint).replace("DIFFERS", str(difference))
-        self.programs.add("kubectl", kubectl.replace("OBJECTS", str(self.folder)))
+    def answer(self, endpoint: str = "", helm: str = "") -> None:
+        """kubectl talks to the cluster at `endpoint`; `helm` is more bash."""
+        self.programs.add("kubectl", KUBECTL.replace("SERVER", endpoint).replace("OBJECTS", str(self.folder)))
         self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)) + helm)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -173,17 +172,8 @@ def test_a_dry_run_shows_what_would_change(
     run_infra: RunInfra, cluster: Installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
-    cluster.answer(
-        helm="""
-case "$*" in
-"get manifest efa"*) echo "image: v0.5.20" ;;
-*"--install efa"*) echo '{"manifest": "image: v0.5.30\\n"}' ;;
-*"--dry-run"*) echo '{"manifest": ""}' ;;
-esac""",
-        difference=1,
-    )
     ours = tuple(
-        (each.name, each.namespace, each.chart) for each in read_releases() if each.name in "kuberay efa volcano"
+        (each.name, each.namespace, f"{each.chart}-0.9") for each in read_releases() if each.name in "kuberay volcano"
     )
     cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"), ours=ours)
     operator = program("operator", "metrics", "quay.io/prometheus-operator/prometheus-operator:v0.80", "prometheus")
@@ -194,11 +184,8 @@ esac""",
     assert "helm release prometheus in metrics (kube-prometheus-stack-80.0.0)" in done.stdout
     assert "monitoring 92.21.2: skipped" in done.stdout
     assert "neuron 1.9.0: would be installed\n" in done.stdout
-    assert re.search("volcano 1.14.1: .*installed", done.stdout)
-    assert "kuberay 1.6.1: would change\ndefinition a.ray.io differs\n" in done.stdout
-    assert "-image: v0.5.20\n+image: v0.5.30\n" in done.stdout
-    assert not any("--atomic" in line or "kubectl apply" in line for line in cluster.programs.calls)
-    assert all("--dry-run=server" in line for line in cluster.programs.calls if "upgrade" in line)
+    assert "volcano 1.14.1: volcano-0.9 is installed" in done.stdout
+    assert not any("upgrade" in line or "kubectl apply" in line for line in cluster.programs.calls)
 
 
 @pytest.mark.usefixtures("dry_run")

@@ -9,7 +9,7 @@ import pytest
 from images.platforms import NeuronNode, read_neuron_nodes
 from infra.apply.terraform import STACK
 from infra.apply.variables import read_variables
-from infra.aws_releases import ECS, MachineImages, read_addon_pins, read_machine_images
+from infra.aws_releases import ECS, MachineImages, read_machine_images
 
 TABLES = read_machine_images()
 
@@ -50,7 +50,6 @@ def test_the_default_is_the_newest_release_with_the_images_own_driver(images: Ma
 def test_releases_are_of_their_version_of_kubernetes(version: str) -> None:
     releases = TABLES[version].drivers
     assert all(re.fullmatch(rf"{re.escape(version)}\.\d+-\d{{8}}", release) for release in releases)
-    assert all(pin.startswith(f"v{version}.") for pin in read_addon_pins(version).values())
 
 
 def test_the_stack_takes_a_version_that_is_in_the_table() -> None:

@@ -12,7 +12,7 @@ import pytest
 from images.platforms import SERVICES
 from infra.account.session import STACK_TAG
 from infra.apply.inputs import read_inputs
-from infra.preflight.capacity_reservation import check_reservation
+from infra.preflight.checks import check_reservation
 from infra.tests.conftest import PLACE, REGION, Aws, RunInfra, WriteValues
 from services.common.recipe.schema import STAGES
 
@@ -56,13 +56,11 @@ def test_an_account_in_which_everything_fits(run_infra: RunInfra, fitting: Aws) 
         vcpus = quota.rpartition(" ")[2]
         assert re.search(rf"{re.escape(quota)} vCPU, 0 .*, {nodes} .* {vcpus}$", done.stdout, re.MULTILINE)
     assert "4 of 4 tags are in ECR" in done.stdout
-    assert "1.34: STANDARD_SUPPORT, standard support until 2026-12-02" in done.stdout
     assert "accept the Neuron driver of 1.34.7-20260505" in done.stdout
-    assert re.search(r"add-ons +1 pinned$", done.stdout, re.MULTILINE)
     assert "NOT MET" not in done.stdout
 
 
-def test_batch_needs_no_head_no_core_nodes_and_no_kubernetes(run_infra: RunInfra, on_batch: Aws) -> None:
+def test_batch_needs_no_head_and_no_core_nodes(run_infra: RunInfra, on_batch: Aws) -> None:
     on_batch.quotas[STANDARD] = 64
 
     done = run_infra("preflight")
@@ -70,7 +68,6 @@ def test_batch_needs_no_head_no_core_nodes_and_no_kubernetes(run_infra: RunInfra
     assert re.search(r"64 vCPU, 0 .*, 2 x m7i\.8xlarge need 64\n", done.stdout)
     assert "3 of 3 tags are in ECR" in done.stdout
     assert "accept the Neuron driver of al2023-ami-ecs-neuron" in done.stdout
-    assert "kubernetes" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -79,10 +76,9 @@ def test_batch_needs_no_head_no_core_nodes_and_no_kubernetes(run_infra: RunInfra
         ('ami_release = "1.34.9-20260714"', "Neuron driver of 1.34.9-20260714"),
         ('kubernetes_version = "1.36"', "no release .* Kubernetes 1.36"),
         ('trainium = { shape = "trn2.48xlarge", max_nodes = 1 }', "images for trn2.48xlarge .* got 2.27.4.0, expected"),
-        ('addon_versions = { coredns = "v9" }', "no v9 of add-on coredns"),
     ],
 )
-def test_what_does_not_fit_the_images_or_eks_is_named(
+def test_what_does_not_fit_the_images_is_named(
     run_infra: RunInfra, fitting: Aws, variables: WriteValues, values: str, said: str
 ) -> None:
     kept = [line for line in VARIABLES.splitlines() if line.partition(" ")[0] != values.partition(" ")[0]]
@@ -92,28 +88,6 @@ def test_what_does_not_fit_the_images_or_eks_is_named(
 
     assert re.search(f"  - .*{said}", done.stderr)
     assert "infra/aws_releases.json" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("status", "policy", "choice"),
-    [
-        ("EXTENDED_SUPPORT", "STANDARD", 'kubernetes_version = 1.35, or kubernetes_support = "EXTENDED"'),
-        ("EXTENDED_SUPPORT", "EXTENDED", ""),
-        (None, "EXTENDED", "kubernetes_version = 1.35\n"),
-    ],
-)
-def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
-    run_infra: RunInfra, fitting: Aws, variables: WriteValues, status: str | None, policy: str, choice: str
-) -> None:
-    del fitting.kubernetes["1.34"]
-    if status:
-        fitting.kubernetes["1.34"] = (status, datetime(2026, 12, 2, tzinfo=UTC))
-    variables(f'{VARIABLES}kubernetes_support = "{policy}"\n')
-
-    done = run_infra("preflight", exit_code=4 if choice else 0)
-
-    assert choice in done.stderr
-    assert f"1.34: {status or 'UNSUPPORTED'}" in done.stdout
 
 
 def test_before_infra_up_no_repository_is_missed(run_infra: RunInfra, aws: Aws, variables: WriteValues) -> None:

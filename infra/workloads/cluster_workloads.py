@@ -13,8 +13,7 @@ from infra.account.load_balancers import list_load_balancers
 from infra.account.managed_node_groups import CORE, list_node_groups
 from infra.account.polling import wait_until_none
 from infra.account.session import Account
-from infra.addons.installation import remove_releases
-from infra.addons.releases import read_releases
+from infra.addons.releases import read_releases, remove_releases
 from infra.apply.overlay_settings import forget_settings
 from infra.teardown.cluster_neighbours import Owners, find_on_cluster, read_owners
 from infra.teardown.leftovers import list_claim_volumes, list_pool_instances

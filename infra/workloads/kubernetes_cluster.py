@@ -82,10 +82,10 @@ def release_of(found: KubernetesObject) -> tuple[str, str] | None:
     return annotations.get(RELEASE_NAMESPACE, ""), annotations[RELEASE_NAME]
 
 
-def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, ...] = (0,)) -> str:
+def run_kubectl(arguments: list[str], written: str = "") -> str:
     """Runs kubectl with `written` as its standard input. Raises `DeviceError` with kubectl's message."""
     advice = (
         "Check that the cluster's API is reachable from here (api_public_cidrs), and that you administer the cluster: "
         "whoever ran infra-up first does, and the stack's administrators do. Operators cannot read all namespaces"
     )
-    return read_output("kubectl", *arguments, written=written, good_codes=good_codes, advice=advice)
+    return read_output("kubectl", *arguments, written=written, advice=advice)
