@@ -151,10 +151,9 @@ infra-cost: infra-environment ## Show what the infrastructure costs, by list pri
 #? RECIPE=FILE  The recipe of the run. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
-infra-preflight: infra-environment ## Check AWS quotas, reservation and images before infra-up.
+infra-preflight: infra-environment ## Check AWS quotas and reservation before infra-up.
 #? STACK VARS
 #? NODES=NUMBER  Trainium nodes to check for. Default: the most that the stack allows.
-#? TAG=TAG  Tag of the images to look for. Default: the tag that make images gives them.
 	@$(infra) preflight
 
 infra-up: infra-environment ## Create or update the infrastructure, after showing the cost and asking.

@@ -9,8 +9,14 @@ import argparse
 import os
 import sys
 
-from images.build import build_images, make_base_image, print_settings, publish_images, repository_of
-from images.docker import require_engine
+from images.build import (
+    build_images,
+    make_base_image,
+    print_settings,
+    publish_images,
+    repository_of,
+    require_engine,
+)
 from images.lock import lock, pin
 from images.platforms import SERVICES, VARIANTS
 from images.release import release

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 
-from images.docker import has_image, require_engine
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_digests, read_platforms
 from images.registry import is_held
 from images.versions import Build, describe_build, is_released
@@ -53,6 +53,27 @@ def _run_pants(goal: str, services: Sequence[str], variant: str, **variables: st
             f"./pants {goal} {' '.join(targets)} failed: see above. Where the base image cannot be pulled, "
             f"make images DEBOOTSTRAP=1 makes one without a registry, and BASE= and SLIM_BASE= name others."
         )
+
+
+def require_engine() -> None:
+    """Raises `DeviceError` when docker is not installed or its engine does not answer."""
+    if shutil.which("docker") is None:
+        raise DeviceError(
+            "docker is not on PATH. Install Docker (Debian: apt-get install docker.io). "
+            "`make demo` and `make test` do not need it."
+        )
+    answer = _run_docker("version", "--format", "{{.Server.Version}}")
+    if answer.returncode != 0:
+        raise DeviceError(f"the Docker engine does not answer: {answer.stderr.strip()}")
+
+
+def has_image(name: str) -> bool:
+    """Return whether this machine has an image of this name; False also where Docker is not installed."""
+    return shutil.which("docker") is not None and _run_docker("image", "inspect", name).returncode == 0
+
+
+def _run_docker(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
 
 
 def make_base_image(variant: str) -> None:

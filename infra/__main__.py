@@ -9,14 +9,14 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from images.platforms import SERVICES, find_variant
-from images.versions import describe_build
+from images.platforms import find_variant
 from infra.account.session import Account, explaining_refusals
 from infra.addons.releases import choose_releases, install_releases, print_differences, read_releases
 from infra.apply.inputs import Inputs, read_inputs
@@ -27,7 +27,6 @@ from infra.apply.variables import read_variables
 from infra.cost.estimate import describe_cost, require_budget
 from infra.preflight.checks import run_preflight
 from infra.preflight.machine_images import check_machine_image
-from infra.preflight.requirement import require_met
 from infra.teardown.leftovers import describe_leftovers, find_leftovers
 from infra.teardown.sequence import Teardown, Workloads
 from infra.workloads.batch_workloads import BatchWorkloads
@@ -36,7 +35,7 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.file import load_recipe
-from services.common.recipe.schema import STAGES, stage_nodes
+from services.common.recipe.schema import stage_nodes
 
 RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
 """The recipe that both targets deploy by default; a test compares it with theirs."""
@@ -73,7 +72,6 @@ class Given(BaseModel):
     CPU_NODES: NonNegativeInt = 0
     HOURS: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     RECIPE: Path = RECIPE
-    TAG: str = ""
     ONLY: str = ""
     DRY_RUN: bool = False
     KEEP_DATA: bool = True
@@ -134,7 +132,7 @@ def cost(given: Given) -> None:
 def preflight(given: Given) -> None:
     inputs = given.read_inputs()
     nodes = inputs.trainium.max_nodes if given.NODES is None else given.NODES
-    require_met(run_preflight(Account(inputs.region), inputs, nodes, _images(given, inputs)))
+    _require_met(run_preflight(Account(inputs.region), inputs, nodes))
     print("all requirements that can be checked from here are met")
 
 
@@ -154,7 +152,7 @@ def up(given: Given) -> None:
             f"KEEP_DATA=false"
         )
     if renewed := list_renewed_pools(found):
-        require_met(check_renewal(Account(inputs.region), inputs, renewed))
+        _require_met(check_renewal(Account(inputs.region), inputs, renewed))
     if found.is_applyable:
         _require_yes(f"Apply this plan in {inputs.region}?")
         stack.apply()
@@ -173,7 +171,7 @@ def _make_plan(given: Given, stack: Stack, is_quiet: bool) -> tuple[Plan, Inputs
     found = stack.plan(is_quiet=is_quiet)
     print(_describe_cost(given, inputs))
     require_budget(inputs, _today())
-    require_met(check_machine_image(inputs)[1])
+    _require_met(check_machine_image(inputs)[1])
     return found, inputs
 
 
@@ -221,6 +219,13 @@ def _describe_cost(given: Given, inputs: Inputs) -> str:
     return describe_cost(inputs, nodes, given.CPU_NODES, given.HOURS, recipe, _today())
 
 
+def _require_met(problems: Iterable[str]) -> None:
+    """Raises `DeviceError` with all problems, if there are any."""
+    if lines := [f"\n  - {each}" for each in problems]:
+        are = "requirement is" if len(lines) == 1 else "requirements are"
+        raise DeviceError(f"{len(lines)} {are} not met; nothing was changed:{''.join(lines)}")
+
+
 def _require_yes(question: str) -> None:
     """Asks on the terminal; `YES=1` answers yes.
 
@@ -238,15 +243,6 @@ def _require_yes(question: str) -> None:
 
 def _today() -> date:
     return datetime.now(UTC).date()
-
-
-def _images(given: Given, inputs: Inputs) -> dict[str, str]:
-    """Maps repositories to the tags that `make deploy-stage` and `make cluster-up` would use. Batch needs no head."""
-    variant = find_variant(inputs.trainium.shape)
-    return {
-        f"{inputs.repositories}/{each}": given.TAG or describe_build(each, variant).commit_tag
-        for each in (SERVICES if inputs.has_cluster else STAGES)
-    }
 
 
 if __name__ == "__main__":

@@ -53,13 +53,12 @@ def run_to_its_end(command: Sequence[str]) -> int:
     received: list[int] = []
     with on_stop_signal(received.append, received.append):
         process = subprocess.Popen(list(command), process_group=0)
-        is_told = False
-        while (exit_code := process.poll()) is None:
-            if received and not is_told:
-                process.send_signal(signal.SIGINT)
-                is_told = True
+        while not received and process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_SECONDS)
+        if received:
+            process.send_signal(signal.SIGINT)
+        exit_code = process.wait()
     if received:
         message = (
             f"{name_signal(received[0])}: {Path(command[0]).name} ended by itself with {exit_code}. Its changes stay; "

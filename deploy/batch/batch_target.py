@@ -45,7 +45,7 @@ class BatchTarget:
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
         """Deploy the stage, unless the identical deployment runs, or has succeeded and AGAIN=1 is not given."""
-        return self._deploy(self._check(self._resolve(request)), request, output)
+        return self._deploy(self._check(resolve_job(self._config, self._jobs, request)), request, output)
 
     def show_status(self) -> int:
         print(f"batch       {self._config.name}, {self._config.region}")
@@ -106,7 +106,7 @@ class BatchTarget:
             )
         print_line(f"rolling {stage} back: {present} -> {image}")
         again = replace(request.repeat(read_recipe(definitions[0])), tag=image.rpartition("@")[2])
-        resolved = self._resolve(again)
+        resolved = resolve_job(self._config, self._jobs, again)
         if not request.is_dry_run:
             self.stop(stage)
         return self._deploy(self._check(resolved), again, output)
@@ -142,7 +142,7 @@ class BatchTarget:
         later stage is refused.
         """
         request = replace(request, recipe=request.recipe or read_requested_recipe(DEFAULT_RECIPE))
-        checked = [self._check(self._resolve(request.of_pipeline(stage))) for stage in STAGES]
+        checked = [self._check(resolve_job(self._config, self._jobs, request.of_pipeline(stage))) for stage in STAGES]
         job_ids = self._submit(checked, output, is_dry_run=request.is_dry_run, is_again=request.is_again)
         if request.is_dry_run or not request.is_followed:
             return 0
@@ -159,9 +159,6 @@ class BatchTarget:
                 if job.exit_code:
                     return job.exit_code
         return 0
-
-    def _resolve(self, request: DeployRequest) -> ResolvedJob:
-        return resolve_job(self._config, self._jobs, request)
 
     def _look(self, stage: Stage, *, of_one_offs: bool = False) -> tuple[list[BatchJob], list[Definition]]:
         """Jobs and job definitions. Those of deployments that ended with exit code 0 are tagged first."""

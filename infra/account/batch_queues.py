@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from infra.account.session import STACK_TAG, Account
 from services.common.recipe.schema import STAGES
@@ -14,7 +13,7 @@ ACTIVE_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 def list_queues(account: Account, stack: str) -> list[str]:
     """Names of the queues with the stack's tag."""
     found = account.pages("batch", "describe_job_queues", "jobQueues")
-    return sorted(each["jobQueueName"] for each in found if _is_of(each, stack))
+    return sorted(each["jobQueueName"] for each in found if (each.get("tags") or {}).get(STACK_TAG) == stack)
 
 
 def list_job_ids(
@@ -31,7 +30,3 @@ def list_definitions(account: Account, stack: str) -> list[str]:
     asked = [{"jobDefinitionName": f"{stack}-{stage}", "status": "ACTIVE"} for stage in STAGES]
     pages = (account.pages("batch", "describe_job_definitions", "jobDefinitions", **each) for each in asked)
     return [each["jobDefinitionArn"] for page in pages for each in page]
-
-
-def _is_of(found: dict[str, Any], stack: str) -> bool:
-    return bool((found.get("tags") or {}).get(STACK_TAG) == stack)

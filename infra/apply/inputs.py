@@ -12,7 +12,6 @@ from infra.apply.terraform import STACK
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import LustreSize, default_lustre_size
 
-REPOSITORIES = "millrace"  # as in infra/stacks/common.tf; a contract test compares them
 ENDPOINTS = 10  # interface endpoints of modules/network, in one zone; a test counts them
 
 
@@ -88,16 +87,6 @@ class Inputs(BaseModel):
     @property
     def interface_endpoints(self) -> int:
         return ENDPOINTS if self.enable_interface_endpoints and not self.subnet_id else 0
-
-    @property
-    def repositories(self) -> str:
-        """Prefix of the stages' names in ECR."""
-        return self.given.get("ECR_REPO", REPOSITORIES).partition("/")[2] or REPOSITORIES
-
-    @property
-    def registry_id(self) -> str:
-        """Account of an existing registry; empty if the stack makes the repositories."""
-        return self.given.get("ECR_REPO", "").partition(".")[0]
 
 
 def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: Path = STACK) -> Inputs:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infra.account.batch_queues import list_job_ids, list_queues
-from infra.account.managed_node_groups import CORE, list_node_groups
+from infra.account.cluster_resources import CORE, list_node_groups
 from infra.account.session import Account
 from infra.apply.inputs import Inputs
 from infra.apply.terraform import Plan, type_of

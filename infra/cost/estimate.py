@@ -113,7 +113,9 @@ def describe_cost(
         f"and CloudWatch Container Insights, billed by metric and mostly while nodes are up (idle_alarm = null and "
         f"enable_pod_logs = false turn it off)."
     )
-    text += ["Sources of the prices:", *(_describe_source(line) for line in [*standing, *running])]
+    text.append("Sources of the prices:")
+    for line in [*standing, *running]:
+        text.append(f"  {line.what}: {line.price.source if line.price else 'none: no public list has the type'}")
     return "\n".join(text)
 
 
@@ -191,10 +193,6 @@ def _nodes(pool: str, shape_name: str, count: int) -> Line:
     found = find_shape(shape_name).price
     price = ListPrice(found.dollars_per_hour, found.dated, found.source, found.region) if found else None
     return Line(f"{count} x {shape_name} ({pool})", count, price)
-
-
-def _describe_source(line: Line) -> str:
-    return f"  {line.what}: {line.price.source if line.price else 'none: no public list has the type'}"
 
 
 def _sum(lines: list[Line]) -> float:

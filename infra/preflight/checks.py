@@ -10,11 +10,9 @@ from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from typing import Any
 
-from images.platforms import find_variant
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.apply.inputs import Inputs
-from infra.preflight.machine_images import check_machine_image
-from infra.preflight.requirement import CheckResult
+from infra.preflight.machine_images import CheckResult, check_machine_image
 from infra.shapes import find_shape, read_shapes
 from infra.teardown.leftovers import list_instances
 
@@ -34,11 +32,8 @@ QUOTAS = {
 }
 
 
-def run_preflight(account: Account, inputs: Inputs, nodes: int, images: dict[str, str]) -> list[str]:
-    """Prints one or more lines per check, and returns the requirements that are not met.
-
-    `images` are the tags that a deployment would use, by repository. Raises `DeviceError` without credentials.
-    """
+def run_preflight(account: Account, inputs: Inputs, nodes: int) -> list[str]:
+    """Prints one or more lines per check, and returns the requirements that are not met."""
     caller = account.client("sts").get_caller_identity()
     print(f"account     {caller['Account']} as {caller['Arn']}, {account.region}", flush=True)
     running = list(list_instances(account, [{"Name": "instance-state-name", "Values": ["pending", "running"]}]))
@@ -50,7 +45,6 @@ def run_preflight(account: Account, inputs: Inputs, nodes: int, images: dict[str
         checks["groups"] = lambda: [_check_default_group(account, inputs.subnet_id)]
     checks["quota"] = lambda: _check_quotas(account, inputs, nodes, others)
     checks["capacity"] = lambda: [_check_capacity(account, inputs, nodes, up)]
-    checks["images"] = lambda: [_check_images(account, inputs, images)]
     problems: list[str] = []
     for title, check in checks.items():
         for number, (seen, found) in enumerate(check()):
@@ -179,22 +173,3 @@ def _admits(rules: list[dict[str, Any]], group: str, protocol: str) -> bool:
         )
         for rule in rules
     )
-
-
-def _check_images(account: Account, inputs: Inputs, images: dict[str, str]) -> CheckResult:
-    """Checks the images' tags in existing repositories. The stack makes those that are not there, unless others do."""
-    registry = {"registryId": inputs.registry_id} if inputs.registry_id else {}
-    variant, missing, problems = find_variant(inputs.trainium.shape), [], []
-    for repository, tag in sorted(images.items()):
-        wanted, asked = f"{repository}:{tag}", {"repositoryName": repository, "imageIds": [{"imageTag": tag}]}
-        if not account.find("ecr", "describe_repositories", repositoryNames=[repository], **registry):
-            missing.append(repository)
-            if registry:
-                command = f"aws ecr create-repository --repository-name {repository}"
-                problems.append(f"no repository for {wanted} in {account.region}: {command}")
-        elif not account.find("ecr", "describe_images", **asked, **registry):
-            make = f"make images STAGE={repository.rpartition('/')[2]} VARIANT={variant} PUSH=REGISTRY"
-            problems.append(f"no image {wanted} in {account.region}: {make}, or name an existing tag with TAG=")
-    lacking = f"; infra-up makes {', '.join(missing)}" if missing and not registry else ""
-    present = len(images) - len(problems) - (0 if registry else len(missing))
-    return f"{present} of {len(images)} tags are in ECR{lacking}", problems

@@ -8,10 +8,10 @@ from __future__ import annotations
 from images.platforms import explain_no_image, find_variant, read_neuron_nodes
 from infra.apply.inputs import Inputs
 from infra.aws_releases import read_machine_images
-from infra.preflight.requirement import CheckResult
 from infra.shapes import read_shapes
 
 TABLE = "infra/aws_releases.json"
+CheckResult = tuple[str, list[str]]  # what was seen, in one line, and the requirements that are not met
 
 
 def check_machine_image(inputs: Inputs) -> CheckResult:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
-from infra.account.load_balancers import list_load_balancers
+from infra.account.cluster_resources import list_load_balancers
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.cost.estimate import control_plane_price
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, read_prices
@@ -150,12 +150,10 @@ def _named(account: Account, stack: str) -> Iterator[Leftover]:
             price = gigabytes * dollars("log_gb_month")
             yield Leftover("log group", each["logGroupName"], f"{gigabytes:.1f} GB", price)
     start = f"{stack}-{account.region}"
-    for each in account.pages("iam", "list_roles", "Roles"):
-        if each["RoleName"].startswith(f"{start}-"):
-            yield Leftover("IAM role", each["RoleName"], "", 0)
-    for each in account.pages("iam", "list_policies", "Policies", Scope="Local"):
-        if each["PolicyName"].startswith(f"{start}-"):
-            yield Leftover("IAM policy", each["PolicyName"], "", 0)
+    roles = [each["RoleName"] for each in account.pages("iam", "list_roles", "Roles")]
+    policies = [each["PolicyName"] for each in account.pages("iam", "list_policies", "Policies", Scope="Local")]
+    for kind, names in (("IAM role", roles), ("IAM policy", policies)):
+        yield from (Leftover(kind, name, "", 0) for name in names if name.startswith(f"{start}-"))
 
 
 def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:

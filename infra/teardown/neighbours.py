@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.account.load_balancers import list_load_balancers
-from infra.account.managed_node_groups import list_node_groups
+from infra.account.cluster_resources import list_load_balancers, list_node_groups
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.teardown.leftovers import list_instances
 

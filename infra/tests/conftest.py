@@ -84,15 +84,6 @@ class Aws:
         requests.post(f"{self.endpoint}/moto-api/reset", timeout=30).raise_for_status()
         self.quotas, self.reservations = {}, []
 
-    def push_images(self, *repositories: str, tag: str) -> None:
-        """Makes the repositories, and in each of them an image of that tag."""
-        ecr = self.client("ecr")
-        for name in repositories:
-            ecr.create_repository(repositoryName=name, imageTagMutability="IMMUTABLE")
-            manifest = f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{name}"}}}}'
-            media = "application/vnd.oci.image.manifest.v1+json"
-            ecr.put_image(repositoryName=name, imageManifest=manifest, imageManifestMediaType=media, imageTag=tag)
-
     def make_subnets(self, *zone_ids: str, tags: dict[str, str] | None = None) -> list[str]:
         """Makes a network with a subnet in each of the zones; returns the subnets' ids. `tags` are the network's."""
         ec2 = self.client("ec2")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.account.managed_node_groups import list_node_groups
+from infra.account.cluster_resources import list_node_groups
 from infra.apply.terraform import type_of
 from infra.teardown.neighbours import find_in_account
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, destroy, list_left, simulated_aws

@@ -9,33 +9,28 @@ from typing import Any
 
 import pytest
 
-from images.platforms import SERVICES
 from infra.account.session import STACK_TAG
 from infra.apply.inputs import read_inputs
 from infra.preflight.checks import check_reservation
 from infra.tests.conftest import PLACE, REGION, Aws, RunInfra, WriteValues
-from services.common.recipe.schema import STAGES
 
 ZONE = "usw2-az4"
 QUOTA = "Running On-Demand Trn instances"
 STANDARD = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
-TAG = "1.0.0-neuron"
 VARIABLES = f"{PLACE}cpu_nodes = {{ max_nodes = 2 }}\n"
 RESERVED = 'capacity = {{ kind = "{}", reservation_id = "cr-1", ends_at = "{}" }}\n'
 
 
 @pytest.fixture
-def variables(write_values: WriteValues, monkeypatch: pytest.MonkeyPatch) -> WriteValues:
+def variables(write_values: WriteValues) -> WriteValues:
     write_values(VARIABLES)
-    monkeypatch.setenv("TAG", TAG)
     return write_values
 
 
 @pytest.fixture
 def fitting(aws: Aws, variables: WriteValues) -> Aws:
-    """An account in which four nodes fit, with the images in it."""
+    """An account in which four nodes fit."""
     aws.quotas |= {QUOTA: 512, STANDARD: 80}
-    aws.push_images(*(f"millrace/{service}" for service in SERVICES), tag=TAG)
     return aws
 
 
@@ -55,18 +50,16 @@ def test_an_account_in_which_everything_fits(run_infra: RunInfra, fitting: Aws) 
     ):
         vcpus = quota.rpartition(" ")[2]
         assert re.search(rf"{re.escape(quota)} vCPU, 0 .*, {nodes} .* {vcpus}$", done.stdout, re.MULTILINE)
-    assert "4 of 4 tags are in ECR" in done.stdout
     assert "accept the Neuron driver of 1.34.7-20260505" in done.stdout
     assert "NOT MET" not in done.stdout
 
 
-def test_batch_needs_no_head_and_no_core_nodes(run_infra: RunInfra, on_batch: Aws) -> None:
+def test_batch_needs_no_core_nodes(run_infra: RunInfra, on_batch: Aws) -> None:
     on_batch.quotas[STANDARD] = 64
 
     done = run_infra("preflight")
 
     assert re.search(r"64 vCPU, 0 .*, 2 x m7i\.8xlarge need 64\n", done.stdout)
-    assert "3 of 3 tags are in ECR" in done.stdout
     assert "accept the Neuron driver of al2023-ami-ecs-neuron" in done.stdout
 
 
@@ -90,30 +83,18 @@ def test_what_does_not_fit_the_images_is_named(
     assert "infra/aws_releases.json" in done.stderr
 
 
-def test_before_infra_up_no_repository_is_missed(run_infra: RunInfra, aws: Aws, variables: WriteValues) -> None:
-    aws.quotas |= {QUOTA: 512, STANDARD: 80}
-
-    done = run_infra("preflight")
-
-    repositories = ", ".join(f"millrace/{service}" for service in sorted(SERVICES))
-    assert re.search(rf"0 of 4 tags are in ECR; .*{repositories}", done.stdout)
-
-
 def test_everything_that_does_not_fit_is_named_at_once(run_infra: RunInfra, aws: Aws, variables: WriteValues) -> None:
     """What others run counts against a quota, and the stack's own nodes do not."""
     aws.quotas |= {QUOTA: 512, STANDARD: 5}  # the second is what a new account has
     aws.run_instance("trn1.32xlarge")
     for _ in range(2):
         aws.run_instance("trn1.32xlarge", {STACK_TAG: "millrace"})
-    aws.client("ecr").create_repository(repositoryName="millrace/head")
 
     done = run_infra("preflight", exit_code=4)
 
-    assert "3 requirements are not met" in done.stderr
+    assert "2 requirements are not met" in done.stderr
     assert re.search("512 vCPU, 128 .* 4 x trn1.32xlarge .*, expected 640 or more", done.stderr)
     assert re.search("5 vCPU, 0 .* 2 x m7i.2xlarge and 2 x m7i.8xlarge .*, expected 80 or more", done.stderr)
-    assert "no image millrace/head:1.0.0-neuron" in done.stderr
-    assert "make images STAGE=head VARIANT=neuron PUSH=" in done.stderr
 
 
 def test_a_reservation_that_fits(run_infra: RunInfra, fitting: Aws, variables: WriteValues) -> None:
@@ -206,21 +187,6 @@ def test_what_the_default_group_of_a_given_vpc_lacks_is_named_with_the_commands_
     ec2.authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=everything)
     ec2.authorize_security_group_egress(GroupId=group["GroupId"], IpPermissions=[*everything, web])
     run_infra("preflight")
-
-
-def test_a_registry_that_is_given_needs_its_repositories(
-    run_infra: RunInfra, on_batch: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = tmp_path / "config.txt"
-    config.write_text(f"REGION={REGION}\nECR_REPO=123456789012.dkr.ecr.{REGION}.amazonaws.com/ml/llama\n")
-    monkeypatch.setenv("TF_VAR_config", str(config))
-    made, missing = STAGES[:-1], STAGES[-1]
-    on_batch.push_images(*(f"ml/llama/{stage}" for stage in made), tag=TAG)
-
-    done = run_infra("preflight", exit_code=4)
-
-    assert f"aws ecr create-repository --repository-name ml/llama/{missing}" in done.stderr
-    assert "1 requirement is not met" in done.stderr
 
 
 def test_without_credentials_it_says_how_to_sign_in(

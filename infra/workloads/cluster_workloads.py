@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.account.load_balancers import list_load_balancers
-from infra.account.managed_node_groups import CORE, list_node_groups
+from infra.account.cluster_resources import CORE, list_load_balancers, list_node_groups
 from infra.account.polling import wait_until_none
 from infra.account.session import Account
-from infra.addons.releases import read_releases, remove_releases
+from infra.addons.releases import list_installed, read_releases, remove_releases
 from infra.apply.overlay_settings import forget_settings
-from infra.teardown.cluster_neighbours import Owners, find_on_cluster, read_owners
+from infra.teardown.cluster_neighbours import NAMESPACES, find_on_cluster
 from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
 from infra.teardown.neighbours import Neighbour
 from infra.workloads import kubernetes_cluster
@@ -48,7 +47,7 @@ class ClusterWorkloads:
         if not self.is_there():
             return []
         kubernetes_cluster.require_context(self.account, self.cluster)
-        return list(find_on_cluster(read_owners()))
+        return list(find_on_cluster())
 
     def stop(self) -> None:
         """Stops deployments, empties node groups, removes add-ons, and deletes Services and claims.
@@ -57,12 +56,11 @@ class ClusterWorkloads:
         something has not stopped or is not gone in time.
         """
         kubernetes_cluster.require_context(self.account, self.cluster)
-        owners = read_owners()
         self._stop_deployments()
         self._empty_pools()
         # First, because a claim stays while a pod of an add-on uses it.
-        remove_releases(read_releases(), list(owners.releases))
-        self._delete_cloud_objects(owners)
+        remove_releases(read_releases(), list_installed())
+        self._delete_cloud_objects()
 
     def forget(self) -> None:
         forget_settings(self.settings)
@@ -107,24 +105,25 @@ class ClusterWorkloads:
         )
         print(f"nodes       0 in {', '.join(each.name for each in emptied) or 'no pool'}", flush=True)
 
-    def _delete_cloud_objects(self, owners: Owners) -> None:
+    def _delete_cloud_objects(self) -> None:
         """Deletes Services and claims while the controllers run that delete their load balancers and volumes."""
         for each in kubernetes_cluster.list_cloud_objects():
-            if owners.has_made(each):
-                print(f"deleting    {each}", flush=True)
-                kubernetes_cluster.delete_object(each)
+            print(f"deleting    {each}", flush=True)
+            options = ["--ignore-not-found", "--wait=false"]  # a claim stays until its pods are gone
+            kubernetes_cluster.run_kubectl(["--namespace", each.namespace, "delete", each.kind, each.name, *options])
         wait_until_none(
             "volumes and load balancers",
-            lambda: list(self._list_made(owners)),
+            lambda: list(self._list_made()),
             OBJECTS_SECONDS,
             "A claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A lists them",
         )
         print("volumes     0 volumes of claims and load balancers of Services that Millrace made", flush=True)
 
-    def _list_made(self, owners: Owners) -> Iterator[str]:
+    def _list_made(self) -> Iterator[str]:
         """Load balancers and volumes that controllers made for Services and claims in Millrace's own namespaces."""
+        own = {*NAMESPACES, *(release.namespace for release in read_releases())}
         made = list_load_balancers(self.account, self.cluster)
         made |= {volume["VolumeId"]: claim for volume, claim in list_claim_volumes(self.account, self.cluster)}
         for name, origin in made.items():
-            if origin.partition("/")[0] in owners.namespaces:
+            if origin.partition("/")[0] in own:
                 yield name

@@ -68,12 +68,6 @@ def list_cloud_objects() -> list[CloudObject]:
     ]
 
 
-def delete_object(found: CloudObject) -> None:
-    """Requests the deletion without waiting. A claim stays until its pods are gone."""
-    options = ["--ignore-not-found", "--wait=false"]
-    run_kubectl(["--namespace", found.namespace, "delete", found.kind, found.name, *options])
-
-
 def release_of(found: KubernetesObject) -> tuple[str, str] | None:
     """Namespace and name of the helm release that contains the object."""
     annotations = found["metadata"].get("annotations") or {}

@@ -13,7 +13,7 @@ import hcl2
 import yaml
 
 from images.platforms import REPOSITORY
-from infra.account import managed_node_groups
+from infra.account import cluster_resources
 from infra.teardown import cluster_neighbours
 from infra.workloads import cluster_workloads
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, NODE_POOL, POOL_LABEL, SHAPE_LABEL, stage_annotation
@@ -158,8 +158,8 @@ def _placement(own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> 
     zones = {key for pod in pods.values() for key in pod.get("nodeSelector", {}) if "zone" in key}
     yield Agreement("zones that pods select (the pool is in one)", set(), zones)
     yield Agreement("label of the pools, in the commands", label, POOL_LABEL)
-    yield Agreement("label of the pools, in the commands of infra", managed_node_groups.POOL_LABEL, POOL_LABEL)
-    yield Agreement("pool of the head, in the commands of infra", managed_node_groups.CORE, used["head"])
+    yield Agreement("label of the pools, in the commands of infra", cluster_resources.POOL_LABEL, POOL_LABEL)
+    yield Agreement("pool of the head, in the commands of infra", cluster_resources.CORE, used["head"])
     yield Agreement("taint of Trainium nodes, in the commands", taint["key"], NEURON)
     yield Agreement("label of node groups' shapes, in the commands", own["shape_label"], SHAPE_LABEL)
     for name in _groups(objects):

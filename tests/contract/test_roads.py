@@ -121,17 +121,14 @@ def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:
     assert of_the_overlay == REPOSITORY / NEURON_RECIPE == infra.__main__.RECIPE
 
 
-def test_the_stages_of_the_batch_road_are_submitted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_stages_of_the_batch_road_are_submitted(capsys: pytest.CaptureFixture[str]) -> None:
     """Every stage is submitted as typed, to its queue, in a simulated account."""
     with simulated_account() as cloud:
         for typed in deployments("batch"):
             request = replace(read_request(typed), tag=TAG, is_followed=False)
             assert cloud.target.deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
-        with monkeypatch.context() as patch:
-            assert cloud.target.run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
+        assert cloud.target.run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
         queues = [job["jobQueue"] for job in cloud.submitted]
     said = capsys.readouterr().out
 

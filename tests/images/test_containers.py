@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from images.build import choose_platform
-from images.docker import require_engine
+from images.build import choose_platform, require_engine
 from images.lock import pins_of
 from images.platforms import REPOSITORY, SERVICES
 from images.registry import resolve_digest

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from images.docker import require_engine
+from images.build import require_engine
 from services.common.errors import DeviceError
 from services.common.process.shutdown import STOP_SIGNALS
 from tests.cluster.kit.node_images import ctr, load
