@@ -37,10 +37,6 @@ class ContainerMount:
     """Kind of storage: `temporary` is the container's own disk space and `memory` its own memory; `shared` is the
     artifact root, and `recipe` holds the recipe's file."""
 
-    @property
-    def is_read_only(self) -> bool:
-        return self.kind == "recipe"
-
 
 SCRATCH = ContainerMount("scratch", "/scratch", "temporary")
 ROOT = ContainerMount("fsx", "/fsx", "shared")

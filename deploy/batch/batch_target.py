@@ -206,7 +206,8 @@ class BatchTarget:
         done = [*takewhile(lambda each: each.done and not each.present and not is_again, checked)]
         job_ids: dict[Stage, str] = {}
         for each in checked:
-            print(f"{'== ' if len(checked) > 1 else ''}{each.name}\n{each.plan}", flush=True)
+            name = " ".join([each.stage, *each.spec.words[:1]])  # of a one-off with its subcommand
+            print(f"{'== ' if len(checked) > 1 else ''}{name}\n{each.plan}", flush=True)
             if each.present:
                 print_line(f"job {each.present.id} ({each.present.state}) already runs it")
                 job_ids[each.stage] = each.present.id

@@ -152,7 +152,7 @@ def _render_container(config: Config, contract: StageContract, spec: JobSpec) ->
         ],
         "volumes": [{"name": name, "host": {"sourcePath": path}} for name, path in HOST_FOLDERS.items()],
         "mountPoints": [
-            {"sourceVolume": each.name, "containerPath": each.path, "readOnly": each.is_read_only}
+            {"sourceVolume": each.name, "containerPath": each.path, "readOnly": each.kind == "recipe"}
             for each in contract.mounts
             if each.name in HOST_FOLDERS
         ],

@@ -57,11 +57,6 @@ class ResolvedJob:
         return self.spec.stage
 
     @property
-    def name(self) -> str:
-        """The stage, with the subcommand of a one-off."""
-        return " ".join([self.stage, *self.spec.words[:1]])
-
-    @property
     def identity(self) -> str:
         """The digest that identical deployments share."""
         return str(self.body["tags"][DEPLOYMENT_TAG])

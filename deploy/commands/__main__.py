@@ -105,14 +105,6 @@ def explain_inapplicable(name: str, command: str, target: Target) -> str:
     return "" if target in targets else f"it is for TARGET={' and TARGET='.join(targets)}"
 
 
-def refuse_inapplicable(command: str, target: Target, given: Mapping[str, str]) -> None:
-    """Raise `RecipeError` for a variable that does not apply to the command on the target."""
-    for name, value in sorted(given.items(), key=lambda each: each[0] != "TARGET"):
-        if reason := explain_inapplicable(name, command, target):
-            on = "" if name == "TARGET" else f" with TARGET={target}"
-            raise RecipeError(f"{name}={value} does not apply to {command}{on}: {reason}")
-
-
 def write_given(values: Mapping[str, Any]) -> dict[str, str]:
     """The variables with another value than their default, as a person types them."""
     given = {VARIABLES[each][1]: value for each, value in values.items()}
@@ -138,8 +130,10 @@ class Given:
     def __init__(self, command: str, values: dict[str, Any]) -> None:
         self._values, given = values, write_given(values)
         self.target = values.get("target", "local")
-        if command != "demo":
-            refuse_inapplicable(command, self.target, given)
+        for name, value in sorted(given.items(), key=lambda each: each[0] != "TARGET") if command != "demo" else ():
+            if reason := explain_inapplicable(name, command, self.target):
+                on = "" if name == "TARGET" else f" with TARGET={self.target}"
+                raise RecipeError(f"{name}={value} does not apply to {command}{on}: {reason}")
         self.repetition = " ".join(["make", command, *(f"{name}={value}" for name, value in given.items())])
 
     def __getitem__(self, name: str) -> Any:

@@ -84,10 +84,6 @@ class Inputs(BaseModel):
         throughput = self.fsx.throughput or default.megabytes_per_second_per_tib
         return LustreSize(self.fsx.gib or default.gib, throughput)
 
-    @property
-    def interface_endpoints(self) -> int:
-        return ENDPOINTS if self.enable_interface_endpoints and not self.subnet_id else 0
-
 
 def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: Path = STACK) -> Inputs:
     """Picks what the commands need. With `needs_place` raises `RecipeError` if no region or zone is chosen yet."""

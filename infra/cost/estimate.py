@@ -1,14 +1,19 @@
-"""Estimates what a stack costs: per hour while it is up, more while a deployment has nodes, and in total for a run."""
+"""Estimates what a stack costs: per hour while it is up, more while a deployment has nodes, and in total for a run.
+
+List prices of everything except nodes are in `prices.json`. Prices differ by region and change.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
+from pathlib import Path
 
-from infra.apply.inputs import Inputs
+from infra.apply.inputs import ENDPOINTS, Inputs
 from infra.aws_releases import read_standard_support_end
-from infra.cost.prices import HOURS_OF_A_MONTH, ListPrice, dollars, fsx_gb_month, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
@@ -17,7 +22,35 @@ from services.common.recipe.derived import estimate_step, round_hours
 from services.common.recipe.memory_estimate import checkpoint_bytes
 from services.common.recipe.schema import Recipe
 
+PRICES_JSON = Path(__file__).parent / "prices.json"
+HOURS_OF_A_MONTH = 730
 FSX_THROUGHPUTS = (125, 250, 500, 1000)
+
+
+@dataclass(frozen=True)
+class ListPrice:
+    """A list price. Its name in the table ends with its unit: `hour`, `month`, `gb` or `gb_month`."""
+
+    dollars: float
+    dated: str
+    source: str
+    region: str
+
+
+@cache
+def read_prices() -> dict[str, ListPrice]:
+    """All prices by name, which are of one region."""
+    table = json.loads(PRICES_JSON.read_text(encoding="utf-8"))
+    return {name: ListPrice(region=table["region"], **entry) for name, entry in table["prices"].items()}
+
+
+def dollars(name: str) -> float:
+    return read_prices()[name].dollars
+
+
+def fsx_gb_month(throughput: int) -> str:
+    """Name of the price of a PERSISTENT_2 file system with that many MB/s per TiB."""
+    return f"fsx_{throughput}_gb_month"
 
 
 @dataclass(frozen=True)
@@ -49,7 +82,7 @@ def list_standing(inputs: Inputs, today: date) -> list[Line]:
     for what, count, name in (
         ("NAT gateway", gateways, "nat_gateway_hour"),
         ("NAT gateway's public address", gateways, "public_address_hour"),
-        ("interface endpoint", inputs.interface_endpoints, "interface_endpoint_hour"),
+        ("interface endpoint", ENDPOINTS * gateways * inputs.enable_interface_endpoints, "interface_endpoint_hour"),
     ):
         lines.append(Line(f"{count} x {what}", count, prices[name]))
     if size := inputs.lustre_size:

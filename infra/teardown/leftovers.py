@@ -14,8 +14,7 @@ from typing import Any
 from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
 from infra.account.cluster_resources import list_load_balancers
 from infra.account.session import STACK_TAG, Account, tags_of
-from infra.cost.estimate import control_plane_price
-from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, read_prices
+from infra.cost.estimate import HOURS_OF_A_MONTH, control_plane_price, dollars, fsx_gb_month, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")

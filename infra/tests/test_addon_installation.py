@@ -10,7 +10,7 @@ import pytest
 from infra.addons.releases import read_releases
 from infra.tests.conftest import RunInfra
 from infra.tests.programs import Programs
-from infra.tests.site import KUBECTL, Cluster
+from infra.tests.site import Cluster
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = [release.name for release in read_releases()]
@@ -83,16 +83,6 @@ def test_add_ons_are_installed_in_order_marked_and_after_their_definitions(
     assert cluster.applied == "definitions of kuberay-operator\ndefinitions of kube-prometheus-stack\n"
     first = calls.index(f"helm show crds kuberay-operator --repo {kuberay.repository} --version {kuberay.version}")
     assert calls[first + 1 : first + 3] == [f"{apply} --filename -", upgrades[0]]
-
-
-def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(run_infra: RunInfra, cluster: Installed) -> None:
-    refusal = '[ "$1" != apply ] || { echo "Error from server (Forbidden)" >&2; exit 1; }\n'
-    cluster.programs.add("kubectl", refusal + KUBECTL.replace("OBJECTS", str(cluster.folder)))
-
-    done = run_infra("addons", exit_code=4)
-
-    assert "Forbidden" in done.stderr
-    assert cluster.upgraded == []
 
 
 def test_only_those_that_are_named_are_installed(

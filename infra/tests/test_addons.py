@@ -30,13 +30,8 @@ PLATFORMS = tomllib.loads((REPOSITORY / "images/platforms.toml").read_text(encod
     ("name", "path", "expected"),
     [
         ("volcano", "basic.image_tag_version", f"v{RELEASES['volcano'].version}"),
-        # So that its scheduler starts again while the public registry does not answer.
-        ("volcano", "basic.image_pull_policy", "IfNotPresent"),
         ("neuron", "devicePlugin.image.tag", PLATFORMS["neuron"]["node"]["device_plugin"]),
-        ("neuron", "npd.enabled", True),
         ("neuron", "npd.nodeRecovery.enabled", False),
-        ("neuron", "scheduler.enabled", False),
-        ("neuron", "draDriver.enabled", False),
         ("kuberay", "batchScheduler", {"enabled": False, "name": ""}),
     ],
 )

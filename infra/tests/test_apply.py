@@ -35,32 +35,6 @@ def applied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applied]:
         yield apply_stack("eks", VARIABLES, endpoint, place)
 
 
-def test_outputs_are_what_the_commands_and_the_overlay_read(applied: Applied) -> None:
-    outputs = {name: each["value"] for name, each in json.loads(applied.run("output", "-json")).items()}
-    assert set(outputs) == {
-        *("region", "cluster_name", "namespace", "zone_id", "registry", "repositories", "bucket", "capacity_ends_at"),
-        *("fsx_id", "fsx_dns_name", "fsx_mount_name", "fsx_gib", "pod_identities", "node_labels", "node_taints"),
-        *("trainium_shape", "trainium_node_group", "trainium_max_nodes", "cpu_shape", "cpu_node_group"),
-        *("cpu_max_nodes", "addresses_per_node"),
-    }
-    assert outputs["registry"] == f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
-    assert outputs["fsx_id"].startswith("fs-")
-    assert outputs["fsx_dns_name"].startswith(outputs["fsx_id"])
-
-
-def test_no_node_is_there_that_a_deployment_did_not_ask_for(applied: Applied) -> None:
-    eks = applied.client("eks")
-    groups = {
-        name: eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"]
-        for name in eks.list_nodegroups(clusterName="millrace")["nodegroups"]
-    }
-    assert {name: group["scalingConfig"]["desiredSize"] for name, group in groups.items()} == {
-        "core": 2,
-        "cpu": 0,
-        "trainium": 0,
-    }
-
-
 def test_nothing_that_the_stack_made_is_taken_for_somebody_elses(
     applied: Applied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,14 +57,6 @@ def test_a_deployments_nodes_are_not_taken_back_by_the_next_apply(applied: Appli
     changes = json.loads(applied.run("show", "-json", str(plan)))["resource_changes"]
     [planned] = [each["change"]["after"] for each in changes if each["address"] == address]
     assert planned["scaling_config"][0]["desired_size"] == 3
-
-
-def test_who_applies_administers_the_cluster(applied: Applied) -> None:
-    caller = applied.client("sts").get_caller_identity()["Arn"]
-    found = applied.client("eks").list_associated_access_policies(clusterName="millrace", principalArn=caller)
-    assert [each["policyArn"].rpartition("/")[2] for each in found["associatedAccessPolicies"]] == [
-        "AmazonEKSClusterAdminPolicy"
-    ]
 
 
 def test_a_plan_tells_what_renews_nodes_from_what_does_not(applied: Applied) -> None:

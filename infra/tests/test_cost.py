@@ -14,8 +14,7 @@ import pytest
 from infra import __main__ as commands
 from infra.apply.inputs import ENDPOINTS
 from infra.apply.terraform import STACK
-from infra.cost.estimate import FSX_THROUGHPUTS
-from infra.cost.prices import fsx_gb_month, read_prices
+from infra.cost.estimate import FSX_THROUGHPUTS, fsx_gb_month, read_prices
 from infra.tests.conftest import RunInfra, WriteValues
 from services.common.recipe.file import load_recipe
 from services.trainer.inspection.run_plan import Assumptions, describe_plan

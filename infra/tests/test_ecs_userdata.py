@@ -7,7 +7,6 @@ import hashlib
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -158,24 +157,14 @@ def test_user_data_is_a_message_of_scripts_alone() -> None:
         assert str(part.get_payload()).strip() == script.strip()
 
 
-@pytest.fixture(scope="module")
-def rlimits() -> dict[str, dict[str, Any]]:
+def test_a_node_config_has_both_limits_and_nodeadm_merges_locked_memory_without_one() -> None:
+    """A list in a NodeConfig replaces nodeadm's own, which reads numbers as floats; containerd reads unsigned ones."""
     config = yaml.safe_load((USERDATA / "nodeconfig.yaml").read_text(encoding="utf-8"))
-    assert config["apiVersion"] == "node.eks.aws/v1alpha1"
-    limits = config["spec"]["containerd"]["baseRuntimeSpec"]["process"]["rlimits"]
-    return {limit["type"]: limit for limit in limits}
-
-
-def test_locked_memory_is_without_limit_after_nodeadm_has_merged_it(rlimits: dict[str, dict[str, Any]]) -> None:
-    """nodeadm reads numbers as floats and containerd as unsigned integers of 64 bits."""
-    merged = json.loads(json.dumps(rlimits["RLIMIT_MEMLOCK"]), parse_int=float)
+    memory, files = config["spec"]["containerd"]["baseRuntimeSpec"]["process"]["rlimits"]
+    merged = json.loads(json.dumps(memory), parse_int=float)
     assert 2**50 < int(merged["hard"]) <= UINT64_MAX
-    assert merged["soft"] == merged["hard"]
-
-
-def test_the_limit_of_open_files_is_said_too(rlimits: dict[str, dict[str, Any]]) -> None:
-    """A list in a NodeConfig replaces nodeadm's own."""
-    assert rlimits["RLIMIT_NOFILE"] == {"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 1048576}
+    assert (merged["type"], merged["soft"]) == ("RLIMIT_MEMLOCK", merged["hard"])
+    assert files == {"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 1048576}
 
 
 def test_user_data_of_eks_is_a_script_and_a_node_config(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""infra-down on a cluster that others use, too: it takes down what Millrace made, and what it did not make it names."""
+"""infra-down on a cluster or in a network that others use, too: it names what they have, and destroys nothing of it."""
 
 from __future__ import annotations
 

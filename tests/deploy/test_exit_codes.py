@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.exit_codes import MESSAGE_CHARACTERS, find_error_line, is_tried_again, resolve_exit_code
-from services.common.errors import EXIT_INTERRUPTED, MillraceError, TryAgain
+from deploy.exit_codes import MESSAGE_CHARACTERS, find_error_line, resolve_exit_code
 
 
 @pytest.mark.parametrize(("told", "expected"), [(0, 0), (3, 3), (75, 75), (None, 75), (-9, 75), (-15, 75)])
 def test_a_command_that_told_no_code_was_lost(told: int | None, expected: int) -> None:
     assert resolve_exit_code(told) == expected
-
-
-def test_one_code_is_tried_again() -> None:
-    codes = {each.exit_code for each in MillraceError.__subclasses__()} | {0, 1, EXIT_INTERRUPTED}
-    assert {code for code in codes if is_tried_again(code)} == {TryAgain.exit_code} == {75}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from images.build import choose_platform
-from images.platforms import REPOSITORY, SERVICES
+from images.platforms import REPOSITORY
 from tests.command import call
 from tests.images.checkout import write
 
@@ -63,13 +62,6 @@ def test_an_image_for_gpus_takes_no_torch_from_elsewhere(variable: str) -> None:
 
     for taken in (install("compiler-cpu.txt", **{variable: "https://example.com/cpu"}), install("compiler-cuda.txt")):
         assert "3.11.99" in taken.stderr
-
-
-def test_one_base_replaces_those_of_all_images_that_stand_on_slim_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BASE", "registry.example.com/python:3.11.14-slim")
-    for variant in ("cpu", "cuda"):
-        platform = choose_platform(variant)
-        assert {platform.base_of(service) for service in SERVICES} == {"registry.example.com/python:3.11.14-slim"}
 
 
 def bootstrap(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -111,11 +111,3 @@ def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path,
     with pytest.raises(DeviceError):
         release("trainer", "0.2.0", repository)
     assert state(repository) == before
-
-
-def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> None:
-    repository = make_checkout(tmp_path)
-    change_a_schema(repository)
-    git(repository, "mv", "tests/contract/manifests/corpus-4.json", "tests/contract/manifests/corpus-5.json")
-    commit(repository, "Give the corpus schema its next number")
-    assert release("trainer", "0.2.0", repository) == "trainer-v0.2.0"
