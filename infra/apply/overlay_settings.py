@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.manifest import write_durably
+from services.common.errors import DeviceError
 
 SETTINGS = Path(__file__).parents[2] / "k8s/overlays/eks/settings.env"
 PLACEHOLDER = "CHANGE-ME"
@@ -22,9 +23,15 @@ END = "CAPACITY_ENDS_AT"
 def write_settings(outputs: Mapping[str, Any], path: Path = SETTINGS) -> None:
     """Replaces the values atomically: a reader sees the old file or the new one. All other lines stay.
 
-    An output is empty, or not there, if the user brings that resource and has written its values.
+    An output is empty if the user brings that resource and has written its values. Raises `DeviceError`, and writes
+    nothing, if terraform lacks one of the outputs.
     """
     found = {key: str(outputs.get(key.lower()) or "") for key in (*OF_THE_ACCOUNT, *OF_THE_POOLS, END)}
+    if lacking := [key.lower() for key in found if key != END and outputs.get(key.lower()) is None]:
+        raise DeviceError(
+            f"terraform has no output {', '.join(lacking)}, so {path} was not changed. make infra-up DRY_RUN=1 shows "
+            f"what of the stack is not applied yet"
+        )
     _replace(path, {key: value for key, value in found.items() if value or key == END})
 
 

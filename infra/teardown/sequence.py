@@ -24,6 +24,7 @@ KEPT_MODULES = ("module.storage", "module.registry", "module.network", "module.s
 PAID_BY_THE_HOUR = ("aws_nat_gateway", "aws_eip")
 INTERFACE_ENDPOINTS = "module.network.aws_vpc_endpoint.interface"
 HOLDERS = ("aws_s3_bucket", "aws_ecr_repository")
+ALONE = "make cluster-down OVERLAY=eks removes Millrace alone"
 Workloads = ClusterWorkloads | BatchWorkloads
 
 
@@ -46,11 +47,11 @@ class Teardown:
         # With the data the network stays as well.
         if in_the_way := [each for each in neighbours if each.is_on_cluster or not self.is_data_kept]:
             is_of_network = not any(each.is_on_cluster for each in in_the_way)
-            keep = "make infra-down without KEEP_DATA=false leaves them. Or their" if is_of_network else "Their"
+            way = "make infra-down without KEEP_DATA=false leaves them" if is_of_network else ALONE
             raise DeviceError(
                 f"{len(in_the_way)} resources beside {self.name} belong to others, and would be destroyed with it or "
                 f"stop its destruction halfway. Nothing was taken down:\n{describe_neighbours(in_the_way)}\n"
-                f"{keep} owners remove them, with the commands above"
+                f"{way}. Or their owners remove them, with the commands above"
             )
         if neighbours:
             shown = describe_neighbours(neighbours)

@@ -86,7 +86,7 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
             if record.acceptance:
                 return record.acceptance
             if record.is_over:
-                problem = record.outcome.message if record.outcome else "its Job ended without an outcome"
+                problem = record.outcome.message if record.outcome else ""
                 code = _exit_code(record)
             found = api.find_all("Pod", f"{COMPONENT_LABEL}=deploy,{STAGE_LABEL}={stage}")
             own = [pod for pod in found if pod["metadata"]["labels"].get(DEPLOYMENT_LABEL) == deployment.id]
@@ -100,6 +100,8 @@ def await_acceptance(api: Api, deployment: Deployment) -> Acceptance:
                 report(waits)
             crashes = (explain_crash(pod, (0, EXIT_ENDED_BADLY)) for pod in pods)
             problem = problem or next(filter(None, crashes), "") or never
+            if record.is_over and not problem:
+                problem = f"its Job ended without an outcome: {waits}"
             if not (problem or record.outcome) and time.monotonic() > deadline:
                 problem, code = f"image {deployment.image} did not answer in time: {waits}", EXIT_AGAIN
             if problem and not record.is_over:

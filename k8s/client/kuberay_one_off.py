@@ -1,7 +1,7 @@
 """Runs a subcommand of a stage on KubeRay: in a Job of its own, on a CPU node, followed to its end.
 
-Nothing is created before the image is known to have the subcommand. The client deletes the Job at its end. A Job whose
-client was interrupted continues, and the same command of the same person follows it again.
+Nothing is created before the checkout is known to have the subcommand. The client deletes the Job at its end. A Job
+whose client was interrupted continues, and the same command of the same person follows it again.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
         state = "has already run" if is_job_over(found) else "already runs"
         print(f"{name} of {found['metadata']['creationTimestamp']} {state} this request; following it", flush=True)
     try:
-        for _, job in [] if found else jobs:
-            api.create(job)
+        if not found:
+            _create(api, name, jobs)
         if request.is_followed:
             return _follow(api, name, request)
     except KeyboardInterrupt:
@@ -77,6 +77,16 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
         raise
     print(f"{name} continues. The same command without FOLLOW=0 follows it, and Ctrl-C then ends it")
     return 0
+
+
+def _create(api: Api, name: str, jobs: list[tuple[str, Object]]) -> None:
+    """Create the Jobs, all or none: without the Job of its node the one-off would wait for nothing."""
+    try:
+        for _, job in jobs:
+            api.create(job)
+    except DeviceError:
+        api.delete("Job", name)
+        raise
 
 
 def describe_one_offs(api: Api) -> list[str]:

@@ -32,7 +32,7 @@ from k8s.objects.attempt import nodes_of
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import job_name
+from k8s.objects.names import STAGE_LABEL, job_name, recipe_name
 from k8s.objects.node_group import read_leases
 from k8s.objects.record import (
     Outcome,
@@ -216,6 +216,7 @@ class KubeRayTarget:
                 f"somebody else started to deploy {group.name} at the same time: make stage-status shows the "
                 f"deployment, and repeating this command follows it if it is identical"
             ) from error
+        _forget_recipes(self._api, group, deployment, last)
 
     def _attach(self, running: Record, deployment: Deployment, request: DeployRequest, watch: Watch) -> int:
         differences = running.deployment.differences(deployment)
@@ -285,6 +286,16 @@ def _show_deployment(api: Api, view: PipelineView, dollars_per_node_hour: float 
     view.begin(
         deployment.stage, f"attempt {number} on {nodes:,} node{'' if nodes == 1 else 's'}", dollars_per_hour, since
     )
+
+
+def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before: Deployment | None) -> None:
+    """Delete ConfigMaps of older recipes, which the namespace's quota counts, except those that the group's pod
+    template and a rollback still need.
+    """
+    kept = {recipe_name(group.name, each.recipe_digest) for each in (deployment, before) if each} | {group.recipe}
+    for recipe in api.find_all("ConfigMap", f"{STAGE_LABEL}={group.name}"):
+        if recipe["metadata"]["name"] not in kept:
+            api.delete("ConfigMap", recipe["metadata"]["name"])
 
 
 def _wait_until_over(api: Api, record: Record, read: Callable[[Api, str], Record | None] = read_running_record) -> bool:

@@ -13,7 +13,6 @@ from k8s.objects.placement import explain_start
 from services.common.errors import DeviceError, TryAgain
 
 SETUP_SECONDS = 900.0
-KEPT_SECONDS = 300
 POLL_SECONDS = 1.0
 
 
@@ -23,8 +22,7 @@ def run_setup_job(api: Api, job: Object) -> str:
     Raises `DeviceError` with that line where the Job fails, and `TryAgain` where it does not end.
     """
     name = f"{job['metadata']['name']}-{secrets.token_hex(3)}"
-    kept = {"ttlSecondsAfterFinished": KEPT_SECONDS}
-    api.create(job | {"metadata": job["metadata"] | {"name": name}, "spec": job["spec"] | kept})
+    api.create(job | {"metadata": job["metadata"] | {"name": name}})
     deadline = time.monotonic() + SETUP_SECONDS
     report = ProgressPrinter(f"Job {name} has not ended").report
     while True:

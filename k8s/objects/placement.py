@@ -95,7 +95,6 @@ def statuses_of(pod: Object) -> list[Object]:
 
 def explain_start(api: Api, pod: Object) -> str:
     """Explain in one sentence what a pod that has not started waits for, such as the pull of an image."""
-    events = _events_of(api, pod)
     for container in statuses_of(pod):
         name, state = container["name"], container.get("state") or {}
         waiting = state.get("waiting") or {}
@@ -106,6 +105,9 @@ def explain_start(api: Api, pod: Object) -> str:
         ended = (container.get("lastState") or {}).get("terminated")
         if ended and not container.get("ready"):
             return f"{name} ended with exit code {ended['exitCode']} ({ended.get('reason', '')}) and restarts"
+    events = _events_of(api, pod)
+    for container in statuses_of(pod):
+        name, waiting = container["name"], (container.get("state") or {}).get("waiting")
         said = {each["reason"] for each in events if f"{{{name}}}" in each["involvedObject"].get("fieldPath", "")}
         if waiting and "Pulling" in said and not said & {"Pulled", "Failed"}:
             return f"pulling {image_in(pod, name)}"

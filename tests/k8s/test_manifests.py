@@ -146,3 +146,14 @@ def test_the_manifests_keep_the_rules(overlays: dict[str, list[Thing]], overlay:
 @pytest.mark.parametrize("rule", ALL_RULES, ids=word_for)
 def test_a_compiler_on_cpu_nodes_keeps_the_rules(compiler_on_cpus: list[Thing], rule: Rule) -> None:
     assert rule(compiler_on_cpus) == []
+
+
+def test_a_compile_on_cpu_nodes_takes_no_neuron_device(compiler_on_cpus: list[Thing]) -> None:
+    """The compiler's pods select no Trainium node, so no such node idles while graphs are compiled."""
+    pod = pods_of(compiler_on_cpus)["compiler"]["spec"]
+    [container] = pod["containers"]
+
+    assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
+    assert "tolerations" not in pod
+    assert pod["nodeSelector"] == {"millrace.dev/pool": "cpu"}
+    assert "neuron_cores" not in groups_of(compiler_on_cpus)["compiler"]["resources"]

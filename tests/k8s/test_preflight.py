@@ -330,7 +330,11 @@ def test_what_is_not_accepted_leaves_the_deployment_before_as_it_was(
     assert before
     assert before.image == GOOD
     status = describe_status(world.api)
-    assert (before.user in status, "KEEP=1" in status, "orphaned" in status) == (True, not is_stopped, False)
+    assert (f"by {before.user}: {GOOD}" in status, "KEEP=1" in status, "orphaned" in status) == (
+        True,
+        not is_stopped,
+        False,
+    )
     make_known(world, OLD, GOOD)
     assert target.roll_back(DeployRequest("trainer", is_followed=False)) == 0
     again = world.record.deployment

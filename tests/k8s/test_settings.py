@@ -86,6 +86,18 @@ def test_another_region_and_registry_are_one_line_each(rendered: Render) -> None
     assert "us-east-2" not in yaml.safe_dump(of_kind(things, "RayCluster"))
 
 
+def test_the_queue_holds_what_all_nodes_hold(rendered: Render) -> None:
+    things = rendered(TRAINIUM_MAX_NODES="3", CPU_MAX_NODES="5")
+    capability = of_kind(things, "Queue")["millrace"]["spec"]["capability"]
+    trainium, cpu = find_shape("trn1.32xlarge").pod_resources, find_shape("m7i.8xlarge").pod_resources
+    assert capability["cpu"] == str(3 * trainium.cpus + 5 * cpu.cpus)
+    assert capability["memory"] == f"{3 * trainium.memory_gib + 5 * cpu.memory_gib}Gi"
+    assert capability["vpc.amazonaws.com/efa"] == str(3 * trainium.efa_cards)
+    for name in groups_of(things):
+        [container] = containers_of(pods_of(things)[name])
+        assert container["resources"]["requests"].keys() <= capability.keys(), "a resource without a cap"
+
+
 def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -> None:
     def annotations(**settings: str) -> dict[str, dict[str, str]]:
         things = rendered(**settings)
