@@ -179,7 +179,9 @@ def install_peers() -> None:
 
 
 def _make_workbench(arguments: argparse.Namespace, folder: Path) -> Workbench:
-    return Workbench(folder, arguments.steps, arguments.threads, arguments.recipe, arguments.micro_batches)
+    return Workbench(
+        folder, arguments.steps, arguments.threads, arguments.recipe, arguments.micro_batches, arguments.reduction
+    )
 
 
 def _rows_that_run(rows: Sequence[str]) -> list[str]:
@@ -194,7 +196,7 @@ def _run_in_process(bench: Workbench, row: str) -> Measurement:
     result, log = bench.folder / "result.json", bench.folder / f"{row}.log"
     python = str(PEERS_PYTHON) if row in PEERS and PEERS_PYTHON.exists() else sys.executable
     options = ["--folder", str(bench.folder), "--result", str(result), "--steps", str(bench.steps)]
-    options += ["--micro-batches", str(bench.num_micro_batches)]
+    options += ["--micro-batches", str(bench.num_micro_batches), "--reduction", bench.reduction]
     options += ["--recipe", str(bench.recipe_file)] if bench.recipe_file else []
     with log.open("wb") as file:
         done = subprocess.run(
@@ -244,6 +246,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--recipe", type=lambda text: Path(text).absolute(), help="recipe of the speeds' model and device"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--reduction", choices=("exact", "fast"), default="exact", help="sums of our rows")
     parser.add_argument("--only", type=lambda text: _names(TABLES, text), default=TABLES, help=", ".join(TABLES))
     parser.add_argument(
         "--rows", type=lambda text: _names(ROWS, text), help=f"rows to run (default: all): {', '.join(ROWS)}"

@@ -50,6 +50,8 @@ class Workbench:
     that of all steps."""
     num_micro_batches: int = 1
     """Micro-batches of a step."""
+    reduction: str = "exact"
+    """`train.reduction` of our rows."""
 
     @property
     def weights(self) -> Path:
@@ -68,6 +70,7 @@ class Workbench:
             path,
             parallel__threads_per_worker=str(self.threads),
             batch__global_batch_size=str(size),
+            train__reduction=self.reduction,
             optimizer__learning_rate=str(given.optimizer.min_learning_rate),  # a constant rate
             optimizer__warmup_steps="0",
             train__max_steps=str(self.num_steps),

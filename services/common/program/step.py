@@ -82,11 +82,11 @@ class Program:
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._run_losses = backend.compile(self._micro_losses) if is_compiled else self._micro_losses
         self._run_health = backend.compile(self._micro_health) if is_compiled else self._micro_health
-        self._own_extremes: list[Tensor] = []
+        self._own_norms: list[Tensor] = []
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
-        """Seconds of the last step in which this rank's gradient was computed, without waiting for other ranks, or in
-        which the host asked for it where the device computes asynchronously."""
+        """Seconds of the last step until this rank's gradient was computed, without sums that wait for other ranks, or
+        until the host had asked for it where the device computes asynchronously."""
 
     @naming_lost_workers(is_every_error=False)
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
@@ -94,10 +94,12 @@ class Program:
 
         `skipped_steps` is the number of earlier steps that were not applied. Raises `WorkersLost`.
         """
+        started = time.perf_counter()
         self._forget_step()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
             self.backend.end_graph()
+        self.gradient_seconds += time.perf_counter() - started
         count = self.recipe.batch.num_micro_batches
         loss_1 = self._losses.result() / count
         scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
@@ -122,15 +124,15 @@ class Program:
         None on a device that keeps nothing of a step (`Backend.keep`). Only where the step was not applied. All workers
         call it.
         """
-        if not self._own_extremes:
+        if not self._own_norms:
             return None
-        was_finite = _are_finite(self._own_extremes)
+        was_finite = _are_finite(self._own_norms)
         self._forget_step()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
         for total in (self._losses, *self._sums):
             total.result()
-        return Recomputation(was_finite, _are_finite(self._own_extremes))
+        return Recomputation(was_finite, _are_finite(self._own_norms))
 
     @naming_lost_workers(is_every_error=False)
     @torch.no_grad()
@@ -204,24 +206,25 @@ class Program:
 
     def _forget_step(self) -> None:
         """Free what the last step kept: the next one needs the memory."""
-        self._own_extremes.clear()
+        self._own_norms.clear()
         self._own_losses.clear()
         self.gradient_seconds = 0.0
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""
-        started = time.perf_counter()
         loss = self._run(self._run_loss, micro_batch)
         gradients = deque(torch.autograd.grad(loss, self._parameters))
-        self.gradient_seconds += time.perf_counter() - started
+        started = time.perf_counter()
         for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
             self._add_gradient(total, bucket.flatten(gradients.popleft() for _ in bucket.parameters))
         loss_1 = loss.detach().reshape(1)
         self._own_losses += [kept_1.clone() for kept_1 in self.backend.keep(loss_1)]  # the sum may overwrite loss_1
         self._losses.add(loss_1)
+        if self.backend.mesh.takes_turns:  # and so has waited for other ranks
+            self.gradient_seconds -= time.perf_counter() - started
 
     def _add_gradient(self, total: WorkersSum, gradient_P: Tensor) -> None:
-        self._own_extremes += self.backend.keep(torch.linalg.vector_norm(gradient_P, math.inf))
+        self._own_norms += self.backend.keep(torch.linalg.vector_norm(gradient_P))
         total.add(gradient_P)
 
     def _make_sum(self, size: int) -> WorkersSum:

@@ -94,8 +94,8 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     total = sum_bytes // (models if stage == 2 else 1)
     casts = sizes.compute_bytes * sizes.multiplied if train.dtype != train.param_dtype else 0
     kept, recomputed, passing = _activation_bytes(recipe, sizes)
-    # Buckets are summed over the workers one after the other; an exact sum takes the parts of all workers.
-    reduced = FLOAT32_BYTES * sizes.largest_bucket if models > 1 else 0
+    gathered_copies = models + 1 if _gathers_sums(recipe) else 1  # buckets are summed one after the other
+    reduced = FLOAT32_BYTES * sizes.largest_bucket * gathered_copies if models > 1 else 0
     masters = sum_bytes // shares if shares > 1 or train.param_dtype != "float32" else 0
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
     gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
@@ -106,7 +106,7 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         Part(f"AdamW moments{of_shares}", moments, moments, moments),
         Part(f"gradient accumulators ({train.reduction}){of_sums}", sums, sums, total),
         Part("gradient of a micro-batch", backward=weights),
-        Part("sum of a bucket over the workers", update=reduced),
+        Part("sum of a bucket over the workers", backward=reduced if gathered_copies > 1 else 0, update=reduced),
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
         Part("backward pass of a layer", backward=recomputed + passing),
@@ -121,9 +121,14 @@ def gradient_bytes_sent(recipe: Recipe) -> int:
     parallel, models = recipe.parallel, recipe.parallel.data_parallel_size
     times = micro_batches_per_model(recipe) if parallel.zero_stage == 2 else 1
     passes = 1 if parallel.zero_stage else 2  # without shards the sums are gathered, too
-    if recipe.train.reduction == "exact" and parallel.device == "neuron":
-        passes += models - 1  # it has no all-to-all: every worker gathers the gradients of all
+    if _gathers_sums(recipe):
+        passes += models - 1
     return times * passes * FLOAT32_BYTES * _Sizes(recipe).parameters * (models - 1) // models
+
+
+def _gathers_sums(recipe: Recipe) -> bool:
+    """Whether every worker gathers the gradients of all for an exact sum, because its device has no all-to-all."""
+    return recipe.train.reduction == "exact" and recipe.parallel.device == "neuron"
 
 
 def show_size(num_bytes: float) -> str:

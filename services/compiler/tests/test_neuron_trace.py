@@ -101,8 +101,13 @@ def test_every_rank_traces_the_same_graphs(split: Recipe) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"train__activation_checkpointing": "full"}, {"train__attention_mask": "block_causal"}],
-    ids=["plain", "recomputed", "in documents"],
+    [
+        {},
+        {"train__activation_checkpointing": "full"},
+        {"train__attention_mask": "block_causal"},
+        {"parallel__zero_stage": "2"},
+    ],
+    ids=["plain", "recomputed", "in documents", "ZeRO-2"],
 )
 def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Path, changed: dict[str, str]) -> None:
     """Graphs hold no step number and no learning rate; evaluation, finiteness check and loading have one graph each.
@@ -147,7 +152,7 @@ def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"parallel__data_parallel_size": "4"}, {"parallel__zero_stage": "0"}, {"batch__global_batch_size": "32"}],
+    [{"parallel__data_parallel_size": "4"}, {"parallel__zero_stage": "2"}, {"batch__global_batch_size": "32"}],
     ids=lambda changed: next(iter(changed)),
 )
 def test_a_cache_is_for_one_update(tmp_path: Path, split: Recipe, changed: dict[str, str]) -> None:

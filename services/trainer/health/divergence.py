@@ -42,7 +42,7 @@ def find_faulty_worker(job: Job, program: Program, group: ProcessGroup, taken: T
 
     All workers call this. Returns an error if a worker's gradient is finite in only one of the two computations: the
     worker's earlier results may be wrong, too, so all start again from the newest checkpoint. A lazy device computes
-    nothing again, because keeping a step's gradients would change its graph.
+    nothing again, because keeping a step's norms would change its graph.
     """
     facts = {"step": taken.record.step, "batch": taken.batch}
     again = program.compute_again(taken.micro_batches)
@@ -55,7 +55,14 @@ def find_faulty_worker(job: Job, program: Program, group: ProcessGroup, taken: T
     ranks = faulty or [rank for rank, worker in enumerate(workers) if not worker["second"]]
     if group.rank == 0:
         hosts = [workers[rank]["host"] for rank in ranks]
-        record_event(job, "nan", cause="hardware" if faulty else "data", **facts, ranks=ranks, hosts=hosts)
+        record_event(
+            job,
+            "nan",
+            cause="hardware" if faulty else "data" if ranks else "unknown",
+            **facts,
+            ranks=ranks,
+            hosts=hosts,
+        )
     if not faulty:
         return None
     named = ", ".join(f"rank {rank} ({workers[rank]['host']})" for rank in faulty)

@@ -63,10 +63,13 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
     yield {"parallel.zero_stage": 1}
     if recipe.train.dtype == "bfloat16":
         yield {"train.param_dtype": "bfloat16"}
-    if parallel.data_parallel_size > 1:
+    sends_on_one_node = parallel.num_workers <= recipe.cluster.trainer_workers_per_node
+    if sends_on_one_node:
         yield {"parallel.zero_stage": 2}
     yield {"train.reduction": "fast"}
     yield {"train.activation_checkpointing": "full"}
+    if not sends_on_one_node:
+        yield {"parallel.zero_stage": 2}
     if batch.micro_batch_size > 1:
         yield {"batch.micro_batch_size": 1}
     factor = 2

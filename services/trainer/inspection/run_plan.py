@@ -166,17 +166,24 @@ def _time_and_cost(recipe: Recipe, step: StepEstimate | None) -> dict[str, str]:
 
 
 def _sums(recipe: Recipe, step: StepEstimate) -> dict[str, str]:
-    """Say what the sums of gradients over the nodes take. Measured shares of the peak include one sum a step."""
-    sent, nodes, cluster = gradient_bytes_sent(recipe), stage_nodes(recipe, "trainer"), recipe.cluster
+    """Say what the sums of gradients over the nodes take. Measured shares of the peak include one sum a step.
+
+    Rings over the data axis leave a node once for each worker of a model on it. Exact sums are no rings: each worker
+    sends to all.
+    """
+    sent, nodes = gradient_bytes_sent(recipe), stage_nodes(recipe, "trainer")
     if nodes == 1 or not sent:
         return {}
+    parallel, on_node = recipe.parallel, recipe.cluster.trainer_workers_per_node
     rate = step.device.network_bytes_per_second
-    seconds = sent * cluster.trainer_workers_per_node / rate
-    times = micro_batches_per_model(recipe) if recipe.parallel.zero_stage == 2 else 1
+    is_ring = recipe.train.reduction == "fast" or parallel.device == "neuron"
+    seconds = sent * (min(parallel.tensor_parallel_size, on_node) if is_ring else on_node) / rate
+    times = micro_batches_per_model(recipe) if parallel.zero_stage == 2 else 1
+    beyond = "; run and cost have one" if times > 1 else ""
     return {
         "sums": f"a worker sends {show_size(sent)} of gradients, in {times} sum{'s' * (times > 1)} a step: "
         f"{seconds:,.1f} s, {seconds / step.seconds:.0%} of a step, at {rate / 1e9:,.0f} GB/s of a node, where "
-        f"computing hides none"
+        f"computing hides none{beyond}"
     }
 
 
