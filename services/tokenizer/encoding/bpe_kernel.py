@@ -1,4 +1,4 @@
-"""BPE of one chunk of text in SentencePiece's order: the merge of the highest score first, the leftmost of equals.
+"""BPE of one chunk of text: the merge of the highest score first, the leftmost of equals.
 
 Two numbers of 32 bits share one of 64. A merge is `rank << 32 | id` of the merged piece. An item of the heap is
 `rank << 32 | position`. A lower rank means a higher score, so the smallest number is the next merge.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.tokenizer.encoding.chunk_tables import FILTER_SHIFT, NO_MERGE, SLOT_MULTIPLIER, SLOT_SHIFT
+from services.tokenizer.encoding.chunk_tables import NO_MERGE, SLOT_MULTIPLIER, SLOT_SHIFT
 from services.tokenizer.encoding.kernel_compiler import inlined, inner
 
 _MERGED_AWAY = np.int32(-2)  # -1 is NO_SYMBOL
@@ -23,11 +23,11 @@ def merge_chunk(begin, end, tables, scratch, ids, count):
     A scan of all merges finds the next one.
     """
     text, symbols, begins, merges = scratch.text, scratch.symbols, scratch.symbol_begins, scratch.merges
-    num_symbols = _split_characters(begin, end, text, tables, symbols, begins)
+    num_symbols = _split_symbols(begin, end, text, tables, symbols, begins)
     for index in range(num_symbols - 1):
         left, right = text[begin + begins[index]], text[begin + begins[index + 1]]
-        if left | right < 0x80:
-            merges[index] = tables.merges_of_ascii[np.intp(left) << 7 | np.intp(right)]
+        if tables.max_digits > 0 or left | right < 0x80:
+            merges[index] = tables.merges_of_bytes[np.intp(left) << 8 | np.intp(right)]
         else:
             merges[index] = _find_merge(symbols[index], symbols[index + 1], tables)
     while num_symbols > 1:
@@ -66,7 +66,7 @@ def merge_long_chunk(begin, end, tables, scratch, ids, count):
     if end - begin >= long.symbols.size:
         return begin - end
     symbols, begins, following, preceding = long.symbols, long.begins, long.following, long.preceding
-    num_symbols = _split_characters(begin, end, text, tables, symbols, begins)
+    num_symbols = _split_symbols(begin, end, text, tables, symbols, begins)
     for index in range(num_symbols):
         following[index] = index + 1
         preceding[index] = index - 1
@@ -137,13 +137,16 @@ def _drop_first(heap, size):
 
 
 @inner
-def _split_characters(begin, end, text, tables, symbols, begins):
-    """Write a chunk's characters as symbols, and their positions in the chunk. Return the number of symbols."""
+def _split_symbols(begin, end, text, tables, symbols, begins):
+    """Write a chunk's characters, or bytes, as symbols, and their positions in the chunk. Return their number."""
     count = 0
     at = begin
     while at < end:
-        code_point, size = code_point_at(text, at)
-        symbols[count] = tables.id_of_code_point[code_point]
+        if tables.max_digits > 0:
+            symbols[count], size = tables.id_of_byte[text[at]], 1
+        else:
+            code_point, size = code_point_at(text, at)
+            symbols[count] = tables.id_of_code_point[code_point]
         begins[count] = np.int32(at - begin)
         count += 1
         at += size
@@ -184,13 +187,9 @@ def _find_merge(left, right, tables):
     if left < 0 or right < 0:
         return NO_MERGE
     key = np.int64(left) << 32 | np.int64(right)
-    hashed = np.uint64(key) * SLOT_MULTIPLIER
-    bit = hashed >> FILTER_SHIFT
-    if (tables.merge_filter[bit >> np.uint64(6)] >> (bit & np.uint64(63))) & np.uint64(1) == 0:
-        return NO_MERGE
     merges = tables.merges
     mask = np.uint64(merges.size // 2 - 1)
-    slot = (hashed >> SLOT_SHIFT) & mask
+    slot = ((np.uint64(key) * SLOT_MULTIPLIER) >> SLOT_SHIFT) & mask
     while True:
         found = merges[slot << np.uint64(1)]
         if found == key:

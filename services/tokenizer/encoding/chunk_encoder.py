@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.vocabularies.sentencepiece_model import load_model, read_settings
-from services.tokenizer.encoding.chunk_kernel import encode_documents, rehash
+from services.tokenizer.encoding.chunk_kernel import add_pieces, encode_documents
 from services.tokenizer.encoding.chunk_tables import (
     BLOCK_BYTES,
     CACHED_BYTES,
     ENTRY_WORDS,
     GROUP_CHUNKS,
     PADDING_BYTES,
-    USED_ENTRIES,
     ChunkCache,
     ChunkTables,
     LongChunk,
@@ -25,8 +25,7 @@ from services.tokenizer.encoding.chunk_tables import (
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
 from services.tokenizer.text_batch import TextBatch
 
-_FIRST_ENTRIES = 2**17
-_MAX_ENTRIES = 2**22  # 128 MiB
+_ENTRIES = 2**21  # 64 MiB
 _LONG_CHUNKS_BYTES = 32 * 2**20
 _LONG_IDS = 8 * 2**20
 _FIRST_LONG_CHUNK_BYTES = 2**16
@@ -34,17 +33,27 @@ _LINE_WORDS = 8
 
 
 class ChunkEncoder:
-    """Encodes with SentencePiece's ids. Its table of seen chunks grows from batch to batch, up to a limit."""
+    """Encodes with the reference's ids. Its table of seen chunks is emptied when it fills up."""
 
     name = "chunk kernel"
 
-    def __init__(self, tables: ChunkTables, bos_id: int, eos_id: int, adds_prefix: bool, dtype: np.dtype[Any]) -> None:
-        self._tables = tables
-        self._bos_id, self._eos_id, self._adds_prefix = bos_id, eos_id, adds_prefix
+    def __init__(
+        self,
+        tables: ChunkTables,
+        bos_id: int | None,
+        eos_id: int,
+        adds_prefix: bool,
+        dtype: np.dtype[Any],
+        pieces: Mapping[bytes, int] | None = None,
+        are_whole: bool = False,
+    ) -> None:
+        """The table has `pieces` from the begin: all if they are whole, else those that merges make."""
+        self._tables, self._pieces, self._are_whole = tables, pieces or {}, are_whole
+        self._bos_id, self._eos_id, self._adds_prefix = -1 if bos_id is None else bos_id, eos_id, adds_prefix
         self._dtype = dtype
-        self._cache = _empty_cache(_FIRST_ENTRIES, dtype)
-        self._ids: npt.NDArray[Any] = np.empty(0, dtype)
+        self._cache = _empty_cache(dtype)
         self._scratch = _scratch(0)
+        self._add_pieces()
 
     @classmethod
     def from_model(cls, model: bytes) -> ChunkEncoder:
@@ -62,57 +71,40 @@ class ChunkEncoder:
         """See `Encoder.encode`."""
         self._make_room(batch)
         offsets = np.empty(len(batch) + 1, np.int64)
-        while (count := self._encode(batch, offsets)) < 0:
+        ids = np.empty(batch.text_bytes + 3 * len(batch) + PADDING_BYTES, self._dtype)
+        columns = [_read_only(column) for column in (batch.text, batch.begins, batch.ends)]
+        policy = self._bos_id, self._eos_id, self._tables, int(self._adds_prefix)
+        while (count := encode_documents(*columns, *policy, self._cache, self._scratch, ids, offsets)) < 0:
             self._scratch = self._scratch._replace(long=_long_chunk(-count))
-        return self._ids[:count].copy(), offsets
-
-    def _encode(self, batch: TextBatch, offsets: Offsets) -> int:
-        return encode_documents(
-            _read_only(batch.text),
-            _read_only(batch.begins),
-            _read_only(batch.ends),
-            self._bos_id,
-            self._eos_id,
-            self._tables,
-            int(self._adds_prefix),
-            self._cache,
-            self._scratch,
-            self._ids,
-            offsets,
-        )
+        ids.resize(count, refcheck=False)
+        return ids, offsets
 
     def _make_room(self, batch: TextBatch) -> None:
-        most_ids = batch.text_bytes + 3 * len(batch) + PADDING_BYTES
-        if len(self._ids) < most_ids:
-            self._ids = np.empty(most_ids, self._dtype)
+        """Enlarge the scratch for a batch, and empty the table of chunks when it fills up."""
         longest = int(batch.sizes.max(initial=0))
         if len(self._scratch.text) < longest + 1 + PADDING_BYTES:
             self._scratch = _scratch(longest)._replace(long=self._scratch.long)
-        self._cache = _with_room(self._cache)
+        cache = self._cache
+        room = [len(cache.entries) // ENTRY_WORDS * 3 / 4, len(cache.long_chunks), len(cache.long_ids)]
+        if (cache.used > np.multiply(room, 7 / 8)).any():
+            cache.entries[:] = 0
+            cache.used[:] = 0
+            self._add_pieces()
 
-
-def _with_room(cache: ChunkCache) -> ChunkCache:
-    """Return a table with room for a batch: doubled when it fills up, emptied when it cannot grow."""
-    num_entries = len(cache.entries) // ENTRY_WORDS
-    used = (cache.used / [num_entries, len(cache.long_chunks), len(cache.long_ids)]).tolist()
-    used_entries = used.pop(USED_ENTRIES)
-    if used_entries > 0.6 and num_entries < _MAX_ENTRIES:
-        # Four times the size is slower: the operating system has to clear the pages, and 184 MB took a fifth longer.
-        entries = _empty_entries(2 * num_entries)
-        rehash(cache.entries, entries)
-        return cache._replace(entries=entries)
-    if used_entries > 0.74 or max(used) > 7 / 8:
-        cache.entries[:] = 0
-        cache.used[:] = 0
-    return cache
+    def _add_pieces(self) -> None:
+        batch = TextBatch.of([*self._pieces, bytes(PADDING_BYTES)])
+        piece_ids = np.array([*self._pieces.values()], np.int64)
+        scratch = self._scratch._replace(text=batch.text.copy())
+        ids = np.empty(CACHED_BYTES + PADDING_BYTES, self._dtype)
+        borders = batch.begins[:-1], batch.ends[:-1]
+        add_pieces(*borders, piece_ids, self._are_whole, self._tables, self._cache, scratch, ids)
 
 
 def load_kernels(dtype: npt.DTypeLike) -> None:
     """Load the kernels for ids of a type into this process. Those that no file has are compiled, which takes 6 s."""
-    columns: list[Any] = [np.zeros(0, column) for column in ("u1", "i8", "i8", "u8", "i8", "i4", "i4")]
+    columns: list[Any] = [np.zeros(0, column) for column in ("u1", "i8", "i8", "i8", "i4", "i4")]
     encoder = ChunkEncoder(ChunkTables(*columns), bos_id=0, eos_id=0, adds_prefix=False, dtype=np.dtype(dtype))
     encoder.encode(TextBatch.of([]))
-    rehash(_empty_entries(1), _empty_entries(1))
 
 
 def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -122,29 +114,22 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return view
 
 
-def _empty_cache(num_entries: int, dtype: np.dtype[Any]) -> ChunkCache:
+def _empty_cache(dtype: np.dtype[Any]) -> ChunkCache:
+    words = np.zeros(_ENTRIES * ENTRY_WORDS + _LINE_WORDS, np.uint64)
+    begin = -(words.ctypes.data // words.itemsize) % _LINE_WORDS  # no entry is in two cache lines
     return ChunkCache(
-        entries=_empty_entries(num_entries),
+        entries=words[begin : begin + _ENTRIES * ENTRY_WORDS],
         long_chunks=np.zeros(_LONG_CHUNKS_BYTES, np.uint8),
         long_ids=np.zeros(_LONG_IDS, dtype),
         used=np.zeros(3, np.int64),
     )
 
 
-def _empty_entries(num_entries: int) -> npt.NDArray[np.uint64]:
-    """Return a table that begins at a cache line, so that no entry is in two lines."""
-    words = np.zeros(num_entries * ENTRY_WORDS + _LINE_WORDS, np.uint64)
-    begin = -(words.ctypes.data // words.itemsize) % _LINE_WORDS
-    return words[begin : begin + num_entries * ENTRY_WORDS]
-
-
 def _scratch(longest_document: int) -> Scratch:
     return Scratch(
         text=np.zeros(longest_document + 1 + PADDING_BYTES, np.uint8),
-        borders=np.empty(BLOCK_BYTES + 1, np.uint32),
-        first_words=np.empty(GROUP_CHUNKS, np.uint64),
-        second_words=np.empty(GROUP_CHUNKS, np.uint64),
-        slots=np.empty(GROUP_CHUNKS, np.uint64),
+        borders=np.empty(BLOCK_BYTES + 64, np.uint32),
+        searches=np.empty(GROUP_CHUNKS * ENTRY_WORDS, np.uint64),
         symbols=np.empty(CACHED_BYTES + 2, np.int32),
         symbol_begins=np.empty(CACHED_BYTES + 2, np.int32),
         merges=np.empty(CACHED_BYTES + 2, np.int64),

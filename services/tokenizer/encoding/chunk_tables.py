@@ -5,10 +5,13 @@ concatenation is a piece. Call the border between two characters *hard* when no 
 Then no symbol ever spans the border. A merge depends on its own two symbols alone (the highest score first, the
 leftmost of equals), so merges on the left of a hard border do not influence merges on the right. Therefore
 encode(left + right) = encode(left) + encode(right), and the ids of a chunk between two hard borders can be looked up.
+
+The chunks of a byte-level vocabulary are its pretokens, which it encodes one by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,22 +31,26 @@ _CODE_POINTS = 0x110000
 SLOT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 SLOT_SHIFT = np.uint64(40)
 """The first slot of a key in a hash table is `(key * SLOT_MULTIPLIER) >> SLOT_SHIFT`, modulo the table's size."""
-FILTER_SHIFT = np.uint64(44)
-"""The bit of a key in `ChunkTables.merge_filter` is `(key * SLOT_MULTIPLIER) >> FILTER_SHIFT`."""
 
+SHORT_BYTES = 16
+"""Bytes of the longest chunk that is its own key in the table of seen chunks."""
 CACHED_BYTES = 255
 """Bytes of the longest chunk that `merge_chunk` takes, and that the table of seen chunks holds."""
 BLOCK_BYTES = 1 << 16
 """Bytes of text in which all borders are found before the chunks are looked up."""
-PADDING_BYTES = 24
-"""Bytes behind a buffer's content that loads and stores of whole words may touch."""
-GROUP_CHUNKS = 32
+PADDING_BYTES = 72
+"""Bytes behind a buffer's content that loads of 64 bytes and stores of whole words may touch."""
+GROUP_CHUNKS = 128
 """Chunks whose entries are prefetched together, before the first of the chunks is looked up."""
 
+WORD_BYTES = 8
 ENTRY_WORDS = 4
 """Words of an entry of `ChunkCache.entries`."""
 USED_ENTRIES, USED_CHUNK_BYTES, USED_IDS = range(3)
 """Indices of the counts in `ChunkCache.used`."""
+
+OTHER, LETTER, NUMBER, SPACE, UNKNOWN = range(5)
+"""Classes of characters in `ChunkTables.classes`. The kernel leaves out documents with one of class UNKNOWN."""
 
 
 class ChunkTables(NamedTuple):
@@ -61,16 +68,16 @@ class ChunkTables(NamedTuple):
     """Hash table of merges. Items `2 * slot` are keys, `left_id << 32 | right_id`. The item behind a key is its value,
     `rank << 32 | id` of the merged piece. Equal scores have equal ranks.
     """
-    merge_filter: npt.NDArray[np.uint64]
-    """[16,384] bits by the highest 20 bits of a key's hash: 0 where no key of `merges` has the hash. Most keys that are
-    searched have no merge, and this table stays in the processor's cache.
-    """
-    merges_of_ascii: npt.NDArray[np.int64]
-    """[16,384] values of merges by `left << 7 | right` of two ASCII characters, or NO_MERGE."""
+    merges_of_bytes: npt.NDArray[np.int64]
+    """[65,536] values of merges by `left << 8 | right` of two bytes that are characters or symbols, or NO_MERGE."""
     id_of_code_point: npt.NDArray[np.int32]
     """[1,114,112] ids of the pieces of one character, or NO_SYMBOL."""
     id_of_byte: npt.NDArray[np.int32]
     """[256] ids of the byte pieces, which encode characters without a piece."""
+    max_digits: int = 0
+    """Digits of the longest number in a pretoken, or 0 for SentencePiece, which alone has the first two tables."""
+    classes: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    """[2,097,152] classes of all characters, and of byte 0xFF."""
 
 
 class ChunkCache(NamedTuple):
@@ -100,13 +107,9 @@ class Scratch(NamedTuple):
     text: npt.NDArray[np.uint8]
     """A document: a space, the document's bytes, and PADDING_BYTES."""
     borders: npt.NDArray[np.uint32]
-    """[BLOCK_BYTES + 1] positions in a block of the text."""
-    first_words: npt.NDArray[np.uint64]
-    """[GROUP_CHUNKS] bytes 0 to 7 of each chunk of a group."""
-    second_words: npt.NDArray[np.uint64]
-    """[GROUP_CHUNKS] bytes 8 to 15 of each chunk of a group."""
-    slots: npt.NDArray[np.uint64]
-    """[GROUP_CHUNKS] slot of the table at which the search for each chunk of a group begins."""
+    """[BLOCK_BYTES + 64] positions in a block of the text."""
+    searches: npt.NDArray[np.uint64]
+    """[GROUP_CHUNKS * ENTRY_WORDS] words of each chunk of a group, and in the place of ids the entry to begin at."""
     symbols: npt.NDArray[np.int32]
     """[CACHED_BYTES + 2] pieces of the chunk that is encoded."""
     symbol_begins: npt.NDArray[np.int32]
@@ -155,13 +158,14 @@ def build_tables(model: bytes) -> ChunkTables:
     id_of_code_point = np.full(_CODE_POINTS, NO_SYMBOL, np.int32)
     alone = code_points[(np.cumsum(sizes) - sizes)[is_alone]]
     id_of_code_point[alone] = np.fromiter(id_of_piece.values(), np.int32, len(id_of_piece))[is_alone]
-    keys, values = _find_merges(model, id_of_piece)
+    get_score = load_model(model).get_score
+    score_of_piece = {piece: float(get_score(index)) for piece, index in id_of_piece.items()}
+    rank_of_score = {score: rank for rank, score in enumerate(sorted(set(score_of_piece.values()), reverse=True))}
+    merges = find_merges(id_of_piece, map(rank_of_score.__getitem__, score_of_piece.values()))
     return ChunkTables(
         is_soft=is_soft.reshape(-1),
-        pairs_of_characters=_hash_table(pairs, np.zeros_like(pairs))[0],
-        merges=np.stack(_hash_table(keys, values), axis=1).reshape(-1),
-        merge_filter=_filter(keys),
-        merges_of_ascii=_merges_of_ascii(keys, values, id_of_code_point),
+        pairs_of_characters=_hash_table(pairs, np.zeros_like(pairs))[::2].copy(),
+        **merge_tables(merges, np.append(id_of_code_point[:128], np.full(128, NO_SYMBOL, np.int32))),
         id_of_code_point=id_of_code_point,
         id_of_byte=_find_byte_pieces(model),
     )
@@ -179,44 +183,31 @@ def _first_bytes(code_points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.select(sizes, first, 0xF0 | code_points >> 18)
 
 
-def _find_merges(model: bytes, id_of_piece: dict[str, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Find all pairs of pieces whose concatenation is a piece: SentencePiece merges these and has no list of them.
+def find_merges(id_of_piece: Mapping[Any, int], ranks: Iterable[int]) -> dict[int, int]:
+    """Find all pairs of pieces whose concatenation is a piece: SentencePiece and tiktoken merge these, without a list.
 
-    Returns their keys and values in `ChunkTables.merges`.
+    Returns the values of `ChunkTables.merges` by their keys.
     """
-    get_score = load_model(model).get_score
-    score_of_piece = {piece: float(get_score(index)) for piece, index in id_of_piece.items()}
-    rank_of_score = {score: rank for rank, score in enumerate(sorted(set(score_of_piece.values()), reverse=True))}
     merges = {}
     find = id_of_piece.get
-    for piece, index in id_of_piece.items():
-        merge = rank_of_score[score_of_piece[piece]] << 32 | index
+    for (piece, index), rank in zip(id_of_piece.items(), ranks, strict=True):
         for cut in range(1, len(piece)):
             left = find(piece[:cut])
             if left is not None and (right := find(piece[cut:])) is not None:
-                merges[left << 32 | right] = merge
-    return np.fromiter(merges, np.int64, len(merges)), np.fromiter(merges.values(), np.int64, len(merges))
+                merges[left << 32 | right] = rank << 32 | index
+    return merges
 
 
-def _merges_of_ascii(
-    keys: npt.NDArray[np.int64], values: npt.NDArray[np.int64], id_of_code_point: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int64]:
-    left, right = (
-        np.where(id_of_code_point[:128] >= 0, id_of_code_point[:128], -1 - side).astype(np.int64) for side in range(2)
-    )
-    pairs = (left[:, None] << 32 | right[None, :]).reshape(-1)
-    order = np.argsort(keys)
-    place = np.minimum(np.searchsorted(keys, pairs, sorter=order), max(len(keys) - 1, 0))
-    if not len(keys):
-        return np.full(len(pairs), NO_MERGE, np.int64)
-    found = order[place]
-    return np.where(keys[found] == pairs, values[found], NO_MERGE)
+def merge_tables(merges: dict[int, int], id_of_byte: npt.NDArray[np.int32]) -> dict[str, Any]:
+    """Return the tables of merges. Bytes are characters or symbols by `id_of_byte`."""
+    ids = id_of_byte.tolist()
+    of_bytes = [merges.get(left << 32 | right, NO_MERGE) for left in ids for right in ids]
+    keys, values = (np.fromiter(each, np.int64, len(merges)) for each in (merges, merges.values()))
+    return {"merges": _hash_table(keys, values), "merges_of_bytes": np.array(of_bytes, np.int64)}
 
 
-def _hash_table(
-    keys: npt.NDArray[np.int64], values: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Make a hash table with linear probing that is at most a third full. Return its keys and its values."""
+def _hash_table(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Make a hash table with linear probing that is at most a third full, as `ChunkTables.merges`."""
     size = 1 << max(4, (3 * len(keys)).bit_length())
     table_keys, table_values = np.full(size, -1, np.int64), np.zeros(size, np.int64)
     slots = (_hash(keys) >> SLOT_SHIFT).astype(np.int64) & (size - 1)
@@ -228,13 +219,7 @@ def _hash_table(
         table_values[slots[free]] = values[free]
         left = left[table_keys[slots[left]] != keys[left]]
         slots[left] = (slots[left] + 1) & (size - 1)
-    return table_keys, table_values
-
-
-def _filter(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    bits = np.zeros(1 << 64 - int(FILTER_SHIFT), np.uint8)
-    bits[(_hash(keys) >> FILTER_SHIFT).astype(np.int64)] = 1
-    return np.packbits(bits, bitorder="little").view("<u8").astype(np.uint64)
+    return np.stack([table_keys, table_values], axis=1).reshape(-1)
 
 
 def _hash(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

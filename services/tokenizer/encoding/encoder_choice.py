@@ -70,15 +70,11 @@ def _try_fast(path: Path, vocabulary: Vocabulary) -> Encoder | str:
         from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
 
         return ChunkEncoder.from_model(content)
-    from services.tokenizer.encoding.byte_level import FastokensEncoder, obstacle_to_fastokens  # noqa: PLC0415
+    from services.tokenizer.encoding.byte_level import load_byte_level  # noqa: PLC0415
 
-    try:
-        encoder = FastokensEncoder(content, vocabulary)
-    except ValueError as error:
-        return f"fastokens cannot read the tokenizer file ({error})"
-    obstacle = obstacle_to_fastokens(content) if vocabulary.kind != "tiktoken" else None
-    if obstacle or vocabulary.kind != "hugging_face":
-        return obstacle or encoder
+    encoder = load_byte_level(content, vocabulary)
+    if isinstance(encoder, str) or vocabulary.kind != "hugging_face":
+        return encoder
     fuzz = TextBatch.of(fuzz_of_vocabulary(path, vocabulary, FUZZ_DOCUMENTS))
     different = find_difference(encoder, ReferenceEncoder(path, vocabulary), fuzz)
     return encoder if different is None else f"{encoder.name} gives other ids for {different.decode()[:40]!r}"

@@ -103,6 +103,24 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
+@intrinsic
+def find_bytes(typing_context: Any, array: Any, index: Any, lowest: Any, highest: Any) -> Any:
+    """Return a bit for each of the 64 bytes from item `index` on, which is 1 for bytes from `lowest` to `highest`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(_BYTE, 64)
+        address = _address(context, builder, signature, arguments)
+        loaded = builder.load(builder.bitcast(address, vector.as_pointer()), align=1)
+        none, places = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
+        limits = (builder.trunc(limit, _BYTE) for limit in arguments[2:])
+        alone = (builder.insert_element(none, limit, ir.IntType(32)(0)) for limit in limits)
+        first, last = (builder.shuffle_vector(each, none, places) for each in alone)
+        is_found = builder.icmp_unsigned("<=", builder.sub(loaded, first), builder.sub(last, first))
+        return builder.bitcast(is_found, _WORD)
+
+    return types.uint64(array, types.intp, types.intp, types.intp), generate
+
+
 def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     array_type = signature.args[0]
     array = context.make_array(array_type)(context, builder, arguments[0])

@@ -27,10 +27,10 @@ from services.common.vocabularies.fuzz import fuzz_documents
 from services.tokenizer.encoding import chunk_encoder
 from services.tokenizer.encoding.byte_level import FastokensEncoder
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels
-from services.tokenizer.encoding.chunk_kernel import SHORT_BYTES
 from services.tokenizer.encoding.chunk_tables import (
     BLOCK_BYTES,
     CACHED_BYTES,
+    SHORT_BYTES,
     SPACE_PIECE,
     obstacle_to_chunks,
 )
@@ -103,9 +103,8 @@ def test_text_around_the_end_of_a_block_has_sentencepieces_ids(model: bytes) -> 
 
 
 def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of seen chunks is enlarged, full and emptied meanwhile, and the arrays beside it are full."""
-    monkeypatch.setattr(chunk_encoder, "_FIRST_ENTRIES", 128)
-    monkeypatch.setattr(chunk_encoder, "_MAX_ENTRIES", 1_024)
+    """The table of seen chunks is full and emptied meanwhile, and the arrays beside it are full."""
+    monkeypatch.setattr(chunk_encoder, "_ENTRIES", 1_024)
     monkeypatch.setattr(chunk_encoder, "_LONG_IDS", 500)
     monkeypatch.setattr(chunk_encoder, "_LONG_CHUNKS_BYTES", 500)
     encoder, reference = ChunkEncoder.from_model(model), load_reference(model)
@@ -115,7 +114,6 @@ def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch:
         chosen.shuffle(documents)
         for begin, end in pairwise(range(0, 200, 20)):
             assert find_difference(encoder, reference, TextBatch.of(documents[begin:end])) is None
-    assert len(encoder._cache.entries) == 4 * 1_024
     assert encoder._cache.used[0] <= 1_024
 
 
@@ -276,9 +274,9 @@ def test_a_tokenizer_json_that_fastokens_cannot_read_goes_to_tokenizers(tmp_path
 
 COUNT_COMPILATIONS = """
 from services.tokenizer.encoding.chunk_encoder import load_kernels
-from services.tokenizer.encoding.chunk_kernel import encode_documents, rehash
+from services.tokenizer.encoding.chunk_kernel import add_pieces, encode_documents
 load_kernels("uint16")
-print([sum(kernel.stats.cache_misses.values()) for kernel in (encode_documents, rehash)])
+print([sum(kernel.stats.cache_misses.values()) for kernel in (encode_documents, add_pieces)])
 """
 IMPORTED_LIBRARIES = """
 import sys

@@ -14,9 +14,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from services.common.vocabularies.fuzz import fuzz_documents
 from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN
+from services.tokenizer.encoding.byte_level import QWEN_PATTERN
 from services.tokenizer.tests.builders import TEXTS
 
-QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 FOREIGN = [
@@ -179,8 +179,8 @@ def write_config(folder: Path, **settings: Any) -> None:
 KINDS: dict[str, tuple[Callable[[Path], None], bool, str]] = {
     # tokenizer: writer of its folder, whether it puts BOS before a text, and what encodes
     "BPE of bytes from vocab.json and merges.txt, as GPT-2": (write_gpt2, False, "fastokens"),
-    "BPE of bytes with a regex and a template, as Llama 3": (write_llama3, True, "fastokens"),
-    "BPE of bytes with NFC, a regex and added tokens, as Qwen": (write_qwen, False, "fastokens"),
+    "BPE of bytes with a regex and a template, as Llama 3": (write_llama3, True, "chunk kernel"),
+    "BPE of bytes with NFC, a regex and added tokens, as Qwen": (write_qwen, False, "chunk kernel"),
     "BPE of bytes with a prefix space, as RoBERTa": (write_roberta, True, "fastokens"),
     "BPE of characters with bytes as fallback": (write_byte_fallback, True, "fastokens"),
     "BPE of characters with ends of words": (write_char_bpe, False, "transformers"),
