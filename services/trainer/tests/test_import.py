@@ -155,6 +155,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "llama2-7b": ((32000, 4096, 11008, 32, 32), {"num_key_value_heads": 32, "pretraining_tp": 1, "rope_scaling": None}),
     "llama2-13b": ((32000, 5120, 13824, 40, 40), {}),  # as before grouped heads, without num_key_value_heads
     "llama3-8b": ((128256, 4096, 14336, 32, 32), {**GROUPED, "rope_scaling": None, "tie_word_embeddings": False}),
+    "llama3-70b": ((128256, 8192, 28672, 80, 64), {**GROUPED, "rope_scaling": None, "tie_word_embeddings": False}),
     "llama3.1-8b": ((128256, 4096, 14336, 32, 32), {**GROUPED, "rope_scaling": {**ROPE_3_1, "rope_type": "llama3"}}),
     "tinyllama-1.1b": ((32000, 2048, 5632, 22, 32), {"num_key_value_heads": 4, "rope_scaling": None}),
     "qwen3-0.6b": ((151936, 1024, 3072, 28, 16), {**QWEN3, "tie_word_embeddings": True}),
