@@ -171,7 +171,7 @@ def test_runs_of_a_pipeline_are_listed_compared_and_reported(untrained: Harness,
     for run in runs:
         assert re.search(rf"^{run} +done +(15 of 15|20 of 20) ", listed, re.MULTILINE), listed
     compared = make(untrained, "runs", COMPARE=f"{first},{second}")
-    assert re.search(r"^train\.seed +(0 +1|1 +0)$", compared, re.MULTILINE), compared
+    assert re.search(r"^train\.seed +(0 +1|1 +0) *$", compared, re.MULTILINE), compared
     assert f"/fsx/run/{first}/report.html" in make(untrained, "report", RUN=first)
     report = untrained.root / "run" / first / "report.html"
     assert f"{first} - Millrace" in report.read_text(encoding="utf-8")
