@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,8 @@ def _run_row(call: Call, environment: WorkerEnvironment) -> None:
 
 def _ours(settings: tuple[str, str], bench: Workbench, environment: WorkerEnvironment) -> Callable[[int], float]:
     reduction, stage = settings
-    recipe = bench.recipe(is_compiled=True)
-    recipe = recipe.model_copy(
-        update={
-            "parallel": recipe.parallel.model_copy(update={"zero_stage": int(stage)}),
-            "train": recipe.train.model_copy(update={"reduction": reduction}),
-        }
-    )
+    recipe = replace(bench, reduction=reduction).recipe(is_compiled=True)
+    recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"zero_stage": int(stage)})})
     mesh = make_mesh(recipe, environment.rank, environment.world_size)
     backend = TorchNative(mesh, bench.threads, reduction)
     program = Program(recipe, backend)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from typing import Any
 
+from deploy.reservation import RESERVATION_MARGIN
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.apply.inputs import Inputs
 from infra.preflight.machine_images import CheckResult, check_machine_image
@@ -17,8 +18,6 @@ from infra.shapes import find_shape, read_shapes
 from infra.teardown.leftovers import list_instances
 
 Instance = dict[str, Any]
-# EKS removes the nodes of a Capacity Block this long before the block ends.
-BLOCK_ENDS_EARLY = timedelta(minutes=40)
 SAME_TIME = timedelta(minutes=1)
 MINUTE = "%Y-%m-%d %H:%M UTC"
 ALL, INTERNET = "-1", "0.0.0.0/0"
@@ -106,7 +105,7 @@ def check_reservation(reservation: dict[str, Any], inputs: Inputs, nodes: int, u
     start, end, total = reservation.get("StartDate"), reservation.get("EndDate"), reservation["TotalInstanceCount"]
     is_block = reservation.get("ReservationType") == "capacity-block"
     is_to_come = bool(start and start > now)
-    usable_until = end - BLOCK_ENDS_EARLY if end and is_block else end
+    usable_until = end - RESERVATION_MARGIN if end and is_block else end
     free = total if is_to_come else reservation["AvailableInstanceCount"]
     chosen_end = datetime.fromisoformat(capacity.ends_at) if capacity.ends_at else None
     has_same_end = abs(end - chosen_end) <= SAME_TIME if end and chosen_end else end == chosen_end

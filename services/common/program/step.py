@@ -230,10 +230,9 @@ class Program:
     def _make_sum(self, size: int) -> WorkersSum:
         """Make the sum of the gradients of a bucket [size], of which this rank gets its shard."""
         mesh, in_tree = self.backend.mesh, self.recipe.train.reduction == "exact"
-        if not self.optimizer.is_sharded:
-            return WorkersSum(self.backend.make_sum(size, in_tree), self._reduce_whole, mesh.takes_turns)
         held = size // mesh.data_parallel_size if mesh.takes_turns else size
-        return WorkersSum(self.backend.make_sum(held, in_tree), self._reduce_shard, mesh.takes_turns)
+        reduce = self._reduce_shard if self.optimizer.is_sharded else self._reduce_whole
+        return WorkersSum(self.backend.make_sum(held, in_tree), reduce, mesh.takes_turns)
 
     def _reduce_whole(self, x: Tensor) -> Tensor:
         return self.backend.all_reduce(x, "data")

@@ -119,11 +119,15 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
 def gradient_bytes_sent(recipe: Recipe) -> int:
     """Return the bytes of gradients that a worker sends to the others of the data axis in a step, around a ring."""
     parallel, models = recipe.parallel, recipe.parallel.data_parallel_size
-    times = micro_batches_per_model(recipe) if parallel.zero_stage == 2 else 1
     passes = 1 if parallel.zero_stage else 2  # without shards the sums are gathered, too
     if _gathers_sums(recipe):
         passes += models - 1
-    return times * passes * FLOAT32_BYTES * _Sizes(recipe).parameters * (models - 1) // models
+    return sums_per_step(recipe) * passes * FLOAT32_BYTES * _Sizes(recipe).parameters * (models - 1) // models
+
+
+def sums_per_step(recipe: Recipe) -> int:
+    """Return how often in a step the workers sum a gradient: with ZeRO-2 that of each micro-batch."""
+    return micro_batches_per_model(recipe) if recipe.parallel.zero_stage == 2 else 1
 
 
 def _gathers_sums(recipe: Recipe) -> bool:

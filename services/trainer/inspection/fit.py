@@ -13,7 +13,7 @@ from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, InstanceType
 from services.common.recipe.derived import instance_type
 from services.common.recipe.memory_estimate import memory_of_worker
-from services.common.recipe.schema import Recipe
+from services.common.recipe.schema import Recipe, stage_nodes
 
 Changes = dict[str, str | int]
 """Recipe values by dotted name, as a command line overrides them."""
@@ -63,12 +63,12 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
     yield {"parallel.zero_stage": 1}
     if recipe.train.dtype == "bfloat16":
         yield {"train.param_dtype": "bfloat16"}
-    sends_on_one_node = parallel.num_workers <= recipe.cluster.trainer_workers_per_node
-    if sends_on_one_node:
+    is_on_one_node = stage_nodes(recipe, "trainer") == 1
+    if is_on_one_node:  # else it sends each micro-batch's gradients between nodes
         yield {"parallel.zero_stage": 2}
     yield {"train.reduction": "fast"}
     yield {"train.activation_checkpointing": "full"}
-    if not sends_on_one_node:
+    if not is_on_one_node:
         yield {"parallel.zero_stage": 2}
     if batch.micro_batch_size > 1:
         yield {"batch.micro_batch_size": 1}

@@ -27,8 +27,8 @@ from services.common.recipe.memory_estimate import (
     checkpoint_bytes,
     gradient_bytes_sent,
     memory_of_worker,
-    micro_batches_per_model,
     show_size,
+    sums_per_step,
 )
 from services.common.recipe.schema import Recipe, key_value_copies, stage_nodes
 from services.trainer.checkpoints.retention import most_checkpoints
@@ -178,7 +178,7 @@ def _sums(recipe: Recipe, step: StepEstimate) -> dict[str, str]:
     rate = step.device.network_bytes_per_second
     is_ring = recipe.train.reduction == "fast" or parallel.device == "neuron"
     seconds = sent * (min(parallel.tensor_parallel_size, on_node) if is_ring else on_node) / rate
-    times = micro_batches_per_model(recipe) if parallel.zero_stage == 2 else 1
+    times = sums_per_step(recipe)
     beyond = "; run and cost have one" if times > 1 else ""
     return {
         "sums": f"a worker sends {show_size(sent)} of gradients, in {times} sum{'s' * (times > 1)} a step: "
