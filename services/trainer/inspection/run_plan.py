@@ -160,8 +160,8 @@ def _time_and_cost(recipe: Recipe, step: StepEstimate | None) -> dict[str, str]:
         "step": f"{step.seconds:,.1f} s, {tokens_per_step(recipe) / step.seconds:,.0f} tokens/s, at {step.mfu:.0%} of "
         f"the peak of {of_node:,.0f} TFLOP/s a node, {of_worker:,.0f} a worker ({step.mfu_source})",
         "run": step.describe_hours(),
-        **_sums(recipe, step),
         "cost": step.describe_cost(),
+        **_sums(recipe, step),
     }
 
 
@@ -179,7 +179,7 @@ def _sums(recipe: Recipe, step: StepEstimate) -> dict[str, str]:
     is_ring = recipe.train.reduction == "fast" or parallel.device == "neuron"
     seconds = sent * (min(parallel.tensor_parallel_size, on_node) if is_ring else on_node) / rate
     times = sums_per_step(recipe)
-    beyond = "; run and cost have one" if times > 1 else ""
+    beyond = "; hours and cost above include one of the sums" if times > 1 else ""
     return {
         "sums": f"a worker sends {show_size(sent)} of gradients, in {times} sum{'s' * (times > 1)} a step: "
         f"{seconds:,.1f} s, {seconds / step.seconds:.0%} of a step, at {rate / 1e9:,.0f} GB/s of a node, where "
