@@ -26,8 +26,6 @@ from rich.text import Text
 from deploy.exit_codes import EXIT_AGAIN
 from services.common.errors import EXIT_INTERRUPTED
 from services.common.process.progress import (
-    ALREADY_PUBLISHED,
-    PUBLISHED,
     ProgressRecord,
     parse_progress_line,
     parse_published_line,
@@ -50,6 +48,8 @@ class _Row:
     detail: str = ""
     """Reason of the state, such as the stage before, or the folder of the artifact."""
     progress: ProgressRecord | None = None
+    artifact: tuple[str, bool] | None = None
+    """Folder of the published artifact, and whether the stage has made it; None before its log says so."""
     began_at: float | None = None
     seconds: float = 0.0
     """Seconds for which the stage ran, without the time since `began_at`."""
@@ -140,25 +140,20 @@ class PipelineView:
 
     def end(self, stage: str, exit_code: int, reason: str = "") -> None:
         """Show the end of a stage. A stage that has found its artifact published counts as skipped."""
-        record = self._rows[stage].progress
-        if exit_code == 0 and record and record.phase == ALREADY_PUBLISHED:
-            self.skip(stage, f"already published: {record.note}")
+        folder, is_new = self._rows[stage].artifact or (reason, True)
+        if exit_code == 0 and not is_new:
+            self.skip(stage, f"already published: {folder}")
         elif exit_code == 0:
-            self._change(stage, "published", record.note if record and record.phase == PUBLISHED else reason)
+            self._change(stage, "published", folder)
         else:
             state: State = "stopped" if exit_code in (EXIT_AGAIN, EXIT_INTERRUPTED) else "failed"
             self._change(stage, state, f"exit code {exit_code}{f': {reason}' if reason else ''}")
 
-    def report(self, stage: str, record: ProgressRecord) -> None:
-        """Show a stage's newest progress in the table."""
-        with self._lock:
-            self._rows[stage].progress = record
-
     def take_line(self, stage: str, line: str, output: TextIO | None = None) -> None:
         """Print a line of a stage's log to `output`, by default stdout; the table shows a line of its progress."""
-        progress = parse_progress_line(stage, line)
-        if record := progress or parse_published_line(stage, line):
-            self.report(stage, record)
+        row, progress = self._rows[stage], parse_progress_line(stage, line)
+        row.progress = progress or row.progress
+        row.artifact = parse_published_line(line) or row.artifact
         if not self.is_live:
             _print(line, output or sys.stdout)
         elif not progress:

@@ -17,14 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, TextIO
 
 from deploy.client.pipeline_view import PipelineView
 from deploy.exit_codes import EXIT_AGAIN, find_error_line, resolve_exit_code
 from deploy.stage_contract import make_command
 from services.common.errors import EXIT_INTERRUPTED
-from services.common.process.progress import PROGRESS_FILE_VARIABLE, ProgressRecord, read_progress
+from services.common.process.progress import PROGRESS_SECONDS_VARIABLE
 from services.common.process.shutdown import exit_code_after, on_stop_signal
 from services.common.recipe.file import read_override
 from services.common.recipe.schema import STAGES, Stage
@@ -32,6 +31,8 @@ from services.common.recipe.schema import STAGES, Stage
 ORDER: tuple[tuple[Stage, ...], ...] = (("tokenizer", "compiler"), ("trainer",))
 """Stages that run side by side, since they need nothing of each other."""
 POLL_SECONDS = 0.2
+PROGRESS_SECONDS = "1"
+"""Seconds between two lines of a stage's progress, where the view shows them in its table."""
 LAST_LINES_SECONDS = 5.0
 """Seconds to wait for the output of an ended stage: a process that it has left behind may hold the pipes open."""
 KEPT_LINES = 50
@@ -61,8 +62,8 @@ def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False) -> 
         print("\n".join(shlex.join(pipeline.command_of(stage)) for stage in STAGES))
         print("\nDRY_RUN=1: nothing was changed")
         return 0
-    with PipelineView(STAGES, pipeline.repetition) as view, TemporaryDirectory(prefix="millrace-") as folder:
-        runner = _Runner(pipeline, view, Path(folder))
+    with PipelineView(STAGES, pipeline.repetition) as view:
+        runner = _Runner(pipeline, view)
         with on_stop_signal(runner.pass_on, again=runner.pass_on):
             return runner.run()
 
@@ -78,8 +79,8 @@ def show_run(pipeline: LocalPipeline) -> int:
 class _Runner:
     """Starts the stages in their order, follows them, and passes signals on."""
 
-    def __init__(self, pipeline: LocalPipeline, view: PipelineView, folder: Path) -> None:
-        self._pipeline, self._view, self._folder = pipeline, view, folder
+    def __init__(self, pipeline: LocalPipeline, view: PipelineView) -> None:
+        self._pipeline, self._view = pipeline, view
         self._running: list[_StageProcess] = []
         self._signum: int | None = None
 
@@ -104,14 +105,13 @@ class _Runner:
 
     def _run_side_by_side(self, stages: Sequence[Stage]) -> int:
         for stage in stages:
-            self._running.append(_StageProcess(self._pipeline.command_of(stage), stage, self._view, self._folder))
+            self._running.append(_StageProcess(self._pipeline.command_of(stage), stage, self._view))
         codes: dict[Stage, int] = {}
         while len(codes) < len(stages):
             time.sleep(POLL_SECONDS)
             for each in self._running:
                 if self._signum is not None and not each.was_signalled:  # it started while the signal came
                     each.stop(self._signum)
-                each.show_progress()
                 if each.stage not in codes and each.process.poll() is not None:
                     codes[each.stage] = each.finish()
         self._running = []
@@ -124,14 +124,12 @@ class _Runner:
 class _StageProcess:
     """A running program of a stage."""
 
-    def __init__(self, command: Sequence[str], stage: Stage, view: PipelineView, folder: Path) -> None:
+    def __init__(self, command: Sequence[str], stage: Stage, view: PipelineView) -> None:
         self.stage, self._view = stage, view
-        self._progress_file = folder / f"{stage}.json"
         self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._shown: ProgressRecord | None = None
         self.was_signalled = False
         """Whether the stage was sent a stop signal."""
-        changes = {PROGRESS_FILE_VARIABLE: str(self._progress_file), "PYTHONUNBUFFERED": "1"}
+        changes = {"PYTHONUNBUFFERED": "1"} | ({PROGRESS_SECONDS_VARIABLE: PROGRESS_SECONDS} if view.is_live else {})
         self.process = subprocess.Popen(
             command,
             env={name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | changes,
@@ -151,18 +149,10 @@ class _StageProcess:
         self.was_signalled = True
         self.process.send_signal(signum)
 
-    def show_progress(self) -> None:
-        record = read_progress(self._progress_file)
-        if record and record != self._shown:
-            self._shown = record
-            self._view.report(self.stage, record)
-
     def finish(self) -> int:
         """Show the end of a program that has ended, and return its exit code; 75 where a signal killed it."""
         for reader in self._readers:
             reader.join(LAST_LINES_SECONDS)
-        self._shown = None  # the last lines of the log may have been shown after the newest record
-        self.show_progress()
         exit_code = resolve_exit_code(self.process.returncode)
         reason = find_error_line("".join(self._last_lines)) if exit_code and self._last_lines else ""
         self._view.end(self.stage, exit_code, reason)

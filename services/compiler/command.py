@@ -31,7 +31,7 @@ from services.common.process.command_line import (
     read_given,
     run_app,
 )
-from services.common.process.progress import report_published, reporting_progress
+from services.common.process.progress import reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
@@ -82,7 +82,6 @@ def make_cache(
             recipe_path,
             lambda workspace: compile_graphs(recipe, facts, workspace, launch),
         )
-    report_published(cache.path, is_new)
     payload = cache.manifest.compile_cache
     print(f"{'published' if is_new else 'already published'}: {cache.path}")
     print(

@@ -30,7 +30,7 @@ from services.common.process.command_line import (
     read_given,
     run_app,
 )
-from services.common.process.progress import report_published, reporting_progress
+from services.common.process.progress import reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.derived import describe
 from services.tokenizer.build import build_corpus
@@ -75,7 +75,6 @@ def tokenize(
         export_metrics((), root, launch, metrics_port, metrics_host),
     ):
         corpus, is_new = _publish(given, launcher)
-    report_published(corpus.path, is_new)
     print(summarize(corpus, is_new, time.perf_counter() - start))
     return 0
 

@@ -15,7 +15,6 @@ from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.upstream import stage_command
 from services.common.errors import ArtifactError, MillraceError, adding_path
-from services.common.process.progress import report_published
 from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import check_epochs, check_schedule
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
@@ -55,7 +54,6 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
             write_run(job)
             if not is_reported:
                 report_training(job, recipe_path)
-            report_published(job.checkpoint_collection, is_new=False)
             steps = f"step {completed_step(checkpoint)} of {job.recipe.train.max_steps}"
             print(f"the run is complete: {steps}, {job.checkpoint_collection}")
             return 0
@@ -67,7 +65,6 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
             supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
         discard_left_over(job.checkpoint_collection)
     report_training(job, recipe_path)
-    report_published(job.checkpoint_collection, is_new=True)
     print(f"trained to step {job.recipe.train.max_steps}: {job.checkpoint_collection}")
     return 0
 

@@ -1,33 +1,23 @@
-"""Shows the progress of long work, and reports the stage's progress as records for other programs.
+"""Shows the progress of long work: a bar on a terminal, and plain lines elsewhere, which other programs read again.
 
-A terminal gets a bar, everything else plain lines. The newest record is in the file that MILLRACE_PROGRESS_FILE names,
-which is replaced at most once a second, and `current_progress` returns it inside of the process.
+`current_progress` is the progress of the process's stage, for its metrics.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
-logger = logging.getLogger(__name__)
-
-PROGRESS_FILE_VARIABLE = "MILLRACE_PROGRESS_FILE"
-WRITE_SECONDS = 1.0
-"""Seconds between two writes of the progress file; the start and the end of a phase are written at once."""
+PROGRESS_SECONDS_VARIABLE = "MILLRACE_PROGRESS_SECONDS"
 STARTING = "starting"
-PUBLISHED, ALREADY_PUBLISHED = "published", "already published"
-"""Last phase of a stage that has made its artifact, and of one that has found it published."""
 PLAIN_PROGRESS_SECONDS = 10.0
+"""Seconds between two plain lines, where MILLRACE_PROGRESS_SECONDS names no other."""
 NO_PROGRESS_SECONDS = 60.0
 """Seconds without an advance after which a line says so, or _SLOW_FACTOR times the mean where that is longer."""
 _SLOW_FACTOR = 5.0
@@ -50,8 +40,7 @@ class ProgressRecord:
 
     stage: str
     phase: str
-    """Name of the present piece of work, such as `encode`; STARTING before the first, PUBLISHED or ALREADY_PUBLISHED
-    after the last."""
+    """Name of the present piece of work, such as `encode`; STARTING before the first and after the last."""
     done: float = 0.0
     total: float = 0.0
     """Amount of work in the phase, in `unit`; 0 where the phase is not measured."""
@@ -61,7 +50,7 @@ class ProgressRecord:
     seconds_left: float | None = None
     """Seconds until the end of the phase at this rate; None before it is known, and in a hang."""
     note: str = ""
-    """Further text for people, such as the loss; the artifact's folder after the last phase."""
+    """Further text for people, such as the loss."""
     time: float = field(default_factory=time.time)
     """Time of the record in seconds since 1970."""
 
@@ -72,7 +61,7 @@ Measure = Callable[[], ProgressRecord]
 
 @contextmanager
 def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
-    """Show a progress bar on a terminal, and elsewhere a plain line every ten seconds and at the end.
+    """Show a progress bar on a terminal, and elsewhere a plain line every few seconds and at the end.
 
     Both show the time left at the rate of the last minutes or, in a hang, for how long nothing was done.
     """
@@ -103,6 +92,7 @@ class Progress:
         )
         self._id = self.bars.add_task(title, total=total, note="", progress=self)
         self._task, self._total, self._unit = self.bars.tasks[0], total, unit
+        self._print_seconds = float(os.environ.get(PROGRESS_SECONDS_VARIABLE) or PLAIN_PROGRESS_SECONDS)
         self._changed_at = self._printed_at = time.monotonic()
         self._printed: tuple[float, str] | None = None
 
@@ -155,11 +145,10 @@ class Progress:
         return ProgressRecord("", task.description, *amounts, note=task.fields["note"])
 
     def _print_if_due(self) -> None:
-        """Print a line every ten seconds, or every minute once a hang was printed, and write the stage's record."""
+        """Print a line every few seconds, or every minute once a hang was printed."""
         is_hang_printed = self._printed_at - self._changed_at >= NO_PROGRESS_SECONDS
-        if time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_hang_printed else PLAIN_PROGRESS_SECONDS):
+        if time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_hang_printed else self._print_seconds):
             self._print()
-        _reporter.write_if_due()
 
     def _print(self) -> None:
         done, note = self._task.completed, self._task.fields["note"]
@@ -172,7 +161,7 @@ class Progress:
 def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
     """Return the progress that a plain line of the stage reports; None for any other line of its log.
 
-    Logs are the only channel from a stage on AWS Batch, or in a pod of a deployment, to the client.
+    A log is the only channel from a stage, on any target, to who follows it.
     """
     found = _PLAIN_LINE.fullmatch(line.strip())
     if found is None:
@@ -182,22 +171,21 @@ def parse_progress_line(stage: str, line: str) -> ProgressRecord | None:
     return ProgressRecord(stage, found["title"], done, total, found["unit"], None, seconds_left, found["note"] or "")
 
 
-def parse_published_line(stage: str, line: str) -> ProgressRecord | None:
-    """Return the record of a stage whose artifact is complete, if a line of its log says so, else None."""
+def parse_published_line(line: str) -> tuple[str, bool] | None:
+    """Return the folder of the artifact that a line of a log calls complete, and whether it is new; else None."""
     found = _PUBLISHED_LINE.match(line)
     if found is None:
         return None
     _, slash, folder = line.strip().partition("/")
-    return ProgressRecord(stage, ALREADY_PUBLISHED if found["is_old"] else PUBLISHED, note=slash + folder)
+    return slash + folder, not found["is_old"]
 
 
 @contextmanager
 def reporting_progress(stage: str) -> Iterator[None]:
     """Report the progress of `stage` during the block, which is the stage's whole command."""
     global _reporter  # noqa: PLW0603 - a process runs one stage
-    before, _reporter = _reporter, _Reporter(stage, os.environ.get(PROGRESS_FILE_VARIABLE))
+    before, _reporter = _reporter, _Reporter(stage)
     try:
-        _reporter.write()
         yield
     finally:
         _reporter = before
@@ -208,24 +196,9 @@ def report_phase(name: str) -> AbstractContextManager[None]:
     return _reporter.measuring(lambda: ProgressRecord("", name))
 
 
-def report_published(artifact: Path, is_new: bool) -> None:
-    """Report that the stage's artifact is complete in folder `artifact`, and whether this command has made it."""
-    phase = PUBLISHED if is_new else ALREADY_PUBLISHED
-    _reporter.measures.append(lambda: ProgressRecord("", phase, note=str(artifact)))
-    _reporter.write()
-
-
 def current_progress() -> ProgressRecord | None:
     """Return the present progress of this process's stage, from any thread; None where it runs no stage."""
     return _reporter.measure() if _reporter.stage else None
-
-
-def read_progress(path: Path) -> ProgressRecord | None:
-    """Return the record of a progress file; None where there is none."""
-    try:
-        return ProgressRecord(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def write_duration(seconds: float) -> str:
@@ -238,45 +211,23 @@ def write_duration(seconds: float) -> str:
 
 
 class _Reporter:
-    """Holds the nested phases of a stage, and writes the innermost one's progress. Without a stage nobody reads it."""
+    """Holds the nested phases of a stage; the innermost one's progress is the stage's."""
 
-    def __init__(self, stage: str, file: str | None) -> None:
-        self.stage, self._path = stage, Path(file) if file else None
-        self.measures: list[Measure] = [lambda: ProgressRecord("", STARTING)]
-        self._written_at = 0.0
-        self._lock = threading.Lock()
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self._measures: list[Measure] = [lambda: ProgressRecord("", STARTING)]
 
     def measure(self) -> ProgressRecord:
-        return replace(self.measures[-1](), stage=self.stage)
+        return replace(self._measures[-1](), stage=self.stage)
 
     @contextmanager
     def measuring(self, measure: Measure) -> Iterator[None]:
         """Report what `measure` returns, during the block."""
-        self.measures.append(measure)
-        self.write()
+        self._measures.append(measure)
         try:
             yield
         finally:
-            self.measures.pop()
-            self.write()
-
-    def write_if_due(self) -> None:
-        if time.monotonic() - self._written_at >= WRITE_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Replace the progress file. A file that cannot be written is given up with one warning."""
-        if self._path is None:
-            return
-        with self._lock:
-            self._written_at = time.monotonic()
-            partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            try:
-                partial.write_text(json.dumps(asdict(self.measure())), encoding="utf-8")
-                partial.replace(self._path)
-            except OSError as error:
-                logger.warning("%s=%s is not written any more: %s", PROGRESS_FILE_VARIABLE, self._path, error)
-                self._path = None
+            self._measures.pop()
 
 
-_reporter = _Reporter("", None)
+_reporter = _Reporter("")

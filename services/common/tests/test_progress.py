@@ -1,4 +1,4 @@
-"""Programs report their work: progress as lines and in files of other programs, metrics as records, and logs."""
+"""Programs report their work: progress as lines, metrics as records, and logs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.artifacts.manifest import PhaseTimer
 from services.common.launch.metrics_export import export_metrics
 from services.common.process import progress as progress_display
 from services.common.process.progress import (
-    ALREADY_PUBLISHED,
-    PROGRESS_FILE_VARIABLE,
-    STARTING,
-    ProgressRecord,
-    current_progress,
-    read_progress,
-    report_published,
+    PROGRESS_SECONDS_VARIABLE,
+    parse_progress_line,
     reporting_progress,
     show_progress,
 )
@@ -93,38 +87,6 @@ def test_a_hang_is_said_as_such_and_is_no_part_of_the_time_left(
     assert (hung[0], hung[-1], len(hung)) == (61, 3_541, 59)
 
 
-def test_another_program_reads_a_stage_s_progress_from_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, now = tmp_path / "progress.json", 0.0
-    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(path))
-    monkeypatch.setattr("time.monotonic", lambda: now)
-
-    def read() -> ProgressRecord:
-        record = read_progress(path)
-        assert record
-        assert record.stage == "tokenizer"
-        assert record.time > 1e9
-        return record
-
-    assert read_progress(path) is None
-    with reporting_progress("tokenizer"):
-        assert read().phase == STARTING
-        with PhaseTimer().phase("encode"):
-            assert read().phase == "encode"
-            with show_progress("encode documents", 1_000, "bytes") as progress:
-                progress.advance_to(200)
-                now = 10.0
-                progress.advance_to(400, "2 files")
-                measured = read()
-        assert read().phase == STARTING
-        report_published(tmp_path / "corpus", is_new=False)
-    assert (measured.phase, measured.done, measured.total, measured.unit) == ("encode documents", 400, 1_000, "bytes")
-    assert (measured.per_second, measured.seconds_left, measured.note) == (20, 30, "2 files")
-    assert (read().phase, read().note) == (ALREADY_PUBLISHED, str(tmp_path / "corpus"))
-    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
-
-
 def test_a_scrape_shows_the_progress_of_the_stage_that_runs_and_the_space_of_its_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,30 +115,21 @@ def test_a_scrape_shows_the_progress_of_the_stage_that_runs_and_the_space_of_its
             }
 
 
-def test_a_progress_file_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, now = tmp_path / "progress.json", 0.0
-    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(path))
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    versions = set()
-    with reporting_progress("trainer"), show_progress("training", 1_000, "steps") as progress:
-        for step in range(1_000):
-            now += 0.01
-            progress.advance_to(step)
-            versions.add(path.stat().st_ino)
-            current = current_progress()
-            assert current
-            assert current.done == step
-    assert 2 <= len(versions) <= 11
-    assert current_progress() is None
-
-
-def test_a_progress_file_that_cannot_be_written_harms_no_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("seconds", "lines"), [(None, 1), ("1", 10), ("5", 2)])
+def test_plain_lines_come_as_often_as_their_reader_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: str | None, lines: int
 ) -> None:
-    monkeypatch.setenv(PROGRESS_FILE_VARIABLE, str(tmp_path / "absent" / "progress.json"))
-    with reporting_progress("trainer"), show_progress("training", 10, "steps") as progress:
-        progress.advance_to(1)
-    assert [record.message.count("absent/progress.json") for record in caplog.records] == [1]
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    if seconds:
+        monkeypatch.setenv(PROGRESS_SECONDS_VARIABLE, seconds)
+    with show_progress("training", 1_000, "steps") as progress:
+        for step in range(1, 1_001):
+            now = step / 100
+            progress.advance_to(step)
+    records = [parse_progress_line("trainer", line) for line in capsys.readouterr().err.splitlines()]
+    assert [(each.phase, each.total) for each in records if each] == [("training", 1_000)] * len(records)
+    assert len(records) == lines
 
 
 @pytest.fixture
