@@ -25,8 +25,7 @@ from infra.apply.renewal import check_renewal, list_renewed_pools
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
 from infra.apply.variables import read_variables
 from infra.cost.estimate import describe_cost, require_budget
-from infra.preflight.checks import run_preflight
-from infra.preflight.machine_images import check_machine_image
+from infra.preflight.checks import check_machine_image, run_preflight
 from infra.teardown.leftovers import describe_leftovers, find_leftovers
 from infra.teardown.sequence import Teardown, Workloads
 from infra.workloads.batch_workloads import BatchWorkloads

@@ -6,7 +6,8 @@ Terraform's state is not read, because resources that it has forgotten cost as m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +17,10 @@ from infra.account.cluster_resources import list_load_balancers
 from infra.account.session import STACK_TAG, Account, tags_of
 from infra.cost.estimate import HOURS_OF_A_MONTH, control_plane_price, dollars, fsx_gb_month, read_prices
 from infra.shapes import read_shapes
+from services.common.errors import TryAgain
+from services.common.problem_list import list_names
 
+POLL_SECONDS = 10.0
 GONE = ("terminated", "shutting-down")
 CLAIM_TAGS = ("kubernetes.io/created-for/pvc/namespace", "kubernetes.io/created-for/pvc/name")
 
@@ -173,3 +177,23 @@ def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]
             yield Leftover(service, resource, "AWS deletes it within 30 days", 0)
         else:
             yield Leftover(service, resource, "", dollars("key_month"))
+
+
+def wait_until_none(what: str, find: Callable[[], list[str]], timeout_seconds: float, advice: str) -> None:
+    """Waits until `find` returns nothing, and prints what is left whenever that changes.
+
+    Raises `TryAgain` with the advice if some are left after `timeout_seconds`.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    said = ""
+    while left := find():
+        state = f"waiting     until these {what} are gone: {list_names(left)}"
+        if state != said:
+            print(state, flush=True)
+            said = state
+        if time.monotonic() > deadline:
+            raise TryAgain(
+                f"{what} are not gone after {timeout_seconds:.0f} s: {', '.join(left)}. {advice}. Run the same command "
+                f"again to continue"
+            )
+        time.sleep(POLL_SECONDS)

@@ -192,7 +192,7 @@ def make_site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.
         for name, value in (("STACK", site.stack), ("OVERLAY", site.overlay), ("YES", 1)):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
-        monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
+        monkeypatch.setattr("infra.teardown.leftovers.POLL_SECONDS", 0.0)
         monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
         return site
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
-from infra.account.polling import wait_until_none
 from infra.account.session import Account
+from infra.teardown.leftovers import wait_until_none
 from infra.teardown.neighbours import Neighbour
 
 JOBS_SECONDS = 12 * 3600.0

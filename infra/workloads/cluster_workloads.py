@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.account.cluster_resources import CORE, list_load_balancers, list_node_groups
-from infra.account.polling import wait_until_none
 from infra.account.session import Account
 from infra.addons.releases import list_installed, read_releases, remove_releases
 from infra.apply.overlay_settings import forget_settings
-from infra.teardown.cluster_neighbours import NAMESPACES, find_on_cluster
-from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
-from infra.teardown.neighbours import Neighbour
+from infra.teardown.leftovers import list_claim_volumes, list_pool_instances, wait_until_none
+from infra.teardown.neighbours import NAMESPACES, Neighbour, find_on_cluster
 from infra.workloads import kubernetes_cluster
 from services.common.errors import DeviceError, TryAgain
 from services.common.recipe.schema import STAGES

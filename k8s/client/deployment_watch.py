@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter, print_line
 from k8s.client.pull_watch import PullWatch, explain_crash
-from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
-from k8s.objects.conditions import is_pod_over
+from k8s.objects.api import Api, ApiUnreachable, Conflict, Object, is_pod_over
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import COMPONENT_LABEL, DEPLOYMENT_LABEL, STAGE_LABEL, job_name

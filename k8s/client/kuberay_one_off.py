@@ -19,16 +19,10 @@ from k8s.client.deployment_watch import PodOutput
 from k8s.client.pull_watch import PullWatch
 from k8s.client.resolved_deployment import START_TIMEOUT_SECONDS, default_recipe_of
 from k8s.client.stage_image import choose_image
-from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.api import Api, ApiUnreachable, Object, is_job_over
 from k8s.objects.capacity import check_nodes
-from k8s.objects.conditions import is_job_over
 from k8s.objects.deploy_job import find_recipe_text
-from k8s.objects.names import (
-    COMPONENT_LABEL,
-    DEPLOYMENT_LABEL,
-    ONE_OFF,
-    one_off_nodes_name,
-)
+from k8s.objects.names import COMPONENT_LABEL, DEPLOYMENT_LABEL, ONE_OFF, one_off_nodes_name
 from k8s.objects.one_off_job import (
     CONTAINER,
     OneOff,

@@ -24,7 +24,7 @@ from deploy.good_images import find_image_before
 from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import PRINTING, NotDeployed, Watch, await_acceptance, follow
 from k8s.client.kuberay_one_off import run_one_off
-from k8s.client.resolved_deployment import ResolvedDeployment, complete_request, default_recipe_of, resolve
+from k8s.client.resolved_deployment import complete_request, default_recipe_of, resolve
 from k8s.client.stage_preflight import check_cluster
 from k8s.client.status import describe_status
 from k8s.objects.api import Api, Conflict
@@ -34,14 +34,7 @@ from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import STAGE_LABEL, job_name, recipe_name
 from k8s.objects.node_group import read_leases
-from k8s.objects.record import (
-    Outcome,
-    Record,
-    ask_to_stop,
-    end_unanswered,
-    read_record,
-    read_running_record,
-)
+from k8s.objects.record import Outcome, Record, ask_to_stop, end_unanswered, read_record, read_running_record
 from k8s.objects.teardown import take_down
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
 from services.common.errors import DeviceError, RecipeError
@@ -70,12 +63,11 @@ class KubeRayTarget:
         An identical deployment that already runs is followed. With FOLLOW=0 or DRY_RUN=1 the exit code is 0.
         """
         group = read_worker_group(self._api, request.stage)
-        return self._deploy(group, resolve(self._api, group, request), request, output, watch)
+        return self._deploy(group, request, output, watch)
 
     def _deploy(
         self,
         group: WorkerGroup,
-        resolved: ResolvedDeployment,
         request: DeployRequest,
         output: TextIO | None,
         watch: Watch = PRINTING,
@@ -83,12 +75,13 @@ class KubeRayTarget:
         is_replacing: bool = False,
     ) -> int:
         """Deploy. An identical deployment that runs is followed; `is_replacing` stops what runs, after the checks."""
+        deployment, recipe = resolve(self._api, group, request)
         running = read_running_record(self._api, request.stage)
         is_ending = running and (running.stop or running.outcome or running.is_deleted)
         if running and not is_ending and not is_replacing:
-            return self._attach(running, resolved.deployment, request, watch)
-        print(describe_plan(group, resolved.deployment, resolved.outline), flush=True)
-        if problems := check_cluster(self._api, group, resolved.deployment, resolved.outline):
+            return self._attach(running, deployment, request, watch)
+        print(describe_plan(group, deployment, recipe.outline), flush=True)
+        if problems := check_cluster(self._api, group, deployment, recipe.outline):
             lines = "".join(f"\n  - {problem}" for problem in problems)
             raise NotDeployed(f"{group.name} is not deployed, nothing was changed:{lines}")
         if request.is_dry_run:
@@ -97,7 +90,7 @@ class KubeRayTarget:
                 "recipe and finds its artifacts, and EKS whether the node group fits, before nodes are added"
             )
             if output:
-                write_manifests(output, self._api, group, resolved.deployment, resolved.recipe.text)
+                write_manifests(output, self._api, group, deployment, recipe.text)
             return 0
         if running and is_ending:
             print(f"waiting for the previous deployment of {request.stage} to end", flush=True)
@@ -109,14 +102,14 @@ class KubeRayTarget:
         elif running:
             if running.acceptance:
                 print(
-                    f"first the deployment that runs is stopped, then {resolved.deployment.image} is asked whether it "
+                    f"first the deployment that runs is stopped, then {deployment.image} is asked whether it "
                     f"accepts the recipe. If it refuses, the present one runs again with its RECIPE= and ARGS= by: "
                     f"make deploy-stage STAGE={request.stage} TAG={running.deployment.image}",
                     flush=True,
                 )
             self.stop(request.stage)
-        self._send(read_worker_group(self._api, request.stage), resolved.deployment, resolved.recipe.text)
-        return self._follow(resolved.deployment, request, watch)
+        self._send(read_worker_group(self._api, request.stage), deployment, recipe.text)
+        return self._follow(deployment, request, watch)
 
     def stop(self, stage: Stage) -> int:
         """Let the stage commit a checkpoint and remove its pods; this client removes them if no deploy Job does."""
@@ -160,7 +153,7 @@ class KubeRayTarget:
             )
         print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
         again = replace(complete_request(self._api, group, request, last), tag=image)
-        return self._deploy(group, resolve(self._api, group, again), again, output, is_replacing=True)
+        return self._deploy(group, again, output, is_replacing=True)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None = None) -> int:
         """Deploy the three stages, one after the other, up to the first that fails."""

@@ -1,11 +1,11 @@
-"""Resolves a deploy request for KubeRay: the deployment of a worker group, in a frozen value."""
+"""Resolves a deploy request for KubeRay: the deployment of a worker group, and its recipe."""
 
 from __future__ import annotations
 
 import getpass
 import math
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deploy.client.outline import Outline
@@ -31,20 +31,10 @@ LOSS_TIMEOUT_SECONDS = 6 * 3600
 capacity pool, or for a person on the next morning."""
 
 
-@dataclass(frozen=True)
-class ResolvedDeployment:
-    """A deployment with the recipe that it was resolved from."""
+def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> tuple[Deployment, RequestedRecipe]:
+    """The deployment, and the recipe with the options that it runs.
 
-    deployment: Deployment
-    recipe: RequestedRecipe
-
-    @property
-    def outline(self) -> Outline:
-        return self.recipe.outline
-
-
-def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedDeployment:
-    """Raises `RecipeError` for a wrong request, `DeviceError` for an image that neither registry nor nodes have.
+    Raises `RecipeError` for a wrong request, `DeviceError` for an image that neither registry nor nodes have.
 
     The image that this checkout builds knows the same recipe keys as this checkout, so a wrong key is refused here. An
     image that TAG names may know other keys; preflight asks that image.
@@ -80,7 +70,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedDep
         node_pool=group.node_pool,
         capacity_ends_at=group.capacity_ends_at,
     )
-    return ResolvedDeployment(deployment, recipe)
+    return deployment, recipe
 
 
 def default_recipe_of(group: WorkerGroup) -> Path:

@@ -7,8 +7,7 @@ import time
 from contextlib import suppress
 
 from deploy.progress import ProgressPrinter
-from k8s.objects.api import Api, Object
-from k8s.objects.conditions import has_condition
+from k8s.objects.api import Api, Object, has_condition
 from k8s.objects.placement import explain_start
 from services.common.errors import DeviceError, TryAgain
 

@@ -12,8 +12,7 @@ import time
 from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
 from k8s.controller.node_pool import NodePool
-from k8s.objects.api import Api
-from k8s.objects.conditions import is_pod_over
+from k8s.objects.api import Api, is_pod_over
 from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.worker_group import read_cluster
 from services.common.errors import MillraceError

@@ -1,4 +1,6 @@
-"""The calls of the Kubernetes API that client and controller make, with errors that say what was asked for."""
+"""The calls of the Kubernetes API that client and controller make, with errors that say what was asked for, and the
+conditions in the status of its objects.
+"""
 
 from __future__ import annotations
 
@@ -228,3 +230,22 @@ def _message(error: ApiException) -> str:
         return str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):
         return str(error.reason)
+
+
+def conditions_of(thing: Object) -> list[Object]:
+    return (thing.get("status") or {}).get("conditions") or []
+
+
+def has_condition(thing: Object, *types: str) -> bool:
+    """Whether a condition of one of these types is True."""
+    return any(each["type"] in types and each["status"] == "True" for each in conditions_of(thing))
+
+
+def is_pod_over(pod: Object) -> bool:
+    """Whether a pod's containers have ended, or will never start."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_job_over(job: Object) -> bool:
+    """Whether a Job of Kubernetes has ended, well or badly."""
+    return has_condition(job, "Complete", "Failed")

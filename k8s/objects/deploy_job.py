@@ -34,11 +34,8 @@ LOST_NODE_TOLERATIONS = [
 ]
 # The admission policy `millrace-jobs` accepts these alone: others, such as AWS_CONFIG_FILE, name programs to run.
 AWS_VARIABLES = (
-    "AWS_REGION",
-    "AWS_ENDPOINT_URL",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
+    *("AWS_REGION", "AWS_ENDPOINT_URL"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
 )
 KEPT_SECONDS = 3_600
 """Seconds for which an ended one-off is kept, so that a client that lost its connection can still show its end."""

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from k8s.objects.api import Api, Object
-from k8s.objects.conditions import conditions_of
+from k8s.objects.api import Api, Object, conditions_of
 from k8s.objects.names import COMPONENT_LABEL, ONE_OFF
 from k8s.objects.placement import is_ready
 

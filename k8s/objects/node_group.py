@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any
 
 from deploy.exit_codes import EXIT_AGAIN
-from k8s.objects.api import Api
-from k8s.objects.conditions import has_condition
+from k8s.objects.api import Api, has_condition
 from k8s.objects.names import NODE_GROUP_ANNOTATION
 from services.common.errors import DeviceError
 

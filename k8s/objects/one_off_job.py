@@ -12,8 +12,7 @@ from decimal import Decimal
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.stage_contract import ONE_OFF_DRAIN_SECONDS, ROOT, SCRATCH, find_contract, make_one_off_command
-from k8s.objects.api import Object
-from k8s.objects.conditions import conditions_of, is_job_over
+from k8s.objects.api import Object, conditions_of, is_job_over
 from k8s.objects.deploy_job import render_head_program, render_short_job
 from k8s.objects.names import (
     COMPONENT_LABEL,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from k8s.objects.api import Api, Object
-from k8s.objects.conditions import conditions_of, has_condition
+from k8s.objects.api import Api, Object, conditions_of, has_condition
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL
 from k8s.objects.worker_group import WorkerGroup
 

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 
 from deploy.exit_codes import shorten_line
-from k8s.objects.api import Api, Conflict, Object
-from k8s.objects.conditions import is_job_over
+from k8s.objects.api import Api, Conflict, Object, is_job_over
 from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.names import (
     ATTEMPTS_ANNOTATION,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from k8s.objects.api import Api, Object
+from k8s.objects.api import Api, Object, is_pod_over
 from k8s.objects.attempt import has_ended, rayjobs_of
-from k8s.objects.conditions import is_pod_over
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, STAGE_LABEL
 from k8s.objects.placement import pods_of
 from k8s.objects.worker_group import scale_down, worker_group_of

@@ -14,7 +14,7 @@ import yaml
 
 from images.platforms import REPOSITORY
 from infra.account import cluster_resources
-from infra.teardown import cluster_neighbours
+from infra.teardown import neighbours
 from infra.workloads import cluster_workloads
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, NODE_POOL, POOL_LABEL, SHAPE_LABEL, stage_annotation
 from services.common.recipe.section import Kind
@@ -117,7 +117,7 @@ def _names(own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
     yield Agreement("namespace that infra-down empties", cluster_workloads.NAMESPACE, cluster["metadata"]["namespace"])
     namespaces = {each["metadata"]["name"] for each in _all(objects, "Namespace")}
-    yield Agreement("namespaces that infra-down takes for its own", set(cluster_neighbours.NAMESPACES), namespaces)
+    yield Agreement("namespaces that infra-down takes for its own", set(neighbours.NAMESPACES), namespaces)
     identities = read_text("infra/modules/eks/identities.tf")
     associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
     given = [own["namespace"] if each == "var.namespace" else each for each in associated]

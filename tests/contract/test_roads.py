@@ -106,13 +106,13 @@ def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, stage: str) -> Non
     group = worker_group_of(copy.deepcopy(eks), stage)
     api: Any = None  # an image that has a digest is looked up nowhere
 
-    resolved = resolve(api, group, replace(read_request(typed), tag=f"a/b@sha256:{DIGEST}"))
+    deployment, recipe = resolve(api, group, replace(read_request(typed), tag=f"a/b@sha256:{DIGEST}"))
 
-    assert (resolved.outline.name, resolved.outline.parallel.device) == ("llama2-7b-trn1", "xla")
-    assert check_trace(group, resolved.outline) == ""
-    assert check_instance_type(stage, resolved.outline, group.instance_type, "CHANGE") == ""
-    assert resolved.deployment.nodes == {"tokenizer": 1, "compiler": 1, "trainer": 4}[stage]
-    assert resolved.deployment.nodes <= group.spec["maxReplicas"]
+    assert (recipe.outline.name, recipe.outline.parallel.device) == ("llama2-7b-trn1", "xla")
+    assert check_trace(group, recipe.outline) == ""
+    assert check_instance_type(stage, recipe.outline, group.instance_type, "CHANGE") == ""
+    assert deployment.nodes == {"tokenizer": 1, "compiler": 1, "trainer": 4}[stage]
+    assert deployment.nodes <= group.spec["maxReplicas"]
 
 
 def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:

@@ -150,7 +150,7 @@ def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(
     def resolved(stage: Stage, nodes: int | None) -> tuple[Recipe, int]:
         request = DeployRequest(stage, RECIPE, IMAGE, nodes)
         if target == "kuberay":
-            found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request).deployment
+            found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request)[0]
             return RECIPE.source.validate(recipe_overrides(found.arguments)), found.nodes
         spec = resolve_job(config_of(), images, request).spec
         assert spec.recipe

@@ -61,22 +61,25 @@ def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[st
     request = DeployRequest("trainer", tag=IMAGE)
     found = {name: resolve(NO_API, worker_group_of(cluster, "trainer"), request) for name, cluster in clusters.items()}
 
-    assert {name: each.outline.name for name, each in found.items()} == {"local": "tiny-cpu", "eks": "llama2-7b-trn1"}
-    for name, each in found.items():
+    assert {name: recipe.outline.name for name, (_, recipe) in found.items()} == {
+        "local": "tiny-cpu",
+        "eks": "llama2-7b-trn1",
+    }
+    for name, (deployment, recipe) in found.items():
         group = worker_group_of(clusters[name], "trainer")
-        assert each.outline.parallel.device == {"cpu": "cpu", "neuron": "xla"}[group.variant]
-        assert check_instance_type("trainer", each.outline, group.instance_type, "CHANGE") == ""
-        assert each.deployment.nodes <= group.spec["maxReplicas"]
+        assert recipe.outline.parallel.device == {"cpu": "cpu", "neuron": "xla"}[group.variant]
+        assert check_instance_type("trainer", recipe.outline, group.instance_type, "CHANGE") == ""
+        assert deployment.nodes <= group.spec["maxReplicas"]
 
 
 def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
     request = DeployRequest("trainer", TINY, IMAGE, nodes=1)
-    resolved = resolve(NO_API, trainer, request)
-    assert resolved.outline.parallel.data_parallel_size == 1
-    assert resolved.deployment.arguments == ("--parallel.data_parallel_size=1",)
-    assert resolved.deployment.drain_seconds == 300
+    deployment, recipe = resolve(NO_API, trainer, request)
+    assert recipe.outline.parallel.data_parallel_size == 1
+    assert deployment.arguments == ("--parallel.data_parallel_size=1",)
+    assert deployment.drain_seconds == 300
     trainer.cluster["metadata"]["annotations"]["millrace.dev/trainer-checkpoint-seconds"] = "200.5"
-    assert resolve(NO_API, trainer, request).deployment.drain_seconds == 602
+    assert resolve(NO_API, trainer, request)[0].drain_seconds == 602
     with pytest.raises(RecipeError, match="cannot be shared"):
         resolve(NO_API, trainer, replace(request, tag="", nodes=3))
 
@@ -86,17 +89,17 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
     sizes = ("--parallel.tensor_parallel_size=2", "--parallel.data_parallel_size=2", "--batch.global_batch_size=16")
     split = (*sizes, "--cluster.min_nodes=1")
     request = DeployRequest("trainer", TINY, IMAGE, arguments=split)
-    of_recipe = resolve(NO_API, trainer, request).deployment
+    of_recipe = resolve(NO_API, trainer, request)[0]
     assert (of_recipe.nodes, of_recipe.fewer_nodes) == (4, (2,))
     assert of_recipe.arguments_for(2)[-1] == "--parallel.data_parallel_size=1"
 
-    resolved = resolve(NO_API, trainer, replace(request, nodes=8))
-    assert resolved.deployment.arguments == (*split, "--parallel.data_parallel_size=4")
-    assert resolved.deployment.tensor_parallel_size == 2
-    said = describe_plan(trainer, resolved.deployment, resolved.outline)
+    deployment, recipe = resolve(NO_API, trainer, replace(request, nodes=8))
+    assert deployment.arguments == (*split, "--parallel.data_parallel_size=4")
+    assert deployment.tensor_parallel_size == 2
+    said = describe_plan(trainer, deployment, recipe.outline)
     assert "8 pods x 1 workers: data-parallel degree 4 x tensor-parallel degree 2" in said
 
-    isolated = resolve(NO_API, trainer, replace(request, nodes=2, mode="isolated")).deployment
+    isolated = resolve(NO_API, trainer, replace(request, nodes=2, mode="isolated"))[0]
     job = render_isolated_rayjob(trainer, isolated, 1)
     assert job["spec"]["entrypoint"].endswith("--parallel.data_parallel_size=1")
     with pytest.raises(RecipeError, match=r"NODES=3: 3 workers .*multiple of 2"):

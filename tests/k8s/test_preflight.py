@@ -19,7 +19,7 @@ from k8s.controller import job
 from k8s.controller.preflight import judge
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
-from k8s.objects.conditions import is_job_over
+from k8s.objects.api import is_job_over
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.record import Acceptance, Outcome, write_acceptance, write_outcome
