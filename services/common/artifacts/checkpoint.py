@@ -101,7 +101,7 @@ class ShardOrigin(ManifestModel):
     """The worker that wrote the shard."""
     data_parallel_size: Count
     tensor_parallel_size: Count
-    zero_stage: Literal[0, 1, 2]
+    zero_stage: Literal[0, 1, 2, 3]
     program_fingerprint: str
     """Fingerprint of the program that made the state; a copy of the run that another program continued differs."""
     payload_digest: Sha256
@@ -125,7 +125,7 @@ class CheckpointPayload(ManifestModel):
     """Steps whose update was not applied because a gradient was not finite."""
     data_parallel_size: Count
     tensor_parallel_size: Count
-    zero_stage: Literal[0, 1, 2]
+    zero_stage: Literal[0, 1, 2, 3]
     shards: dict[RelativePath, ShardOrigin]
     """Origin in the header of each shard, by the shard's file name."""
     program_fingerprint: str

@@ -29,9 +29,13 @@ class Bucket:
     number of ranks that share the bucket, so neither do the bits of the gradient norm.
     """
 
+    is_sharded = False
+    """Whether this rank keeps its shard of the weights alone, which `write` then takes."""
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None = None) -> None:
         self.parameters = dict(parameters)
         self.num_blocks = num_blocks
+        self.device = next(iter(self.parameters.values())).device
         self.sum_axis = sum_axis
         """Axis along which the ranks hold the same parameters and partial gradients, which have to be summed."""
         self.is_decayed = all(parameter.ndim > 1 for parameter in self.parameters.values())
@@ -63,6 +67,10 @@ class Bucket:
         """Overwrite the model's weights with these, rounded to their type."""
         if flat_P is not self.weights_P:
             self.weights_P.copy_(flat_P)
+
+    def shard(self, num_shards: int, index: int) -> Tensor:
+        """Return a shard [S] of the weights in float32, before they are cast."""
+        return self.weights_P.chunk(num_shards)[index]
 
     def views(self, flat_P: Tensor) -> dict[str, Tensor]:
         """Return views of a flat tensor by parameter name, in the parameters' shapes."""
@@ -106,12 +114,46 @@ class Bucket:
 
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
         """Copy a tensor for each parameter, in the parameters' order and of any type, into one float32 tensor [P]."""
-        device = next(iter(self.parameters.values())).device
-        flat_P = torch.empty(self.size, dtype=torch.float32, device=device)
+        flat_P = torch.empty(self.size, dtype=torch.float32, device=self.device)
         for view, tensor in zip(self.views(flat_P).values(), tensors, strict=True):
             view.copy_(tensor)
         flat_P[self.size - self._padding :].zero_()
         return flat_P
+
+
+class ShardedBucket(Bucket):
+    """A bucket of whose weights a rank keeps its shard (ZeRO-3). Its parameters have values while `hold` lends them
+    gathered ones; before and after they are zeros without memory.
+    """
+
+    is_sharded = True
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [self.shard_S]
+
+    def shard(self, num_shards: int, index: int) -> Tensor:
+        return torch.zeros(self.size // num_shards)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        self._zero_1: Tensor = self._zero_1.to(dtype)
+        self.release()
+
+    def write(self, flat_P: Tensor) -> None:
+        self.shard_S = flat_P.to(self._zero_1.dtype)
+
+    def hold(self, flat_P: Tensor) -> None:
+        """Make the parameters views of the gathered weights."""
+        for name, view in self.views(flat_P).items():
+            self.parameters[name].data = view
+
+    def release(self) -> None:
+        """Make the parameters zeros again; the gathered weights are freed where nothing else refers to them."""
+        for parameter in self.parameters.values():
+            parameter.data = self._zero_1.expand(parameter.shape)
+
+    def _hold_parameters(self) -> None:
+        self._zero_1 = torch.zeros(1, device=self.device)
 
 
 class SeparateBucket(Bucket):

@@ -105,7 +105,7 @@ def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
         tensor_parallel_size=tensor_parallel_size,
         key_value_copies=key_value_copies(recipe),
         are_copies_apart=_are_copies_apart(recipe),
-        takes_turns=recipe.parallel.zero_stage == 2,
+        takes_turns=recipe.parallel.zero_stage >= 2,
     )
 
 

@@ -71,8 +71,8 @@ class AdamW:
         self._buckets, self._settings, self._backend = buckets, settings, backend
         self.is_sharded = is_sharded and backend.mesh.data_parallel_size > 1
         self._weights_S = [backend.place(self._make_master(bucket)) for bucket in buckets]
-        self.exp_avg_S = [backend.place(torch.zeros_like(self._shard(bucket.weights_P))) for bucket in buckets]
-        self.exp_avg_sq_S = [backend.place(torch.zeros_like(self._shard(bucket.weights_P))) for bucket in buckets]
+        self.exp_avg_S = [backend.place(torch.zeros_like(self._shard(bucket))) for bucket in buckets]
+        self.exp_avg_sq_S = [backend.place(torch.zeros_like(self._shard(bucket))) for bucket in buckets]
         copies = [backend.mesh.size(bucket.sum_axis) if bucket.sum_axis else 1 for bucket in buckets]
         self._counted_K = backend.place(torch.tensor([1.0 / each for each in copies]))
         """Factor of a bucket's squares in the norm: 1 / c where c ranks hold copies, so that these count once."""
@@ -165,20 +165,22 @@ class AdamW:
         return {"weight": self._weights_S, "exp_avg": self.exp_avg_S, "exp_avg_sq": self.exp_avg_sq_S}
 
     def update_weights(self) -> None:
-        """Round the model's weights from the master weights. Ranks with shards all-gather them in the model's type."""
+        """Round the model's weights from the master weights. Ranks with shards all-gather them in the model's type,
+        unless the weights stay sharded, too.
+        """
         for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
-            is_sharded = self.is_sharded
-            bucket.write(self._backend.all_gather(weights_S.to(bucket.dtype), "data") if is_sharded else weights_S)
+            is_gathered = self.is_sharded and not bucket.is_sharded
+            bucket.write(self._backend.all_gather(weights_S.to(bucket.dtype), "data") if is_gathered else weights_S)
 
     def _make_master(self, bucket: Bucket) -> Tensor:
-        weights_S = self._shard(bucket.weights_P)
+        weights_S = self._shard(bucket)
         # A graph depends on where an input begins within its memory, which would differ by rank: hence the copy.
         return weights_S.clone() if self.is_sharded else weights_S
 
-    def _shard(self, flat_P: Tensor) -> Tensor:
-        """Return the shard [S] of a bucket that this rank updates; the whole bucket where nothing is sharded."""
+    def _shard(self, bucket: Bucket) -> Tensor:
+        """Return the shard [S] of a bucket's weights that this rank updates; all of them where nothing is sharded."""
         mesh = self._backend.mesh
-        return flat_P.chunk(mesh.data_parallel_size)[mesh.index("data")] if self.is_sharded else flat_P
+        return bucket.shard(mesh.data_parallel_size, mesh.index("data")) if self.is_sharded else bucket.shard(1, 0)
 
     def _update_fused(
         self,

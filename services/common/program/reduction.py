@@ -10,6 +10,7 @@ neighbours, which the ranks sum first, and then turns are summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -87,16 +88,23 @@ class HeldSum:
 
 
 class WorkersSum:
-    """A `Sum` over the micro-batches of all ranks, which `reduce` sums over ranks: this rank's sum, or each tensor."""
+    """A sum over the micro-batches of all ranks: this rank's sum is summed over the ranks or, where they take turns,
+    each tensor. `reduce` starts to sum a tensor over the ranks, and returns the function that waits for the result.
+    """
 
-    def __init__(self, own: Sum, reduce: Callable[[Tensor], Tensor], takes_turns: bool) -> None:
+    def __init__(self, own: Sum, reduce: Callable[[Tensor], Callable[[], Tensor]], takes_turns: bool) -> None:
         self._own, self._reduce, self._takes_turns = own, reduce, takes_turns
 
-    def add(self, leaf: Tensor) -> None:
-        self._own.add(self._reduce(leaf) if self._takes_turns else leaf)
+    def start_to_add(self, leaf: Tensor) -> Callable[[], None]:
+        """Start to add a tensor to the sum, and return the function that ends it, to be called in the same order."""
+        if not self._takes_turns:
+            return partial(self._own.add, leaf)
+        finish = self._reduce(leaf)
+        return lambda: self._own.add(finish())
 
     def result(self) -> Tensor:
-        return self._own.result() if self._takes_turns else self._reduce(self._own.result())
+        """Return the sum, and start another one."""
+        return self._own.result() if self._takes_turns else self._reduce(self._own.result())()
 
 
 def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.common.program.backends.backend import Backend
 from services.common.program.buckets import Bucket
+from services.common.program.mesh import Axis
 from services.common.program.optimizer import AdamW
 from services.common.program.sharding import Sharding
 from services.common.program.state import StateKind, StateSlice
@@ -100,7 +101,10 @@ class ShardedState:
         """
         extremes = [extreme for each in self._weights() for extreme in (each.min(), each.max())]
         is_bad_1 = torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
-        is_finite_1 = self._backend.all_reduce(is_bad_1, "tensor", "max") == 0
+        axes: tuple[Axis, ...] = ("tensor", "data") if any(each.is_sharded for each in self._buckets) else ("tensor",)
+        for axis in axes:
+            is_bad_1 = self._backend.all_reduce(is_bad_1, axis, "max")
+        is_finite_1 = is_bad_1 == 0
         self._backend.end_graph()
         return is_finite_1
 
@@ -108,7 +112,8 @@ class ShardedState:
         """Return a 63-bit hash of each part of the state that all ranks of the data axis hold whole. Their hashes are
         equal as long as their bits are.
         """
-        parts = {"weights": self._weights()}
+        whole = [each for bucket in self._buckets if not bucket.is_sharded for each in bucket.weights]
+        parts = {"weights": whole}
         if not self._optimizer.is_sharded:
             parts |= {"first moments": self._optimizer.exp_avg_S, "second moments": self._optimizer.exp_avg_sq_S}
             if any(bucket.dtype != torch.float32 for bucket in self._buckets):

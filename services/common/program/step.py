@@ -6,7 +6,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from services.common.program.backends.backend import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.health import Health, measure_activations, name_groups
 from services.common.program.initial_weights import draw_weights
+from services.common.program.layer_by_layer import LayerByLayer, make_sharded_bucket, place_without_memory
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
@@ -61,16 +64,23 @@ class Program:
         length, checkpointing = recipe.corpus.sequence_length, train.activation_checkpointing
         reduce_dtype = DTYPES[recipe.parallel.reduce_dtype]
         self._head_options = (batch.loss_chunk_tokens, backend, reduce_dtype, recipe.model.vocab_size)
-        with backend.device:
+        is_by_layer = recipe.parallel.zero_stage == 3
+        make_bucket = make_sharded_bucket if is_by_layer else backend.make_bucket
+        with torch.device("meta") if is_by_layer else backend.device:
             self.model = Transformer(recipe.model, length, backend, checkpointing, reduce_dtype)
         with backend.host:
-            self._place_zeros()
+            if is_by_layer:
+                place_without_memory(self.model, backend.device)
+            else:
+                self._place_zeros()
             shardings = self.model.shardings()
             num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
-            self.buckets = make_buckets(dict(self.model.named_parameters()), shardings, num_blocks, backend.make_bucket)
+            self.buckets = make_buckets(dict(self.model.named_parameters()), shardings, num_blocks, make_bucket)
             is_sharded = recipe.parallel.zero_stage > 0
             self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
             self._cast_buckets()
+            if is_by_layer:
+                self.optimizer.update_weights()
             self._sums = [self._make_sum(bucket.size) for bucket in self.buckets]
             self._losses = WorkersSum(backend.make_sum(1, in_tree=True), self._reduce_whole, backend.mesh.takes_turns)
         self.state = ShardedState(self.buckets, shardings, self.optimizer, backend)
@@ -79,9 +89,16 @@ class Program:
             with self.state.writing() as held:
                 draw_weights(held, shapes, recipe.model, train.seed)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
-        self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
-        self._run_losses = backend.compile(self._micro_losses) if is_compiled else self._micro_losses
-        self._run_health = backend.compile(self._micro_health) if is_compiled else self._micro_health
+        self._layers: LayerByLayer | None = None
+        passes: Sequence[Callable[..., Tensor]] = (self._micro_loss, self._micro_losses, self._micro_health)
+        if is_by_layer:
+            self._layers = LayerByLayer(self.model, self.buckets, backend, self._autocast, is_compiled)
+            passes = (self._tail_loss, self._tail_losses, self._tail_health)
+        # The context of autocast stays outside of a compiled function: AOTAutograd does not cache a graph that enters
+        # it, and would trace it again at each start.
+        self._run_loss, self._run_losses, self._run_health = map(backend.compile, passes) if is_compiled else passes
+        self._last_sum: Callable[[], None] | None = None
+        """Ends the addition of a gradient that was started last."""
         self._own_norms: list[Tensor] = []
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
@@ -212,20 +229,32 @@ class Program:
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""
-        loss = self._run(self._run_loss, micro_batch)
-        gradients = deque(torch.autograd.grad(loss, self._parameters))
-        started = time.perf_counter()
-        for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
-            self._add_gradient(total, bucket.flatten(gradients.popleft() for _ in bucket.parameters))
+        if self._layers:
+            loss = self._layers.add_gradients(self._send(micro_batch), self._run_loss, self._add_gradient)
+        else:
+            loss = self._run(self._run_loss, micro_batch)
+            gradients = deque(torch.autograd.grad(loss, self._parameters))
+            for number, bucket in enumerate(self.buckets):  # frees a bucket's gradients as it adds them
+                self._add_gradient(number, bucket.flatten(gradients.popleft() for _ in bucket.parameters))
         loss_1 = loss.detach().reshape(1)
         self._own_losses += [kept_1.clone() for kept_1 in self.backend.keep(loss_1)]  # the sum may overwrite loss_1
-        self._losses.add(loss_1)
+        self._end_sum()
+        self._losses.start_to_add(loss_1)()
+
+    def _add_gradient(self, number: int, gradient_P: Tensor) -> None:
+        """Start to add a bucket's gradient to its sum, which ends while the next bucket's is computed."""
+        self._own_norms += self.backend.keep(torch.linalg.vector_norm(gradient_P))
+        self._end_sum()
+        self._last_sum = self._sums[number].start_to_add(gradient_P)
+
+    def _end_sum(self) -> None:
+        if not self._last_sum:
+            return
+        started = time.perf_counter()
+        self._last_sum()
+        self._last_sum = None
         if self.backend.mesh.takes_turns:  # and so has waited for other ranks
             self.gradient_seconds -= time.perf_counter() - started
-
-    def _add_gradient(self, total: WorkersSum, gradient_P: Tensor) -> None:
-        self._own_norms += self.backend.keep(torch.linalg.vector_norm(gradient_P))
-        total.add(gradient_P)
 
     def _make_sum(self, size: int) -> WorkersSum:
         """Make the sum of the gradients of a bucket [size], of which this rank gets its shard."""
@@ -234,29 +263,51 @@ class Program:
         reduce = self._reduce_shard if self.optimizer.is_sharded else self._reduce_whole
         return WorkersSum(self.backend.make_sum(held, in_tree), reduce, mesh.takes_turns)
 
-    def _reduce_whole(self, x: Tensor) -> Tensor:
-        return self.backend.all_reduce(x, "data")
+    def _reduce_whole(self, x: Tensor) -> Callable[[], Tensor]:
+        return partial(self.backend.all_reduce, x, "data")
 
-    def _reduce_shard(self, x: Tensor) -> Tensor:
-        return self.backend.reduce_scatter(x, "data")
+    def _reduce_shard(self, x: Tensor) -> Callable[[], Tensor]:
+        return self.backend.start_reduce_scatter(x, "data")
 
     def _run(self, function: Callable[..., Tensor], micro_batch: MicroBatch) -> Tensor:
-        # The context stays outside of the compiled function: AOTAutograd does not cache a graph that enters autocast,
-        # and would trace it again at each start.
-        with self.backend.autocast(self.recipe.train.dtype):
-            return function(*(each if each is None else self.backend.send(each) for each in micro_batch))
+        sent = self._send(micro_batch)
+        if self._layers:
+            return self._layers.run(sent, function)
+        with self._autocast():
+            return function(*sent)
+
+    def _send(self, micro_batch: MicroBatch) -> MicroBatch:
+        tokens_BS, positions_BS = micro_batch
+        return MicroBatch(
+            self.backend.send(tokens_BS), None if positions_BS is None else self.backend.send(positions_BS)
+        )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return self.backend.autocast(self.recipe.train.dtype)
 
     def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        hidden_BSD, targets_BS = self.model(tokens_BS[:, :-1], positions_BS), tokens_BS[:, 1:]
-        z_loss = self.recipe.train.z_loss
-        return next_token_loss(hidden_BSD, self.model.lm_head.weight, targets_BS, *self._head_options, z_loss)
+        return self._tail_loss(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
 
     def _micro_losses(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        hidden_BSD, targets_BS = self.model(tokens_BS[:, :-1], positions_BS), tokens_BS[:, 1:]
-        return next_token_losses(hidden_BSD, self.model.lm_head.weight, targets_BS, *self._head_options)
+        return self._tail_losses(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
 
     def _micro_health(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        residual_BSD, hidden_BSD = self.model.residual_and_hidden(tokens_BS[:, :-1], positions_BS)
+        return self._tail_health(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
+
+    def _tail_loss(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
+        hidden_BSD, head_VD, z_loss = (
+            self.model.model.norm(residual_BSD),
+            self.model.lm_head.weight,
+            self.recipe.train.z_loss,
+        )
+        return next_token_loss(hidden_BSD, head_VD, tokens_BS[:, 1:], *self._head_options, z_loss)
+
+    def _tail_losses(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
+        hidden_BSD = self.model.model.norm(residual_BSD)
+        return next_token_losses(hidden_BSD, self.model.lm_head.weight, tokens_BS[:, 1:], *self._head_options)
+
+    def _tail_health(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
+        hidden_BSD = self.model.model.norm(residual_BSD)
         return measure_activations(residual_BSD, hidden_BSD, self.model.lm_head.weight, *self._head_options)
 
 

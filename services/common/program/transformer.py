@@ -66,11 +66,6 @@ class Transformer(nn.Module):
         """
         return self.model(tokens_BS, positions_BS)
 
-    def residual_and_hidden(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the activations after the last layer, [B, S / t, D], and with them the result of `forward`."""
-        residual_BSD = self.model.run_layers(tokens_BS, positions_BS)
-        return residual_BSD, self.model.norm(residual_BSD)
-
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         """Return the logits of the id that follows each position, [B, S, `vocab_size`], for a model on one rank."""
         assert self.collectives.mesh.tensor_parallel_size == 1
@@ -108,7 +103,8 @@ class _Decoder(nn.Module):
         self.embed_tokens = VocabularyParallelEmbedding(config.num_vocab_rows, config.hidden_size, collectives)
         self.layers = nn.ModuleList(_Layer(config, collectives, reduce_dtype) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
-        device = self.embed_tokens.weight.device
+        weight = self.embed_tokens.weight
+        device = torch.device("cpu") if weight.is_meta else weight.device
         cos_SN, sin_SN = (table_SN.to(device) for table_SN in rotary_table(config, sequence_length))
         self.register_buffer("cos_SN", cos_SN, persistent=False)
         self.register_buffer("sin_SN", sin_SN, persistent=False)
@@ -120,18 +116,32 @@ class _Decoder(nn.Module):
 
     def run_layers(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Return the activations after the last layer, which the final norm has not seen."""
-        length, mode = tokens_BS.shape[1], self._activation_checkpointing
+        hidden_BSD = self.embed(tokens_BS)
+        places = self.read_places(tokens_BS.shape[1], positions_BS)
+        for layer in self.layers:
+            hidden_BSD = self.run_layer(layer, hidden_BSD, *places)
+        return hidden_BSD
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """Return the activations before the first layer."""
         rows_BSD = self.embed_tokens(tokens_BS)
         # One rank has a token's row and the others have zeros, so the sum is exact in the rows' own dtype.
-        hidden_BSD = reduce_scatter_sequence(rows_BSD, self._collectives, rows_BSD.dtype)
+        return reduce_scatter_sequence(rows_BSD, self._collectives, rows_BSD.dtype)
+
+    def read_places(self, length: int, positions_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what every layer reads of the positions: cosines and sines, and the mask where there are documents."""
         cos, sin = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
-        mask_B1SS = None
-        if positions_BS is not None:
-            cos, sin = cos[positions_BS][:, None], sin[positions_BS][:, None]
-            mask_B1SS = block_causal_mask(positions_BS, self.indices_S[:length])[:, None]  # type: ignore[index]
-        for layer in self.layers:
-            hidden_BSD = self._collectives.run_checkpointed(layer, mode, hidden_BSD, cos, sin, mask_B1SS)
-        return hidden_BSD
+        if positions_BS is None:
+            return cos, sin, None
+        cos, sin = cos[positions_BS][:, None], sin[positions_BS][:, None]
+        return cos, sin, block_causal_mask(positions_BS, self.indices_S[:length])[:, None]  # type: ignore[index]
+
+    def run_layer(
+        self, layer: nn.Module, hidden_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None
+    ) -> Tensor:
+        return self._collectives.run_checkpointed(
+            layer, self._activation_checkpointing, hidden_BSD, cos, sin, mask_B1SS
+        )
 
 
 class _Layer(nn.Module):

@@ -71,6 +71,11 @@ def _require_devices(recipe: Recipe) -> None:
         )
     if device == "xla" and not family_of(name).startswith(TRN1):
         raise ValueError(f"parallel.device 'xla' is trn1's, cluster.trainer_instance_type {name}, which needs 'neuron'")
+    if recipe.parallel.zero_stage == 3 and device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"parallel.zero_stage 3 needs parallel.device 'cpu' or 'cuda', got {device!r}: use 1 or 2 with a larger "
+            f"parallel.tensor_parallel_size"
+        )
     is_split = recipe.compile.enabled and recipe.parallel.tensor_parallel_size > 1
     if cluster.min_nodes is not None and (device == "xla" or (device == "neuron" and is_split)):
         raise ValueError(

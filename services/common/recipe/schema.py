@@ -256,10 +256,12 @@ class Parallel(Section):
     """Type in which the workers of a model sum activations and their gradients. `bfloat16` needs train.dtype `bfloat16`
     and halves the bytes that are sent, but rounds at each addition. Gradients of weights are always summed in float32.
     """
-    zero_stage: Literal[0, 1, 2] = 0
+    zero_stage: Annotated[Literal[0, 1, 2, 3], Identity(("compile_cache",), True, like_default=(1, 2))] = 0
     """ZeRO stage (arXiv 1910.02054), with the same bits of exact sums. From 1 on data-parallel workers share the
     optimizer's state. With 2 they also share the sums of gradients: each micro-batch's gradient is sent to the workers
     that update it, so a worker holds a share of each partial sum, and sends as many times more as it has micro-batches.
+    With 3 they also share the weights: each micro-batch gathers those of a layer at a time, forward and backward, and
+    graphs are those of a layer, so compiled ones round elsewhere. For `cpu` and `cuda`.
     """
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops depend on this number, so it is declared and never detected."""
@@ -411,7 +413,7 @@ def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tup
         value = getattr(section, name)
         marks = [mark for mark in field.metadata if isinstance(mark, Identity) and kind in mark.kinds]
         if marks:
-            if value == field.default and all(mark.is_default_left_out for mark in marks):
+            if all(mark.is_default_left_out and value in (field.default, *mark.like_default) for mark in marks):
                 continue
             if isinstance(value, Model):
                 del plain[name]["preset"]  # another way of writing the other fields

@@ -26,6 +26,8 @@ class Identity:
     is_default_left_out: bool = False
     """Whether the field's default value is no part of an id, because it gives the bytes of a recipe without the field.
     Artifacts keep their ids when such a field is added."""
+    like_default: tuple[Any, ...] = ()
+    """Further values that give the bytes of the default."""
 
 
 CORPUS = Identity(("corpus",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -50,6 +51,14 @@ class Collectives:
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         """Return the ranks' tensors concatenated along `dim`, in the order of their index."""
         return x
+
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        """Start `all_gather`, and return the function that waits for its result; meanwhile other work can be done."""
+        return partial(self.all_gather, x, axis)
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        """Start `reduce_scatter`, and return the function that waits for its result."""
+        return partial(self.reduce_scatter, x, axis)
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         """Return this rank's slice along `dim` of the sum over the ranks; their number divides that dimension."""

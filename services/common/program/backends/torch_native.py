@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -121,21 +121,33 @@ class TorchNative(Backend):
         size = self.mesh.size(axis)
         if size == 1:
             return x
-        gathered = _run(OPS.all_gather_into_tensor, x.contiguous(), size, self._groups[axis])
+        gathered = self.start_all_gather(x, axis)()
         return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
+
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        size = self.mesh.size(axis)
+        if size == 1:
+            return lambda: x
+        return _start(OPS.all_gather_into_tensor, x.contiguous(), size, self._groups[axis])
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         size = self.mesh.size(axis)
         if size == 1:
             return x
-        slices = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))  # one for each rank
-        if self._reduction == "exact":
-            if not self._native.has_all_to_all:
-                return self._sum_gathered(slices, axis, size)
-            # Each rank sends as many bytes as in a ring. Gathering all slices everywhere would send `size` times more.
-            lengths = [len(slices) // size] * size
-            return sum_in_tree(_run(OPS.all_to_all_single, slices, lengths, lengths, self._groups[axis]).chunk(size))
-        return _run(OPS.reduce_scatter_tensor, slices, "sum", size, self._groups[axis])
+        return self.start_reduce_scatter(x if dim == 0 else torch.cat(x.chunk(size, dim)), axis)()
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        size, slices = self.mesh.size(axis), x.contiguous()  # one for each rank
+        if size == 1:
+            return lambda: x
+        if self._reduction != "exact":
+            return _start(OPS.reduce_scatter_tensor, slices, "sum", size, self._groups[axis])
+        if not self._native.has_all_to_all:
+            return partial(self._sum_gathered, slices, axis, size)
+        # Each rank sends as many bytes as in a ring. Gathering all slices everywhere would send `size` times more.
+        lengths = [len(slices) // size] * size
+        exchanged = _start(OPS.all_to_all_single, slices, lengths, lengths, self._groups[axis])
+        return lambda: sum_in_tree(exchanged().chunk(size))
 
     def _sum_gathered(self, slices: Tensor, axis: Axis, size: int) -> Tensor:
         """Return this rank's slice of the sum in the tree, from all ranks' slices: `size` times the bytes of a ring."""
@@ -247,6 +259,17 @@ def _form_group(mesh: Mesh, axis: Axis, collectives: str) -> str:
 
 def _run(collective: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Run a collective and return its result. Raises `WorkersLost`, also where the collective cannot begin."""
+    return _start(collective, *arguments)()
+
+
+def _start(collective: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:
+    """Start a collective, and return the function that waits for its result. Both raise `WorkersLost`."""
     with naming_lost_workers():
-        result: Tensor = OPS.wait_tensor(collective(*arguments))
-    return result
+        coming = collective(*arguments)
+
+    def finish() -> Tensor:
+        with naming_lost_workers():
+            result: Tensor = OPS.wait_tensor(coming)
+        return result
+
+    return finish

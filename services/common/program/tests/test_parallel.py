@@ -20,6 +20,7 @@ from services.common.testing.models import initialize
 from services.common.testing.recipes import make_recipe
 
 Results = dict[str, work.Trained]
+STAGES = (work.SHARDED, work.SHARDED_SUMS, work.SHARDED_WEIGHTS)
 
 
 def whole_state(tmp_path: Path, together: list[Results], name: str, **overrides: str) -> dict[StateSlice, torch.Tensor]:
@@ -60,29 +61,30 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 def test_four_data_parallel_workers_have_the_bits_of_one(
     tmp_path: Path, alone: work.Trained, together: list[Results]
 ) -> None:
-    for name in ("data 4", "data 4" + work.SHARDED, "data 4" + work.SHARDED_SUMS):
+    for name in ("data 4", *("data 4" + stage for stage in STAGES)):
         assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
         for piece, tensor in whole_state(tmp_path, together, name).items():
             assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
 
 
-def test_four_workers_that_share_the_optimizers_state_of_a_qwen3_have_the_bits_of_one(
+def test_four_workers_that_share_the_state_of_a_qwen3_have_the_bits_of_one(
     tmp_path: Path, together: list[Results]
 ) -> None:
     """Its tied head and embedding, and its norms of queries and keys, are summed in the order of one worker."""
-    alone, name = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.QWEN_3), "data 4" + work.OF_QWEN_3
-    assert all(results[name]["numbers"] == alone["numbers"] for results in together)
-    for piece, tensor in whole_state(tmp_path, together, name, **work.QWEN_3).items():
-        assert torch.equal(tensor.flatten(), alone["state"][piece.key]), piece.key
+    alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.QWEN_3)
+    for name in ("data 4" + work.OF_QWEN_3 + stage for stage in (work.SHARDED, work.SHARDED_WEIGHTS)):
+        assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
+        for piece, tensor in whole_state(tmp_path, together, name, **work.QWEN_3).items():
+            assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
 
 
-def test_two_four_and_eight_workers_that_share_optimizer_and_sums_have_the_bits_of_one(
+def test_two_four_and_eight_workers_that_share_optimizer_sums_and_weights_have_the_bits_of_one(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.EIGHT_STEPS, **work.OF_EIGHT)
     found = results_of(work.train_on_fewer_and_fewer, max(work.SIZES), tmp_path_factory)
 
-    for size, stage in product(work.SIZES, (work.SHARDED, work.SHARDED_SUMS)):
+    for size, stage in product(work.SIZES, STAGES):
         name = f"data {size}{stage}"
         assert [results[name]["numbers"] == alone["numbers"] for results in found[:size]] == [True] * size, name
         for piece, tensor in whole_state(tmp_path, found, name).items():
@@ -104,7 +106,7 @@ def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together
     num_shares, _ = work.MESHES[mesh]
     for results in together:
         whole = results[mesh]
-        for sharded in (results[mesh + work.SHARDED], results[mesh + work.SHARDED_SUMS]):
+        for sharded in (results[mesh + stage] for stage in STAGES):
             assert_same_bits(sharded, whole)
             assert sharded["num_held"] * num_shares == whole["num_held"]
 
@@ -166,7 +168,8 @@ def test_bfloat16_weights_have_the_same_bits_on_four_workers_with_sharded_master
     tmp_path: Path, together: list[Results]
 ) -> None:
     alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.WITH_ROUNDED_WEIGHTS)
-    for name in ("data 4" + work.ROUNDED, "data 4" + work.SHARDED + work.ROUNDED):
+    kinds = (work.ROUNDED, work.SHARDED + work.ROUNDED, work.ROUNDED + work.SHARDED_WEIGHTS)
+    for name in ("data 4" + kind for kind in kinds):
         assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
         for piece, master in whole_state(tmp_path, together, name).items():
             assert torch.equal(master.flatten(), alone["state"][piece.key]), (name, piece.key)

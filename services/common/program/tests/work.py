@@ -170,13 +170,14 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
     }
 
 
-SHARDED, SHARDED_SUMS = ", ZeRO-1", ", ZeRO-2"
+SHARDED, SHARDED_SUMS, SHARDED_WEIGHTS = ", ZeRO-1", ", ZeRO-2", ", ZeRO-3"
 RECOMPUTED, IN_DOCUMENTS = ", recomputed", ", z-loss and documents"
 WITH_DOCUMENTS = {"train__z_loss": "0.01", "train__attention_mask": "block_causal"}
 DOCUMENT_TOKENS = 7  # rows of 16
 QWEN_3 = {"model__qk_norm": "true", "model__head_dim": "6", "model__tie_word_embeddings": "true"}
 """Overrides for QK norm, heads that are wider than a share of the hidden size, and a tied head."""
 OF_QWEN_3 = ", Qwen3"
+RECOMPUTING = {"train__activation_checkpointing": "selective"}
 ROUNDED, FAST, LONG = ", bfloat16 weights", ", fast sums", ", many steps"
 WITH_ROUNDED_WEIGHTS = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16"}
 
@@ -212,7 +213,7 @@ def train_on(
 ) -> Trained:
     """Train for some steps. Where the optimizer is sharded, another program continues with the state halfway."""
     recipe = make_recipe(folder, **(PARALLEL | overrides))
-    mesh = replace(mesh, takes_turns=recipe.parallel.zero_stage == 2)
+    mesh = replace(mesh, takes_turns=recipe.parallel.zero_stage >= 2)
     backend = TorchNative(mesh, 1, recipe.train.reduction, recipe.parallel.device, local_rank)
     program = Program(recipe, backend)
     found = dict[str, list[float]](loss=[], gradient_norm=[])
@@ -255,6 +256,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
                 sharded = {"parallel__zero_stage": "1"}
                 results[name + SHARDED] = train_on(mesh, own, **sharded)
                 results[name + SHARDED_SUMS] = train_on(mesh, own, parallel__zero_stage="2")
+                results[name + SHARDED_WEIGHTS] = train_on(mesh, own, parallel__zero_stage="3", **RECOMPUTING)
                 results[name + ROUNDED] = train_on(mesh, own, **WITH_ROUNDED_WEIGHTS)
                 results[name + SHARDED + ROUNDED] = train_on(mesh, own, **sharded, **WITH_ROUNDED_WEIGHTS)
             if mesh.tensor_parallel_size > 1:
@@ -263,7 +265,11 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
                 results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing=mode)
             if mesh.data_parallel_size == 1:
                 results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
-        results["data 4" + OF_QWEN_3] = train_on(meshes["data 4"], own, parallel__zero_stage="1", **QWEN_3)
+        for name, stage in ((SHARDED, "1"), (SHARDED_WEIGHTS, "3")):
+            results["data 4" + OF_QWEN_3 + name] = train_on(meshes["data 4"], own, parallel__zero_stage=stage, **QWEN_3)
+        results["data 4" + ROUNDED + SHARDED_WEIGHTS] = train_on(
+            meshes["data 4"], own, parallel__zero_stage="3", **WITH_ROUNDED_WEIGHTS
+        )
         results["data 4" + FAST] = train_on(meshes["data 4"], own, train__reduction="fast")
     if rank < 2:
         with in_group(rank, 2, f"{environment.rendezvous}-two"):
@@ -280,7 +286,7 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
         if rank < size:
             with in_group(rank, size, f"{environment.rendezvous}-{size}"):
                 mesh = Mesh(rank, size)
-                for name, stage in ((SHARDED, "1"), (SHARDED_SUMS, "2")):
+                for name, stage in ((SHARDED, "1"), (SHARDED_SUMS, "2"), (SHARDED_WEIGHTS, "3")):
                     trained = train_on(mesh, own, EIGHT_STEPS, parallel__zero_stage=stage, **OF_EIGHT)
                     results[f"data {size}{name}"] = trained
     torch.save(results, folder / f"{rank}.pt")

@@ -1,0 +1,191 @@
+"""ZeRO-3 (arXiv 1910.02054): passes of a model whose ranks keep shards of its matrices, layer by layer.
+
+A rank gathers the matrices of one place of the model at a time, and those of the next place meanwhile: in the forward
+pass from the embedding through the layers to the head, and then back. Its memory has two layers, however many there
+are. A place is computed for itself, by a graph that is the same for all layers, and its gradients leave the rank before
+those of the next place are there.
+
+Places are numbered: 0 is the embedding, then come the layers, and the last is the final norm with the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from services.common.program.backends.backend import Backend
+from services.common.program.buckets import Bucket, ShardedBucket
+from services.common.program.mesh import Axis
+from services.common.program.micro_batch import MicroBatch
+from services.common.program.transformer import Transformer
+
+Tail = Callable[[Tensor, Tensor], Tensor]
+"""A function of the activations after the last layer and of a micro-batch's tokens, such as the loss."""
+Positions = tuple[Tensor, Tensor, Tensor | None]
+Kept = tuple[int, Sequence[Any], Sequence[Any], Any]
+"""Number of a bucket, and size, strides and first element of a view of its weights."""
+AddGradient = Callable[[int, Tensor], None]
+"""Takes the number of a bucket and its gradient [P] in float32."""
+
+
+def make_sharded_bucket(parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None) -> Bucket:
+    """Make a bucket for matrices, which are sharded, or for vectors: those are few, and every rank keeps them."""
+    is_vector = all(parameter.ndim == 1 for parameter in parameters.values())
+    return (Bucket if is_vector else ShardedBucket)(parameters, num_blocks, sum_axis)
+
+
+def place_without_memory(model: Transformer, device: torch.device) -> None:
+    """Move a model from the meta device, where it was made, to its device, with parameters that are zeros without
+    memory: all of them together may be larger than the device.
+    """
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(torch.zeros(1, device=device).expand(parameter.shape)))
+    model.to(device)
+
+
+class LayerByLayer:
+    """The passes of a model whose matrices are in sharded buckets. All ranks of the data axis call them together."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        buckets: Sequence[Bucket],
+        backend: Backend,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        is_compiled: bool,
+    ) -> None:
+        """`autocast` makes the context of a forward pass."""
+        self._decoder, self._buckets, self._backend, self._autocast = model.model, buckets, backend, autocast
+        self._run_layer = backend.compile(self._decoder.run_layer) if is_compiled else self._decoder.run_layer
+        head = [*self._decoder.norm.parameters(), model.lm_head.weight]
+        places = [self._decoder.embed_tokens, *self._decoder.layers]
+        self._parameters = [*(list(place.parameters()) for place in places), head]
+        ids = [{id(parameter) for parameter in parameters} for parameters in self._parameters]
+        uses = [
+            [place for place, own in enumerate(ids) if own & set(map(id, bucket.parameters.values()))]
+            for bucket in buckets
+        ]
+        self._gathered = [
+            [number for number, used in enumerate(uses) if place in used and buckets[number].is_sharded]
+            for place in range(len(ids))
+        ]
+        """Numbers of the buckets that each place needs whole."""
+        self._completed = [
+            [number for number, used in enumerate(uses) if used[0] == place] for place in range(len(ids))
+        ]
+        """Numbers of the buckets whose gradients are complete after the backward pass of each place."""
+        self._flats: dict[int, Tensor] = {}
+        """The gathered weights by the number of their bucket."""
+
+    @torch.no_grad()
+    def run(self, micro_batch: MicroBatch, tail: Tail) -> Tensor:
+        """Return the tail's result, without gradients."""
+        positions = self._decoder.read_places(micro_batch.tokens.shape[1] - 1, micro_batch.positions)
+        x: Tensor | None = None
+        visits = self._visit(range(len(self._parameters)))
+        with self._autocast():
+            for place in islice(visits, len(self._parameters) - 1):
+                x = self._forward(place, x, micro_batch.tokens, positions)
+            next(visits)
+            assert x is not None
+            result = tail(x, micro_batch.tokens)
+        visits.close()
+        return result
+
+    def add_gradients(self, micro_batch: MicroBatch, tail: Tail, add: AddGradient) -> Tensor:
+        """Return the tail's result, a loss, and give the gradient of each bucket to `add`, the last layer's first."""
+        last, tokens_BS = len(self._parameters) - 1, micro_batch.tokens
+        positions = self._decoder.read_places(tokens_BS.shape[1] - 1, micro_batch.positions)
+        gradients: dict[int, Tensor] = {}
+        calls: list[tuple[Tensor | None, Tensor]] = []
+        visits = self._visit([*range(last), last, *reversed(range(last))])
+        for place in islice(visits, last):
+            given = calls[-1][1].detach().requires_grad_() if calls else None
+            with self._autocast(), saved_tensors_hooks(self._pack, self._unpack):
+                calls.append((given, self._forward(place, given, tokens_BS, positions)))
+        next(visits)
+        residual_BSD = calls[-1][1].detach().requires_grad_()
+        with self._autocast():
+            loss = tail(residual_BSD, tokens_BS)
+        gradient = self._backward(last, residual_BSD, loss, None, gradients, add)
+        for place in visits:
+            given, result = calls.pop()
+            gradient = self._backward(place, given, result, gradient, gradients, add)
+            del result
+        return loss.detach()
+
+    def _forward(self, place: int, x: Tensor | None, tokens_BS: Tensor, positions: Positions) -> Tensor:
+        if x is None:
+            return self._decoder.embed(tokens_BS[:, :-1])
+        return self._run_layer(self._decoder.layers[place - 1], x, *positions)
+
+    def _backward(
+        self,
+        place: int,
+        given: Tensor | None,
+        result: Tensor,
+        gradient: Tensor | None,
+        gradients: dict[int, Tensor],
+        add: AddGradient,
+    ) -> Tensor | None:
+        """Return the gradient of what the place was given, and add those of buckets that are complete.
+
+        `gradients` has those that are not complete, by their parameters' ids.
+        """
+        parameters = self._parameters[place]
+        inputs = parameters if given is None else [*parameters, given]
+        found = list(torch.autograd.grad(result, inputs, gradient))
+        passed_on = None if given is None else found.pop()
+        for parameter in reversed(parameters):
+            more = found.pop()
+            gradients[id(parameter)] = gradients[id(parameter)] + more if id(parameter) in gradients else more
+            del more
+        for number in self._completed[place]:
+            bucket = self._buckets[number]
+            add(number, bucket.flatten(gradients.pop(id(each)) for each in bucket.parameters.values()))
+        return passed_on
+
+    def _visit(self, order: Sequence[int]) -> Generator[int]:
+        """Yield places with their weights gathered, while those of the next place are on their way."""
+        coming = self._start_to_gather(order[0])
+        for place, following in zip(order, [*order[1:], None], strict=True):
+            self._flats = {number: finish() for number, finish in coming.items()}
+            self._numbers = {flat_P.untyped_storage()._cdata: number for number, flat_P in self._flats.items()}
+            for number, flat_P in self._flats.items():
+                self._sharded(number).hold(flat_P)
+            coming = {} if following is None else self._start_to_gather(following)
+            try:
+                yield place
+            finally:
+                for number in self._flats:
+                    self._sharded(number).release()
+                self._flats, self._numbers = {}, {}
+
+    def _start_to_gather(self, place: int) -> dict[int, Callable[[], Tensor]]:
+        return {
+            number: self._backend.start_all_gather(self._sharded(number).shard_S, "data")
+            for number in self._gathered[place]
+        }
+
+    def _sharded(self, number: int) -> ShardedBucket:
+        bucket = self._buckets[number]
+        assert isinstance(bucket, ShardedBucket)
+        return bucket
+
+    def _pack(self, x: Tensor) -> Tensor | Kept:
+        """What autograd keeps for the backward pass: of a view of gathered weights only where it is."""
+        number = self._numbers.get(x.untyped_storage()._cdata)
+        return x if number is None else (number, x.size(), x.stride(), x.storage_offset())
+
+    def _unpack(self, kept: Tensor | Kept) -> Tensor:
+        """The same view of the weights that were gathered again."""
+        if isinstance(kept, Tensor):
+            return kept
+        number, size, stride, offset = kept
+        return self._flats[number].as_strided(size, stride, offset)
