@@ -1,4 +1,4 @@
-"""Measures data-parallel workers on this machine: exact and fast sums, ZeRO-1 and ZeRO-2, and FSDP2 of torch.
+"""Measures data-parallel workers on this machine: exact and fast sums, ZeRO-1 to 3, and FSDP2 of torch.
 
     python -m benchmarks.trainer.worker_rows [--rounds 3] [--steps 4] [--micro-batches 4] [--tokens 4096] [--workers 2]
 
@@ -45,6 +45,8 @@ ROWS = {
     "exact, ZeRO-1": ("exact", "1"),
     "fast, ZeRO-2": ("fast", "2"),
     "exact, ZeRO-2": ("exact", "2"),
+    "fast, ZeRO-3": ("fast", "3"),
+    "exact, ZeRO-3": ("exact", "3"),
 }
 BASE, FSDP2 = "fast, ZeRO-1", "transformers, FSDP2"
 

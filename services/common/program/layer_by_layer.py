@@ -10,6 +10,7 @@ Places are numbered: 0 is the embedding, then come the layers, and the last is t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -44,9 +45,13 @@ def place_without_memory(model: Transformer, device: torch.device) -> None:
     """Move a model from the meta device, where it was made, to its device, with parameters that are zeros without
     memory: all of them together may be larger than the device.
     """
-    for parameter in model.parameters():
-        torch.utils.swap_tensors(parameter, nn.Parameter(torch.zeros(1, device=device).expand(parameter.shape)))
-    model.to(device)
+    zero_1 = torch.zeros(1, device=device)
+    made = {parameter: nn.Parameter(zero_1.expand(parameter.shape)) for parameter in model.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, made[parameter])  # one that is tied in both places
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
 
 
 class LayerByLayer:
@@ -82,6 +87,10 @@ class LayerByLayer:
         """Numbers of the buckets whose gradients are complete after the backward pass of each place."""
         self._flats: dict[int, Tensor] = {}
         """The gathered weights by the number of their bucket."""
+        self._gradients: dict[int, Tensor] = {}
+        """Gradients of buckets that are not complete, by their parameters' ids."""
+        self.waited_seconds = 0.0
+        """Seconds in which passes have waited for weights of other ranks."""
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch, tail: Tail) -> Tensor:
@@ -102,9 +111,8 @@ class LayerByLayer:
         """Return the tail's result, a loss, and give the gradient of each bucket to `add`, the last layer's first."""
         last, tokens_BS = len(self._parameters) - 1, micro_batch.tokens
         positions = self._decoder.read_places(tokens_BS.shape[1] - 1, micro_batch.positions)
-        gradients: dict[int, Tensor] = {}
         calls: list[tuple[Tensor | None, Tensor]] = []
-        visits = self._visit([*range(last), last, *reversed(range(last))])
+        visits = self._visit([*range(last), last, *reversed(range(1, last))])
         for place in islice(visits, last):
             given = calls[-1][1].detach().requires_grad_() if calls else None
             with self._autocast(), saved_tensors_hooks(self._pack, self._unpack):
@@ -113,11 +121,10 @@ class LayerByLayer:
         residual_BSD = calls[-1][1].detach().requires_grad_()
         with self._autocast():
             loss = tail(residual_BSD, tokens_BS)
-        gradient = self._backward(last, residual_BSD, loss, None, gradients, add)
+        gradient = self._backward(last, residual_BSD, loss, None, add)
         for place in visits:
-            given, result = calls.pop()
-            gradient = self._backward(place, given, result, gradient, gradients, add)
-            del result
+            gradient = self._backward(place, *calls.pop(), gradient, add)
+        self._backward(0, *calls.pop(), gradient, add)  # the gradient of a look-up needs no weights
         return loss.detach()
 
     def _forward(self, place: int, x: Tensor | None, tokens_BS: Tensor, positions: Positions) -> Tensor:
@@ -131,34 +138,30 @@ class LayerByLayer:
         given: Tensor | None,
         result: Tensor,
         gradient: Tensor | None,
-        gradients: dict[int, Tensor],
         add: AddGradient,
     ) -> Tensor | None:
-        """Return the gradient of what the place was given, and add those of buckets that are complete.
-
-        `gradients` has those that are not complete, by their parameters' ids.
-        """
-        parameters = self._parameters[place]
-        inputs = parameters if given is None else [*parameters, given]
-        found = list(torch.autograd.grad(result, inputs, gradient))
-        passed_on = None if given is None else found.pop()
-        for parameter in reversed(parameters):
-            more = found.pop()
-            gradients[id(parameter)] = gradients[id(parameter)] + more if id(parameter) in gradients else more
-            del more
+        """Return the gradient of what the place was given, and add those of buckets that are complete with it."""
+        parameters, held = self._parameters[place], self._gradients
+        found = torch.autograd.grad(result, [*parameters, *([] if given is None else [given])], gradient)
+        for parameter, own in zip(parameters, found, strict=False):
+            held[id(parameter)] = held[id(parameter)] + own if id(parameter) in held else own
+        passed_on = None if given is None else found[-1]
+        del found, own
         for number in self._completed[place]:
             bucket = self._buckets[number]
-            add(number, bucket.flatten(gradients.pop(id(each)) for each in bucket.parameters.values()))
+            add(number, bucket.flatten(held.pop(id(each)) for each in bucket.parameters.values()))
         return passed_on
 
     def _visit(self, order: Sequence[int]) -> Generator[int]:
         """Yield places with their weights gathered, while those of the next place are on their way."""
         coming = self._start_to_gather(order[0])
         for place, following in zip(order, [*order[1:], None], strict=True):
+            started = time.perf_counter()
             self._flats = {number: finish() for number, finish in coming.items()}
+            self.waited_seconds += time.perf_counter() - started
             self._numbers = {flat_P.untyped_storage()._cdata: number for number, flat_P in self._flats.items()}
-            for number, flat_P in self._flats.items():
-                self._sharded(number).hold(flat_P)
+            for number in self._flats:
+                self._sharded(number).hold(self._flats[number])
             coming = {} if following is None else self._start_to_gather(following)
             try:
                 yield place

@@ -116,7 +116,7 @@ class Program:
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
             self.backend.end_graph()
-        self.gradient_seconds += time.perf_counter() - started
+        self.gradient_seconds += time.perf_counter() - started - (self._layers.waited_seconds if self._layers else 0.0)
         count = self.recipe.batch.num_micro_batches
         loss_1 = self._losses.result() / count
         scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
@@ -226,6 +226,8 @@ class Program:
         self._own_norms.clear()
         self._own_losses.clear()
         self.gradient_seconds = 0.0
+        if self._layers:
+            self._layers.waited_seconds = 0.0
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""

@@ -168,10 +168,17 @@ def check_schedule(recipe: Recipe) -> str:
     return f"{ends}the run ends {end - last:,} steps before its rate reaches {optimizer.min_learning_rate:g}"
 
 
+GRAPHS_BY_LAYER = (
+    *("a layer's forward", "its backward", "the loss's forward", "its backward", "a layer alone", "evaluate"),
+    "activations",
+)
+"""Graphs of ZeRO-3, whatever the number of layers."""
+
+
 def _graphs(recipe: Recipe) -> str:
     if not recipe.compile.enabled:
         return "none"
-    graphs = BACKENDS[recipe.parallel.device].graphs
+    graphs = GRAPHS_BY_LAYER if recipe.parallel.zero_stage == 3 else BACKENDS[recipe.parallel.device].graphs
     return f"{len(graphs)} ({', '.join(graphs)})"
 
 

@@ -8,7 +8,7 @@ whose layers are then small beside its embedding tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.hardware.instance_types import GIB, MIB
 from services.common.recipe.schema import Model, Recipe, key_value_copies
@@ -59,6 +59,7 @@ class _Sizes:
         inner, vocab_rows = model.intermediate_size // parts, -(-model.num_vocab_rows // parts)
         queries = model.query_size // parts
         layer = 2 * width * (queries + heads) + 3 * width * inner
+        self.layer = layer  # its matrices
         self.is_split = parts > 1
         self.table = vocab_rows * width  # of the embeddings
         self.largest_bucket = max(layer, self.table)
@@ -89,9 +90,9 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     models, stage = recipe.parallel.data_parallel_size, recipe.parallel.zero_stage
     shares = models if stage else 1
     of_shares = f", 1 of {shares} shares" if shares > 1 else ""
-    of_sums = of_shares if stage == 2 else ""
+    of_sums = of_shares if stage >= 2 else ""
     sums = int(sum_bytes * sums_beside_a_gradient(recipe, micro_batches_per_model(recipe)))
-    total = sum_bytes // (models if stage == 2 else 1)
+    total = sum_bytes // (models if stage >= 2 else 1)
     casts = sizes.compute_bytes * sizes.multiplied if train.dtype != train.param_dtype else 0
     kept, recomputed, passing = _activation_bytes(recipe, sizes)
     gathered_copies = models + 1 if _gathers_sums(recipe) else 1  # buckets are summed one after the other
@@ -99,18 +100,33 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     masters = sum_bytes // shares if shares > 1 or train.param_dtype != "float32" else 0
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
     gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
+    gradient, loss, first, last = weights, _loss_bytes(sizes), 0, recomputed + passing
+    lent = Part("weights of a layer and of the next one")
+    if stage == 3:  # on a CPU or a GPU, where weights are rounded to the type of products, and float32 ones are masters
+        item, layer, table, casts, gathered = sizes.compute_bytes, sizes.layer, sizes.table, 0, 0
+        weights = item * sizes.parameters // shares if item < FLOAT32_BYTES else 0
+        lent = replace(lent, forward=item * (layer + table), backward=item * 2 * layer)
+        # A bucket's gradient in float32 is sent, and with exact sums as much is received, while the next one is made.
+        sent = FLOAT32_BYTES * (2 if train.reduction == "exact" else 1)
+        gradient, reduced, gathered_copies = item * layer, sent * layer // 2, 2
+        last = max(last, FLOAT32_BYTES * layer)
+        # The backward pass begins with the activations of all layers, in the head and then in the last layer.
+        head = lent.forward + (item + sent) * table
+        first = max(head, lent.backward + sent * table + recomputed + passing) - lent.forward - loss
+        first = max(0, first)
     parts = (
-        Part(f"weights, {train.param_dtype}", weights, weights, weights),
+        Part(f"weights, {train.param_dtype}{of_shares if stage == 3 else ''}", weights, weights, weights),
+        lent,
         Part(f"casts of them to {train.dtype}", forward=casts),
         Part(f"master weights{of_shares}", masters, masters, masters),
         Part(f"AdamW moments{of_shares}", moments, moments, moments),
         Part(f"gradient accumulators ({train.reduction}){of_sums}", sums, sums, total),
-        Part("gradient of a micro-batch", backward=weights),
+        Part("gradient of a micro-batch" if stage < 3 else "gradient of a layer", backward=gradient),
         Part("sum of a bucket over the workers", backward=reduced if gathered_copies > 1 else 0, update=reduced),
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
-        Part("backward pass of a layer", backward=recomputed + passing),
-        Part("loss: hidden states, logits", forward=_loss_bytes(sizes)),
+        Part("backward pass of a layer", first, last),
+        Part("loss: hidden states, logits", forward=loss),
         Part("all-gather of a bucket", update=gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
@@ -125,9 +141,19 @@ def gradient_bytes_sent(recipe: Recipe) -> int:
     return sums_per_step(recipe) * passes * FLOAT32_BYTES * _Sizes(recipe).parameters * (models - 1) // models
 
 
+def weight_bytes_sent(recipe: Recipe) -> int:
+    """Return the bytes of weights that a worker sends in a step with ZeRO-3: those of a layer forward and backward."""
+    if recipe.parallel.zero_stage < 3:
+        return 0
+    sizes, models = _Sizes(recipe), recipe.parallel.data_parallel_size
+    tables = 2 * sizes.table  # the embedding forward, the head once
+    matrices = 2 * recipe.model.num_hidden_layers * sizes.layer + tables
+    return micro_batches_per_model(recipe) * sizes.compute_bytes * matrices * (models - 1) // models
+
+
 def sums_per_step(recipe: Recipe) -> int:
-    """Return how often in a step the workers sum a gradient: with ZeRO-2 that of each micro-batch."""
-    return micro_batches_per_model(recipe) if recipe.parallel.zero_stage == 2 else 1
+    """Return how often in a step the workers sum a gradient: from ZeRO-2 on that of each micro-batch."""
+    return micro_batches_per_model(recipe) if recipe.parallel.zero_stage >= 2 else 1
 
 
 def _gathers_sums(recipe: Recipe) -> bool:
@@ -160,7 +186,7 @@ def sums_beside_a_gradient(recipe: Recipe, micro_batches: int) -> float:
     all its weights.
     """
     sums = micro_batches.bit_length() - 1 if recipe.train.reduction == "exact" else min(1, micro_batches - 1)
-    return sums / (recipe.parallel.data_parallel_size if recipe.parallel.zero_stage == 2 else 1)
+    return sums / (recipe.parallel.data_parallel_size if recipe.parallel.zero_stage >= 2 else 1)
 
 
 def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:

@@ -70,6 +70,7 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
     yield {"train.activation_checkpointing": "full"}
     if not is_on_one_node:
         yield {"parallel.zero_stage": 2}
+    yield {"parallel.zero_stage": 3}
     if batch.micro_batch_size > 1:
         yield {"batch.micro_batch_size": 1}
     factor = 2

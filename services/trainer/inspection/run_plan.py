@@ -29,6 +29,7 @@ from services.common.recipe.memory_estimate import (
     memory_of_worker,
     show_size,
     sums_per_step,
+    weight_bytes_sent,
 )
 from services.common.recipe.schema import Recipe, key_value_copies, stage_nodes
 from services.trainer.checkpoints.retention import most_checkpoints
@@ -171,17 +172,19 @@ def _sums(recipe: Recipe, step: StepEstimate) -> dict[str, str]:
     Rings over the data axis leave a node once for each worker of a model on it. Exact sums are no rings: each worker
     sends to all.
     """
-    sent, nodes = gradient_bytes_sent(recipe), stage_nodes(recipe, "trainer")
-    if nodes == 1 or not sent:
+    gradients, weights, nodes = gradient_bytes_sent(recipe), weight_bytes_sent(recipe), stage_nodes(recipe, "trainer")
+    if nodes == 1 or not gradients:
         return {}
     parallel, on_node = recipe.parallel, recipe.cluster.trainer_workers_per_node
     rate = step.device.network_bytes_per_second
     is_ring = recipe.train.reduction == "fast" or parallel.device == "neuron"
-    seconds = sent * (min(parallel.tensor_parallel_size, on_node) if is_ring else on_node) / rate
+    seconds = (gradients + weights) * (min(parallel.tensor_parallel_size, on_node) if is_ring else on_node) / rate
     times = sums_per_step(recipe)
     beyond = "; hours and cost above include one of the sums" if times > 1 else ""
+    gathered = f", and {show_size(weights)} of weights" if weights else ""
     return {
-        "sums": f"a worker sends {show_size(sent)} of gradients, in {times} sum{'s' * (times > 1)} a step: "
+        "sums": f"a worker sends {show_size(gradients)} of gradients, in {times} sum{'s' * (times > 1)} a step"
+        f"{gathered}: "
         f"{seconds:,.1f} s, {seconds / step.seconds:.0%} of a step, at {rate / 1e9:,.0f} GB/s of a node, where "
         f"computing hides none{beyond}"
     }

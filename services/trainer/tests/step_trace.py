@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +94,12 @@ class _InPieces(TorchNative):
             lambda piece, along: gather(piece, axis, along), x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES
         )
 
+    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        start = super().start_reduce_scatter
+        return lambda: reduce_scatter_in_pieces(
+            lambda piece, _: start(piece, axis)(), x, self.mesh.size(axis), 0, MAX_COLLECTIVE_BYTES
+        )
+
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         scatter = super().reduce_scatter
         return reduce_scatter_in_pieces(
@@ -151,6 +157,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
         self._allocations: dict[int, _Allocation] = {}  # by their storages
+        self._sent: dict[int, Tensor] = {}  # by the storage of the result
         self._live_bytes = 0
         self.phase = Trace(0)
 
@@ -164,6 +171,9 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in RING_PASSES:
             self._count_bytes(func, args)
+            self._sent[_key(out)] = args[0]  # alive until it was sent
+        if func is OPS.wait_tensor.default:
+            self._sent.pop(_key(args[0]), None)
         # Waiting returns the same tensor, but a fake tensor then has another storage.
         same = self._allocations[_key(args[0])] if func is OPS.wait_tensor.default else None
         for tensor in tree_leaves(out):

@@ -86,7 +86,7 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
         pytest.skip("torch 2.9's gloo damages the heap of one of four workers now and then")
 
     def run(function: Callable[[Job, WorkerEnvironment], None], size: int, max_steps: int = STEPS) -> Job:
-        shared = {"parallel__data_parallel_size": str(size), "parallel__zero_stage": "2" if size == 4 else "1"}
+        shared = {"parallel__data_parallel_size": str(size), "parallel__zero_stage": "3" if size == 4 else "1"}
         job = new_job("elastic", **EVERY_FOUR, **shared, train__max_steps=str(max_steps))
         work.run_group(function, job, size, job.run_folder)
         return job

@@ -19,6 +19,7 @@ from services.common.recipe.memory_estimate import (
     checkpoint_bytes,
     gradient_bytes_sent,
     memory_of_worker,
+    weight_bytes_sent,
 )
 from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, write_recipe
@@ -223,6 +224,8 @@ def wide(folder: Path, **overrides: str) -> Recipe:
         ("none", {}),
         ("full", {**SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
         ("none", {"parallel__zero_stage": "2", "batch__global_batch_size": "64"}),
+        ("none", {"parallel__zero_stage": "3", "batch__global_batch_size": "64"}),
+        ("full", {"parallel__zero_stage": "3", "batch__global_batch_size": "64"}),
         pytest.param("none", QWEN_3, marks=pytest.mark.slow),
         ("full", {**QWEN_3, **SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
         pytest.param("selective", {**QWEN_3, **SPLIT, **IN_BFLOAT16}, marks=pytest.mark.slow),
@@ -236,6 +239,8 @@ def wide(folder: Path, **overrides: str) -> Recipe:
         "none",
         "full",
         "ZeRO-2",
+        "ZeRO-3",
+        "ZeRO-3, full",
         "Qwen3, none",
         "Qwen3, full",
         "Qwen3, selective",
@@ -276,19 +281,22 @@ def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
     assert 0 < largest_bytes["tensor"] <= MAX_COLLECTIVE_BYTES
 
 
-@pytest.mark.parametrize(("stage", "times"), [("1", 1), ("2", 4)])
-def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path, stage: str, times: int) -> None:
+@pytest.mark.parametrize(("stage", "times", "gathers"), [("1", 1, 1), ("2", 4, 1), ("3", 4, 2 * 4)])
+def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path, stage: str, times: int, gathers: int) -> None:
     recipe = wide(tmp_path, model__num_hidden_layers="2", parallel__zero_stage=stage, **SPLIT)
     trace = trace_step(recipe)
 
     # Key-value heads: 2, each held by 2 of the 4 workers.
     copies = (4 - 1) * 5 * 512 + (2 - 1) * 2 * 2 * 512 * 128
     assert 4 * trace.parameters == recipe.model.num_parameters + copies
-    # Each worker passes 3/4 of the gradients on, with ZeRO-2 those of each micro-batch, and 3/4 of the weights; norms,
-    # losses and one number more are small.
+    # Each worker passes 3/4 of the gradients on, from ZeRO-2 on those of each micro-batch, and 3/4 of the weights, with
+    # ZeRO-3 for each of two passes, the two tables for one; norms, losses and one number more are small.
     gradients = FLOAT32_BYTES * trace.parameters
     assert gradient_bytes_sent(recipe) == pytest.approx(times * gradients * 3 / 4, rel=0.01)
-    assert trace.sent_bytes["data"] == pytest.approx((times + 1) * gradients * 3 / 4, rel=0.01)
+    tables = 2 * FLOAT32_BYTES * 512 * 512 // 4
+    weights = gathers * gradients - (times * tables if stage == "3" else 0)
+    assert weight_bytes_sent(recipe) == pytest.approx(weights * 3 / 4 if stage == "3" else 0, rel=0.01)
+    assert trace.sent_bytes["data"] == pytest.approx((times * gradients + weights) * 3 / 4, rel=0.01)
     # In each micro-batch each of 2 layers gathers and scatters [1, 512, 512] twice, forward and backward; the embedding
     # scatters and the loss gathers. Beside them the loss exchanges a few numbers for each token.
     activation = FLOAT32_BYTES * 512 * 512 * 3 / 4
