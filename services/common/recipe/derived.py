@@ -168,17 +168,16 @@ def check_schedule(recipe: Recipe) -> str:
     return f"{ends}the run ends {end - last:,} steps before its rate reaches {optimizer.min_learning_rate:g}"
 
 
-GRAPHS_BY_LAYER = (
-    *("a layer's forward", "its backward", "the loss's forward", "its backward", "a layer alone", "evaluate"),
-    "activations",
-)
-"""Graphs of ZeRO-3, whatever the number of layers."""
+OF_LAYERS = ("layer forward", "layer backward", "layer evaluate", "loss forward", "loss backward")
+"""Graphs of ZeRO-3, whatever the number of layers, in place of `forward` and `backward`."""
 
 
 def _graphs(recipe: Recipe) -> str:
     if not recipe.compile.enabled:
         return "none"
-    graphs = GRAPHS_BY_LAYER if recipe.parallel.zero_stage == 3 else BACKENDS[recipe.parallel.device].graphs
+    graphs = BACKENDS[recipe.parallel.device].graphs
+    if recipe.parallel.zero_stage == 3:
+        graphs = (*OF_LAYERS, *(each for each in graphs if each not in ("forward", "backward")))
     return f"{len(graphs)} ({', '.join(graphs)})"
 
 
