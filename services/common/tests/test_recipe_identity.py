@@ -96,6 +96,8 @@ BRANCH = {"train.branch.run": "small-01234567", "train.branch.step": "5"}
         ({}, {"model.num_hidden_layers": "3"}, "compile_cache checkpoint"),
         (BFLOAT16, {"train.param_dtype": "bfloat16"}, "compile_cache checkpoint"),
         ({}, {"parallel.tensor_parallel_size": "2"}, "compile_cache"),
+        ({}, {"parallel.zero_stage": "2"}, ""),
+        ({}, {"parallel.zero_stage": "3"}, "compile_cache"),  # graphs of layers
         ({}, {"train.seed": "1"}, "checkpoint"),
         (BRANCH, {"train.branch.step": "6"}, "checkpoint"),
         (BRANCH, {"train.branch.data": "restart"}, "checkpoint"),
