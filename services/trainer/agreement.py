@@ -165,7 +165,8 @@ def require_same_program(job: Job, group: ProcessGroup) -> None:
 
 
 def require_same_state(program: Program, group: ProcessGroup, step: int) -> None:
-    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits.
+    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits. What they share, such
+    as all matrices with ZeRO-3, is not compared.
 
     The check reads the whole state where two workers have the same part, and exchanges a digest of each group of
     tensors.

@@ -140,14 +140,15 @@ def test_compiled_steps_give_the_losses_of_a_cpu(new_job: Callable[..., Job], ma
         ({"parallel__data_parallel_size": "2"}, 0.0),
         ({"parallel__data_parallel_size": "2", "parallel__zero_stage": "1"}, 0.0),
         ({"parallel__data_parallel_size": "2", "parallel__zero_stage": "2"}, 0.0),
-        ({"parallel__data_parallel_size": "2", "parallel__zero_stage": "3"}, 1e-4),
+        ({"parallel__data_parallel_size": "2", "parallel__zero_stage": "3"}, 0.0),
         ({"parallel__data_parallel_size": "1", "parallel__tensor_parallel_size": "2"}, 1e-4),
     ],
     ids=["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor parallel"],
 )
 def test_two_gpus_give_the_losses_of_one(new_job: Callable[..., Job], sizes: dict[str, str], tolerance: float) -> None:
     kv = {"model__num_key_value_heads": "2", "train__max_steps": "10"}
-    alone, shared = new_job("alone", **ON_CUDA, **kv), new_job("shared", **{**ON_CUDA, **kv, **sizes})
+    by_layer = {name: stage for name, stage in sizes.items() if stage == "3"}  # with graphs of its own
+    alone, shared = new_job("alone", **ON_CUDA, **kv, **by_layer), new_job("shared", **{**ON_CUDA, **kv, **sizes})
 
     train_with_workers(alone)
     train_with_workers(shared)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from itertools import islice
 from typing import Any
 
@@ -29,8 +29,6 @@ from services.common.program.transformer import Transformer
 Tail = Callable[[Tensor, Tensor], Tensor]
 """A function of the activations after the last layer and of a micro-batch's tokens, such as the loss."""
 Positions = tuple[Tensor, Tensor, Tensor | None]
-Kept = tuple[int, Sequence[Any], Sequence[Any], Any]
-"""Number of a bucket, and size, strides and first element of a view of its weights."""
 AddGradient = Callable[[int, Tensor], None]
 """Takes the number of a bucket and its gradient [P] in float32."""
 
@@ -71,19 +69,12 @@ class LayerByLayer:
         head = [*self._decoder.norm.parameters(), model.lm_head.weight]
         places = [self._decoder.embed_tokens, *self._decoder.layers]
         self._parameters = [*(list(place.parameters()) for place in places), head]
-        ids = [{id(parameter) for parameter in parameters} for parameters in self._parameters]
-        uses = [
-            [place for place, own in enumerate(ids) if own & set(map(id, bucket.parameters.values()))]
-            for bucket in buckets
-        ]
-        self._gathered = [
-            [number for number, used in enumerate(uses) if place in used and buckets[number].is_sharded]
-            for place in range(len(ids))
-        ]
+        self._sharded = {number: each for number, each in enumerate(buckets) if isinstance(each, ShardedBucket)}
+        owners = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters.values()}
+        needed = [{owners[id(parameter)] for parameter in parameters} for parameters in self._parameters]
+        self._gathered = [sorted(numbers & self._sharded.keys()) for numbers in needed]
         """Numbers of the buckets that each place needs whole."""
-        self._completed = [
-            [number for number, used in enumerate(uses) if used[0] == place] for place in range(len(ids))
-        ]
+        self._completed = [sorted(own.difference(*needed[:place])) for place, own in enumerate(needed)]
         """Numbers of the buckets whose gradients are complete after the backward pass of each place."""
         self._flats: dict[int, Tensor] = {}
         """The gathered weights by the number of their bucket."""
@@ -97,35 +88,38 @@ class LayerByLayer:
         """Return the tail's result, without gradients."""
         positions = self._decoder.read_places(micro_batch.tokens.shape[1] - 1, micro_batch.positions)
         x: Tensor | None = None
-        visits = self._visit(range(len(self._parameters)))
-        with self._autocast():
-            for place in islice(visits, len(self._parameters) - 1):
+        last = len(self._parameters) - 1
+        with self._autocast(), closing(self._visit(range(last + 1))) as visits:
+            for place in islice(visits, last):
                 x = self._forward(place, x, micro_batch.tokens, positions)
             next(visits)
             assert x is not None
-            result = tail(x, micro_batch.tokens)
-        visits.close()
-        return result
+            return tail(x, micro_batch.tokens)
 
     def add_gradients(self, micro_batch: MicroBatch, tail: Tail, add: AddGradient) -> Tensor:
         """Return the tail's result, a loss, and give the gradient of each bucket to `add`, the last layer's first."""
         last, tokens_BS = len(self._parameters) - 1, micro_batch.tokens
         positions = self._decoder.read_places(tokens_BS.shape[1] - 1, micro_batch.positions)
         calls: list[tuple[Tensor | None, Tensor]] = []
-        visits = self._visit([*range(last), last, *reversed(range(1, last))])
-        for place in islice(visits, last):
-            given = calls[-1][1].detach().requires_grad_() if calls else None
-            with self._autocast(), saved_tensors_hooks(self._pack, self._unpack):
-                calls.append((given, self._forward(place, given, tokens_BS, positions)))
-        next(visits)
-        residual_BSD = calls[-1][1].detach().requires_grad_()
-        with self._autocast():
-            loss = tail(residual_BSD, tokens_BS)
-        gradient = self._backward(last, residual_BSD, loss, None, add)
-        for place in visits:
-            gradient = self._backward(place, *calls.pop(), gradient, add)
+        with closing(self._visit([*range(last), last, *reversed(range(1, last))])) as visits:
+            for place in islice(visits, last):
+                given = calls[-1][1].detach().requires_grad_() if calls else None
+                with self._autocast(), saved_tensors_hooks(self._pack, self._unpack):
+                    calls.append((given, self._forward(place, given, tokens_BS, positions)))
+            next(visits)
+            given = calls[-1][1].detach().requires_grad_()
+            with self._autocast():
+                loss = tail(given, tokens_BS)
+            gradient, given = self._backward(last, given, loss, None, add), None
+            for place in visits:
+                gradient = self._backward(place, *calls.pop(), gradient, add)
         self._backward(0, *calls.pop(), gradient, add)  # the gradient of a look-up needs no weights
         return loss.detach()
+
+    def forget(self) -> None:
+        """Forget the last step, also one that an error has ended."""
+        self._gradients.clear()
+        self.waited_seconds = 0.0
 
     def _forward(self, place: int, x: Tensor | None, tokens_BS: Tensor, positions: Positions) -> Tensor:
         if x is None:
@@ -161,34 +155,27 @@ class LayerByLayer:
             self.waited_seconds += time.perf_counter() - started
             self._numbers = {flat_P.untyped_storage()._cdata: number for number, flat_P in self._flats.items()}
             for number in self._flats:
-                self._sharded(number).hold(self._flats[number])
+                self._sharded[number].hold(self._flats[number])
             coming = {} if following is None else self._start_to_gather(following)
             try:
                 yield place
             finally:
                 for number in self._flats:
-                    self._sharded(number).release()
+                    self._sharded[number].release()
                 self._flats, self._numbers = {}, {}
 
     def _start_to_gather(self, place: int) -> dict[int, Callable[[], Tensor]]:
-        return {
-            number: self._backend.start_all_gather(self._sharded(number).shard_S, "data")
-            for number in self._gathered[place]
-        }
+        start = self._backend.start_all_gather
+        return {number: start(self._sharded[number].shard_S, "data") for number in self._gathered[place]}
 
-    def _sharded(self, number: int) -> ShardedBucket:
-        bucket = self._buckets[number]
-        assert isinstance(bucket, ShardedBucket)
-        return bucket
-
-    def _pack(self, x: Tensor) -> Tensor | Kept:
-        """What autograd keeps for the backward pass: of a view of gathered weights only where it is."""
+    def _pack(self, x: Tensor) -> Tensor | Callable[[], Tensor]:
+        """What autograd keeps for the backward pass: a view of gathered weights as one of those gathered then."""
         number = self._numbers.get(x.untyped_storage()._cdata)
-        return x if number is None else (number, x.size(), x.stride(), x.storage_offset())
+        if number is None:
+            return x
+        size, stride, offset = x.size(), x.stride(), x.storage_offset()
+        return lambda: self._flats[number].as_strided(size, stride, offset)
 
-    def _unpack(self, kept: Tensor | Kept) -> Tensor:
-        """The same view of the weights that were gathered again."""
-        if isinstance(kept, Tensor):
-            return kept
-        number, size, stride, offset = kept
-        return self._flats[number].as_strided(size, stride, offset)
+    @staticmethod
+    def _unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()

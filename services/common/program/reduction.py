@@ -10,7 +10,6 @@ neighbours, which the ranks sum first, and then turns are summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -98,7 +97,8 @@ class WorkersSum:
     def start_to_add(self, leaf: Tensor) -> Callable[[], None]:
         """Start to add a tensor to the sum, and return the function that ends it, to be called in the same order."""
         if not self._takes_turns:
-            return partial(self._own.add, leaf)
+            self._own.add(leaf)
+            return lambda: None
         finish = self._reduce(leaf)
         return lambda: self._own.add(finish())
 

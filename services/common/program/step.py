@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from services.common.program.backends.backend import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.health import Health, measure_activations, name_groups
 from services.common.program.initial_weights import draw_weights
-from services.common.program.layer_by_layer import LayerByLayer, make_sharded_bucket, place_without_memory
+from services.common.program.layer_by_layer import LayerByLayer, Tail, make_sharded_bucket, place_without_memory
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
@@ -90,10 +90,11 @@ class Program:
                 draw_weights(held, shapes, recipe.model, train.seed)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._layers: LayerByLayer | None = None
-        passes: Sequence[Callable[..., Tensor]] = (self._micro_loss, self._micro_losses, self._micro_health)
+        passes: Iterable[Callable[..., Tensor]] = (self._micro_loss, self._micro_losses, self._micro_health)
         if is_by_layer:
             self._layers = LayerByLayer(self.model, self.buckets, backend, self._autocast, is_compiled)
-            passes = (self._tail_loss, self._tail_losses, self._tail_health)
+        else:
+            passes = map(self._after_layers, passes)
         # The context of autocast stays outside of a compiled function: AOTAutograd does not cache a graph that enters
         # it, and would trace it again at each start.
         self._run_loss, self._run_losses, self._run_health = map(backend.compile, passes) if is_compiled else passes
@@ -225,9 +226,9 @@ class Program:
         """Free what the last step kept: the next one needs the memory."""
         self._own_norms.clear()
         self._own_losses.clear()
-        self.gradient_seconds = 0.0
+        self.gradient_seconds, self._last_sum = 0.0, None
         if self._layers:
-            self._layers.waited_seconds = 0.0
+            self._layers.forget()
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""
@@ -241,7 +242,8 @@ class Program:
         loss_1 = loss.detach().reshape(1)
         self._own_losses += [kept_1.clone() for kept_1 in self.backend.keep(loss_1)]  # the sum may overwrite loss_1
         self._end_sum()
-        self._losses.start_to_add(loss_1)()
+        self._last_sum = self._losses.start_to_add(loss_1)
+        self._end_sum()
 
     def _add_gradient(self, number: int, gradient_P: Tensor) -> None:
         """Start to add a bucket's gradient to its sum, which ends while the next bucket's is computed."""
@@ -287,30 +289,26 @@ class Program:
     def _autocast(self) -> AbstractContextManager[Any]:
         return self.backend.autocast(self.recipe.train.dtype)
 
-    def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        return self._tail_loss(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
+    def _after_layers(self, tail: Tail) -> Callable[..., Tensor]:
+        """Return the pass of the whole model that ends in `tail`."""
 
-    def _micro_losses(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        return self._tail_losses(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
+        @wraps(tail)
+        def run(tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+            return tail(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
 
-    def _micro_health(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        return self._tail_health(self.model.model.run_layers(tokens_BS[:, :-1], positions_BS), tokens_BS)
+        return run
 
-    def _tail_loss(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
-        hidden_BSD, head_VD, z_loss = (
-            self.model.model.norm(residual_BSD),
-            self.model.lm_head.weight,
-            self.recipe.train.z_loss,
-        )
-        return next_token_loss(hidden_BSD, head_VD, tokens_BS[:, 1:], *self._head_options, z_loss)
+    def _micro_loss(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
+        hidden_BSD, head_VD = self.model.model.norm(residual_BSD), self.model.lm_head.weight
+        return next_token_loss(hidden_BSD, head_VD, tokens_BS[:, 1:], *self._head_options, self.recipe.train.z_loss)
 
-    def _tail_losses(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
-        hidden_BSD = self.model.model.norm(residual_BSD)
-        return next_token_losses(hidden_BSD, self.model.lm_head.weight, tokens_BS[:, 1:], *self._head_options)
+    def _micro_losses(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
+        hidden_BSD, head_VD = self.model.model.norm(residual_BSD), self.model.lm_head.weight
+        return next_token_losses(hidden_BSD, head_VD, tokens_BS[:, 1:], *self._head_options)
 
-    def _tail_health(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
-        hidden_BSD = self.model.model.norm(residual_BSD)
-        return measure_activations(residual_BSD, hidden_BSD, self.model.lm_head.weight, *self._head_options)
+    def _micro_health(self, residual_BSD: Tensor, tokens_BS: Tensor) -> Tensor:
+        hidden_BSD, head_VD = self.model.model.norm(residual_BSD), self.model.lm_head.weight
+        return measure_activations(residual_BSD, hidden_BSD, head_VD, *self._head_options)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -97,10 +97,10 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     kept, recomputed, passing = _activation_bytes(recipe, sizes)
     gathered_copies = models + 1 if _gathers_sums(recipe) else 1  # buckets are summed one after the other
     reduced = FLOAT32_BYTES * sizes.largest_bucket * gathered_copies if models > 1 else 0
-    masters = sum_bytes // shares if shares > 1 or train.param_dtype != "float32" else 0
+    masters = sum_bytes // shares if shares > 1 or stage == 3 or train.param_dtype != "float32" else 0
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
     gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
-    gradient, loss, first, last = weights, _loss_bytes(sizes), 0, recomputed + passing
+    gradient, loss, first, last = weights, _loss_bytes(recipe, sizes), 0, recomputed + passing
     lent = Part("weights of a layer and of the next one")
     if stage == 3:  # on a CPU or a GPU, where weights are rounded to the type of products, and float32 ones are masters
         item, layer, table, casts, gathered = sizes.compute_bytes, sizes.layer, sizes.table, 0, 0
@@ -213,9 +213,18 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
     return kept, recomputed, passing
 
 
-def _loss_bytes(sizes: _Sizes) -> int:
-    """Return the bytes of hidden states, their gradient, float32 logits, and the head's gradients of all chunks."""
+def _loss_bytes(recipe: Recipe, sizes: _Sizes) -> int:
+    """Return the bytes of hidden states, their gradient, float32 logits, and the head's gradients of all chunks.
+
+    Where nothing is compiled, a chunk holds its logits three times more, and once in the type of products.
+    """
     hidden = 2 * sizes.param_bytes * sizes.sequence
-    if not sizes.is_split:
+    if sizes.is_split:
+        return hidden + sizes.compute_bytes * sizes.sequence + FLOAT32_BYTES * (2 * sizes.table + 5 * sizes.logits)
+    if recipe.compile.enabled:
         return hidden + FLOAT32_BYTES * (sizes.table + sizes.logits)
-    return hidden + sizes.compute_bytes * sizes.sequence + FLOAT32_BYTES * (2 * sizes.table + 5 * sizes.logits)
+    tokens = recipe.batch.micro_batch_size * recipe.corpus.sequence_length
+    chunk = sizes.logits // tokens * min(recipe.batch.loss_chunk_tokens, tokens)
+    return (
+        hidden + (FLOAT32_BYTES + sizes.compute_bytes) * sizes.table + (3 * FLOAT32_BYTES + sizes.compute_bytes) * chunk
+    )

@@ -44,7 +44,7 @@ def require_fit(recipe: Recipe) -> None:
 
 def _advise(recipe: Recipe, device: InstanceType) -> str:
     """Describe the cheapest change with which the run fits, or several changes together if no single one is enough."""
-    single = list(_cheapest_first(recipe))
+    single = [changes for changes in _cheapest_first(recipe) if _change(recipe, changes)]
     for changes in chain.from_iterable(zip(single, accumulate(single, operator.or_), strict=True)):
         changed = _change(recipe, changes)
         if changed and memory_of_worker(changed).peak_bytes <= device.worker_memory_bytes:
@@ -70,9 +70,11 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
     yield {"train.activation_checkpointing": "full"}
     if not is_on_one_node:
         yield {"parallel.zero_stage": 2}
-    yield {"parallel.zero_stage": 3}
+    if is_on_one_node:
+        yield {"parallel.zero_stage": 3}
     if batch.micro_batch_size > 1:
         yield {"batch.micro_batch_size": 1}
+    yield {"parallel.zero_stage": 3}
     factor = 2
     while parallel.data_parallel_size % factor == 0:
         yield {

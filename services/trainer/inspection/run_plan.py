@@ -178,9 +178,10 @@ def _sums(recipe: Recipe, step: StepEstimate) -> dict[str, str]:
     parallel, on_node = recipe.parallel, recipe.cluster.trainer_workers_per_node
     rate = step.device.network_bytes_per_second
     is_ring = recipe.train.reduction == "fast" or parallel.device == "neuron"
-    seconds = (gradients + weights) * (min(parallel.tensor_parallel_size, on_node) if is_ring else on_node) / rate
+    rings = min(parallel.tensor_parallel_size, on_node)
+    seconds = (gradients * (rings if is_ring else on_node) + weights * rings) / rate
     times = sums_per_step(recipe)
-    beyond = "; hours and cost above include one of the sums" if times > 1 else ""
+    beyond = "; hours and cost above include one of the sums alone" if times > 1 else ""
     gathered = f", and {show_size(weights)} of weights" if weights else ""
     return {
         "sums": f"a worker sends {show_size(gradients)} of gradients, in {times} sum{'s' * (times > 1)} a step"

@@ -159,7 +159,8 @@ def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
 
     def end_of_poison(training: Training, spike: Any) -> None:
         monkeypatch.undo()
-        training._program._run_loss = training._program._micro_loss
+        program = training._program
+        program._run_loss = program._after_layers(program._micro_loss)
         rewind(training, spike)
 
     work.poison(monkeypatch, *range(11, 16))

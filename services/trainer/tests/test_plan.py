@@ -208,6 +208,9 @@ SPLIT = {"parallel__tensor_parallel_size": "4"}
 QWEN_3 = {"model__qk_norm": "true", "model__head_dim": "128", "model__tie_word_embeddings": "true"}
 
 
+LARGE_VOCABULARY = {"model__vocab_size": "8192", "compile__enabled": "false", "batch__loss_chunk_tokens": "512"}
+
+
 def wide(folder: Path, **overrides: str) -> Recipe:
     """4 layers of Llama 3's shape, an eighth as wide: wide enough that layers are larger than norms and tables."""
     path = write_recipe(folder, tokenizer__train=None, tokenizer__model="nowhere")
@@ -226,6 +229,7 @@ def wide(folder: Path, **overrides: str) -> Recipe:
         ("none", {"parallel__zero_stage": "2", "batch__global_batch_size": "64"}),
         ("none", {"parallel__zero_stage": "3", "batch__global_batch_size": "64"}),
         ("full", {"parallel__zero_stage": "3", "batch__global_batch_size": "64"}),
+        ("full", {"parallel__zero_stage": "3", **IN_BFLOAT16, **LARGE_VOCABULARY}),
         pytest.param("none", QWEN_3, marks=pytest.mark.slow),
         ("full", {**QWEN_3, **SPLIT, **IN_BFLOAT16, "parallel__zero_stage": "1"}),
         pytest.param("selective", {**QWEN_3, **SPLIT, **IN_BFLOAT16}, marks=pytest.mark.slow),
@@ -241,6 +245,7 @@ def wide(folder: Path, **overrides: str) -> Recipe:
         "ZeRO-2",
         "ZeRO-3",
         "ZeRO-3, full",
+        "ZeRO-3, vocabulary",
         "Qwen3, none",
         "Qwen3, full",
         "Qwen3, selective",

@@ -93,6 +93,12 @@ def test_two_four_and_eight_workers_that_share_optimizer_sums_and_weights_have_t
             assert results[name]["num_held"] <= (1 / size + 0.02) * alone["num_held"]
 
 
+def test_an_infinite_weight_of_one_worker_s_shard_is_seen_by_all(tmp_path: Path) -> None:
+    """Otherwise one worker would leave before a checkpoint for which the others wait."""
+    found = work.run_on_workers(work.poison_a_shard, 2, tmp_path)
+    assert found == [{"before": True, "after": False}] * 2
+
+
 def test_fast_sums_are_near_the_exact_ones(alone: work.Trained, together: list[Results]) -> None:
     for results in together:
         found = results["data 4" + work.FAST]["numbers"]

@@ -292,6 +292,20 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
     torch.save(results, folder / f"{rank}.pt")
 
 
+def poison_a_shard(folder: Path, environment: WorkerEnvironment) -> None:
+    """With ZeRO-3, make a weight of the last worker infinite, and write whether all weights were finite before and are
+    now.
+    """
+    recipe = make_recipe(own_folder(folder, environment), **PARALLEL, parallel__zero_stage="3")
+    with joined(folder, environment) as results:
+        mesh = Mesh(environment.rank, environment.world_size, takes_turns=True)
+        program = Program(recipe, TorchNative(mesh, 1, recipe.train.reduction))
+        results["before"] = bool(program.state.is_finite())
+        if environment.rank == environment.world_size - 1:
+            program.optimizer.state()["weight"][0][0] = float("inf")
+        results["after"] = bool(program.state.is_finite())
+
+
 def assemble(workers: Sequence[Trained], shapes: Mapping[str, Sequence[int]]) -> dict[StateSlice, torch.Tensor]:
     """Return the full tensors of the state from the slices that the workers own, which have each element once."""
     slices = {StateSlice.parse(key): tensor for each in workers for key, tensor in each["state"].items()}
