@@ -17,7 +17,7 @@ from services.common.program.backends.backend import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.health import Health, measure_activations, name_groups
 from services.common.program.initial_weights import draw_weights
-from services.common.program.layer_by_layer import LayerByLayer, Tail, make_sharded_bucket, place_without_memory
+from services.common.program.layer_by_layer import LayerByLayer, Tail, make_sharded_bucket, make_without_memory
 from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
@@ -70,7 +70,7 @@ class Program:
             self.model = Transformer(recipe.model, length, backend, checkpointing, reduce_dtype)
         with backend.host:
             if is_by_layer:
-                place_without_memory(self.model, backend.device)
+                make_without_memory(self.model, backend.device)
             else:
                 self._place_zeros()
             shardings = self.model.shardings()

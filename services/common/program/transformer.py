@@ -117,9 +117,9 @@ class _Decoder(nn.Module):
     def run_layers(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Return the activations after the last layer, which the final norm has not seen."""
         hidden_BSD = self.embed(tokens_BS)
-        places = self.read_places(tokens_BS.shape[1], positions_BS)
+        positions = self.read_positions(tokens_BS.shape[1], positions_BS)
         for layer in self.layers:
-            hidden_BSD = self.run_layer(layer, hidden_BSD, *places)
+            hidden_BSD = self.run_layer(layer, hidden_BSD, *positions)
         return hidden_BSD
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class _Decoder(nn.Module):
         # One rank has a token's row and the others have zeros, so the sum is exact in the rows' own dtype.
         return reduce_scatter_sequence(rows_BSD, self._collectives, rows_BSD.dtype)
 
-    def read_places(self, length: int, positions_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read_positions(self, length: int, positions_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what every layer reads of the positions: cosines and sines, and the mask where there are documents."""
         cos, sin = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
         if positions_BS is None:
