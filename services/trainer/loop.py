@@ -24,6 +24,7 @@ from services.trainer.agreement import (
     require_same_state,
 )
 from services.trainer.checkpoints.loader import ResumePoint, list_checkpoints, resume, roll_back
+from services.trainer.checkpoints.memory import MemoryCheckpoints
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import batch_samples, micro_batches
 from services.trainer.evaluation.records import drop_evaluations_after, has_evaluation
@@ -87,10 +88,12 @@ class Training:
         self._agreement = StepAgreement(group)
         self._unsettled: TakenStep | None = None  # the newest step, while its agreement goes on
         self._backend = make_backend(job, environment)
+        self._writer = CheckpointWriter(job, self._backend.mesh, group)
+        self._memory = MemoryCheckpoints(job, environment, group)
+        self._memory.recover(self._writer)
         steps = list_checkpoints(job, group)
         self._program = Program(recipe, self._backend, draws_weights=not steps and not recipe.train.branch)
         self._spikes = SpikeDetector(recipe)
-        self._writer = CheckpointWriter(job, self._backend.mesh, group)
         point = resume(job, self._program, group, steps)
         self._start_at(point)
         if point.recipe and group.rank == 0:
@@ -175,6 +178,7 @@ class Training:
             is_applied=taken.is_applied,
             compared_seconds=self._stragglers.add(numbers.gradient_seconds) if is_compared else 0.0,
             numbers=numbers,
+            kept_step=self._memory.kept_step,
         )
 
     def _is_due(self, taken: TakenStep) -> bool:
@@ -183,6 +187,7 @@ class Training:
             taken.record.is_first_of_process
             or not taken.is_applied
             or self._is_checkpoint_due(taken)
+            or self._memory.is_due(self._done)
             or self._is_evaluation_due
             or self._health.is_due(self._done)
         )
@@ -226,11 +231,14 @@ class Training:
             with self.watchdog.phase("checkpoint", self._done):
                 stalled_since = time.perf_counter()
                 self._writer.advance(outcome.agreed.written_step)
+                self._memory.advance(outcome.agreed.kept_step)
                 self._commit_seconds += time.perf_counter() - stalled_since
             if record.step == self._done:  # otherwise nothing was due after the step
                 self.save(outcome.taken)
                 self.measure_health(outcome.taken)
                 self.evaluate(outcome.taken)
+        if record.step == self._done:  # whose record is written: a start that resumes with this step does not write it
+            self.keep(outcome.taken)
 
     def rewind(self, spike: StepOutcome) -> None:
         """Go back to a checkpoint before the spike, and leave out the batches from there to the last one of the spike.
@@ -242,6 +250,7 @@ class Training:
             pass
         with self.watchdog.phase("rollback", self._done):
             self._writer.wait()
+            self._memory.discard()
             self._group.barrier()
             point = roll_back(self._job, self._program, self._group, wanted_step)
             if not point.recipe:  # no checkpoint has the weights, which are drawn again
@@ -273,6 +282,17 @@ class Training:
                 self._commit_seconds, self._saved_step = 0.0, self._done
                 if self._is_evaluation_due or self._health.is_due(self._done):
                     self.recorder.hold()
+
+    def keep(self, step: TakenStep) -> None:
+        """Start to copy the state into the memory of nodes if that is due."""
+        if self.is_over or not (self._memory.is_due(self._done) and step.is_applied):
+            return
+        with self.watchdog.phase("checkpoint", self._done):
+            stalled_since = time.perf_counter()
+            self._memory.wait()
+            payload = self._writer.describe(self._done, self._skipped.total, self._spikes.state)
+            self._memory.save(payload, self._writer.pack(self._program.state, payload))
+            self._commit_seconds += time.perf_counter() - stalled_since
 
     def measure_health(self, step: TakenStep) -> None:
         """Record the run's health if a measurement is due; see `HealthMeasurement`."""
@@ -325,6 +345,7 @@ class Training:
         """Wait for the last checkpoint, and record how this start of the workers ended."""
         with self.watchdog.phase("checkpoint", self._done):
             self._writer.wait()
+            self._memory.close()
         if self._group.rank == 0 and self._is_complete:
             self._spikes.record_end(self._job, self._done)
         self.recorder.write_attempt(
@@ -363,6 +384,7 @@ class Training:
         self._skipped = SkippedSteps(self._job, point.skipped_steps)
         self._spikes.go_back(point.loss_spikes)
         self._writer.resume_from(point)
+        self._memory.step = point.step
         if self._group.rank == 0:
             drop_evaluations_after(self._job.run_folder, point.step)
 

@@ -176,6 +176,13 @@ def checkpoint_bytes_of(model: Model) -> int:
     return model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
 
 
+def memory_copy_bytes(recipe: Recipe, num_nodes: int) -> int:
+    """Return the bytes of a node's memory that copies of `checkpoint.memory_interval_steps` take: of two states, each
+    on its own node and, where there is one, on the next.
+    """
+    return 2 * min(2, num_nodes) * checkpoint_bytes(recipe) // num_nodes
+
+
 def micro_batches_per_model(recipe: Recipe) -> int:
     """Return the number of micro-batches that a model, and each of its workers, takes in a step."""
     return recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size

@@ -129,6 +129,9 @@ class Train(Section):
 class Checkpoint(Section):
     interval_steps: Positive = 100
     """Steps between two checkpoints."""
+    memory_interval_steps: Positive | None = None
+    """Steps between two copies of the state in the memory of the nodes (/dev/shm), each also on the next node: a killed
+    worker or a lost node then costs at most about these steps. Without it, there are none."""
     keep_latest: Annotated[int, Field(ge=2)] = 2
     """Number of newest checkpoints that are kept; at least 2, because the newest may be damaged."""
     keep_interval_steps: Positive | None = None

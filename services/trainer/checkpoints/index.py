@@ -15,7 +15,15 @@ import torch
 from services.common.artifacts.checkpoint import INDEX_FILE, ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.program.state import StateKind, StateSlice
-from services.trainer.checkpoints.shards import Place, Places, Shapes, open_tensors, write_tensors
+from services.trainer.checkpoints.shards import (
+    Place,
+    Places,
+    Shapes,
+    open_tensors,
+    pack_tensors,
+    read_header,
+    write_packed,
+)
 
 Rows = Mapping[tuple[StateKind, str], np.ndarray]
 """Slices of tensors, by kind and parameter: int64 [slices, 7] of `StateSlice.row` and the number of the shard."""
@@ -34,13 +42,22 @@ def of_all_kinds(owners: Mapping[str, np.ndarray]) -> Rows:
     return {(kind, name): rows.copy() for kind in get_args(StateKind) for name, rows in owners.items()}
 
 
+def tabulate_shards(folder: Path, origins: Mapping[str, ShardOrigin]) -> Rows:
+    """Return the rows of a checkpoint's shards, from their headers."""
+    rows = list[tuple[StateSlice, int]]()
+    for file, origin in origins.items():
+        with open_tensors(folder, file, origin) as tensors:
+            rows += [(piece, origin.rank) for piece in read_header(tensors)]
+    return tabulate(rows)
+
+
 def write_index(folder: Path, origin: ShardOrigin, rows: Rows) -> FileEntry:
     """Write the index, and return its entry for the manifest once the bytes are on disk. `origin` is rank 0's.
 
     It has 56 bytes for each slice of each kind: 30 MB for 70 billion parameters on 1,024 workers.
     """
     content = {f"{kind}/{name}": torch.from_numpy(each) for (kind, name), each in rows.items()}
-    return write_tensors(folder, INDEX_FILE, origin, content)
+    return write_packed(folder, INDEX_FILE, pack_tensors(origin, content))
 
 
 def read_index(folder: Path, origin: ShardOrigin, shapes: Shapes, targets: Collection[StateSlice]) -> Places:

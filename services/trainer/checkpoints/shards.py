@@ -36,11 +36,16 @@ Shapes = Mapping[str, Collection[int]]
 """Shapes of the model's full parameters, by name."""
 
 
-def write_tensors(folder: Path, file: str, origin: ShardOrigin, content: dict[str, Tensor]) -> FileEntry:
-    """Write tensors, and return the file's entry for the manifest once the bytes are on disk."""
+def pack_tensors(origin: ShardOrigin, content: dict[str, Tensor]) -> bytes:
+    """Return the bytes of a file of these tensors, which share no memory with them."""
+    return safetensors.torch.save(content, metadata={ORIGIN: origin.model_dump_json()})
+
+
+def write_packed(folder: Path, file: str, packed: bytes) -> FileEntry:
+    """Write packed tensors, and return the file's entry for the manifest once the bytes are on disk."""
     # Through a Python file: safetensors' own writer reports a full disk without its errno.
     with (folder / file).open("wb") as opened:
-        opened.write(safetensors.torch.save(content, metadata={ORIGIN: origin.model_dump_json()}))
+        opened.write(packed)
     return describe_file(folder, file)
 
 
@@ -68,9 +73,9 @@ def open_tensors(folder: Path, file: str, origin: ShardOrigin) -> Iterator[Any]:
         raise ArtifactError(f"{path}: cannot be read as safetensors: {error}.") from error
 
 
-def write_shard(folder: Path, file: str, origin: ShardOrigin, slices: Mapping[StateSlice, Tensor]) -> FileEntry:
-    """Write a rank's slices, and return the file's entry for the manifest once the bytes are on disk."""
-    return write_tensors(folder, file, origin, {piece.key: each.view(piece.shape) for piece, each in slices.items()})
+def pack_shard(origin: ShardOrigin, slices: Mapping[StateSlice, Tensor]) -> bytes:
+    """Return the bytes of a rank's slices, as `pack_tensors` does."""
+    return pack_tensors(origin, {piece.key: each.view(piece.shape) for piece, each in slices.items()})
 
 
 class Place(NamedTuple):

@@ -6,12 +6,12 @@ With each step the workers agree on the checkpoint whose shards all of them have
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-
-from torch import Tensor
+from itertools import chain
 
 from services.common.artifacts.checkpoint import (
     CheckpointManifest,
@@ -27,12 +27,11 @@ from services.common.process.shutdown import check_grace_period
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.sharded_state import ShardedState
-from services.common.program.state import StateSlice
-from services.trainer.checkpoints.index import Rows, of_all_kinds, write_index
+from services.trainer.checkpoints.index import Rows, of_all_kinds, tabulate_shards, write_index
 from services.trainer.checkpoints.loader import ResumePoint
 from services.trainer.checkpoints.lookup import open_checkpoint, verify_state
 from services.trainer.checkpoints.retention import discard_old
-from services.trainer.checkpoints.shards import write_shard
+from services.trainer.checkpoints.shards import pack_shard, write_packed
 from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.events import record_event
 
@@ -49,9 +48,11 @@ class CheckpointWriter:
     def __init__(self, job: Job, mesh: Mesh, group: ProcessGroup) -> None:
         self._job, self._mesh, self._group = job, mesh, group
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._snapshot = threading.Lock()  # of its memory, until the bytes are packed
         self._payload: CheckpointPayload | None = None
         self._started = 0.0
-        self._writing: Future[FileEntry] | None = None
+        self._writing: Future[list[FileEntry]] | None = None
         self._committing: Future[None] | None = None
         self._is_intact: dict[int, bool] = {}
         """Whether the checkpoint of a step is intact, as far as the workers know by a commit or by reading it."""
@@ -69,11 +70,19 @@ class CheckpointWriter:
         """
         assert not self._writing
         assert not self._committing
-        recipe, mesh, job = self._job.recipe, self._mesh, self._job
         if not self._prepare(step):
             return
         self._started = stalled_since
-        self._payload = CheckpointPayload(
+        self._payload = self.describe(step, skipped_steps, loss_spikes)
+        shards = {self._group.rank: self.pack(state, self._payload).result}
+        self._writing = self._thread.submit(self._write, self._payload, shards)
+        if self._group.rank == 0 and self._rows is None:
+            self._rows = of_all_kinds(state.find_owners())
+
+    def describe(self, step: int, skipped_steps: int, loss_spikes: LossSpikes) -> CheckpointPayload:
+        """Return the payload of the state after `step` steps, without its shards."""
+        recipe, mesh, job = self._job.recipe, self._mesh, self._job
+        return CheckpointPayload(
             step=step,
             tokens=tokens_after(recipe, job.lineage.parent, step, skipped_steps),
             skipped_steps=skipped_steps,
@@ -88,9 +97,21 @@ class CheckpointWriter:
             data_offset_samples=job.lineage.data_offset_samples,
             imported=self._imported,
         )
-        self._writing = self._thread.submit(self._write, self._payload, state.start_snapshot())
-        if self._group.rank == 0 and self._rows is None:
-            self._rows = of_all_kinds(state.find_owners())
+
+    def pack(self, state: ShardedState, payload: CheckpointPayload) -> Future[bytes]:
+        """Start to copy this worker's part of the state, once the copy before is packed, and to pack it as a shard."""
+        self._snapshot.acquire()
+        origin, snapshot = payload.origin(self._job.run, self._group.rank), state.start_snapshot()
+        packed = self._packer.submit(lambda: pack_shard(origin, snapshot()))
+        packed.add_done_callback(lambda _: self._snapshot.release())
+        return packed
+
+    def commit_shards(self, payload: CheckpointPayload, shards: Mapping[int, Callable[[], bytes]]) -> None:
+        """Commit a state of which each worker can read the shards of some ranks, and all together each shard once."""
+        if self._prepare(payload.step):
+            self._started, self._payload = time.perf_counter(), payload
+            self._writing = self._thread.submit(self._write, payload, shards)
+            self.wait()
 
     def resume_from(self, point: ResumePoint) -> None:
         """Remember what the workers found in the checkpoint that they loaded, and which others are damaged."""
@@ -150,10 +171,10 @@ class CheckpointWriter:
                 self._is_intact[step] = False
         return self._is_intact[step]
 
-    def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
+    def _write(self, payload: CheckpointPayload, shards: Mapping[int, Callable[[], bytes]]) -> list[FileEntry]:
         with self._recording_failure(payload.step):
-            folder, rank = self._job.checkpoint_address(payload.step).partial(self._job.writer), self._group.rank
-            return write_shard(folder, shard_name(rank), payload.origin(self._job.run, rank), snapshot())
+            folder = self._job.checkpoint_address(payload.step).partial(self._job.writer)
+            return [write_packed(folder, shard_name(rank), read()) for rank, read in shards.items()]
 
     @contextmanager
     def _recording_failure(self, step: int) -> Iterator[None]:
@@ -167,21 +188,22 @@ class CheckpointWriter:
 
     def _commit(self) -> None:
         assert self._writing
-        entry, self._writing = self._writing.result(), None
-        entries = self._group.gather(entry)
+        written, self._writing = self._writing.result(), None
+        entries = sorted(chain(*self._group.gather(written)), key=lambda entry: entry.path)
         if self._group.rank == 0:
             self._committing = self._thread.submit(self._publish, entries)
 
     def _publish(self, shards: Sequence[FileEntry]) -> None:
         job, payload = self._job, self._payload
         assert payload
-        assert self._rows
         address = job.checkpoint_address(payload.step)
         partial = address.partial(job.writer)
         with self._recording_failure(payload.step):
-            index = write_index(partial, payload.origin(job.run, rank=0), self._rows)
             ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
-            draft = Draft(payload.with_shards(job.run, ranks), job.corpus.links, (*shards, index))
+            said = payload.with_shards(job.run, ranks)
+            rows = self._rows or tabulate_shards(partial, said.shards)
+            index = write_index(partial, payload.origin(job.run, rank=0), rows)
+            draft = Draft(said, job.corpus.links, (*shards, index))
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
         slowest = max(self.slowest_seconds, time.perf_counter() - self._started)

@@ -22,7 +22,7 @@ from services.common.program.transformer import parameter_shapes
 from services.common.vocabularies.hugging_face import load_folder
 from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
-from services.trainer.checkpoints.shards import write_shard
+from services.trainer.checkpoints.shards import pack_shard, write_packed
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.conversion.configuration import CONFIG, read_imported, require_same_model
 from services.trainer.conversion.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights, group_parameters
@@ -185,5 +185,5 @@ def _write_files(
             for kind in ("exp_avg", "exp_avg_sq"):
                 slices[StateSlice.whole(kind, name, weight.shape)] = torch.zeros_like(weight)
         written += [(piece, number) for piece in slices]
-        yield write_shard(folder, shard_name(number), origin, slices)
+        yield write_packed(folder, shard_name(number), pack_shard(origin, slices))
     yield write_index(folder, origin, tabulate(written))

@@ -35,6 +35,7 @@ Kind = Literal[
     "setting",
     "straggler",
     "fallback",
+    "recovered",
     "short_notice",
     "checkpoint_failed",
     "diverged",

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from services.common.artifacts.checkpoint import ShardOrigin, shard_name
+from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.errors import WorkersLost
 from services.common.launch import inline
@@ -25,16 +27,18 @@ from services.common.process.shutdown import StopReason
 from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
-from services.common.program.state import StateSlice
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program, StepResult
 from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
-from services.trainer.agreement import StepAgreement, WorkerStep, require_same_outcome
-from services.trainer.checkpoints.shards import write_shard
+from services.trainer.agreement import StepAgreement, TakenStep, WorkerStep, require_same_outcome
+from services.trainer.checkpoints import memory
+from services.trainer.checkpoints.memory import MemoryCheckpoints
+from services.trainer.checkpoints.shards import write_packed
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
 from services.trainer.job import Job
-from services.trainer.loop import train
+from services.trainer.loop import Training, train
 from services.trainer.mixture import Mixture
 from services.trainer.supervision.stop import request_stop
 from services.trainer.supervision.supervise import train_on_node
@@ -207,18 +211,88 @@ def train_with_a_worker_that_errs_once(job: Job, environment: WorkerEnvironment)
 def train_and_die_in_a_save(job: Job, environment: WorkerEnvironment) -> None:
     """Audited. Rank 2 is killed when it has written half of its shard of the second checkpoint."""
 
-    def write_half(
-        folder: Path, name: str, origin: ShardOrigin, slices: Mapping[StateSlice, torch.Tensor]
-    ) -> FileEntry:
-        entry = write_shard(folder, name, origin, slices)
-        if origin.rank == 2 and checkpoints(job.root):
+    with pytest.MonkeyPatch.context() as patch:
+        die_in_a_write(patch, "writer", lambda folder, name: name == shard_name(2) and bool(checkpoints(job.root)))
+        train_audited(job, environment)
+
+
+def die_in_a_write(patch: pytest.MonkeyPatch, module: str, is_last: Callable[[Path, str], bool]) -> None:
+    """Let this worker be killed when it has written half of the shard in this folder with this name."""
+
+    def write_half(folder: Path, name: str, packed: bytes) -> FileEntry:
+        entry = write_packed(folder, name, packed)
+        if is_last(folder, name):
             os.truncate(folder / entry.path, entry.bytes // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return entry
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.trainer.checkpoints.writer.write_shard", write_half)
-        train_audited(job, environment)
+    patch.setattr(f"services.trainer.checkpoints.{module}.write_packed", write_half)
+
+
+def train_and_lose_a_node(call: tuple[Job, bool], environment: WorkerEnvironment) -> None:
+    """Train on two nodes, whose memory has each copy before the next step. Rank 1 is killed in its step 10, or when it
+    has written half of its copy of step 8.
+    """
+    (job, dies_in_a_write), patch = call, pytest.MonkeyPatch()
+    if environment.rank == 1 and dies_in_a_write:
+        die_in_a_write(patch, "memory", lambda folder, name: bool(list(folder.parent.glob("00000006-*"))))
+    elif environment.rank == 1:
+        before_step(patch, 9, end_by(signal.SIGKILL))
+    keep_at_once(patch)
+    commit_at_once(patch)
+    train(job, place_on_nodes(environment, 2))
+
+
+def keep_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Let each copy in memory be complete before the next step."""
+    save = MemoryCheckpoints.save
+
+    def save_and_wait(memory: MemoryCheckpoints, *arguments: Any) -> None:
+        save(memory, *arguments)
+        memory._group.wait_for_work(memory._copying.result if memory._copying else lambda: None)
+
+    patch.setattr(MemoryCheckpoints, "save", save_and_wait)
+
+
+def count_copies(job: Job, environment: WorkerEnvironment) -> None:
+    """Train on two nodes, and write the bytes of each copy in memory that this worker wrote, sent and received."""
+    patch, counts = pytest.MonkeyPatch(), defaultdict[str, list[int]](list)
+    write, send, receive = write_packed, dist.isend, dist.recv
+
+    def count_write(folder: Path, name: str, packed: bytes) -> FileEntry:
+        counts["written"].append(len(packed))
+        return write(folder, name, packed)
+
+    def count_send(tensor: torch.Tensor, *peer: Any, **group: Any) -> Any:
+        counts["sent"].append(tensor.nbytes)
+        return send(tensor, *peer, **group)
+
+    def count_receive(tensor: torch.Tensor, *peer: Any, **group: Any) -> Any:
+        counts["received"].append(tensor.nbytes)
+        return receive(tensor, *peer, **group)
+
+    def count_collective(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counts["collectives"].append(1)
+            return method(*arguments)
+
+        return call
+
+    patch.setattr(memory, "write_packed", count_write)
+    patch.setattr(dist, "isend", count_send)
+    patch.setattr(dist, "recv", count_receive)
+    keep = Training.keep
+
+    def count_keep(training: Training, step: TakenStep) -> None:
+        with pytest.MonkeyPatch.context() as within:
+            for name in ("start_maximum", "gather", "_broadcast"):
+                within.setattr(ProcessGroup, name, count_collective(getattr(ProcessGroup, name)))
+            keep(training, step)
+
+    patch.setattr(Training, "keep", count_keep)
+    commit_at_once(patch)
+    train(job, place_on_nodes(environment, 2))
+    (job.run_folder / f"counts-{environment.rank}.json").write_text(json.dumps(counts), encoding="utf-8")
 
 
 def train_and_die(job: Job, environment: WorkerEnvironment) -> None:

@@ -1,0 +1,91 @@
+"""Copies of the state in the memory of nodes: what a run continues from after a loss, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.artifacts.lock import hold_lock
+from services.common.errors import LimitError, WorkersLost
+from services.common.recipe.memory_estimate import checkpoint_bytes
+from services.trainer.checkpoints import memory
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics.events import count_events
+from services.trainer.metrics.records import read_attempts, read_metrics
+from services.trainer.tests import work
+from services.trainer.tests.builders import NewJob, train_here, train_new
+from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
+
+TWELVE = {"train__max_steps": "12", "checkpoint__interval_steps": "5", "parallel__zero_stage": "1"}
+COPIED = {**TWELVE, "checkpoint__memory_interval_steps": "2"}
+
+
+@pytest.fixture(scope="module")
+def straight(new_shared_job: NewJob) -> Job:
+    return train_new(new_shared_job, **TWELVE)
+
+
+@pytest.fixture
+def job(new_job: NewJob) -> Iterator[Job]:
+    """A run whose command lives while the test does, and which leaves nothing in memory."""
+    job = new_job(**COPIED)
+    with hold_lock(job.lock):
+        yield job
+    assert not folders_of(job)
+
+
+def folders_of(job: Job) -> list[Path]:
+    return list(memory.MEMORY.glob(f"millrace-{job.run}-*/node-*"))
+
+
+@pytest.mark.parametrize(
+    ("is_node_lost", "damaged", "workers", "resumed"),
+    [(True, "", 1, 8), (True, "00000008", 2, 6), (True, "0000000[68]", 2, 5), (False, "", 2, 6)],
+    ids=["node", "node and newest copy", "node and all copies", "worker in a copy"],
+)
+def test_a_run_continues_from_the_newest_copy_of_which_all_shards_are_left_and_intact(
+    job: Job, new_job: NewJob, straight: Job, is_node_lost: bool, damaged: str, workers: int, resumed: int
+) -> None:
+    with pytest.raises(WorkersLost):
+        work.run_group(work.train_and_lose_a_node, (job, not is_node_lost), 2, job.run_folder)
+    first, second = sorted(folders_of(job))
+    for copy in first.glob(f"{damaged}-00000/shard-*"):
+        flip_a_bit(copy)
+    if is_node_lost:
+        shutil.rmtree(second)
+
+    again = new_job(**COPIED, parallel__data_parallel_size=str(workers))
+    work.run_group(work.train_on_two_nodes if workers == 2 else train, again, workers, job.run_folder)
+
+    (attempt,) = read_attempts(job.run_folder).lines
+    assert (attempt["first_step"], attempt["last_step"]) == (resumed, 12)
+    assert count_events(job.run_folder).get("recovered", 0) == (resumed != 5)
+    records, expected = read_metrics(job.run_folder).lines, read_metrics(straight.run_folder).lines
+    assert [(each["step"], each["loss"]) for each in records] == [(each["step"], each["loss"]) for each in expected]
+    last, same = (checkpoints(each.root)["step-00000012"] for each in (job, straight))
+    assert state_hash(last) == state_hash(same)
+
+
+def test_a_copy_writes_a_workers_shard_and_sends_it_once(job: Job) -> None:
+    work.run_group(work.count_copies, job, 2, job.run_folder)
+
+    counts = [json.loads((job.run_folder / f"counts-{rank}.json").read_text()) for rank in range(2)]
+    for ours, theirs in (counts, counts[::-1]):
+        assert len(ours["written"]) == 5  # after 2, 4 and so on: the last step has a checkpoint
+        assert ours["sent"] == [4, *(each for shard in ours["written"] for each in (memory.ENTRY_BYTES, shard))]
+        assert ours["received"] == theirs["sent"]
+        assert "collectives" not in ours
+    state_bytes = checkpoint_bytes(job.recipe)
+    assert state_bytes < sum(each["written"][0] for each in counts) < 1.1 * state_bytes  # with the files' headers
+
+
+def test_nodes_without_room_for_copies_are_refused_at_the_start(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(memory.MEMORY)._replace(free=300_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(LimitError, match=r"0\.29 MiB.*checkpoint\.memory_interval_steps"):
+        train_here(job)
