@@ -1,6 +1,6 @@
 """Lets all workers agree on a step while they compute the next one, and requires that they run and hold the same.
 
-For a step each worker gives 17 doubles of which all learn the largest, so that the message has one size and one
+For a step each worker gives 16 doubles of which all learn the largest, so that the message has one size and one
 operation, whatever the number of workers. A number of which the smallest counts is sent with its sign changed.
 """
 
@@ -40,8 +40,6 @@ class WorkerStep(NamedTuple):
     compared_seconds: float = 0.0
     """Seconds by which stragglers are found; 0 after steps that end no comparison. See `Stragglers`."""
     numbers: WorkerNumbers = UNKNOWN_NUMBERS
-    kept_step: int = 0
-    """Step of the copy in memory that is being made, once the worker has made its part; 0 before."""
 
     def encode(self, rank: int) -> list[float]:
         """Return the numbers of which the largest of all workers counts. NaN is sent as infinity, which stays."""
@@ -49,7 +47,6 @@ class WorkerStep(NamedTuple):
         return [
             float(self.stop_reason),
             float(-self.written_step),
-            float(-self.kept_step),
             float(self.deviation),
             float(self.is_applied),
             float(not self.is_applied),
@@ -65,8 +62,6 @@ class AgreedStep(NamedTuple):
     stop_reason: StopReason
     written_step: int
     """Step of the checkpoint of which all workers have written their shards; 0 for none."""
-    kept_step: int
-    """Step of the copy in memory of which all workers have made their parts; 0 for none."""
     deviation: Deviation
     is_applied_by_some: bool
     is_skipped_by_some: bool
@@ -78,13 +73,12 @@ class AgreedStep(NamedTuple):
 
     @classmethod
     def decode(cls, largest: Sequence[float]) -> Self:
-        stop_reason, written_step, kept_step, deviation, applied, skipped, slowest, fastest, *numbers = largest
+        stop_reason, written_step, deviation, applied, skipped, slowest, fastest, *numbers = largest
         slowest_seconds, slowest_rank = _split_rank(slowest)
         *largest_numbers, least = (math.nan if math.isinf(number) else number for number in numbers)
         return cls(
             StopReason(int(stop_reason)),
             int(-written_step),
-            int(-kept_step),
             Deviation(int(deviation)),
             bool(applied),
             bool(skipped),

@@ -6,7 +6,7 @@ import gc
 import time
 from typing import Any
 
-from services.common.errors import MillraceError, WorkersLost
+from services.common.errors import DeviceError, MillraceError, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.shutdown import StopReason
 from services.common.process.telemetry import configure_logging
@@ -89,8 +89,7 @@ class Training:
         self._unsettled: TakenStep | None = None  # the newest step, while its agreement goes on
         self._backend = make_backend(job, environment)
         self._writer = CheckpointWriter(job, self._backend.mesh, group)
-        self._memory = MemoryCheckpoints(job, environment, group)
-        self._memory.recover(self._writer)
+        self._memory = MemoryCheckpoints(job, environment, group, self._writer)
         steps = list_checkpoints(job, group)
         self._program = Program(recipe, self._backend, draws_weights=not steps and not recipe.train.branch)
         self._spikes = SpikeDetector(recipe)
@@ -178,7 +177,6 @@ class Training:
             is_applied=taken.is_applied,
             compared_seconds=self._stragglers.add(numbers.gradient_seconds) if is_compared else 0.0,
             numbers=numbers,
-            kept_step=self._memory.kept_step,
         )
 
     def _is_due(self, taken: TakenStep) -> bool:
@@ -231,7 +229,6 @@ class Training:
             with self.watchdog.phase("checkpoint", self._done):
                 stalled_since = time.perf_counter()
                 self._writer.advance(outcome.agreed.written_step)
-                self._memory.advance(outcome.agreed.kept_step)
                 self._commit_seconds += time.perf_counter() - stalled_since
             if record.step == self._done:  # otherwise nothing was due after the step
                 self.save(outcome.taken)
@@ -275,7 +272,11 @@ class Training:
                 self._divergence = step.record
             elif is_due:
                 self._writer.wait()
-                require_same_state(self._program, self._group, self._done)
+                try:
+                    require_same_state(self._program, self._group, self._done)
+                except DeviceError:  # the copies in memory were not compared
+                    self._memory.discard()
+                    raise
                 self._writer.save(state, self._done, self._skipped.total, stalled_since, self._spikes.state)
                 seconds = self._commit_seconds + time.perf_counter() - stalled_since
                 self.recorder.add(checkpoint_stall_seconds=seconds)
@@ -291,7 +292,7 @@ class Training:
             stalled_since = time.perf_counter()
             self._memory.wait()
             payload = self._writer.describe(self._done, self._skipped.total, self._spikes.state)
-            self._memory.save(payload, self._writer.pack(self._program.state, payload))
+            self._memory.save(payload, self._writer.start_shard(self._program.state, payload))
             self._commit_seconds += time.perf_counter() - stalled_since
 
     def measure_health(self, step: TakenStep) -> None:
@@ -345,7 +346,7 @@ class Training:
         """Wait for the last checkpoint, and record how this start of the workers ended."""
         with self.watchdog.phase("checkpoint", self._done):
             self._writer.wait()
-            self._memory.close()
+            self._memory.discard()
         if self._group.rank == 0 and self._is_complete:
             self._spikes.record_end(self._job, self._done)
         self.recorder.write_attempt(

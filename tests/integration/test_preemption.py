@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,8 +18,17 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
 from services.common.testing.waiting import wait_until
+from services.trainer.checkpoints.memory import MEMORY
+from services.trainer.metrics.events import read_events
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import checkpoints, command_line_of, read_run, start_trainer
+from services.trainer.tests.runs import (
+    checkpoints,
+    command_line_of,
+    read_run,
+    run_trainer,
+    start_trainer,
+    state_hash,
+)
 
 DEADLINE_SECONDS = 60
 
@@ -34,14 +46,18 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def command(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def ray_address(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    # Ray Train's record of runs waits for a dashboard, which this cluster has not, for a minute at the run's end.
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+
+
+@pytest.fixture
+def command(tmp_path: Path, ray_address: None) -> Iterator[subprocess.Popen[str]]:
     """Start a trainer on the cluster, and wait for its first step."""
     recipe, root = write_recipe(tmp_path), tmp_path / "fsx"
     make_corpus(root, make_recipe(tmp_path))
     slow = ("--batch.global_batch_size=256", "--train.max_steps=2000", "--optimizer.decay_steps=2000")
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    # Ray Train's record of runs waits for a dashboard, which this cluster has not, for a minute at the run's end.
-    monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
     with start_trainer(recipe, root, *slow, launch="ray") as process:
         try:
             wait_until(lambda: read_run(root).records, 240, process=process)
@@ -100,6 +116,47 @@ def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_new_worke
     wait_until(lambda: read_run(root).records != records, 240, process=command)  # before, a stop is at once
     command.terminate()  # as `ray job stop` does
     require_stop(command, root, "sigterm")
+
+
+def test_a_lost_node_costs_the_steps_since_the_newest_copy_in_memory(
+    tmp_path: Path, cluster: Cluster, ray_address: None
+) -> None:
+    """The node of rank 0 is lost with its memory, and another one takes its place."""
+    recipe, root, straight = write_recipe(tmp_path), tmp_path / "fsx", tmp_path / "straight"
+    for each in (root, straight):
+        make_corpus(each, make_recipe(tmp_path))
+    options = ("--batch.global_batch_size=128", "--train.max_steps=40", "--checkpoint.interval_steps=1000")
+    with start_trainer(recipe, root, *options, "--checkpoint.memory_interval_steps=2", launch="ray") as process:
+        wait_until(lambda: len(read_run(root).records) > 10, 240, process=process)
+        (victim,) = (node for node in cluster.worker_nodes if any(has_rank_0(each) for each in processes_of(node)))
+        for each in processes_of(victim):
+            each.kill()
+        cluster.remove_node(victim, allow_graceful=False)
+        last_step = len(read_run(root).records)
+        (memory,) = MEMORY.glob(f"millrace-{next(root.glob('run/*/')).name}-*/node-0")
+        shutil.rmtree(memory)
+        cluster.add_node(num_cpus=1)
+        output, _ = process.communicate(timeout=240)
+
+    assert process.returncode == 0, output
+    (event,) = (each for each in read_events(next(root.glob("run/*/"))) if each["event"] == "recovered")
+    assert last_step - event["step"] <= 2
+    exit_code, output = run_trainer(recipe, straight, *options)
+    assert exit_code == 0, output
+    assert read_run(root).losses == read_run(straight).losses
+    assert len({state_hash(checkpoints(each)["step-00000040"]) for each in (root, straight)}) == 1
+    assert not memory.parent.exists()
+
+
+def processes_of(node: Any) -> list[psutil.Process]:
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [raylet, *raylet.children(recursive=True)]
+
+
+def has_rank_0(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any(each.path.endswith("rank-00000.log") for each in process.open_files())
+    return False
 
 
 def require_stop(command: subprocess.Popen[str], root: Path, reason: str) -> None:

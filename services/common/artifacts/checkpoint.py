@@ -107,10 +107,6 @@ class ShardOrigin(ManifestModel):
     payload_digest: Sha256
     """Hash of the manifest's payload without `shards`; this covers the batches that the run leaves out, too."""
 
-    @property
-    def num_workers(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size
-
 
 class ImportedModel(ManifestModel):
     """Hugging Face's configuration of the weights with which the run, or an ancestor of it, began, for exports."""

@@ -15,15 +15,7 @@ import torch
 from services.common.artifacts.checkpoint import INDEX_FILE, ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.program.state import StateKind, StateSlice
-from services.trainer.checkpoints.shards import (
-    Place,
-    Places,
-    Shapes,
-    open_tensors,
-    pack_tensors,
-    read_header,
-    write_packed,
-)
+from services.trainer.checkpoints.shards import Place, Places, Shapes, open_tensors, read_header, write_tensors
 
 Rows = Mapping[tuple[StateKind, str], np.ndarray]
 """Slices of tensors, by kind and parameter: int64 [slices, 7] of `StateSlice.row` and the number of the shard."""
@@ -57,7 +49,7 @@ def write_index(folder: Path, origin: ShardOrigin, rows: Rows) -> FileEntry:
     It has 56 bytes for each slice of each kind: 30 MB for 70 billion parameters on 1,024 workers.
     """
     content = {f"{kind}/{name}": torch.from_numpy(each) for (kind, name), each in rows.items()}
-    return write_packed(folder, INDEX_FILE, pack_tensors(origin, content))
+    return write_tensors(folder, INDEX_FILE, origin, content)
 
 
 def read_index(folder: Path, origin: ShardOrigin, shapes: Shapes, targets: Collection[StateSlice]) -> Places:

@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,13 +29,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.artifacts.checkpoint import CheckpointPayload, ShardOrigin, shard_name
-from services.common.artifacts.files import find_damages
+from services.common.artifacts.files import find_damages, require_undamaged
 from services.common.artifacts.lock import find_holder
-from services.common.artifacts.manifest import Count, FileEntry, ManifestModel
-from services.common.errors import LimitError
+from services.common.artifacts.manifest import FileEntry, ManifestModel
+from services.common.errors import ArtifactError, LimitError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program import process_group
-from services.common.program.process_group import ProcessGroup, connecting, naming_lost_workers
+from services.common.program.process_group import (
+    COLLECTIVE_TIMEOUT,
+    GLOO,
+    ProcessGroup,
+    connecting,
+    naming_lost_workers,
+)
 from services.common.recipe.memory_estimate import memory_copy_bytes, show_size
 from services.trainer.checkpoints.shards import write_packed
 from services.trainer.checkpoints.steps import newest_step
@@ -52,7 +58,6 @@ ENTRY_BYTES = 512
 class Copy(ManifestModel):
     """Content of `copy.json`: a shard, and the state that it is of."""
 
-    rank: Count
     shard: FileEntry
     payload: CheckpointPayload
 
@@ -63,119 +68,101 @@ class MemoryCheckpoints:
     Two states have room: the newest one that all workers have kept, and the one that is being copied.
     """
 
-    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
-        self._job, self._group = job, group
+    def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup, writer: CheckpointWriter) -> None:
+        """Commit the newest state of which all shards are left, if it is newer than all checkpoints, and make room.
+
+        Raises `LimitError` where a node's memory has too little.
+        """
+        self._job, self._environment, self._group = job, environment, group
         self._interval = job.recipe.checkpoint.memory_interval_steps
-        self._local_rank, self._local_size = environment.local_rank, group.maximum(environment.local_world_size)
         # By the run folder's number too: a run that is begun anew, in a new folder, does not find copies of before.
         self._folder = MEMORY / f"millrace-{job.run}-{group.tell(lambda: job.run_folder.stat().st_ino)}"
-        self._node_folder = self._folder / f"node-{environment.node_rank}"
+        self._node_size = group.maximum(environment.local_world_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory-checkpoint")
         self._peers: Any = None
         self._copying: Future[list[Path]] | None = None
         self._kept: list[Path] = []
         self.step = 0
         """Step of the newest state that was copied, or from which the workers have started."""
-
-    def recover(self, writer: CheckpointWriter) -> None:
-        """Commit the newest state of which all shards are left, if it is newer than all checkpoints, and make room.
-
-        Raises `LimitError` where a node's memory has too little.
-        """
         if self._interval:
             self._commit_newest(writer)
-        if self._local_rank == 0:
-            _remove_leftovers(self._job)
-        if not self._interval:
-            return
-        self._group.barrier()
-        num_nodes = -(-self._group.world_size // self._local_size)
+        if environment.local_rank == 0:
+            _remove_leftovers(job)
+        if self._interval:
+            group.barrier()
+            self._prepare(num_nodes=-(-group.world_size // self._node_size))
+
+    def _prepare(self, num_nodes: int) -> None:
         needed = memory_copy_bytes(self._job.recipe, num_nodes)
         if (free := shutil.disk_usage(MEMORY).free if MEMORY.exists() else 0) < needed:
             raise LimitError(
-                f"{MEMORY}: {show_size(free)} free on a node, but checkpoint.memory_interval_steps needs "
-                f"{show_size(needed)} there. Give its container a larger {MEMORY}, or leave that key out."
+                f"{MEMORY}: {show_size(free)} free, but checkpoint.memory_interval_steps needs {show_size(needed)} on "
+                f"each node. Give its container a larger {MEMORY}, or leave that key out."
             )
-        self._node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            (self._folder / "lock").symlink_to(self._job.lock.absolute())
         if num_nodes > 1:
             with connecting(), naming_lost_workers():
                 # A group of its own: its messages never meet those of the steps.
-                self._peers = dist.new_group(timeout=process_group.COLLECTIVE_TIMEOUT, backend=process_group.GLOO)
+                self._peers = dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
                 self._exchange(torch.zeros(1), torch.zeros(1))
 
     def is_due(self, step: int) -> bool:
         """Whether an interval is over since the newest copy."""
         return self._interval is not None and step // self._interval > self.step // self._interval
 
-    def save(self, payload: CheckpointPayload, packed: Future[bytes]) -> None:
-        """Copy a state in the background; `packed` is this worker's shard. The caller has waited for the one before."""
+    def save(self, payload: CheckpointPayload, pack: Callable[[], bytes]) -> None:
+        """Copy a state in the background; `pack` returns the worker's shard. The caller has waited for the last one."""
         self.step = payload.step
-        written = self._thread.submit(self._write, payload, packed)  # which drops the shard's bytes
-        self._copying = self._thread.submit(self._send, payload, written)
-
-    @property
-    def kept_step(self) -> int:
-        """Step of the state that is being copied, once this worker has done its part; 0 otherwise."""
-        is_done = self._copying and self._copying.done() and not self._copying.exception()
-        return self.step if is_done else 0
-
-    def advance(self, kept_step: int) -> None:
-        """Remove the state before once all workers have kept the newest; `kept_step` is what they have agreed on."""
-        if self._copying and kept_step == self.step:
-            older, self._kept, self._copying = self._kept, self._copying.result(), None
-            for folder in older:
-                self._thread.submit(shutil.rmtree, folder, ignore_errors=True)
+        self._copying = self._thread.submit(self._copy, payload, pack)
 
     def wait(self) -> None:
-        """Wait until all workers have kept the newest state. Raises what this worker failed with."""
+        """Wait until all workers have kept the newest state, and remove the one before. Raises the error of a copy."""
         if self._copying:
-            self._group.wait_for_work(self._copying.result)
-            self.advance(self.step)
+            kept = self._group.wait_for_work(self._copying.result)
+            for folder in self._kept:
+                self._thread.submit(shutil.rmtree, folder)
+            self._kept, self._copying = kept, None
 
     def discard(self) -> None:
         """Remove all copies: the run goes back, or has ended."""
         self.wait()
-        while self._kept:
-            shutil.rmtree(self._kept.pop(), ignore_errors=True)
+        self._thread.submit(shutil.rmtree, self._folder, ignore_errors=True).result()
+        self._kept = []
 
-    def close(self) -> None:
-        self.discard()
-        self._thread.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _write(self, payload: CheckpointPayload, packed: Future[bytes]) -> tuple[Path, FileEntry]:
-        partial, rank = Path(tempfile.mkdtemp(dir=self._node_folder)), self._group.rank
-        shard = write_packed(partial, shard_name(rank), packed.result())
-        return self._complete(partial, Copy(rank=rank, shard=shard, payload=payload)), shard
-
-    def _send(self, payload: CheckpointPayload, written: Future[tuple[Path, FileEntry]]) -> list[Path]:
-        """Send the shard to the next node, and receive another of the node before. Return where this node has them."""
-        own, shard = written.result()
-        if not self._peers:
-            return [own]
-        sent, received = bytearray(json.dumps(asdict(shard)).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
-        self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
-        theirs, partial = FileEntry(**json.loads(received)), Path(tempfile.mkdtemp(dir=self._node_folder))
-        with (partial / theirs.path).open("wb") as file:  # a write to a map without its memory would end the process
-            os.posix_fallocate(file.fileno(), 0, theirs.bytes)
-        self._exchange(_map(own, shard), _map(partial, theirs))
-        rank = (self._group.rank - self._local_size) % self._group.world_size
-        return [own, self._complete(partial, Copy(rank=rank, shard=theirs, payload=payload))]
+    def _copy(self, payload: CheckpointPayload, pack: Callable[[], bytes]) -> list[Path]:
+        """Keep the shard, send it to the next node, and keep that of the node before. Return this node's folders."""
+        rank, partial = self._group.rank, self._make_partial()
+        shard = write_packed(partial, shard_name(rank), pack())
+        kept = [self._complete(partial, rank, Copy(shard=shard, payload=payload))]
+        if self._peers:
+            sent, received = bytearray(json.dumps(asdict(shard)).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
+            self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
+            theirs, partial = FileEntry(**json.loads(received)), self._make_partial()
+            with (partial / theirs.path).open("wb") as file:  # a map that finds no memory would end the process
+                os.posix_fallocate(file.fileno(), 0, theirs.bytes)
+            self._exchange(_map(kept[0], shard), _map(partial, theirs))
+            rank = (rank - self._node_size) % self._group.world_size
+            kept.append(self._complete(partial, rank, Copy(shard=theirs, payload=payload)))
+        return kept
 
     def _exchange(self, sent: Tensor, received: Tensor) -> None:
         """Send to the worker of this local rank on the next node, and receive from that on the node before."""
         size, rank = self._group.world_size, self._group.rank
         with naming_lost_workers():
-            work = dist.isend(sent, (rank + self._local_size) % size, group=self._peers)
-            dist.recv(received, (rank - self._local_size) % size, group=self._peers)
+            work = dist.isend(sent, (rank + self._node_size) % size, group=self._peers)
+            dist.recv(received, (rank - self._node_size) % size, group=self._peers)
             assert work
             work.wait()
 
-    def _complete(self, partial: Path, copy: Copy) -> Path:
+    def _make_partial(self) -> Path:
+        folder = self._folder / f"node-{self._environment.node_rank}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (self._folder / "lock").symlink_to(self._job.lock.absolute())
+        return Path(tempfile.mkdtemp(dir=folder))
+
+    def _complete(self, partial: Path, rank: int, copy: Copy) -> Path:
         (partial / "copy.json").write_text(copy.model_dump_json(), encoding="utf-8")
-        return partial.rename(self._node_folder / f"{copy.payload.step:08d}-{copy.rank:05d}")
+        return partial.rename(partial.with_name(f"{copy.payload.step:08d}-{rank:05d}"))
 
     def _commit_newest(self, writer: CheckpointWriter) -> None:
         rank, committed = self._group.rank, self._group.tell(lambda: newest_step(self._job.checkpoint_collection) or 0)
@@ -183,33 +170,32 @@ class MemoryCheckpoints:
         for worker, held in enumerate(self._group.gather({state: list(copies) for state, copies in found.items()})):
             for state, ranks in held.items():
                 holders[state] = dict.fromkeys(ranks, worker) | holders[state]
-        complete = [state for state, ranks in holders.items() if len(ranks) == state.num_workers]
-        if not complete:
-            return
-        newest = max(complete, key=lambda state: state.step)
-        own = {shard: found[newest][shard] for shard, worker in holders[newest].items() if worker == rank}
-        payloads = self._group.gather(_read_copy(own[0]).payload if 0 in own else None)
-        shards = {shard: (folder / shard_name(shard)).read_bytes for shard, folder in own.items()}
-        writer.commit_shards(next(filter(None, payloads)), shards)
-        if rank == 0:
-            record_event(self._job, "recovered", step=newest.step, committed_step=committed)
+        sizes = {state: state.data_parallel_size * state.tensor_parallel_size for state in holders}
+        complete = [state for state, size in sizes.items() if len(holders[state]) == size]
+        if complete:
+            newest = max(complete, key=lambda state: state.step)
+            own = {shard: found[newest][shard] for shard, worker in holders[newest].items() if worker == rank}
+            payloads = self._group.gather(own[0][1] if 0 in own else None)
+            shards = {shard: (folder / shard_name(shard)).read_bytes for shard, (folder, _) in own.items()}
+            writer.commit_shards(next(filter(None, payloads)), shards)
+            if rank == 0:
+                record_event(self._job, "recovered", step=newest.step, committed_step=committed)
 
-    def _find_copies(self, committed_step: int) -> dict[ShardOrigin, dict[int, Path]]:
+    def _find_copies(self, committed_step: int) -> dict[ShardOrigin, dict[int, tuple[Path, CheckpointPayload]]]:
         """Return this worker's share of the node's intact copies of later steps, by state and rank."""
-        found = defaultdict[ShardOrigin, dict[int, Path]](dict)
-        for folder in sorted(self._folder.glob("node-*/[0-9]*"))[self._local_rank :: self._local_size]:
-            copy = _read_copy(folder)
-            if copy.payload.step <= committed_step or copy.payload.program_fingerprint != self._job.program_fingerprint:
+        found = defaultdict[ShardOrigin, dict[int, tuple[Path, CheckpointPayload]]](dict)
+        local_rank, local_size = self._environment.local_rank, self._environment.local_world_size
+        for folder in sorted(self._folder.glob("node-*/[0-9]*"))[local_rank::local_size]:
+            try:
+                copy = Copy.model_validate_json((folder / "copy.json").read_bytes())
+                require_undamaged(folder, 1, find_damages(folder, [copy.shard], "full"))
+            except (ValueError, ArtifactError) as error:
+                logger.warning("this copy is left out: %s", error)
                 continue
-            if damages := list(find_damages(folder, [copy.shard], "full")):
-                logger.warning("%s: this copy is left out: %s", folder, damages[0])
-            else:
-                found[copy.payload.origin(self._job.run, rank=0)][copy.rank] = folder
+            state = copy.payload.origin(self._job.run, rank=0)
+            if state.step > committed_step and state.program_fingerprint == self._job.program_fingerprint:
+                found[state][int(folder.name.partition("-")[2])] = folder, copy.payload
         return found
-
-
-def _read_copy(folder: Path) -> Copy:
-    return Copy.model_validate_json((folder / "copy.json").read_bytes())
 
 
 def _remove_leftovers(job: Job) -> None:

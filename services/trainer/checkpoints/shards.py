@@ -36,13 +36,18 @@ Shapes = Mapping[str, Collection[int]]
 """Shapes of the model's full parameters, by name."""
 
 
+def write_tensors(folder: Path, file: str, origin: ShardOrigin, content: dict[str, Tensor]) -> FileEntry:
+    """Write tensors, and return the file's entry for the manifest once the bytes are on disk."""
+    return write_packed(folder, file, pack_tensors(origin, content))
+
+
 def pack_tensors(origin: ShardOrigin, content: dict[str, Tensor]) -> bytes:
-    """Return the bytes of a file of these tensors, which share no memory with them."""
+    """Return the bytes of a file of tensors, which share no memory with them."""
     return safetensors.torch.save(content, metadata={ORIGIN: origin.model_dump_json()})
 
 
 def write_packed(folder: Path, file: str, packed: bytes) -> FileEntry:
-    """Write packed tensors, and return the file's entry for the manifest once the bytes are on disk."""
+    """Write packed tensors as `write_tensors` does."""
     # Through a Python file: safetensors' own writer reports a full disk without its errno.
     with (folder / file).open("wb") as opened:
         opened.write(packed)
@@ -74,7 +79,7 @@ def open_tensors(folder: Path, file: str, origin: ShardOrigin) -> Iterator[Any]:
 
 
 def pack_shard(origin: ShardOrigin, slices: Mapping[StateSlice, Tensor]) -> bytes:
-    """Return the bytes of a rank's slices, as `pack_tensors` does."""
+    """Return the bytes of the shard with a rank's slices."""
     return pack_tensors(origin, {piece.key: each.view(piece.shape) for piece, each in slices.items()})
 
 

@@ -48,8 +48,7 @@ class CheckpointWriter:
     def __init__(self, job: Job, mesh: Mesh, group: ProcessGroup) -> None:
         self._job, self._mesh, self._group = job, mesh, group
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
-        self._snapshot = threading.Lock()  # of its memory, until the bytes are packed
+        self._snapshot = threading.Lock()  # of its memory, until its bytes are packed
         self._payload: CheckpointPayload | None = None
         self._started = 0.0
         self._writing: Future[list[FileEntry]] | None = None
@@ -74,7 +73,7 @@ class CheckpointWriter:
             return
         self._started = stalled_since
         self._payload = self.describe(step, skipped_steps, loss_spikes)
-        shards = {self._group.rank: self.pack(state, self._payload).result}
+        shards = {self._group.rank: self.start_shard(state, self._payload)}
         self._writing = self._thread.submit(self._write, self._payload, shards)
         if self._group.rank == 0 and self._rows is None:
             self._rows = of_all_kinds(state.find_owners())
@@ -98,13 +97,21 @@ class CheckpointWriter:
             imported=self._imported,
         )
 
-    def pack(self, state: ShardedState, payload: CheckpointPayload) -> Future[bytes]:
-        """Start to copy this worker's part of the state, once the copy before is packed, and to pack it as a shard."""
+    def start_shard(self, state: ShardedState, payload: CheckpointPayload) -> Callable[[], bytes]:
+        """Start to copy this worker's part of the state, and return the function that packs it, once in any thread.
+
+        Waits until the part before is packed.
+        """
         self._snapshot.acquire()
         origin, snapshot = payload.origin(self._job.run, self._group.rank), state.start_snapshot()
-        packed = self._packer.submit(lambda: pack_shard(origin, snapshot()))
-        packed.add_done_callback(lambda _: self._snapshot.release())
-        return packed
+
+        def pack() -> bytes:
+            try:
+                return pack_shard(origin, snapshot())
+            finally:
+                self._snapshot.release()
+
+        return pack
 
     def commit_shards(self, payload: CheckpointPayload, shards: Mapping[int, Callable[[], bytes]]) -> None:
         """Commit a state of which each worker can read the shards of some ranks, and all together each shard once."""

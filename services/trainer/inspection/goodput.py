@@ -91,13 +91,17 @@ def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failu
     copies = 1 if recipe.parallel.zero_stage else min(num_nodes, recipe.parallel.data_parallel_size)
     read = copies * times.write_seconds
     # A checkpoint counts once it is committed. Until then a failure goes back to the one before.
-    redone = recipe.checkpoint.interval_steps * times.step_seconds / 2 + times.write_seconds
+    policy, write = recipe.checkpoint, times.write_seconds
+    far = policy.interval_steps * times.step_seconds / 2 + write
+    # What is left in memory is committed first. Of an only node nothing is.
+    near = (policy.memory_interval_steps or policy.interval_steps) * times.step_seconds / 2 + write
+    node = far if num_nodes == 1 else near
     limit = limit_seconds([times.step_seconds], train.watchdog_factor, train.watchdog_min_seconds)
     hang = COLLECTIVE_TIMEOUT.total_seconds() if limit is None else limit
     return {
-        Failure.WORKER: FailureCost(0.0, 0.0, RESTART_SECONDS, read, redone),
-        Failure.HANG: FailureCost(hang, 0.0, RESTART_SECONDS, read, redone),
-        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, times.node_wait_seconds, FIRST_STEP_SECONDS, read, redone),
+        Failure.WORKER: FailureCost(0.0, 0.0, RESTART_SECONDS, read, near),
+        Failure.HANG: FailureCost(hang, 0.0, RESTART_SECONDS, read, near),
+        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, times.node_wait_seconds, FIRST_STEP_SECONDS, read, node),
     }
 
 

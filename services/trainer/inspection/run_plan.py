@@ -26,6 +26,7 @@ from services.common.recipe.derived import (
 from services.common.recipe.memory_estimate import (
     checkpoint_bytes,
     gradient_bytes_sent,
+    memory_copy_bytes,
     memory_of_worker,
     show_size,
     sums_per_step,
@@ -212,15 +213,25 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
             f"{grace}only {TRAINER_GRACE_SECONDS} s, so a stop may lose the steps since the last checkpoint: use a "
             f"file system of {enough:g} GB/s (fsx in terraform.tfvars), or on Kubernetes DRAIN={needed}"
         )
+    nodes = stage_nodes(recipe, "trainer")
+    if policy.memory_interval_steps:
+        rows["copies in memory"] = (
+            f"every {policy.memory_interval_steps:,} steps a node writes {show_size(size / nodes)} and sends it to "
+            f"the next; {show_size(memory_copy_bytes(recipe, nodes))} of its /dev/shm hold two states"
+        )
     if step is None:
         return rows
-    nodes, between, price = stage_nodes(recipe, "trainer"), policy.interval_steps * step.seconds, step.price
+    if policy.memory_interval_steps and nodes > 1:
+        rate = step.device.network_bytes_per_second
+        rows["copies in memory"] += f". Sending takes {size / nodes / rate:,.1f} s at {rate / 1e9:,.0f} GB/s of a node"
+    between, price = policy.interval_steps * step.seconds, step.price
     optimum = optimal_interval_steps(write_seconds, step.seconds, nodes, assumptions.node_mtbf_hours)
-    # Until the next checkpoint is committed, a failure loses the steps since the one before.
-    lost_hours = (between + write_seconds) / SECONDS_PER_HOUR
+    # Until the next checkpoint is committed, a failure loses the steps since the one before, or since what is in memory.
+    every = policy.interval_steps if nodes == 1 else policy.memory_interval_steps or policy.interval_steps
+    lost_hours = (every * step.seconds + write_seconds) / SECONDS_PER_HOUR
     dollars = "" if price is None else f", ${lost_hours * nodes * price:,.0f}"
     rows["loss"] = (
-        f"a failure without notice loses at most {lost_hours * 60:,.0f} min{dollars}: {policy.interval_steps:,} steps "
+        f"a failure without notice loses at most {lost_hours * 60:,.0f} min{dollars}: {every:,} steps "
         f"and the write of the next checkpoint"
     )
     rows["Young's optimum"] = (

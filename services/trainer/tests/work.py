@@ -285,7 +285,7 @@ def count_copies(job: Job, environment: WorkerEnvironment) -> None:
 
     def count_keep(training: Training, step: TakenStep) -> None:
         with pytest.MonkeyPatch.context() as within:
-            for name in ("start_maximum", "gather", "_broadcast"):
+            for name in ("gather", "_broadcast"):
                 within.setattr(ProcessGroup, name, count_collective(getattr(ProcessGroup, name)))
             keep(training, step)
 
