@@ -226,7 +226,7 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
         rows["copies in memory"] += f". Sending takes {size / nodes / rate:,.1f} s at {rate / 1e9:,.0f} GB/s of a node"
     between, price = policy.interval_steps * step.seconds, step.price
     optimum = optimal_interval_steps(write_seconds, step.seconds, nodes, assumptions.node_mtbf_hours)
-    # Until the next checkpoint is committed, a failure loses the steps since the one before, or since what is in memory.
+    # Until the next checkpoint is committed, a failure loses the steps since the one before, or the last copy.
     every = policy.interval_steps if nodes == 1 else policy.memory_interval_steps or policy.interval_steps
     lost_hours = (every * step.seconds + write_seconds) / SECONDS_PER_HOUR
     dollars = "" if price is None else f", ${lost_hours * nodes * price:,.0f}"
