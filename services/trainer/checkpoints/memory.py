@@ -1,7 +1,8 @@
 """Copies the state into the memory of nodes every few steps, so that a killed worker or a lost node costs no more.
 
 Each worker keeps its shard in its node's memory, and sends it to its counterpart on the next node. When workers start,
-the newest state of which all shards are left is committed as a checkpoint, from which they resume.
+the newest state of which all shards are left is committed as a checkpoint, from which they resume. A copy costs each
+worker the bytes that it owns once to write and once to send, and all workers the exchange of a number.
 
     /dev/shm/millrace-<run>-<id>/lock                   link to the run's lock, which its command holds
     /dev/shm/millrace-<run>-<id>/node-0/<step>-<rank>/  a shard, and `copy.json`
