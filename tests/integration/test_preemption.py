@@ -21,14 +21,7 @@ from services.common.testing.waiting import wait_until
 from services.trainer.checkpoints.memory import MEMORY
 from services.trainer.metrics.events import read_events
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import (
-    checkpoints,
-    command_line_of,
-    read_run,
-    run_trainer,
-    start_trainer,
-    state_hash,
-)
+from services.trainer.tests.runs import checkpoints, command_line_of, read_run, run_trainer, start_trainer, state_hash
 
 DEADLINE_SECONDS = 60
 
@@ -129,17 +122,18 @@ def test_a_lost_node_costs_the_steps_since_the_newest_copy_in_memory(
     with start_trainer(recipe, root, *options, "--checkpoint.memory_interval_steps=2", launch="ray") as process:
         wait_until(lambda: len(read_run(root).records) > 10, 240, process=process)
         (victim,) = (node for node in cluster.worker_nodes if any(has_rank_0(each) for each in processes_of(node)))
-        for each in processes_of(victim):
-            each.kill()
+        for process_of_victim in processes_of(victim):
+            process_of_victim.kill()
         cluster.remove_node(victim, allow_graceful=False)
         last_step = len(read_run(root).records)
-        (memory,) = MEMORY.glob(f"millrace-{next(root.glob('run/*/')).name}-*/node-0")
+        (run,) = root.glob("run/*/")
+        (memory,) = MEMORY.glob(f"millrace-{run.name}-{run.stat().st_ino}/node-0")
         shutil.rmtree(memory)
         cluster.add_node(num_cpus=1)
         output, _ = process.communicate(timeout=240)
 
     assert process.returncode == 0, output
-    (event,) = (each for each in read_events(next(root.glob("run/*/"))) if each["event"] == "recovered")
+    (event,) = (each for each in read_events(run) if each["event"] == "recovered")
     assert last_step - event["step"] <= 2
     exit_code, output = run_trainer(recipe, straight, *options)
     assert exit_code == 0, output

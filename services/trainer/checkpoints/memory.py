@@ -35,13 +35,7 @@ from services.common.artifacts.lock import find_holder
 from services.common.artifacts.manifest import FileEntry, ManifestModel
 from services.common.errors import ArtifactError, LimitError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.process_group import (
-    COLLECTIVE_TIMEOUT,
-    GLOO,
-    ProcessGroup,
-    connecting,
-    naming_lost_workers,
-)
+from services.common.program.process_group import COLLECTIVE_TIMEOUT, ProcessGroup, connecting, naming_lost_workers
 from services.common.recipe.memory_estimate import memory_copy_bytes, show_size
 from services.trainer.checkpoints.shards import write_packed
 from services.trainer.checkpoints.steps import newest_step
@@ -89,12 +83,11 @@ class MemoryCheckpoints:
             self._commit_newest(writer)
         if environment.local_rank == 0:
             _remove_leftovers(job)
-        if self._interval:
-            group.barrier()
-            self._prepare(num_nodes=-(-group.world_size // self._node_size))
-
-    def _prepare(self, num_nodes: int) -> None:
-        needed = memory_copy_bytes(self._job.recipe, num_nodes)
+        if not self._interval:
+            return
+        group.barrier()
+        num_nodes = -(-group.world_size // self._node_size)
+        needed = memory_copy_bytes(job.recipe, num_nodes)
         if (free := shutil.disk_usage(MEMORY).free if MEMORY.exists() else 0) < needed:
             raise LimitError(
                 f"{MEMORY}: {show_size(free)} free, but checkpoint.memory_interval_steps needs {show_size(needed)} on "
@@ -103,7 +96,7 @@ class MemoryCheckpoints:
         if num_nodes > 1:
             with connecting(), naming_lost_workers():
                 # A group of its own: its messages never meet those of the steps.
-                self._peers = dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend=GLOO)
+                self._peers = dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend="gloo")
                 self._exchange(torch.zeros(1), torch.zeros(1))
 
     def is_due(self, step: int) -> bool:

@@ -98,10 +98,7 @@ class CheckpointWriter:
         )
 
     def start_shard(self, state: ShardedState, payload: CheckpointPayload) -> Callable[[], bytes]:
-        """Start to copy this worker's part of the state, and return the function that packs it, once in any thread.
-
-        Waits until the part before is packed.
-        """
+        """Start to copy this worker's part of the state, once the part before is packed; return what packs it, once."""
         self._snapshot.acquire()
         origin, snapshot = payload.origin(self._job.run, self._group.rank), state.start_snapshot()
 

@@ -255,42 +255,31 @@ def keep_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_copies(job: Job, environment: WorkerEnvironment) -> None:
-    """Train on two nodes, and write the bytes of each copy in memory that this worker wrote, sent and received."""
-    patch, counts = pytest.MonkeyPatch(), defaultdict[str, list[int]](list)
-    write, send, receive = write_packed, dist.isend, dist.recv
+    """Train on two nodes, and write the bytes that this worker wrote, sent and received for copies in memory.
 
-    def count_write(folder: Path, name: str, packed: bytes) -> FileEntry:
-        counts["written"].append(len(packed))
-        return write(folder, name, packed)
+    For a copy the workers gather and broadcast nothing.
+    """
+    patch, counts, keep = pytest.MonkeyPatch(), defaultdict[str, list[int]](list), Training.keep
 
-    def count_send(tensor: torch.Tensor, *peer: Any, **group: Any) -> Any:
-        counts["sent"].append(tensor.nbytes)
-        return send(tensor, *peer, **group)
+    def count(where: object, name: str, size: Callable[..., int]) -> None:
+        counted = getattr(where, name)
 
-    def count_receive(tensor: torch.Tensor, *peer: Any, **group: Any) -> Any:
-        counts["received"].append(tensor.nbytes)
-        return receive(tensor, *peer, **group)
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name].append(size(*arguments))
+            return counted(*arguments, **options)
 
-    def count_collective(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            counts["collectives"].append(1)
-            return method(*arguments)
+        patch.setattr(where, name, call)
 
-        return call
-
-    patch.setattr(memory, "write_packed", count_write)
-    patch.setattr(dist, "isend", count_send)
-    patch.setattr(dist, "recv", count_receive)
-    keep = Training.keep
-
-    def count_keep(training: Training, step: TakenStep) -> None:
+    def keep_alone(training: Training, step: TakenStep) -> None:
         with pytest.MonkeyPatch.context() as within:
-            for name in ("gather", "_broadcast"):
-                within.setattr(ProcessGroup, name, count_collective(getattr(ProcessGroup, name)))
+            within.setattr(ProcessGroup, "gather", None)
+            within.setattr(ProcessGroup, "_broadcast", None)
             keep(training, step)
 
-    patch.setattr(Training, "keep", count_keep)
-    commit_at_once(patch)
+    count(memory, "write_packed", lambda folder, name, packed: len(packed))
+    count(dist, "isend", lambda tensor, peer: tensor.nbytes)
+    count(dist, "recv", lambda tensor, peer: tensor.nbytes)
+    patch.setattr(Training, "keep", keep_alone)
     train(job, place_on_nodes(environment, 2))
     (job.run_folder / f"counts-{environment.rank}.json").write_text(json.dumps(counts), encoding="utf-8")
 
