@@ -93,7 +93,7 @@ def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failu
     # A checkpoint counts once it is committed. Until then a failure goes back to the one before.
     policy, write = recipe.checkpoint, times.write_seconds
     far = policy.interval_steps * times.step_seconds / 2 + write
-    # What is left in memory is committed first. Of an only node nothing is.
+    # What is left in memory is committed first; of a run on one node that is lost, nothing is.
     near = (policy.memory_interval_steps or policy.interval_steps) * times.step_seconds / 2 + write
     node = far if num_nodes == 1 else near
     limit = limit_seconds([times.step_seconds], train.watchdog_factor, train.watchdog_min_seconds)

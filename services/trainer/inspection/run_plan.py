@@ -215,9 +215,10 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
         )
     nodes = stage_nodes(recipe, "trainer")
     if policy.memory_interval_steps:
+        sends = " and sends it to the next" if nodes > 1 else ""
         rows["copies in memory"] = (
-            f"every {policy.memory_interval_steps:,} steps a node writes {show_size(size / nodes)} and sends it to "
-            f"the next; {show_size(memory_copy_bytes(recipe, nodes))} of its /dev/shm hold two states"
+            f"every {policy.memory_interval_steps:,} steps a node writes {show_size(size / nodes)}{sends}; two states "
+            f"take {show_size(memory_copy_bytes(recipe, nodes))} of its /dev/shm"
         )
     if step is None:
         return rows
