@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,7 @@ RAY_WORKER, NODE_PROCESS = "ray::RayTrainWorker", "launch.node_process"
 
 def find_processes(cluster: Cluster, name: str) -> list[psutil.Process]:
     """Find the processes of the cluster whose title or command contains the name, oldest first."""
-    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
-    family = [each for pid in raylets for each in psutil.Process(pid).children(recursive=True)]
+    family = [each for node in cluster.worker_nodes for each in raylet_of(node).children(recursive=True)]
     found = [each for each in family if name in command_line_of(each)]
     return sorted(found, key=lambda each: each.create_time())
 
@@ -118,15 +116,17 @@ def test_a_lost_node_costs_the_steps_since_the_newest_copy_in_memory(
     recipe, root, straight = write_recipe(tmp_path), tmp_path / "fsx", tmp_path / "straight"
     for each in (root, straight):
         make_corpus(each, make_recipe(tmp_path))
-    options = ("--batch.global_batch_size=128", "--train.max_steps=40", "--checkpoint.interval_steps=1000")
+    options = ("--batch.global_batch_size=128", "--train.max_steps=60", "--checkpoint.interval_steps=1000")
     with start_trainer(recipe, root, *options, "--checkpoint.memory_interval_steps=2", launch="ray") as process:
         wait_until(lambda: len(read_run(root).records) > 10, 240, process=process)
-        (victim,) = (node for node in cluster.worker_nodes if any(has_rank_0(each) for each in processes_of(node)))
-        for process_of_victim in processes_of(victim):
-            process_of_victim.kill()
+        (run,) = root.glob("run/*/")
+        pid = json.loads((run / "heartbeats" / "rank-00000.json").read_bytes())["pid"]
+        parents = psutil.Process(pid).parents()
+        (victim,) = (node for node in cluster.worker_nodes if raylet_of(node) in parents)
+        for lost in [raylet_of(victim), *raylet_of(victim).children(recursive=True)]:
+            lost.kill()
         cluster.remove_node(victim, allow_graceful=False)
         last_step = len(read_run(root).records)
-        (run,) = root.glob("run/*/")
         (memory,) = MEMORY.glob(f"millrace-{run.name}-{run.stat().st_ino}/node-0")
         shutil.rmtree(memory)
         cluster.add_node(num_cpus=1)
@@ -138,19 +138,12 @@ def test_a_lost_node_costs_the_steps_since_the_newest_copy_in_memory(
     exit_code, output = run_trainer(recipe, straight, *options)
     assert exit_code == 0, output
     assert read_run(root).losses == read_run(straight).losses
-    assert len({state_hash(checkpoints(each)["step-00000040"]) for each in (root, straight)}) == 1
+    assert len({state_hash(checkpoints(each)["step-00000060"]) for each in (root, straight)}) == 1
     assert not memory.parent.exists()
 
 
-def processes_of(node: Any) -> list[psutil.Process]:
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    return [raylet, *raylet.children(recursive=True)]
-
-
-def has_rank_0(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return any(each.path.endswith("rank-00000.log") for each in process.open_files())
-    return False
+def raylet_of(node: Any) -> psutil.Process:
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
 
 
 def require_stop(command: subprocess.Popen[str], root: Path, reason: str) -> None:
