@@ -24,7 +24,7 @@ from services.common.testing.seeds import draw_seed
 from services.common.testing.torch_neuron.package import write_package
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus
-from services.trainer.tests.runs import checkpoints, read_run, start_trainer, workers_of
+from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer, workers_of
 from tests.hardware.conftest import NEURON_DEVICES, read_added_graphs, run_stage, train_shipped
 from tests.hardware.work import Case
 
@@ -252,3 +252,17 @@ def test_throughput_of_llama_3_1_8b_on_one_node(tmp_path: Path, workers: int) ->
         batch__global_batch_size="256",
         train__max_steps="20",
     )
+
+
+def test_two_layers_of_llama_3_70b_compile_at_full_width(tmp_path: Path) -> None:
+    """32 workers share a model, of which the stage traces one after the other: its memory is that of one worker."""
+    cut = ("--model.num_hidden_layers=2", "--corpus.sequence_length=512", "--compile.trace_on=cpu")
+    shown = run_stage(
+        "compiler",
+        REPOSITORY / "recipes/llama3-70b-trn2.toml",
+        tmp_path / "fsx",
+        *(*cut, "--parallel.data_parallel_size=2", "--batch.global_batch_size=4"),
+    )
+
+    print(shown)
+    assert "a second process compiled 0" in shown
