@@ -286,7 +286,8 @@ class Training:
 
     def keep(self, step: TakenStep) -> None:
         """Start to copy the state into the memory of nodes if that is due."""
-        if self.is_over or not (self._memory.is_due(self._done) and step.is_applied):
+        is_saved = self._saved_step == self._done
+        if self.is_over or is_saved or not (self._memory.is_due(self._done) and step.is_applied):
             return
         with self.watchdog.phase("checkpoint", self._done):
             stalled_since = time.perf_counter()
@@ -346,7 +347,6 @@ class Training:
         """Wait for the last checkpoint, and record how this start of the workers ended."""
         with self.watchdog.phase("checkpoint", self._done):
             self._writer.wait()
-            self._memory.discard()
         if self._group.rank == 0 and self._is_complete:
             self._spikes.record_end(self._job, self._done)
         self.recorder.write_attempt(
@@ -366,6 +366,7 @@ class Training:
         )
         if self._stop_reason and not self._fault and self._group.rank == 0:  # after a fault the stop is still to come
             clear_stop(self._job.run_folder)
+        self._memory.discard()
 
     def error(self) -> MillraceError | None:
         """Return the error with which this worker ends; None where the run is complete."""

@@ -4,8 +4,7 @@ Each worker keeps its shard in its node's memory, and sends it to its counterpar
 the newest state of which all shards are left is committed as a checkpoint, from which they resume. A copy costs each
 worker the bytes that it owns once to write and once to send, and all workers the exchange of a number.
 
-    /dev/shm/millrace-<run>-<id>/lock                   link to the run's lock, which its command holds
-    /dev/shm/millrace-<run>-<id>/node-0/<step>-<rank>/  a shard, and `copy.json`
+    /dev/shm/millrace-<run>-<first attempt>/node-0/<step>-<rank>/  a shard, and `copy.json`
 """
 # Ours, because torch.distributed.checkpoint stages into the process that dies, Ray frees objects whose owner died, and
 # Ray Train knows its storage alone.
@@ -31,9 +30,8 @@ from torch import Tensor
 
 from services.common.artifacts.checkpoint import CheckpointPayload, ShardOrigin, shard_name
 from services.common.artifacts.files import find_damages, require_undamaged
-from services.common.artifacts.lock import find_holder
 from services.common.artifacts.manifest import FileEntry, ManifestModel
-from services.common.errors import ArtifactError, LimitError
+from services.common.errors import ArtifactError, LimitError, adding_path
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.process_group import COLLECTIVE_TIMEOUT, ProcessGroup, connecting, naming_lost_workers
 from services.common.recipe.memory_estimate import memory_copy_bytes, show_size
@@ -41,6 +39,7 @@ from services.trainer.checkpoints.shards import write_packed
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.job import Job
+from services.trainer.metrics.commands import read_commands
 from services.trainer.metrics.events import record_event
 
 logger = logging.getLogger(__name__)
@@ -50,11 +49,17 @@ ENTRY_BYTES = 512
 """Bytes of a message with the entry of a shard."""
 
 
+State = tuple[ShardOrigin, str]
+"""A state, and the start of the workers that it is of."""
+
+
 class Copy(ManifestModel):
     """Content of `copy.json`: a shard, and the state that it is of."""
 
     shard: FileEntry
     payload: CheckpointPayload
+    start: str
+    """The start of the workers that made it. Shards of different starts are not combined."""
 
 
 class MemoryCheckpoints:
@@ -70,8 +75,9 @@ class MemoryCheckpoints:
         """
         self._job, self._environment, self._group = job, environment, group
         self._interval = job.recipe.checkpoint.memory_interval_steps
-        # By the run folder's number too: a run that is begun anew, in a new folder, does not find copies of before.
-        self._folder = MEMORY / f"millrace-{job.run}-{group.tell(lambda: job.run_folder.stat().st_ino)}"
+        # A run whose folder was deleted begins with another attempt, and does not find copies of before.
+        first = group.tell(lambda: next((each.attempt[:8] for each in read_commands(job.run_folder)), "0"))
+        self._folder = MEMORY / f"millrace-{job.run}-{first}"
         self._node_size = group.maximum(environment.local_world_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory-checkpoint")
         self._peers: Any = None
@@ -82,7 +88,7 @@ class MemoryCheckpoints:
         if self._interval:
             self._commit_newest(writer)
         if environment.local_rank == 0:
-            _remove_leftovers(job)
+            shutil.rmtree(self._folder, ignore_errors=True)
         if not self._interval:
             return
         group.barrier()
@@ -91,7 +97,8 @@ class MemoryCheckpoints:
         if (free := shutil.disk_usage(MEMORY).free if MEMORY.exists() else 0) < needed:
             raise LimitError(
                 f"{MEMORY}: {show_size(free)} free, but checkpoint.memory_interval_steps needs {show_size(needed)} on "
-                f"each node. Give its container a larger {MEMORY}, or leave that key out."
+                f"each node. Remove copies of dead runs ({MEMORY}/millrace-*), give the container a larger {MEMORY}, "
+                f"or leave that key out."
             )
         if num_nodes > 1:
             with connecting(), naming_lost_workers():
@@ -106,27 +113,30 @@ class MemoryCheckpoints:
     def save(self, payload: CheckpointPayload, pack: Callable[[], bytes]) -> None:
         """Copy a state in the background; `pack` returns the worker's shard. The caller has waited for the last one."""
         self.step = payload.step
-        self._copying = self._thread.submit(self._copy, payload, pack)
+        self._copying = self._thread.submit(adding_path(MEMORY)(self._copy), payload, pack)
 
     def wait(self) -> None:
         """Wait until all workers have kept the newest state, and remove the one before. Raises the error of a copy."""
-        if self._copying:
-            kept = self._group.wait_for_work(self._copying.result)
+        copying, self._copying = self._copying, None
+        if copying:
+            kept = self._group.wait_for_work(copying.result)
             for folder in self._kept:
                 self._thread.submit(shutil.rmtree, folder)
-            self._kept, self._copying = kept, None
+            self._kept = kept
 
     def discard(self) -> None:
-        """Remove all copies: the run goes back, or has ended."""
-        self.wait()
+        """Remove all copies: the run goes back, or has ended. A copy that failed does not matter any more."""
+        with suppress(OSError):
+            self.wait()
         self._thread.submit(shutil.rmtree, self._folder, ignore_errors=True).result()
         self._kept = []
 
     def _copy(self, payload: CheckpointPayload, pack: Callable[[], bytes]) -> list[Path]:
         """Keep the shard, send it to the next node, and keep that of the node before. Return this node's folders."""
+        packed = pack()  # first, because it frees the snapshot, for which a checkpoint may wait
         rank, partial = self._group.rank, self._make_partial()
-        shard = write_packed(partial, shard_name(rank), pack())
-        kept = [self._complete(partial, rank, Copy(shard=shard, payload=payload))]
+        shard = write_packed(partial, shard_name(rank), packed)
+        kept = [self._complete(partial, rank, shard, payload)]
         if self._peers:
             sent, received = bytearray(json.dumps(asdict(shard)).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
             self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
@@ -135,7 +145,7 @@ class MemoryCheckpoints:
                 os.posix_fallocate(file.fileno(), 0, theirs.bytes)
             self._exchange(_map(kept[0], shard), _map(partial, theirs))
             rank = (rank - self._node_size) % self._group.world_size
-            kept.append(self._complete(partial, rank, Copy(shard=theirs, payload=payload)))
+            kept.append(self._complete(partial, rank, theirs, payload))
         return kept
 
     def _exchange(self, sent: Tensor, received: Tensor) -> None:
@@ -149,56 +159,50 @@ class MemoryCheckpoints:
 
     def _make_partial(self) -> Path:
         folder = self._folder / f"node-{self._environment.node_rank}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            (self._folder / "lock").symlink_to(self._job.lock.absolute())
+        for each in (self._folder, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=folder))
 
-    def _complete(self, partial: Path, rank: int, copy: Copy) -> Path:
+    def _complete(self, partial: Path, rank: int, shard: FileEntry, payload: CheckpointPayload) -> Path:
+        copy = Copy(shard=shard, payload=payload, start=f"{self._job.attempt}-{self._job.start_number}")
         (partial / "copy.json").write_text(copy.model_dump_json(), encoding="utf-8")
-        return partial.rename(partial.with_name(f"{copy.payload.step:08d}-{rank:05d}"))
+        return partial.rename(partial.with_name(f"{payload.step:08d}-{rank:05d}"))
 
     def _commit_newest(self, writer: CheckpointWriter) -> None:
         rank, committed = self._group.rank, self._group.tell(lambda: newest_step(self._job.checkpoint_collection) or 0)
-        found, holders = self._find_copies(committed), defaultdict[ShardOrigin, dict[int, int]](dict)
+        found = self._group.wait_for_work(lambda: self._find_copies(committed))
+        holders = defaultdict[State, dict[int, int]](dict)
         for worker, held in enumerate(self._group.gather({state: list(copies) for state, copies in found.items()})):
             for state, ranks in held.items():
                 holders[state] = dict.fromkeys(ranks, worker) | holders[state]
-        sizes = {state: state.data_parallel_size * state.tensor_parallel_size for state in holders}
+        sizes = {state: state[0].data_parallel_size * state[0].tensor_parallel_size for state in holders}
         complete = [state for state, size in sizes.items() if len(holders[state]) == size]
         if complete:
-            newest = max(complete, key=lambda state: state.step)
+            newest = max(complete, key=lambda state: state[0].step)
             own = {shard: found[newest][shard] for shard, worker in holders[newest].items() if worker == rank}
             payloads = self._group.gather(own[0][1] if 0 in own else None)
             shards = {shard: (folder / shard_name(shard)).read_bytes for shard, (folder, _) in own.items()}
             writer.commit_shards(next(filter(None, payloads)), shards)
             if rank == 0:
-                record_event(self._job, "recovered", step=newest.step, committed_step=committed)
+                record_event(self._job, "recovered", step=newest[0].step, committed_step=committed)
 
-    def _find_copies(self, committed_step: int) -> dict[ShardOrigin, dict[int, tuple[Path, CheckpointPayload]]]:
+    def _find_copies(self, committed_step: int) -> dict[State, dict[int, tuple[Path, CheckpointPayload]]]:
         """Return this worker's share of the node's intact copies of later steps, by state and rank."""
-        found = defaultdict[ShardOrigin, dict[int, tuple[Path, CheckpointPayload]]](dict)
+        found = defaultdict[State, dict[int, tuple[Path, CheckpointPayload]]](dict)
         local_rank, local_size = self._environment.local_rank, self._environment.local_world_size
         for folder in sorted(self._folder.glob("node-*/[0-9]*"))[local_rank::local_size]:
             try:
+                if folder.stat().st_uid != os.getuid():
+                    raise PermissionError(f"{folder} is another user's")
                 copy = Copy.model_validate_json((folder / "copy.json").read_bytes())
                 require_undamaged(folder, 1, find_damages(folder, [copy.shard], "full"))
-            except (ValueError, ArtifactError) as error:
+            except (OSError, ValueError, ArtifactError) as error:  # of another user, or half removed
                 logger.warning("this copy is left out: %s", error)
                 continue
-            state = copy.payload.origin(self._job.run, rank=0)
-            if state.step > committed_step and state.program_fingerprint == self._job.program_fingerprint:
-                found[state][int(folder.name.partition("-")[2])] = folder, copy.payload
+            origin = copy.payload.origin(self._job.run, rank=0)
+            if origin.step > committed_step and origin.program_fingerprint == self._job.program_fingerprint:
+                found[origin, copy.start][int(folder.name.partition("-")[2])] = folder, copy.payload
         return found
-
-
-def _remove_leftovers(job: Job) -> None:
-    """Remove from this node's memory what is left of this run, and of runs whose commands have ended."""
-    for folder in MEMORY.glob("millrace-*"):
-        with suppress(OSError):  # another user's, or removed meanwhile
-            lock = (folder / "lock").readlink()
-            if lock == job.lock.absolute() or find_holder(lock) is None:
-                shutil.rmtree(folder)
 
 
 def _map(folder: Path, shard: FileEntry) -> Tensor:
