@@ -113,7 +113,6 @@ PROGRAMS: dict[str, dict[str, Program]] = {
     },
     "Before a run": {
         "plan": _trainer("plan", "Estimate memory, time, cost and checkpoints of a run."),
-        "plan-compile": Program("Estimate time and price of compiling for Neuron.", "services.compiler", ("plan",)),
         "doctor": _trainer("doctor", "Check all requirements of a run."),
         "train-vocab": Program("Train a SentencePiece tokenizer.", "services.tokenizer", ("train-vocab",), ""),
         "pin": Program("Pin the data sets of recipes to commits.", "services.tokenizer", ("pin",), ""),

@@ -96,8 +96,7 @@ def shell_command(module: str, subcommand: str, recipe: str = "") -> str:
         return f"python -m {module} {subcommand}" + (f" --recipe {recipe}" if recipe else "")
     if module == "services.common.artifacts":
         return f"millrace artifacts {subcommand}"
-    name = "plan-compile" if (module, subcommand) == ("services.compiler", "plan") else subcommand
-    return f"millrace {name} {recipe}".rstrip()
+    return f"millrace {subcommand} {recipe}".rstrip()
 
 
 def unreadable(path: Path | str, error: OSError) -> MillraceError:

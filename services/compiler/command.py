@@ -1,14 +1,10 @@
-"""The compiler stage, recipe -> compile_cache/1, and its subcommand `plan`.
+"""The compiler stage, recipe -> compile_cache/1.
 
 The stage traces the program's own train step through every phase of a run, compiles the graphs, and publishes the
 compile cache once a second process has found nothing left to compile.
 """
 
 from __future__ import annotations
-
-from typing import Annotated
-
-import typer
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.files import total_bytes
@@ -27,7 +23,6 @@ from services.common.process.command_line import (
     Root,
     StageGroup,
     make_app,
-    positive,
     read_given,
     run_app,
 )
@@ -37,7 +32,6 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
 from services.common.recipe.schema import fingerprint
 from services.compiler.compile import compile_graphs
-from services.compiler.graph_plan import plan
 
 app = make_app(StageGroup)
 
@@ -90,19 +84,3 @@ def make_cache(
         f"{payload.graphs_missed_by_verification}"
     )
     return 0
-
-
-@app.command("plan", cls=RecipeCommand)
-def plan_compilation(
-    context: Context,
-    recipe_path: RecipePath,
-    root: Root = ROOT,
-    within_minutes: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N", callback=positive, help="find the number of nodes that compile all graphs in this time"
-        ),
-    ] = None,
-) -> int:
-    """Trace a recipe's graphs for Neuron, and estimate the time, nodes and price of compiling them."""
-    return plan(read_given(context, recipe_path, root), within_minutes)

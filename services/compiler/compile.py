@@ -31,7 +31,7 @@ from services.common.program.backends.choice import choose_backend
 from services.common.recipe.schema import Recipe
 from services.compiler import neuron_cache
 from services.compiler.child_process_group import running_in_group, shell_exit_code
-from services.compiler.trace import FOR_PLAN, PHASES
+from services.compiler.trace import PHASES
 
 NEARLY_FULL_BYTES = 2**20
 
@@ -95,7 +95,6 @@ def trace_in_child(
     folder: Path,
     title: str,
     warm_from: Path | None = None,
-    is_for_plan: bool = False,
     rank: int = 0,
 ) -> TraceReport:
     """Run `services.compiler.trace` in a child process with the cache directory `folder/cache`, which may have graphs
@@ -108,7 +107,7 @@ def trace_in_child(
     before = set(list_files(cache))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
     with (
-        _child(folder, cache, recipe, rank, is_for_plan) as child,
+        _child(folder, cache, recipe, rank) as child,
         show_progress(title, len(PHASES), "phases") as progress,
     ):
         assert child.stdout is not None
@@ -122,10 +121,9 @@ def trace_in_child(
 
 
 @contextmanager
-def _child(folder: Path, cache: Path, recipe: Recipe, rank: int, is_for_plan: bool) -> Iterator[subprocess.Popen[str]]:
+def _child(folder: Path, cache: Path, recipe: Recipe, rank: int) -> Iterator[subprocess.Popen[str]]:
     """Run the tracing process; it ends at any end of this one, with what it has started, such as g++."""
-    options = [str(folder), str(rank), *([FOR_PLAN] if is_for_plan else [])]
-    command = [sys.executable, "-m", "services.compiler.trace", *options]
+    command = [sys.executable, "-m", "services.compiler.trace", str(folder), str(rank)]
     with (folder / "log.txt").open("ab") as log, tempfile.TemporaryDirectory(prefix="millrace-") as plain:
         # Inductor splits its compiler's command line at spaces, and a root may have some.
         plain_cache = Path(plain, "cache")

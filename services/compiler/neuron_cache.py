@@ -27,7 +27,7 @@ DEVICE: str = "xla"
 COMPILED = "neuronx-cc"
 """Subfolder of the shared scratch for compiled graphs; the next command continues from it."""
 MODULES_FILE = "modules.json"
-"""File of the artifact with one `CompiledModule` per graph; `graph_plan` reads the compile times from it."""
+"""File of the artifact with one `CompiledModule` per graph."""
 
 
 def build_neuron_cache(

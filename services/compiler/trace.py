@@ -2,8 +2,7 @@
 
 The process is one rank of a group whose other ranks are fake: shapes and graphs are real, values are not.
 `python -m services.compiler.trace FOLDER RANK` reads FOLDER/recipe.json, fills the cache directory that
-its environment names, prints the name of every phase at its end and writes FOLDER/report.json. With `--for-plan`
-it needs no Neuron software: its graphs have real sizes for an estimate, and are never compiled.
+its environment names, prints the name of every phase at its end and writes FOLDER/report.json.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from services.common.recipe.schema import Recipe
 
 MAX_MICRO_BATCHES = 2
 """Maximum number of micro-batches in a traced step: the third and later ones have the graphs of the second."""
-FOR_PLAN = "--for-plan"
 PHASES = (
     *("first step", "second step", "third step", "save and resume", "step after resume", "evaluation"),
     "health measurement",
@@ -35,13 +33,12 @@ PHASES = (
 def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    rank, is_for_plan = int(argv[1]), argv[2:] == [FOR_PLAN]
-    graphs_compiled = trace(recipe, tell=lambda phase: print(phase, flush=True), rank=rank, is_for_plan=is_for_plan)
+    graphs_compiled = trace(recipe, tell=lambda phase: print(phase, flush=True), rank=int(argv[1]))
     (folder / "report.json").write_text(json.dumps({"graphs_compiled": graphs_compiled}), encoding="utf-8")
     return 0
 
 
-def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0, is_for_plan: bool = False) -> int:
+def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0) -> int:
     """Run PHASES as one rank of the recipe's workers, and call `tell` with the name of every phase at its end.
 
     Returns the number of graphs that the cache did not hold.
@@ -50,25 +47,25 @@ def trace(recipe: Recipe, tell: Callable[[str], None], rank: int = 0, is_for_pla
     device = recipe.parallel.device
     choose_backend(device).world_collectives(device)  # torch has to know the device before a group names it
     group = ProcessGroup.fake(world_size, rank, device)
-    backend = make_backend(recipe, make_mesh(recipe, rank, world_size), is_for_plan)
+    backend = make_backend(recipe, make_mesh(recipe, rank, world_size))
     run_phases(recipe, backend, tell)
     group.leave()
     return backend.graphs_compiled()
 
 
-def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backend:
+def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
     """Make the recipe's backend in the form that traces.
 
     For Neuron, libneuronxla is configured to keep the graphs and to compile none. Where libneuronxla is not installed,
-    and for a plan, torch_xla makes the graphs: they have the real number and sizes, but no device can use them.
+    torch_xla makes the graphs: they have the real number and sizes, but no device can use them.
     """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
         from services.common.program.backends.xla_environment import compiler_flags  # noqa: PLC0415 - for one device only
         from services.compiler.neuron_trace import KEEP_GRAPHS, KeptXla, TracedXla  # noqa: PLC0415
 
-        if recipe.compile.trace_on == "cpu" or is_for_plan:
-            is_kept = importlib.util.find_spec("libneuronxla") is not None and not is_for_plan
+        if recipe.compile.trace_on == "cpu":
+            is_kept = importlib.util.find_spec("libneuronxla") is not None
             return (KeptXla if is_kept else TracedXla)(mesh, threads, compiler_flags(recipe))
         os.environ.update(KEEP_GRAPHS)
     return choose_backend(device)(mesh, threads, recipe.train.reduction, device)

@@ -42,7 +42,6 @@ def call(line: str) -> Call:
         ),
         ("train tiny-cpu.toml --train.max_steps=5", f"python -m services.trainer --recipe {TINY} --train.max_steps=5"),
         ("train --recipe a.toml", "python -m services.trainer --recipe a.toml"),
-        ("plan-compile a.toml", "python -m services.compiler plan --recipe a.toml"),
         ("export a.toml --output b", "python -m services.trainer export --recipe a.toml --output b"),
         ("runs --json", "python -m services.trainer runs --json"),
         ("report tiny", "python -m services.trainer report --run tiny"),

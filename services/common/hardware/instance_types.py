@@ -85,18 +85,6 @@ def read_instance_types() -> dict[str, InstanceType]:
     }
 
 
-def read_pod_room(instance_type: str) -> tuple[int, float]:
-    """Return the CPUs and GiB of memory that a node of this type has left for a stage's pod."""
-    pod = _read_table()["shapes"][instance_type]["pod"]
-    return pod["cpus"], float(pod["memory_gib"])
-
-
-def read_dollars_per_hour(instance_type: str) -> float | None:
-    """Return the approximate on-demand price of a node of this type; None if no list has it."""
-    price = _read_table()["shapes"][instance_type]["price"]
-    return float(price["dollars_per_hour"]) if price else None
-
-
 def family_of(instance_type: str | None) -> str:
     """Return the type's family, the part before the dot, which is neuronx-cc's target; trn1 without a type."""
     return (instance_type or TRN1).partition(".")[0]

@@ -26,7 +26,7 @@ ON_BATCH = "batch"
 
 SUBCOMMANDS: dict[Stage, tuple[str, ...]] = {
     "tokenizer": ("train-vocab", ARTIFACTS),
-    "compiler": ("plan", ARTIFACTS),
+    "compiler": (ARTIFACTS,),
     "trainer": (
         *("plan", "doctor", "summary", "report", "sample", "evaluate", "export", "import", "inspect-checkpoint"),
         *("runs", "compare", ARTIFACTS),

@@ -5,7 +5,6 @@ tests/integration holds what the command publishes, also after a kill: a compila
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -27,17 +26,6 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 SOONER = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 """Environment that skips what Inductor compiles outside of the cache before its first kernel: 20 s of CPU."""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
-def test_a_plan_that_cannot_be_traced_names_the_missing_library(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = str(REPOSITORY / "recipes/llama2-7b-trn1.toml")
-
-    assert exit_code_of(lambda: main(["plan", "--recipe", recipe])) == 4
-
-    assert "torch_xla" in capsys.readouterr().err
 
 
 @pytest.fixture

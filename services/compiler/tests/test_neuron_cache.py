@@ -25,11 +25,8 @@ from services.common.testing import fork_server
 from services.common.testing.commands import start_python
 from services.common.testing.recipes import load_with, write_recipe
 from services.common.testing.waiting import wait_until
-from services.compiler.fan_out import make_tasks
-from services.compiler.graph_plan import ASSUMED_SECONDS_PER_MB, NodeSize, Rate, describe_plan, find_rate
 from services.compiler.modules import FLAGS, GRAPH, find_modules
 from services.compiler.neuron_cache import COMPILED
-from services.compiler.neuronx_cc import NO_COMPILER
 from services.compiler.tests import neuron_stage, neuronx_cc
 from services.compiler.tests.neuron_stage import FLAGS_OF_TRACE, publish_neuron_cache, write_graph
 
@@ -252,33 +249,3 @@ def test_a_killed_worker_is_replaced_and_its_graph_compiled_again(workplace: Wor
     assert not alive
     (manifest,) = workplace.published()
     assert all(module.is_compiled for module in find_modules(manifest.parent / "graphs"))
-
-
-def test_a_plan_names_each_graph_and_the_nodes_that_are_done_in_time(workplace: Workplace) -> None:
-    neuronx_cc.behave(workplace.compiler, large="broken", middle="broken")
-    with pytest.raises(DeviceError):
-        workplace.publish()
-    recipe = workplace.recipe(compile__task_cpus="7", compile__task_memory_gib="20")
-    scratch = next(workplace.root.glob("compile_cache/*/*.scratch"))
-    tasks = make_tasks(find_modules(workplace.graphs), scratch / COMPILED, recipe.compile)
-    node = NodeSize(14, 48, "m7i.4xlarge", dollars_per_hour=0.8)
-
-    plan = describe_plan(tasks, recipe.compile, Rate(600.0, "measured elsewhere"), node, within_minutes=40)
-    states = {line.split("+")[0]: line.split()[-1] for line in plan.splitlines() if line.startswith("MODULE")}
-    assert states == {"MODULE_large": "compile", "MODULE_middle": "compile", "MODULE_small": "compiled"}
-    assert "$0.40" in plan
-
-
-def test_an_estimate_goes_by_what_earlier_graphs_took(workplace: Workplace) -> None:
-    assumed = find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=1)
-    assert assumed.seconds_per_mb == ASSUMED_SECONDS_PER_MB
-
-    cache = workplace.publish()
-
-    records = records_of(cache)
-    measured = find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=1)
-    assert measured.seconds_per_mb == pytest.approx(sum(record["seconds"] for record in records) / 3.021)
-    assert find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=8).seconds_per_mb == ASSUMED_SECONDS_PER_MB
-    assert find_rate(workplace.root, "2.1.0", num_cpus=1) == assumed
-    assert find_rate(workplace.root, NO_COMPILER, num_cpus=1) == measured
-    assert records[0]["name"].startswith("MODULE_large")

@@ -160,28 +160,6 @@ def test_a_cache_is_for_one_update(tmp_path: Path, split: Recipe, changed: dict[
     assert program_facts(make_recipe(tmp_path, **{**SPLIT, **changed})) != program_facts(split)
 
 
-@pytest.mark.parametrize("trace_on", ["device", "cpu"])
-def test_a_plan_needs_neither_a_device_nor_neuronx_cc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace_on: str
-) -> None:
-    """The plan counts with the nodes that the stage runs on: Trainium nodes, or CPU nodes."""
-    monkeypatch.delenv("PJRT_DEVICE")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    overrides = {**SPLIT, "compile__trace_on": trace_on, "cluster__trainer_instance_type": "trn1n.32xlarge"}
-    options = [f"--{name.replace('__', '.')}={value}" for name, value in overrides.items()]
-
-    assert main(["plan", "--recipe", str(write_recipe(tmp_path)), "--root", str(tmp_path / "fsx"), *options]) == 0
-
-    said = capsys.readouterr().out
-    assert "7 of 7 graphs" in said
-    nodes = {
-        "device": "120 CPUs and 440 GiB (trn1n.32xlarge), with 7",
-        "cpu": "30 CPUs and 112 GiB (m7i.8xlarge), with 3",
-    }
-    assert f"1 node of {nodes[trace_on]} concurrent tasks" in said
-    assert not (tmp_path / "fsx").exists()
-
-
 def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
