@@ -237,7 +237,7 @@ test-slow: setup ## Run the slow tests, or compare with another program.
 #? NXD_SOURCE=FOLDER  With PEER=nxd: a checkout of github.com/aws-neuron/neuronx-distributed.
 	$(if $(PEER),$(or $(peer_$(PEER)),$(error PEER=$(PEER): expected lm-eval or nxd)),$(python) -m pytest -m slow)
 
-torch29: # An environment with torch_xla, which the compiler's plan for Neuron needs too; 8 GB.
+torch29: # An environment with torch_xla; 8 GB.
 	@$(call environment,.venv-torch29,dev-neuron)
 
 test-torch29: torch29 ## Run the program's tests with the Neuron variant's torch.
