@@ -115,9 +115,9 @@ def problems_of_program(words: list[str], helps: dict[str, str], recipe_keys: se
         return [f"{module}: no such module"]
     subcommands = {name.partition(" ")[2] for name in helps if name.startswith(f"{module} ")}
     name = module
+    if arguments[:1] == ["artifacts"] and STAGES.match(module):
+        return problems_of_program(["services.common.artifacts", *arguments[1:]], helps, recipe_keys)
     if arguments and re.fullmatch(r"[a-z][a-z-]*", arguments[0]) and subcommands:
-        if STAGES.match(module) and arguments[0] == "artifacts":
-            return problems_of_program(["services.common.artifacts", *arguments[1:]], helps, recipe_keys)
         if arguments[0] not in subcommands:
             return [f"{module}: no subcommand {arguments[0]}"]
         name = f"{module} {arguments[0]}"
