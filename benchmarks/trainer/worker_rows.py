@@ -1,6 +1,7 @@
 """Measures data-parallel workers on this machine: exact and fast sums, ZeRO-1 to 3, and FSDP2 of torch.
 
     python -m benchmarks.trainer.worker_rows [--rounds 3] [--steps 4] [--micro-batches 4] [--tokens 4096] [--workers 2]
+        [--rows "fast, ZeRO-1;exact, ZeRO-3"]
 
 The model is the workbench's, compiled, with the same weights, tokens, clipping and AdamW for all rows; FSDP2 shards
 transformers' model by layer, and reduces gradients in float32 once a step. A row runs in processes of its own with one
@@ -48,7 +49,7 @@ ROWS = {
     "fast, ZeRO-3": ("fast", "3"),
     "exact, ZeRO-3": ("exact", "3"),
 }
-BASE, FSDP2 = "fast, ZeRO-1", "transformers, FSDP2"
+FSDP2 = "transformers, FSDP2"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches of a step and worker")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rows", default=";".join([*ROWS, FSDP2]), help="rows, of which the first is the base")
     arguments = parser.parse_args()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(GRAPHS)
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-") as name:
@@ -77,7 +79,8 @@ def main() -> int:
         count = arguments.micro_batches * arguments.workers
         bench = Workbench(folder, arguments.steps, 1, recipe, count)
         bench.fill()
-        measured = measure_rounds([*ROWS, FSDP2], arguments.rounds, partial(_measure, bench, arguments.workers))
+        rows = arguments.rows.split(";")
+        measured = measure_rounds(rows, arguments.rounds, partial(_measure, bench, arguments.workers))
     tokens, first = count * arguments.tokens, next(iter(measured.values()))
     seconds = {
         row: statistics.median(each for one in all_ for each in one["seconds"]) for row, all_ in measured.items()
@@ -89,7 +92,7 @@ def main() -> int:
     for row, all_ in measured.items():
         peak = max(one["peak_bytes"] for one in all_)
         print(
-            f"{row:<22}{tokens / seconds[row]:>9,.0f} tokens/s{seconds[BASE] / seconds[row]:>7.3f}"
+            f"{row:<22}{tokens / seconds[row]:>9,.0f} tokens/s{seconds[rows[0]] / seconds[row]:>7.3f}"
             f"{peak / 1e6:>9,.0f} MB"
         )
     exact = {row: all_[0]["losses"] for row, all_ in measured.items() if row.startswith("exact")}
