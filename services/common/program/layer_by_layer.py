@@ -153,7 +153,6 @@ class LayerByLayer:
             started = time.perf_counter()
             self._flats = {number: finish() for number, finish in coming.items()}
             self.waited_seconds += time.perf_counter() - started
-            self._numbers = {flat_P.untyped_storage()._cdata: number for number, flat_P in self._flats.items()}
             for number in self._flats:
                 self._sharded[number].hold(self._flats[number])
             coming = {} if following is None else self._start_to_gather(following)
@@ -162,7 +161,7 @@ class LayerByLayer:
             finally:
                 for number in self._flats:
                     self._sharded[number].release()
-                self._flats, self._numbers = {}, {}
+                self._flats = {}
 
     def _start_to_gather(self, unit: int) -> dict[int, Callable[[], Tensor]]:
         start = self._backend.start_all_gather
@@ -170,11 +169,11 @@ class LayerByLayer:
 
     def _pack(self, x: Tensor) -> Tensor | Callable[[], Tensor]:
         """What autograd keeps for the backward pass: a view of gathered weights as one of those gathered then."""
-        number = self._numbers.get(x.untyped_storage()._cdata)
-        if number is None:
-            return x
-        size, stride, offset = x.size(), x.stride(), x.storage_offset()
-        return lambda: self._flats[number].as_strided(size, stride, offset)
+        for number, flat_P in self._flats.items():
+            if flat_P.untyped_storage()._cdata == x.untyped_storage()._cdata:
+                view = x.size(), x.stride(), x.storage_offset()
+                return lambda: self._flats[number].as_strided(*view)
+        return x
 
     @staticmethod
     def _unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -101,22 +101,22 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
     gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
     gradient, loss, first, last = weights, _loss_bytes(recipe, sizes), 0, recomputed + passing
-    lent = Part("weights of a layer and of the next one")
+    pair = Part("weights of a layer and of the next one")
     if stage == 3:  # on a CPU or a GPU, where weights are rounded to the type of products, and float32 ones are masters
         item, layer, table, casts, gathered = sizes.compute_bytes, sizes.layer, sizes.table, 0, 0
         weights = item * sizes.parameters // shares if item < FLOAT32_BYTES else 0
-        lent = replace(lent, forward=item * (layer + table), backward=item * 2 * layer)
+        pair = replace(pair, forward=item * (layer + table), backward=item * 2 * layer)
         # A bucket's gradient in float32 is sent, and with exact sums as much is received, while the next one is made.
         sent = FLOAT32_BYTES * (2 if train.reduction == "exact" else 1)
         gradient, reduced, gathered_copies = item * layer, sent * layer // 2, 2
         last = max(last, FLOAT32_BYTES * layer)
         # The backward pass begins with the activations of all layers, in the head and then in the last layer.
-        head = lent.forward + (item + sent) * table
-        first = max(head, lent.backward + sent * table + recomputed + passing) - lent.forward - loss
+        head = pair.forward + (item + sent) * table
+        first = max(head, pair.backward + sent * table + recomputed + passing) - pair.forward - loss
         first = max(0, first)
     parts = (
         Part(f"weights, {train.param_dtype}{of_shares if stage == 3 else ''}", weights, weights, weights),
-        lent,
+        pair,
         Part(f"casts of them to {train.dtype}", forward=casts),
         Part(f"master weights{of_shares}", masters, masters, masters),
         Part(f"AdamW moments{of_shares}", moments, moments, moments),

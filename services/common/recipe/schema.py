@@ -261,7 +261,8 @@ class Parallel(Section):
     optimizer's state. With 2 they also share the sums of gradients: each micro-batch's gradient is sent to the workers
     that update it, so a worker holds a share of each partial sum, and sends as many times more as it has micro-batches.
     With 3 they also share the weights: each micro-batch gathers those of a layer at a time, forward and backward, and
-    graphs are those of a layer, so compiled ones round elsewhere. For `cpu` and `cuda`.
+    compiles one graph for all layers, so a compiled run may differ from stages 0 to 2 in the last bits. For `cpu` and
+    `cuda`.
     """
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops depend on this number, so it is declared and never detected."""

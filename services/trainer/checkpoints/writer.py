@@ -204,10 +204,10 @@ class CheckpointWriter:
         partial = address.partial(job.writer)
         with self._recording_failure(payload.step):
             ranks = {shard_name(rank): rank for rank in range(payload.num_workers)}
-            said = payload.with_shards(job.run, ranks)
-            rows = self._rows or tabulate_shards(partial, said.shards)
+            complete = payload.with_shards(job.run, ranks)
+            rows = self._rows or tabulate_shards(partial, complete.shards)
             index = write_index(partial, payload.origin(job.run, rank=0), rows)
-            draft = Draft(said, job.corpus.links, (*shards, index))
+            draft = Draft(complete, job.corpus.links, (*shards, index))
             commit(address, CheckpointManifest, "trainer", job.recipe, draft, partial)
         logger.info("committed checkpoint step=%d", payload.step)
         slowest = max(self.slowest_seconds, time.perf_counter() - self._started)

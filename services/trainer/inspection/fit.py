@@ -74,7 +74,8 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
         yield {"parallel.zero_stage": 3}
     if batch.micro_batch_size > 1:
         yield {"batch.micro_batch_size": 1}
-    yield {"parallel.zero_stage": 3}
+    if not is_on_one_node:
+        yield {"parallel.zero_stage": 3}
     factor = 2
     while parallel.data_parallel_size % factor == 0:
         yield {
