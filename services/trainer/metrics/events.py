@@ -43,6 +43,7 @@ Kind = Literal[
 
 _WARNINGS: dict[str, str] = {
     "fallback": "resuming from the newest intact checkpoint, step {to_step}; damaged:{damages}",
+    "recovered": "resuming from step {step}, copied from the nodes' memory (newest checkpoint: {committed_step})",
     "loss_deviates_at_end": (
         "the run ends while its loss has deviated since step {first_step}. Raise train.max_steps to let it recover, or "
         "export an earlier checkpoint"
