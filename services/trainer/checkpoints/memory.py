@@ -76,8 +76,8 @@ class MemoryCheckpoints:
         self._job, self._environment, self._group = job, environment, group
         self._interval = job.recipe.checkpoint.memory_interval_steps
         # A run whose folder was deleted begins with another attempt, and does not find copies of before.
-        first = group.tell(lambda: next((each.attempt[:8] for each in read_commands(job.run_folder)), "0"))
-        self._folder = MEMORY / f"millrace-{job.run}-{first}"
+        first = group.tell(lambda: next((each.attempt for each in read_commands(job.run_folder)), job.attempt))
+        self._folder = MEMORY / f"millrace-{job.run}-{first[:8]}"
         self._node_size = group.maximum(environment.local_world_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory-checkpoint")
         self._peers: Any = None

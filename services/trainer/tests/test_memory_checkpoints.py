@@ -14,6 +14,7 @@ from services.common.recipe.memory_estimate import checkpoint_bytes
 from services.trainer.checkpoints import memory
 from services.trainer.job import Job
 from services.trainer.loop import train
+from services.trainer.metrics.commands import recording_command
 from services.trainer.metrics.events import count_events
 from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.tests import work
@@ -33,12 +34,14 @@ def straight(new_shared_job: NewJob) -> Job:
 def job(new_job: NewJob) -> Iterator[Job]:
     """A run that leaves nothing in memory."""
     job = new_job(**COPIED)
+    with recording_command(job):  # by which all starts of this run alone find its copies
+        pass
     yield job
     assert not folders_of(job)
 
 
 def folders_of(job: Job) -> list[Path]:
-    return sorted(memory.MEMORY.glob(f"millrace-{job.run}-*/node-*"))
+    return sorted(memory.MEMORY.glob(f"millrace-{job.run}-{job.attempt[:8]}/node-*"))
 
 
 @pytest.mark.parametrize(
