@@ -127,7 +127,7 @@ def test_a_lost_node_costs_the_steps_since_the_newest_copy_in_memory(
             lost.kill()
         cluster.remove_node(victim, allow_graceful=False)
         last_step = len(read_run(root).records)
-        (memory,) = MEMORY.glob(f"millrace-{run.name}-{run.stat().st_ino}/node-0")
+        (memory,) = MEMORY.glob(f"millrace-{run.name}-*/node-0")
         shutil.rmtree(memory)
         cluster.add_node(num_cpus=1)
         output, _ = process.communicate(timeout=240)
