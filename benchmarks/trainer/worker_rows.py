@@ -6,7 +6,8 @@
 The model is the workbench's, compiled, with the same weights, tokens, clipping and AdamW for all rows; FSDP2 shards
 transformers' model by layer, and reduces gradients in float32 once a step. A row runs in processes of its own with one
 thread each, and the rows of a round run in turn. Tokens/s are those of the median step of all rounds; the ratio is to
-the first row. The losses of all rows must agree to 1e-3, and those of exact sums to the bit.
+the first row. The losses of all rows must agree to 1e-3, and those of exact sums to the bit where the graphs are the
+same: ZeRO-3 has graphs of layers, which round elsewhere in bfloat16.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main() -> int:
             f"{row:<22}{tokens / seconds[row]:>9,.0f} tokens/s{seconds[rows[0]] / seconds[row]:>7.3f}"
             f"{peak / 1e6:>9,.0f} MB"
         )
-    exact = {row: all_[0]["losses"] for row, all_ in measured.items() if row.startswith("exact")}
+    exact = {row: all_[0]["losses"] for row, all_ in measured.items() if row in ("exact, ZeRO-1", "exact, ZeRO-2")}
     far = [row for row, all_ in measured.items() if abs(all_[0]["losses"][2] / first[0]["losses"][2] - 1) > 1e-3]
     if far or len({tuple(losses) for losses in exact.values()}) > 1:
         print(f"other losses than expected: {far or exact}")
