@@ -3,14 +3,16 @@
     python -m benchmarks.tokenizer.byte_level                          60 MB of the installed packages, 5 rounds
     python -m benchmarks.tokenizer.byte_level --work DIR               keeps the vocabulary, minutes of training
 
-Every encoder runs in its own process, pinned to one core. A rate is text per CPU second, the median of the rounds; the
-ratios are medians of the ratios within a round. The first pass begins without a chunk of the text, the second has seen
-all of them.
+Every encoder runs in its own process, pinned to one core; gigatoken is a row where it is installed. A rate is text per
+CPU second, the median of the rounds; the ratios are medians of the ratios within a round. The first pass begins without
+a chunk of the text, the second has seen all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -113,7 +115,15 @@ def fastokens(content: bytes, documents: list[bytes]) -> Callable[[], Any]:
     return lambda: [np.frombuffer(tokenizer.encode_batch_flat(texts, split_special_tokens=True)[0], np.uint32)]
 
 
+def gigatoken(content: bytes, documents: list[bytes]) -> Callable[[], Any]:
+    module, awkward = map(importlib.import_module, ("gigatoken", "awkward"))
+    tokenizer, source = module.Tokenizer.from_json(content), module.BytesSource(documents)
+    return lambda: [awkward.flatten(tokenizer.encode_batch(source, parallel=False)).to_numpy()]
+
+
 ROWS = {"chunk_kernel": chunk_kernel, "fastokens": fastokens}
+if importlib.util.find_spec("gigatoken"):
+    ROWS["gigatoken"] = gigatoken
 
 
 def train(path: Path) -> None:
