@@ -85,51 +85,79 @@ class _Sizes:
 
 def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     """Return the parts of the state and of a train step that take memory. Every rank of a run holds as much."""
-    sizes, train = _Sizes(recipe), recipe.train
-    weights, sum_bytes = sizes.param_bytes * sizes.parameters, FLOAT32_BYTES * sizes.parameters
-    models, stage = recipe.parallel.data_parallel_size, recipe.parallel.zero_stage
+    sizes, train, stage = _Sizes(recipe), recipe.train, recipe.parallel.zero_stage
+    sum_bytes, models = FLOAT32_BYTES * sizes.parameters, recipe.parallel.data_parallel_size
     shares = models if stage else 1
     of_shares = f", 1 of {shares} shares" if shares > 1 else ""
-    of_sums = of_shares if stage >= 2 else ""
-    sums = int(sum_bytes * sums_beside_a_gradient(recipe, micro_batches_per_model(recipe)))
-    total = sum_bytes // (models if stage >= 2 else 1)
-    casts = sizes.compute_bytes * sizes.multiplied if train.dtype != train.param_dtype else 0
-    kept, recomputed, passing = _activation_bytes(recipe, sizes)
-    gathered_copies = models + 1 if _gathers_sums(recipe) else 1  # buckets are summed one after the other
-    reduced = FLOAT32_BYTES * sizes.largest_bucket * gathered_copies if models > 1 else 0
     masters = sum_bytes // shares if shares > 1 or stage == 3 or train.param_dtype != "float32" else 0
     moments = MOMENTS_PER_PARAMETER * sum_bytes // shares
-    gathered = sizes.param_bytes * sizes.largest_bucket if shares > 1 else 0
-    gradient, loss, first, last = weights, _loss_bytes(recipe, sizes), 0, recomputed + passing
-    pair = Part("weights of a layer and of the next one")
-    if stage == 3:  # on a CPU or a GPU, where weights are rounded to the type of products, and float32 ones are masters
-        item, layer, table, casts, gathered = sizes.compute_bytes, sizes.layer, sizes.table, 0, 0
-        weights = item * sizes.parameters // shares if item < FLOAT32_BYTES else 0
-        pair = replace(pair, forward=item * (layer + table), backward=item * 2 * layer)
-        # A bucket's gradient in float32 is sent, and with exact sums as much is received, while the next one is made.
-        sent = FLOAT32_BYTES * (2 if train.reduction == "exact" else 1)
-        gradient, reduced, gathered_copies = item * layer, sent * layer // 2, 2
-        last = max(last, FLOAT32_BYTES * layer)
-        # The backward pass begins with the activations of all layers, in the head and then in the last layer.
-        head = pair.forward + (item + sent) * table
-        first = max(head, pair.backward + sent * table + recomputed + passing) - pair.forward - loss
-        first = max(0, first)
+    sums = int(sum_bytes * sums_beside_a_gradient(recipe, micro_batches_per_model(recipe)))
+    total = sum_bytes // (models if stage >= 2 else 1)
+    kept, *in_a_layer = _activation_bytes(recipe, sizes)
+    loss = _loss_bytes(recipe, sizes)
+    step = _step_by_layer(recipe, sizes, sum(in_a_layer), loss) if stage == 3 else _step_of_whole_model(recipe, sizes)
     parts = (
-        Part(f"weights, {train.param_dtype}{of_shares if stage == 3 else ''}", weights, weights, weights),
-        pair,
-        Part(f"casts of them to {train.dtype}", forward=casts),
+        Part(f"weights, {train.param_dtype}{of_shares if stage == 3 else ''}", *[step.weights] * 3),
+        step.pair,
+        Part(f"casts of them to {train.dtype}", forward=step.casts),
         Part(f"master weights{of_shares}", masters, masters, masters),
         Part(f"AdamW moments{of_shares}", moments, moments, moments),
-        Part(f"gradient accumulators ({train.reduction}){of_sums}", sums, sums, total),
-        Part("gradient of a micro-batch" if stage < 3 else "gradient of a layer", backward=gradient),
-        Part("sum of a bucket over the workers", backward=reduced if gathered_copies > 1 else 0, update=reduced),
+        Part(f"gradient accumulators ({train.reduction}){of_shares if stage >= 2 else ''}", sums, sums, total),
+        step.gradient,
+        step.bucket_sum,
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
-        Part("backward pass of a layer", first, last),
+        replace(step.layer, backward=max(step.layer.backward, sum(in_a_layer))),
         Part("loss: hidden states, logits", forward=loss),
-        Part("all-gather of a bucket", update=gathered),
+        Part("all-gather of a bucket", update=step.gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
+
+
+@dataclass(frozen=True)
+class _StepMemory:
+    """What a step holds of weights and gradients, which depends on whether a worker gathers weights by layers."""
+
+    weights: int
+    gradient: Part
+    bucket_sum: Part
+    casts: int = 0
+    gathered: int = 0
+    pair: Part = Part("weights of a layer and of the next one")
+    layer: Part = Part("backward pass of a layer")
+
+
+def _step_of_whole_model(recipe: Recipe, sizes: _Sizes) -> _StepMemory:
+    train, models, weights = recipe.train, recipe.parallel.data_parallel_size, sizes.param_bytes * sizes.parameters
+    copies = models + 1 if _gathers_sums(recipe) else 1  # buckets are summed one after the other
+    summed = FLOAT32_BYTES * sizes.largest_bucket * copies if models > 1 else 0
+    is_sharded = recipe.parallel.zero_stage > 0 and models > 1
+    return _StepMemory(
+        weights,
+        Part("gradient of a micro-batch", backward=weights),
+        Part("sum of a bucket over the workers", backward=summed if copies > 1 else 0, update=summed),
+        casts=sizes.compute_bytes * sizes.multiplied if train.dtype != train.param_dtype else 0,
+        gathered=sizes.param_bytes * sizes.largest_bucket if is_sharded else 0,
+    )
+
+
+def _step_by_layer(recipe: Recipe, sizes: _Sizes, in_a_layer: int, loss: int) -> _StepMemory:
+    """ZeRO-3, on a CPU or a GPU: weights are rounded to the type of products, and those of float32 are the masters."""
+    item, layer, table = sizes.compute_bytes, sizes.layer, sizes.table
+    # A bucket's gradient in float32 is sent, and with exact sums as much is received, while the next one is made.
+    sent = FLOAT32_BYTES * (2 if recipe.train.reduction == "exact" else 1)
+    summed = sent * layer // 2
+    forward, backward = item * (layer + table), item * 2 * layer
+    # The backward pass begins with the activations of all layers, in the head and then in the last layer.
+    head = forward + (item + sent) * table
+    first = max(head, backward + sent * table + in_a_layer) - forward - loss
+    return _StepMemory(
+        item * sizes.parameters // recipe.parallel.data_parallel_size if item < FLOAT32_BYTES else 0,
+        Part("gradient of a layer", backward=item * layer),
+        Part("sum of a bucket over the workers", backward=summed, update=summed),
+        pair=Part(_StepMemory.pair.name, forward, backward),
+        layer=Part(_StepMemory.layer.name, max(0, first), FLOAT32_BYTES * layer),
+    )
 
 
 def gradient_bytes_sent(recipe: Recipe) -> int:
