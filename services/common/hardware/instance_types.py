@@ -37,6 +37,8 @@ class InstanceType:
     dollars_per_hour: float | None
     """Approximate on-demand price of a node, which differs by region and is not kept up to date; None if unknown."""
     price_source: str | None
+    shared_memory_bytes: int | None
+    """Size of /dev/shm in a stage's container on a node; None for a type that the stacks have no nodes of."""
     logical_core_size: int | None = None
     """Physical NeuronCores in a worker's logical one (Neuron's LNC); None where there is no choice."""
 
@@ -101,7 +103,7 @@ def _read_table() -> dict[str, Any]:
 
 
 def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:
-    price, core_size = facts["price"], facts["logical_core_size"]
+    price, core_size, pod = facts["price"], facts["logical_core_size"], facts.get("pod")
     workers = facts["gpus"] or facts["neuron_cores"] // (core_size or 1)
     chips = facts["gpus"] or facts["neuron_devices"]
     return InstanceType(
@@ -114,5 +116,6 @@ def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:
         network_bytes_per_second=facts["network_gigabits_per_second"] * 10**9 / 8,
         dollars_per_hour=price["dollars_per_hour"] if price else None,
         price_source=f"{price['region']}, {price['source']}" if price else None,
+        shared_memory_bytes=pod["shared_memory_gib"] * GIB if pod else None,
         logical_core_size=core_size,
     )

@@ -2,7 +2,8 @@
 
 Each worker keeps its shard in its node's memory, and sends it to its counterpart on the next node. When workers start,
 the newest state of which all shards are left is committed as a checkpoint, from which they resume. A copy costs each
-worker the bytes that it owns once to write and once to send, and all workers the exchange of a number.
+worker the bytes that it owns once to write and once to send, and all workers the exchange of two numbers. Where a node
+has no room for a copy, it is left out.
 
     /dev/shm/millrace-<run>-<first attempt>/node-0/<step>-<rank>/  a shard, and `copy.json`
 """
@@ -100,11 +101,14 @@ class MemoryCheckpoints:
                 f"each node. Remove copies of dead runs ({MEMORY}/millrace-*), give the container a larger {MEMORY}, "
                 f"or leave that key out."
             )
-        if num_nodes > 1:
+        self._copy_bytes, self._sends = needed // 2, num_nodes > 1
+        if group.world_size > 1:
             with connecting(), naming_lost_workers():
                 # A group of its own: its messages never meet those of the steps.
                 self._peers = dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend="gloo")
-                self._exchange(torch.zeros(1), torch.zeros(1))
+                self._have_room(0)
+                if self._sends:
+                    self._exchange(torch.zeros(1), torch.zeros(1))
 
     def is_due(self, step: int) -> bool:
         """Whether an interval is over since the newest copy."""
@@ -118,8 +122,8 @@ class MemoryCheckpoints:
     def wait(self) -> None:
         """Wait until all workers have kept the newest state, and remove the one before. Raises the error of a copy."""
         copying, self._copying = self._copying, None
-        if copying:
-            kept = self._group.wait_for_work(copying.result)
+        kept = self._group.wait_for_work(copying.result) if copying else []
+        if kept:
             for folder in self._kept:
                 self._thread.submit(shutil.rmtree, folder)
             self._kept = kept
@@ -132,12 +136,16 @@ class MemoryCheckpoints:
         self._kept = []
 
     def _copy(self, payload: CheckpointPayload, pack: Callable[[], bytes]) -> list[Path]:
-        """Keep the shard, send it to the next node, and keep that of the node before. Return this node's folders."""
+        """Keep the shard, send it to the next node, and keep that of the node before. Return this worker's folders,
+        or none where a node has no room.
+        """
         packed = pack()  # first, because it frees the snapshot, for which a checkpoint may wait
+        if not self._have_room(payload.step):
+            return []
         rank, partial = self._group.rank, self._make_partial()
         shard = write_packed(partial, shard_name(rank), packed)
         kept = [self._complete(partial, rank, shard, payload)]
-        if self._peers:
+        if self._sends:
             sent, received = bytearray(json.dumps(asdict(shard)).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
             self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
             theirs, partial = FileEntry(**json.loads(received)), self._make_partial()
@@ -147,6 +155,17 @@ class MemoryCheckpoints:
             rank = (rank - self._node_size) % self._group.world_size
             kept.append(self._complete(partial, rank, theirs, payload))
         return kept
+
+    def _have_room(self, step: int) -> bool:
+        """Tell whether all nodes have room for another copy: Ray's objects and other runs use that memory, too."""
+        free = shutil.disk_usage(MEMORY).free
+        has_room = torch.tensor(int(free >= self._copy_bytes))
+        if not has_room:
+            record_event(self._job, "copy_left_out", step=step, rank=self._group.rank, free_bytes=free)
+        if self._peers:
+            with naming_lost_workers():
+                dist.all_reduce(has_room, dist.ReduceOp.MIN, self._peers)
+        return bool(has_room)
 
     def _exchange(self, sent: Tensor, received: Tensor) -> None:
         """Send to the worker of this local rank on the next node, and receive from that on the node before."""

@@ -214,15 +214,22 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
             f"file system of {enough:g} GB/s (fsx in terraform.tfvars), or on Kubernetes DRAIN={needed}"
         )
     nodes = stage_nodes(recipe, "trainer")
-    if policy.memory_interval_steps:
+    copy_bytes = memory_copy_bytes(recipe, nodes) if policy.memory_interval_steps else 0
+    if copy_bytes:
         sends = " and sends it to the next" if nodes > 1 else ""
         rows["copies in memory"] = (
             f"every {policy.memory_interval_steps:,} steps a node writes {show_size(size / nodes)}{sends}; two states "
-            f"take {show_size(memory_copy_bytes(recipe, nodes))} of its /dev/shm"
+            f"take {show_size(copy_bytes)} of its /dev/shm"
         )
     if step is None:
         return rows
-    if policy.memory_interval_steps and nodes > 1:
+    shared = step.device.shared_memory_bytes
+    if shared and copy_bytes > shared:
+        rows["warning, copies in memory"] = (
+            f"a container on {step.device.name} has {show_size(shared)} of /dev/shm, so the run would not start: take "
+            f"more nodes, raise shared_memory_gib in infra/shapes.json, or leave checkpoint.memory_interval_steps out"
+        )
+    if copy_bytes and nodes > 1:
         rate = step.device.network_bytes_per_second
         rows["copies in memory"] += f". Sending takes {size / nodes / rate:,.1f} s at {rate / 1e9:,.0f} GB/s of a node"
     between, price = policy.interval_steps * step.seconds, step.price

@@ -36,6 +36,7 @@ Kind = Literal[
     "straggler",
     "fallback",
     "recovered",
+    "copy_left_out",
     "short_notice",
     "checkpoint_failed",
     "diverged",

@@ -45,15 +45,28 @@ def folders_of(job: Job) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("is_node_lost", "damaged", "workers", "resumed"),
-    [(True, "", 1, 8), (True, "00000008", 2, 6), (True, "0000000[68]", 2, 5), (False, "", 2, 6)],
-    ids=["node", "node and newest copy", "node and all copies", "worker in a copy"],
+    ("is_node_lost", "full_step", "damaged", "workers", "resumed"),
+    [
+        (True, None, "", 1, 8),
+        (True, None, "00000008", 2, 6),
+        (True, None, "0000000[68]", 2, 5),
+        (True, 8, "", 2, 6),
+        (False, None, "", 2, 6),
+    ],
+    ids=["node", "node and newest copy", "node and all copies", "node that was full", "worker in a copy"],
 )
 def test_a_run_continues_from_the_newest_copy_of_which_all_shards_are_left_and_intact(
-    job: Job, new_job: NewJob, straight: Job, is_node_lost: bool, damaged: str, workers: int, resumed: int
+    job: Job,
+    new_job: NewJob,
+    straight: Job,
+    is_node_lost: bool,
+    full_step: int | None,
+    damaged: str,
+    workers: int,
+    resumed: int,
 ) -> None:
     with pytest.raises(WorkersLost):
-        work.run_group(work.train_and_lose_a_node, (job, not is_node_lost), 2, job.run_folder)
+        work.run_group(work.train_and_lose_a_node, (job, not is_node_lost, full_step), 2, job.run_folder)
     first, second = folders_of(job)
     for copy in first.glob(f"{damaged}-00000/shard-*"):
         flip_a_bit(copy)
@@ -66,7 +79,8 @@ def test_a_run_continues_from_the_newest_copy_of_which_all_shards_are_left_and_i
 
     (attempt,) = read_attempts(job.run_folder).lines
     assert (attempt["first_step"], attempt["last_step"]) == (resumed, 12)
-    assert count_events(job.run_folder).get("recovered", 0) == (resumed != 5)
+    counts = count_events(job.run_folder)
+    assert (counts.get("recovered", 0), counts.get("copy_left_out", 0)) == (resumed != 5, full_step is not None)
     records, expected = read_metrics(job.run_folder).lines, read_metrics(straight.run_folder).lines
     assert [(each["step"], each["loss"]) for each in records] == [(each["step"], each["loss"]) for each in expected]
     last, same = (checkpoints(each.root)["step-00000012"] for each in (job, straight))

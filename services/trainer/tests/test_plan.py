@@ -49,6 +49,8 @@ ON_A_GPU = (
 )
 """Options that make a model of a billion parameters on one GPU of LLAMA_2_7B."""
 
+ON_TWO_NODES = ("--parallel.data_parallel_size=8", "--checkpoint.memory_interval_steps=5")
+
 
 def plan(path: Path, *options: str) -> int:
     return exit_code_of(lambda: main(["plan", "--recipe", str(path), "--root", "/nonexistent", *options]))
@@ -78,6 +80,8 @@ def test_every_shipped_recipe_fits_its_nodes_and_a_failure_loses_less_than_an_ho
         (LLAMA_2_7B, ("--storage-gb-per-second=0.293",), r"write +276\.0 s .* at 0\.293 GB/s"),
         (LLAMA_2_7B, ("--storage-gb-per-second=0.293",), r"warning, grace period .* DRAIN=828"),
         (LLAMA_2_7B, ("--storage-gb-per-second=0.293", "--checkpoint.interval_steps=5"), "warning, interval"),
+        (LLAMA_2_7B, ("--checkpoint.memory_interval_steps=5",), r"copies .* take 75\.31 GiB of its /dev/shm"),
+        (LLAMA_2_7B, ON_TWO_NODES, r"copies .* take 150\.62 GiB .*\n +warning, copies in memory .* has 96\.00 GiB"),
         (TINY_CPU, (), r"not compared(.|\n)*step +unknown"),  # without an instance type
         (TINY_CUDA, (), r"graphs to compile +4 \((.|\n)*not compared"),  # the update is no graph
         (LLAMA_2_7B, ("--cluster.trainer_workers_per_node=4",), "28 of the 32 NeuronCores"),

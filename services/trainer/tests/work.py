@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,11 +231,19 @@ def die_in_a_write(patch: pytest.MonkeyPatch, module: str, is_last: Callable[[Pa
     patch.setattr(f"services.trainer.checkpoints.{module}.write_packed", write_half)
 
 
-def train_and_lose_a_node(call: tuple[Job, bool], environment: WorkerEnvironment) -> None:
+def train_and_lose_a_node(call: tuple[Job, bool, int | None], environment: WorkerEnvironment) -> None:
     """Train on two nodes, whose memory has each copy before the next step. Rank 1 is killed in its step 10, or when it
-    has written half of its copy of step 8.
+    has written half of its copy of step 8. Its node has no room for a copy of `full_step`.
     """
-    (job, dies_in_a_write), patch = call, pytest.MonkeyPatch()
+    (job, dies_in_a_write, full_step), patch, have_room = call, pytest.MonkeyPatch(), MemoryCheckpoints._have_room
+
+    def have_none(copies: MemoryCheckpoints, step: int) -> bool:
+        with pytest.MonkeyPatch.context() as within:
+            if step == full_step and environment.rank == 1:
+                within.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+            return have_room(copies, step)
+
+    patch.setattr(MemoryCheckpoints, "_have_room", have_none)
     if environment.rank == 1 and dies_in_a_write:
         die_in_a_write(patch, "memory", lambda folder, name: bool(list(folder.parent.glob("00000006-*"))))
     elif environment.rank == 1:
