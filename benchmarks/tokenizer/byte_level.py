@@ -51,6 +51,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-") as folder:
         arguments.work = arguments.work or Path(folder)
+        arguments.work.mkdir(parents=True, exist_ok=True)
         train(arguments.work / "tokenizer.json")
         text = read_text(None, arguments.megabytes * 10**6, half=0)
         print(f"machine   {describe_machine()}\ntext      {text.description}")
