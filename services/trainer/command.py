@@ -53,7 +53,7 @@ from services.trainer.command_inputs import (
     open_own_corpus,
     open_own_run,
 )
-from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS, DTYPES, export
+from services.trainer.conversion.export import DTYPES, export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
 from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
@@ -298,9 +298,6 @@ def export_model(
     average_last: Annotated[
         int, typer.Option(metavar="K", min=1, help="write the mean of the weights of the last K checkpoints")
     ] = 1,
-    allow_non_finite_weights: Annotated[
-        bool, typer.Option(ALLOW_NON_FINITE_WEIGHTS, help="export NaN and infinite weights as well")
-    ] = False,
     dtype: Annotated[
         str, typer.Option(callback=one_of(DTYPES), help=f"type of the weights: {', '.join(DTYPES)}")
     ] = "float32",
@@ -332,7 +329,7 @@ def export_model(
     elif tensor_parallel_size or kv_size_multiplier or qkv_linear or fuse_qkv:
         context.fail("--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv need --format nxd.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
-    print(export(run, output, nxd, allow_non_finite=allow_non_finite_weights, average_last=average_last, dtype=dtype))
+    print(export(run, output, nxd, average_last=average_last, dtype=dtype))
     return 0
 
 

@@ -30,7 +30,7 @@ from services.trainer.data import batch_samples, micro_batches
 from services.trainer.evaluation.records import drop_evaluations_after, has_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.health.divergence import SkippedSteps, diverged, find_faulty_worker
-from services.trainer.health.loss_spikes import SpikeDetector, Verdict, record_changed_settings
+from services.trainer.health.loss_spikes import SpikeDetector, Verdict
 from services.trainer.health.measurement import HealthMeasurement
 from services.trainer.health.straggler import Stragglers
 from services.trainer.health.watchdog import EVALUATION, HEALTH, Watchdog
@@ -95,8 +95,6 @@ class Training:
         self._spikes = SpikeDetector(recipe)
         point = resume(job, self._program, group, steps)
         self._start_at(point)
-        if point.recipe and group.rank == 0:
-            record_changed_settings(job, point.recipe)
         self._first_step = self._done
         self._is_program_new = True  # its first step compiles or loads the graphs
         rows = open_rows(corpus)  # for both splits, so that the worker has one bound of maps
@@ -250,7 +248,7 @@ class Training:
             self._memory.discard()
             self._group.barrier()
             point = roll_back(self._job, self._program, self._group, wanted_step)
-            if not point.recipe:  # no checkpoint has the weights, which are drawn again
+            if not point.is_loaded:  # no checkpoint has the weights, which are drawn again
                 del self._program
                 gc.collect()  # the program and its compiled functions refer to each other
                 self._program, self._is_program_new = Program(self._job.recipe, self._backend), True

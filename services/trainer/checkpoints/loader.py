@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -55,8 +55,8 @@ class ResumePoint(NamedTuple):
     skipped_steps: int = 0
     """Steps whose update was not applied because a gradient was not finite."""
     loss_spikes: LossSpikes = LossSpikes()
-    recipe: dict[str, Any] | None = None
-    """Recipe with which the checkpoint was made; None if the program keeps its initial state."""
+    is_loaded: bool = False
+    """Whether the state was loaded; False if the program keeps its initial state."""
     imported: ImportedModel | None = None
     """Configuration of the model whose weights the run began with; None if they were random."""
     damaged_steps: tuple[int, ...] = ()
@@ -87,8 +87,8 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
     """Load the newest checkpoint of at most `wanted_step` steps, and remove all later ones. All workers call this.
 
     If there is none, the run goes back to its initial state where that takes no longer than from one checkpoint to the
-    next, and otherwise to its oldest checkpoint. Where the initial state is random weights, the returned point has no
-    recipe, and the caller draws them. Raises `ArtifactError` when all of these checkpoints are damaged.
+    next, and otherwise to its oldest checkpoint. Where the initial state is random weights, nothing is loaded, and the
+    caller draws them. Raises `ArtifactError` when all of these checkpoints are damaged.
     """
     steps, recipe = list_checkpoints(job, group), job.recipe
     older = [step for step in reversed(steps) if step <= wanted_step]
@@ -134,7 +134,7 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
                 step=state.step,
                 skipped_steps=state.skipped_steps,
                 loss_spikes=found.loss_spikes,
-                recipe=dict(header.recipe),
+                is_loaded=True,
                 imported=state.imported,
                 damaged_steps=tuple(damaged_steps),
             )

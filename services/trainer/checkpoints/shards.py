@@ -111,39 +111,35 @@ class SliceReader:
     def num_slices(self, kind: StateKind, name: str) -> int:
         return len(self._places[kind, name])
 
-    def read(self, targets: Mapping[StateSlice, Tensor], *, allows_non_finite: bool = False) -> None:
+    def read(self, targets: Mapping[StateSlice, Tensor]) -> None:
         """Fill the tensors with the elements of their slices, from verified files, each of which is opened once.
 
-        Raises `ArtifactError` for values that training cannot produce, unless `allows_non_finite` allows NaN and
-        infinite ones.
+        Raises `ArtifactError` for values that training cannot produce.
         """
         with ExitStack() as opened:
             files = {
                 file: opened.enter_context(open_tensors(self._folder, file, self._origins[file]))
                 for file in self.files_of(targets)
             }
-            self.read_from(files, targets, allows_non_finite=allows_non_finite)
+            self.read_from(files, targets)
 
-    def read_from(
-        self, files: Mapping[str, Any], targets: Mapping[StateSlice, Tensor], *, allows_non_finite: bool = False
-    ) -> None:
+    def read_from(self, files: Mapping[str, Any], targets: Mapping[StateSlice, Tensor]) -> None:
         """Do the same as `read` with files that are open, by name."""
         for target, tensor in targets.items():
             sources = {
-                place.piece: partial(self._read_slice, files[place.file], place, allows_non_finite)
-                for place in self._overlapping(target)
+                place.piece: partial(self._read_slice, files[place.file], place) for place in self._overlapping(target)
             }
             try:
                 fill(target, tensor, sources)
             except ValueError as error:
                 raise ArtifactError(f"{self._folder}: is not the state of the model: {error}.") from error
 
-    def _read_slice(self, file: Any, place: Place, allows_non_finite: bool) -> Tensor:
+    def _read_slice(self, file: Any, place: Place) -> Tensor:
         found: Tensor = file.get_tensor(place.piece.key)
         lowest, highest = (each.item() for each in found.aminmax())  # one pass; both are NaN if any element is
         is_finite = math.isfinite(lowest) and math.isfinite(highest)
         is_negative = place.piece.kind == "exp_avg_sq" and lowest < 0
-        if is_negative or not (is_finite or allows_non_finite):
+        if is_negative or not is_finite:
             problem = f"its values are {lowest:g} to {highest:g}, expected finite ones, and no mean of squares below 0"
             raise ArtifactError(f"{self._folder / place.file}: {place.piece.key}: {problem}. {RESTORE_ADVICE}")
         return found
@@ -166,11 +162,11 @@ class ShardReader(SliceReader):
                 for piece in read_header(tensors):
                     self._places.setdefault((piece.kind, piece.name), []).append(Place(piece, file))
 
-    def read_weights(self, names: Iterable[str], *, allows_non_finite: bool = False) -> dict[str, Tensor]:
+    def read_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read full weights, by name. Raises `ArtifactError` as `read` does."""
         shapes = {name: tuple(self._shapes[name]) for name in names}
         weights = {StateSlice.whole("weight", name, shape): torch.empty(shape) for name, shape in shapes.items()}
-        self.read(weights, allows_non_finite=allows_non_finite)
+        self.read(weights)
         return {piece.name: tensor for piece, tensor in weights.items()}
 
 

@@ -28,7 +28,7 @@ from services.trainer.checkpoints.lookup import open_checkpoint, require_of_run,
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.conversion.configuration import CONFIG, GENERATION_CONFIG, export_config
-from services.trainer.conversion.hugging_face import require_finite, write_weights
+from services.trainer.conversion.hugging_face import write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.tokenizer import write_tokenizer
@@ -37,7 +37,6 @@ from services.trainer.runs.run import Run, vocabulary_file
 
 PROVENANCE = "provenance.json"
 """Names the run, and the checkpoints whose mean the weights are."""
-ALLOW_NON_FINITE_WEIGHTS = "--allow-non-finite-weights"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,7 +45,6 @@ def export(
     output: Path,
     nxd: NxdLayout | None = None,
     *,
-    allow_non_finite: bool = False,
     average_last: int = 1,
     dtype: str = "float32",
 ) -> Path:
@@ -55,8 +53,8 @@ def export(
     A model that was imported has the number of embedding rows that it had; others have one for each id. With a layout
     the weights are an NxD checkpoint, and `output` is its tag's folder.
 
-    Raises `ArtifactError` for weights that are not finite, unless they are allowed, and where the run has fewer
-    checkpoints than `average_last`; `RecipeError` where `output` exists or `dtype` cannot hold the weights.
+    Raises `ArtifactError` for weights that are not finite, and where the run has fewer checkpoints than `average_last`;
+    `RecipeError` where `output` exists or `dtype` cannot hold the weights.
     """
     if os.path.lexists(output):
         raise RecipeError(f"{output}: exists already. Pass another --output, or remove this folder first.")
@@ -65,7 +63,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent) as scratch:
         partial = Path(scratch) / output.name
         partial.mkdir()
-        _write(run, checkpoints, partial, nxd, allow_non_finite, dtype)
+        _write(run, checkpoints, partial, nxd, dtype)
         for path in (*partial.rglob("*"), partial):
             sync_folder(path)  # files, too
         partial.rename(output)
@@ -93,7 +91,6 @@ def _write(
     checkpoints: Sequence[Artifact[CheckpointManifest]],
     folder: Path,
     nxd: NxdLayout | None,
-    allow_non_finite: bool,
     dtype: str,
 ) -> None:
     vocabulary, imported = run.corpus.manifest.corpus.vocabulary, run.checkpoint.manifest.checkpoint.imported
@@ -107,9 +104,6 @@ def _write(
 
     def read(name: str) -> Tensor:
         weight = _read_mean(readers, name)
-        if not allow_non_finite:
-            advice = f"Move this folder away to export the checkpoint before, or pass {ALLOW_NON_FINITE_WEIGHTS}."
-            require_finite(run.checkpoint.path, name, weight, advice)
         if name in VOCABULARY_WEIGHTS:
             weight = _resize(weight, model.num_vocab_rows)
         return _round(run.checkpoint.path, name, weight, dtype)
@@ -138,9 +132,9 @@ def _exported_model(run: Run, nxd: NxdLayout | None) -> Model:
 def _read_mean(readers: Sequence[ShardReader], name: str) -> Tensor:
     """Return the mean of a weight over checkpoints, summed in float64 and rounded to float32 once."""
     first, *others = readers
-    total = first.read_weights([name], allows_non_finite=True)[name].double()
+    total = first.read_weights([name])[name].double()
     for reader in others:
-        total += reader.read_weights([name], allows_non_finite=True)[name]
+        total += reader.read_weights([name])[name]
     return (total / len(readers)).to(torch.float32)
 
 

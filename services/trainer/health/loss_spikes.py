@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum, IntEnum, auto
-from typing import Any
 
 import numpy as np
 
@@ -204,12 +203,3 @@ def untrained_loss(model: Model) -> float:
     A logit is the product of a normalised hidden state and a row of weights of `initializer_range`.
     """
     return math.log(model.vocab_size) + 0.5 * model.hidden_size * model.initializer_range**2
-
-
-def record_changed_settings(job: Job, stored_recipe: Mapping[str, Any]) -> None:
-    """Record an event if the run continues with other settings than its checkpoint, which may change its decisions."""
-    before, now = stored_recipe["train"], job.recipe.train.model_dump(mode="json")
-    names = [name for name in now if name.startswith("loss_spike_") and before.get(name) != now[name]]
-    changes = {name: [before.get(name), now[name]] for name in names}
-    if changes:
-        record_event(job, "setting", changes=changes)

@@ -32,7 +32,6 @@ Kind = Literal[
     "loss_deviates_at_end",
     "rollback",
     "rollbacks_exhausted",
-    "setting",
     "straggler",
     "fallback",
     "recovered",
