@@ -110,7 +110,7 @@ def measure_start(recipe: Path, root: Path) -> Start:
         )
         cpu_seconds, peaks = _follow(command, folder)
         [run] = folder.glob("run/*/")
-        [step] = read_metrics(run).lines
+        [step] = read_metrics(run)
         return Start(
             first_step_seconds=step["time"] - started_at,
             cpu_seconds=cpu_seconds,

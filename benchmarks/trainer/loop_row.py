@@ -19,5 +19,5 @@ def run_loop(bench: Workbench) -> tuple[list[float], list[float]]:
     corpus = make_corpus(folder, recipe, kind="tiktoken")  # the kind with any vocabulary size
     job = make_job(folder, recipe, corpus)
     train(job, WorkerEnvironment(rank=0, world_size=1))
-    records = [each for each in read_metrics(job.run_folder).lines if "step_seconds" in each]
+    records = [each for each in read_metrics(job.run_folder) if "step_seconds" in each]
     return [each["step_seconds"] for each in records], [each["data_seconds"] for each in records]

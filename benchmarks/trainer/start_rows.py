@@ -205,7 +205,7 @@ def _wait_for(command: subprocess.Popen[bytes], find: Callable[[], T | None]) ->
 
 
 def _records(root: Path) -> list[dict[str, Any]]:
-    return [record for folder in root.glob("run/*/") for record in read_metrics(folder).lines]
+    return [record for folder in root.glob("run/*/") for record in read_metrics(folder)]
 
 
 def _find_first_step(root: Path, after: float) -> float | None:

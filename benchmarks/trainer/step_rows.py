@@ -78,7 +78,7 @@ def measure_rate(recipe: Path, root: Path, workers: int, checkout: Path, steps: 
         if done.returncode:
             raise RuntimeError(f"{checkout}: the trainer ended with {done.returncode}:\n{done.stderr}")
         [run] = folder.glob("run/*/")
-        ended_at = {record["step"]: record["time"] for record in read_metrics(run).lines}
+        ended_at = {record["step"]: record["time"] for record in read_metrics(run)}
     seconds = ended_at[STEPS_LEFT_OUT + steps] - ended_at[STEPS_LEFT_OUT]
     return steps * tokens_per_step(load_recipe(recipe, {})) / seconds
 

@@ -80,7 +80,7 @@ def train_shipped(path: str, folder: Path, node: InstanceType, **overrides: str)
     run_stage("trainer", recipe, root, "--launch=inline", "--compile.require_warm=true", *options)
 
     [run] = [each for each in (root / "run").iterdir() if each.is_dir()]
-    records = read_metrics(run).lines
+    records = read_metrics(run)
     assert records
     assert all(math.isfinite(record["loss"]) for record in records)
     workers = loaded.parallel.num_workers
@@ -95,4 +95,4 @@ def train_shipped(path: str, folder: Path, node: InstanceType, **overrides: str)
 def read_added_graphs(root: Path) -> list[tuple[int, int]]:
     """Return for each attempt how many graphs it compiled, and how many files it added to the compile cache."""
     [run] = [each for each in (root / "run").iterdir() if each.is_dir()]
-    return [(attempt["graphs_compiled"], attempt["new_cache_files"]) for attempt in read_attempts(run).lines]
+    return [(attempt["graphs_compiled"], attempt["new_cache_files"]) for attempt in read_attempts(run)]

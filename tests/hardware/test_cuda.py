@@ -59,7 +59,7 @@ def test_the_demo_ends_with_the_losses_of_a_cpu(demo: Path) -> None:
     [on_cpu], [on_cuda] = demo.glob("run/tiny-cpu-*"), demo.glob("run/tiny-cuda-*")
     for name in ("loss", "validation_loss"):
         expected, found = (
-            {record["step"]: record[name] for record in read_metrics(run).lines if name in record}
+            {record["step"]: record[name] for record in read_metrics(run) if name in record}
             for run in (on_cpu, on_cuda)
         )
         assert found.keys() == expected.keys()
@@ -72,7 +72,7 @@ def test_the_compiler_s_cache_serves_all_of_the_demo(demo: Path) -> None:
     [cache] = (path.parent for path in demo.glob("compile_cache/tiny-cuda/*/manifest.json"))
     payload = open_artifact(cache, CompileCacheManifest).manifest.compile_cache
     [run] = demo.glob("run/tiny-cuda-*")
-    attempts = read_attempts(run).lines
+    attempts = read_attempts(run)
 
     assert payload.target == "cuda"
     assert payload.graphs_compiled > 0

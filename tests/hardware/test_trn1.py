@@ -53,7 +53,7 @@ def test_steps_on_one_core_give_finite_losses_that_fall(new_job: Callable[..., J
 
     train_with_workers(job)
 
-    losses = [record["loss"] for record in read_metrics(job.run_folder).lines]
+    losses = [record["loss"] for record in read_metrics(job.run_folder)]
     assert losses[0] == pytest.approx(math.log(job.recipe.model.vocab_size), rel=0.05)
     assert losses[-1] < losses[0]
 
@@ -95,7 +95,7 @@ def test_a_warm_cache_serves_a_run_its_evaluation_and_its_continuation(tmp_path:
         run_stage("trainer", recipe, root, *on_two_cores, *warm, f"--train.max_steps={max_steps}")
 
     [run] = [folder for folder in (root / "run").iterdir() if folder.is_dir()]
-    assert [attempt["last_step"] for attempt in read_attempts(run).lines] == [20, 30]
+    assert [attempt["last_step"] for attempt in read_attempts(run)] == [20, 30]
     assert read_added_graphs(root) == [(0, 0)] * 2
 
 

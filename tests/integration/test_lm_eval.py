@@ -102,7 +102,7 @@ def test_the_harness_gets_the_bits_per_byte_of_the_run(
         run("trainer", "export", "--output", str(tmp_path / "exported"), "--compile.enabled=false")
     [corpus] = [open_artifact(path.parent, CorpusManifest) for path in root.glob("corpus/*/*/manifest.json")]
     [run_folder] = [path.parent for path in root.glob("run/*/run.json")]
-    reported = read_evaluations(run_folder).lines[-1]
+    reported = read_evaluations(run_folder)[-1]
 
     found = score(lm_eval.simple_evaluate, tmp_path / "exported", write_task(tmp_path, corpus))
 

@@ -12,7 +12,7 @@ from services.common.artifacts.manifest import write_durably
 from services.common.process.telemetry import JsonLines
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.job import Job
-from services.trainer.metrics.records import ParsedLines, read_lines
+from services.trainer.metrics.records import read_lines
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVALUATION_FIELDS = frozenset({"step", "time", "corpus", "seconds", "sources", "loss", "standard_error", "tokens"})
@@ -48,11 +48,10 @@ def write_evaluation(run_folder: Path, step: int, corpus: str, evaluation: Evalu
     lines.close()
 
 
-def read_evaluations(run_folder: Path) -> ParsedLines:
+def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
     """Return one record for each evaluated step, in order: the last one of a step that was evaluated again."""
-    found = read_lines(run_folder / EVALUATIONS_FILE, EVALUATION_FIELDS)
-    by_step = {record["step"]: record for record in found.lines}
-    return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
+    by_step = {record["step"]: record for record in read_lines(run_folder / EVALUATIONS_FILE, EVALUATION_FIELDS)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def drop_evaluations_after(run_folder: Path, step: int) -> None:
@@ -60,7 +59,7 @@ def drop_evaluations_after(run_folder: Path, step: int) -> None:
 
     A run that went back before a loss spike has other weights when it reaches those steps again.
     """
-    found = read_evaluations(run_folder).lines
+    found = read_evaluations(run_folder)
     kept = [record for record in found if record["step"] <= step]
     if len(kept) < len(found):
         write_durably(run_folder / EVALUATIONS_FILE, "".join(json.dumps(each) + "\n" for each in kept).encode())
@@ -68,7 +67,7 @@ def drop_evaluations_after(run_folder: Path, step: int) -> None:
 
 def has_evaluation(run_folder: Path, step: int) -> bool:
     """Tell whether the run has a record of the evaluation after `step` steps."""
-    return any(record["step"] == step for record in read_evaluations(run_folder).lines)
+    return any(record["step"] == step for record in read_evaluations(run_folder))
 
 
 def lacks_last_evaluation(job: Job, step: int) -> bool:
@@ -76,5 +75,5 @@ def lacks_last_evaluation(job: Job, step: int) -> bool:
 
     A run without any record has lost its folder, or evaluates nothing.
     """
-    steps = [record["step"] for record in read_evaluations(job.run_folder).lines]
+    steps = [record["step"] for record in read_evaluations(job.run_folder)]
     return step == job.recipe.train.max_steps and bool(steps) and step not in steps

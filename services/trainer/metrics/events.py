@@ -76,7 +76,7 @@ def record_event(job: Job, event: Kind, **facts: Any) -> None:
 
 def read_events(run_folder: Path) -> list[dict[str, Any]]:
     """Return the run's events, oldest first, without lines that cannot be read."""
-    return read_lines(run_folder / EVENTS_FILE, {"event"}).lines
+    return read_lines(run_folder / EVENTS_FILE, {"event"})
 
 
 def count_events(run_folder: Path) -> dict[str, int]:

@@ -170,7 +170,7 @@ class MetricsWriter:
         self.is_holding = False
         """Whether a record is held."""
         last = read_last_step(run_folder)
-        for record in read_lines(self._held_file, STEP_FIELDS).lines:
+        for record in read_lines(self._held_file, STEP_FIELDS):
             if (last["step"] if last else 0) < record["step"] <= first_step:
                 self._lines.append(record)
         self._held_file.unlink(missing_ok=True)

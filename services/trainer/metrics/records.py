@@ -47,54 +47,35 @@ REPORTED = ("step", "loss", "learning_rate", "tokens_per_second", "validation_lo
 """Fields of a step's record that a Ray cluster is told."""
 
 
-@dataclass(frozen=True)
-class ParsedLines:
-    """Lines of a file of JSON lines, and the number of lines that could not be read."""
-
-    lines: list[dict[str, Any]]
-    unreadable: int
-
-
-class StepsNewestFirst:
-    """Iterates over the steps that led to the newest one, newest first, in constant memory.
+def steps_newest_first(run_folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the steps that led to the newest one, newest first, in constant memory. Unreadable lines are left out.
 
     After a crash or a loss spike a run does steps again; their earlier records are left out. Reading starts at the end
     of the file, because a run of months has millions of lines.
     """
-
-    def __init__(self, run_folder: Path) -> None:
-        self._path = run_folder / METRICS_FILE
-        self.unreadable = 0
-        """Number of lines that could not be read, of those that the newest iteration has passed."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.unreadable, done_again = 0, math.inf  # steps from here on were done again later
-        for line in islice(lines_from_end(self._path), 1, None):  # a killed writer did not finish the last line
-            record = parse_json_line(line)
-            if not _has_fields(record, STEP_FIELDS):
-                self.unreadable += 1
-            elif record["step"] < done_again:
-                done_again = record["step"]
-                yield record
+    done_again = math.inf  # steps from here on were done again later
+    for line in islice(lines_from_end(run_folder / METRICS_FILE), 1, None):  # a killed writer did not finish the last
+        record = parse_json_line(line)
+        if _has_fields(record, STEP_FIELDS) and record["step"] < done_again:
+            done_again = record["step"]
+            yield record
 
 
-def read_metrics(run_folder: Path) -> ParsedLines:
-    """Return one record per step, oldest first; see `StepsNewestFirst`."""
-    steps = StepsNewestFirst(run_folder)
-    records = list(steps)[::-1]
-    return ParsedLines(records, steps.unreadable)
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """Return one record per step, oldest first; see `steps_newest_first`."""
+    return list(steps_newest_first(run_folder))[::-1]
 
 
 def read_last_step(run_folder: Path) -> dict[str, Any] | None:
     """Return the newest record of a run; None if there is none, or while the file cannot be read."""
     with suppress(OSError):
-        return next(iter(StepsNewestFirst(run_folder)), None)
+        return next(steps_newest_first(run_folder), None)
     return None
 
 
 def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
     """Return the newest record of `step`, or of the last step before it that has one; None if there is none."""
-    return next((record for record in StepsNewestFirst(run_folder) if record["step"] <= step), None)
+    return next((record for record in steps_newest_first(run_folder) if record["step"] <= step), None)
 
 
 def read_report(job: Job) -> TrainingReport | None:
@@ -106,15 +87,13 @@ def read_report(job: Job) -> TrainingReport | None:
     return TrainingReport(reported, job.checkpoint_address(step).path if step else None)
 
 
-def read_attempts(run_folder: Path) -> ParsedLines:
+def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
     return read_lines(run_folder / ATTEMPTS_FILE, ATTEMPT_FIELDS)
 
 
-def read_lines(path: Path, names: Set[str]) -> ParsedLines:
+def read_lines(path: Path, names: Set[str]) -> list[dict[str, Any]]:
     """Return the lines of a file that are JSON objects with all the fields in `names`; none if there is no file."""
-    lines = read_json_lines(path)
-    readable = [line for line in lines if _has_fields(line, names)]
-    return ParsedLines(readable, len(lines) - len(readable))
+    return [line for line in read_json_lines(path) if _has_fields(line, names)]
 
 
 def _has_fields(record: dict[str, Any] | None, names: Set[str]) -> TypeGuard[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.evaluation.losses import perplexity
-from services.trainer.metrics.records import StepsNewestFirst
+from services.trainer.metrics.records import steps_newest_first
 
 Record = Mapping[str, Any]
 
@@ -61,11 +61,9 @@ class RunNumbers:
         self._training_seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._weights: defaultdict[str, float] = defaultdict(float)
-        steps = StepsNewestFirst(run_folder)
-        for record in steps:
+        for record in steps_newest_first(run_folder):
             self._add(record)
             observe(record)
-        self.unreadable = steps.unreadable
 
     def _add(self, record: Record) -> None:
         self._newest, self._oldest = self._newest or record, record

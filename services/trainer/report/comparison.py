@@ -17,7 +17,7 @@ from services.common.errors import RecipeError
 from services.common.recipe.changes import flatten
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
-from services.trainer.metrics.records import StepsNewestFirst
+from services.trainer.metrics.records import steps_newest_first
 from services.trainer.report.curves import CHARTS, DrawnChart, RunCurves, Series
 from services.trainer.report.page import render, shorten
 from services.trainer.runs.description import read_description
@@ -96,8 +96,8 @@ def _differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[st
 
 
 def _read_curves(folder: Path) -> RunCurves:
-    curves = RunCurves(read_evaluations(folder).lines)
-    for record in StepsNewestFirst(folder):
+    curves = RunCurves(read_evaluations(folder))
+    for record in steps_newest_first(folder):
         curves.add(record)
     return curves
 

@@ -26,11 +26,11 @@ from services.trainer.checkpoints.lookup import (
     runs_command,
     verify_checkpoint,
 )
-from services.trainer.evaluation.records import EVALUATIONS_FILE, read_evaluations
+from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import RUN_FILE, checkpoint_collection, describe_corpora, run_folder, run_name
 from services.trainer.metrics.commands import CommandRecord, read_commands
 from services.trainer.metrics.events import read_events
-from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE, read_attempts
+from services.trainer.metrics.records import read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.runs.cost import StageCost, compute_costs, divide_training
 from services.trainer.runs.description import damaged_description, read_description
@@ -75,25 +75,16 @@ class Run:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        return read_evaluations(self.folder).lines
+        return read_evaluations(self.folder)
 
     @cached_property
     def attempts(self) -> list[dict[str, Any]]:
-        return read_attempts(self.folder).lines
+        return read_attempts(self.folder)
 
     @cached_property
     def commands(self) -> list[CommandRecord]:
         """Records of the commands that trained the run, oldest first."""
         return read_commands(self.folder)
-
-    @property
-    def unreadable(self) -> dict[str, int]:
-        """Number of unreadable lines, by the name of the file."""
-        return {
-            METRICS_FILE: self.step_numbers.unreadable,
-            EVALUATIONS_FILE: read_evaluations(self.folder).unreadable,
-            ATTEMPTS_FILE: read_attempts(self.folder).unreadable,
-        }
 
     @cached_property
     def numbers(self) -> dict[str, float]:

@@ -181,7 +181,7 @@ def read_status(root: Path, run: str, now: float | None = None) -> RunStatus:
     A run that does not exist is `not started`. What cannot be read counts as absent.
     """
     folder = run_folder(root, run)
-    commands, last, evaluations = read_commands(folder), read_last_step(folder) or {}, read_evaluations(folder).lines
+    commands, last, evaluations = read_commands(folder), read_last_step(folder) or {}, read_evaluations(folder)
     checkpoint_step = newest_step(checkpoint_collection(root, run))
     max_steps, parent = None, None
     with suppress(MillraceError, ValueError, TypeError, KeyError):

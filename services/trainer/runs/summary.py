@@ -70,10 +70,7 @@ def list_facts(run: Run) -> Iterator[Fact]:
 
 
 def summarize(run: Run) -> str:
-    """Return a text with what each stage made, the run's facts, and what took its time.
-
-    Unreadable lines of the metrics are skipped and counted: they hold no training state.
-    """
+    """Return a text with what each stage made, the run's facts, and what took its time."""
     rows = [
         *_describe_artifacts(run),
         *_describe_relatives(run),
@@ -81,7 +78,6 @@ def summarize(run: Run) -> str:
         *_describe_times(run),
         ("Skipped", describe_skips(run)),
         ("Events", ", ".join(f"{count} {name}" for name, count in count_events(run.folder).items()) or "none"),
-        *(("Unreadable", f"{count:,} lines in {run.folder / file}") for file, count in run.unreadable.items() if count),
         ("Report", str(run.folder / REPORT_FILE)),
     ]
     return "\n".join(f"{name.lower():<18} {text}" for name, text in rows)

@@ -31,7 +31,7 @@ def train_golden(new_job: NewJob) -> Numbers:
 
 
 def read_numbers(job: Job) -> Numbers:
-    records = read_metrics(job.run_folder).lines
+    records = read_metrics(job.run_folder)
     return {name: {str(each["step"]): each[name] for each in records if name in each} for name in NAMES}
 
 

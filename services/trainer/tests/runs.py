@@ -175,7 +175,7 @@ def read_run(root: Path) -> RunView:
     log = folders[0] / "logs" / "rank-00000.log"
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     starts = [line for line in lines if "starting a new run" in line or "resuming after" in line]
-    return RunView(read_metrics(folders[0]).lines, read_evaluations(folders[0]).lines, starts)
+    return RunView(read_metrics(folders[0]), read_evaluations(folders[0]), starts)
 
 
 def read_charts(page: str) -> dict[str, Any]:

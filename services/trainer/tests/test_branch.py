@@ -48,7 +48,7 @@ def branch_off(new_shared_job: NewJob) -> NewJob:
 
 
 def numbers(job: Job, name: str, after: int = 0) -> list[Any]:
-    return [record[name] for record in read_metrics(job.run_folder).lines if record["step"] > after and name in record]
+    return [record[name] for record in read_metrics(job.run_folder) if record["step"] > after and name in record]
 
 
 def samples(job: Job, step: int) -> Counter[int]:
@@ -77,7 +77,7 @@ def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_paren
     assert branch.run != parent.run
     for name in ("step", "loss", "gradient_norm", "learning_rate", "tokens", "skipped_steps"):
         assert numbers(branch, name) == numbers(parent, name, after=5), name
-    evaluations, of_parent = (read_evaluations(job.run_folder).lines for job in (branch, parent))
+    evaluations, of_parent = (read_evaluations(job.run_folder) for job in (branch, parent))
     assert [each["step"] for each in evaluations] == [5, 7, 14, 20]
     assert evaluations[-1]["loss"] == of_parent[-1]["loss"]
     assert state_hash(branch.checkpoint_address(20).path) == state_hash(parent.checkpoint_address(20).path)

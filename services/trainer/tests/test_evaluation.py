@@ -41,7 +41,7 @@ TOKENS = 80 * 16 + 5
 def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_step(
     evaluated_run: Job, transformers_losses: npt.NDArray[np.float64]
 ) -> None:
-    first, last = read_evaluations(evaluated_run.run_folder).lines
+    first, last = read_evaluations(evaluated_run.run_folder)
 
     assert (first["step"], last["step"]) == (0, 3)
     assert last["tokens"] == len(transformers_losses) == TOKENS - 1
@@ -53,7 +53,7 @@ def test_a_run_evaluates_the_whole_split_before_its_first_and_after_its_last_ste
     )
     assert untrained
     assert first["loss"] == untrained.loss > last["loss"] + 0.01
-    *others, metrics = read_metrics(evaluated_run.run_folder).lines
+    *others, metrics = read_metrics(evaluated_run.run_folder)
     assert [each["step"] for each in others if "validation_loss" not in each] == [1, 2]
     assert (metrics["validation_loss"], metrics["validation_tokens"]) == (last["loss"], TOKENS - 1)
 
@@ -198,7 +198,7 @@ def test_every_layout_of_workers_gives_the_loss_of_transformers(
     )
     split = evaluate(capfd, evaluated_run, ONE, "--parallel.tensor_parallel_size=2")
 
-    assert one == four == read_evaluations(evaluated_run.run_folder).lines[-1]["loss"]
+    assert one == four == read_evaluations(evaluated_run.run_folder)[-1]["loss"]
     assert one == pytest.approx(transformers_losses.mean(), abs=1e-5)
     assert split["loss"] == pytest.approx(transformers_losses.mean(), abs=1e-5)
     assert split["tokens"] == len(transformers_losses)
@@ -234,10 +234,10 @@ def test_imported_weights_are_evaluated_before_a_step_by_the_command_and_by_the_
     assert call(capfd, evaluated_run, f"--from={folder}", named, root=root, command="import")[0] == 0
 
     loss = evaluate(capfd, evaluated_run, ONE, named, root=root)["loss"]
-    assert loss == read_evaluations(evaluated_run.run_folder).lines[-1]["loss"]
+    assert loss == read_evaluations(evaluated_run.run_folder)[-1]["loss"]
     assert call(capfd, evaluated_run, ONE, named, root=root, command="train")[0] == 0
     (run_folder,) = root.glob("run/*/")
-    first = read_evaluations(run_folder).lines[0]
+    first = read_evaluations(run_folder)[0]
     assert (first["step"], first["loss"]) == (0, loss)
 
 

@@ -34,7 +34,7 @@ class Killed(Exception):
 
 
 def evaluations(job: Job) -> dict[int, float]:
-    return {each["step"]: each["loss"] for each in read_evaluations(job.run_folder).lines}
+    return {each["step"]: each["loss"] for each in read_evaluations(job.run_folder)}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def end_in_evaluation(patch: pytest.MonkeyPatch, number: int, end: Callable[[], 
 
 def assert_equal_runs(job: Job, straight: Job) -> None:
     assert evaluations(job) == evaluations(straight)
-    assert [each["step"] for each in read_metrics(job.run_folder).lines] == list(range(1, 9))
+    assert [each["step"] for each in read_metrics(job.run_folder)] == list(range(1, 9))
     assert state_hash(list(checkpoints(job.root).values())[-1]) == state_hash(
         list(checkpoints(straight.root).values())[-1]
     )

@@ -43,7 +43,7 @@ def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job
     work.run_group(work.train_slowly, job, 2, job.run_folder)
     train_here(alone)
 
-    records, expected = read_metrics(job.run_folder).lines, read_metrics(alone.run_folder).lines
+    records, expected = read_metrics(job.run_folder), read_metrics(alone.run_folder)
     for name in ("loss", "validation_loss"):
         assert [record.get(name) for record in records] == [record.get(name) for record in expected]
     assert records[3]["checkpoint_stall_seconds"] > 0
@@ -58,7 +58,7 @@ def test_a_worker_whose_state_differs_ends_the_run_and_its_state_is_not_saved(ne
         work.run_group(work.train_with_a_faulty_worker, job, 2, job.run_folder)
 
     assert list(checkpoints(job.root)) == ["step-00000005"]
-    assert read_attempts(job.run_folder).lines == []
+    assert read_attempts(job.run_folder) == []
 
 
 def test_workers_on_nodes_of_different_kinds_are_refused_without_a_cache_too(new_job: NewJob) -> None:
@@ -105,11 +105,11 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
     assert len(list(checkpoints(root)["step-00000015"].glob("shard-*"))) == 4
     job = run(work.train_audited, 4)
 
-    ends = [(each["ended_by"], each["first_step"], each["last_step"]) for each in read_attempts(job.run_folder).lines]
+    ends = [(each["ended_by"], each["first_step"], each["last_step"]) for each in read_attempts(job.run_folder)]
     assert ends == [("completion", 4, 12), ("preemption", 12, 15), ("completion", 15, 20)]
     straight = train_new(new_job, "straight", **EVERY_FOUR)
     for name in ("step", "loss", "gradient_norm"):
-        found, expected = ([record[name] for record in read_metrics(each.run_folder).lines] for each in (job, straight))
+        found, expected = ([record[name] for record in read_metrics(each.run_folder)] for each in (job, straight))
         assert found == expected, name
     assert state_hash(checkpoints(root)["step-00000020"]) == state_hash(checkpoints(straight.root)["step-00000020"])
 

@@ -76,7 +76,7 @@ def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
     assert read_run(job.root).starts[-1].endswith("step-00000005")
     assert work.final_state(job) == work.final_state(healthy)
     assert "1 watchdog" in summarize(open_run(job.root, job.run))
-    assert read_metrics(job.run_folder).lines[-1]["straggler_score"] >= 1
+    assert read_metrics(job.run_folder)[-1]["straggler_score"] >= 1
 
 
 def test_a_worker_that_computes_wrongly_once_is_named_and_nothing_of_it_stays(
@@ -91,7 +91,7 @@ def test_a_worker_that_computes_wrongly_once_is_named_and_nothing_of_it_stays(
     assert (restarted["event"], restarted["step"]) == ("restarted", 6)
     assert 0 < restarted["seconds"] <= restarted["time"] - restart["time"]
     assert restart["cause"].startswith("rank 1 (")
-    assert read_metrics(job.run_folder).lines[-1]["skipped_steps"] == 0
+    assert read_metrics(job.run_folder)[-1]["skipped_steps"] == 0
     assert work.final_state(job) == work.final_state(healthy)
 
 
@@ -124,8 +124,8 @@ def test_a_run_that_diverges_ends_with_2_and_keeps_the_checkpoints_from_before(
 
     assert raised.value.exit_code == 2
     assert list(checkpoints(job.root)) == ["step-00000002", "step-00000004"]
-    assert [each["skipped_steps"] for each in read_metrics(job.run_folder).lines] == [0] * 5 + [*range(1, 12)]
-    assert read_attempts(job.run_folder).lines[-1]["ended_by"] == "divergence"
+    assert [each["skipped_steps"] for each in read_metrics(job.run_folder)] == [0] * 5 + [*range(1, 12)]
+    assert read_attempts(job.run_folder)[-1]["ended_by"] == "divergence"
 
 
 def test_weights_that_are_not_finite_are_not_saved(new_job: NewJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def copy_of(job: Job, folder: Path) -> Job:
 
 def values(job: Job, name: str) -> list[Any]:
     """Return a number of each recorded step."""
-    return [record[name] for record in read_metrics(job.run_folder).lines]
+    return [record[name] for record in read_metrics(job.run_folder)]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -153,5 +153,5 @@ def test_with_a_checkpoint_after_each_step_no_commit_waits_for_a_write(
 
     assert list(checkpoints(job.root)) == [f"step-{step:08}" for step in range(1, 9)]
     assert are_written == [True] * 8
-    stalled = [each["step"] for each in read_metrics(job.run_folder).lines if "checkpoint_stall_seconds" in each]
+    stalled = [each["step"] for each in read_metrics(job.run_folder) if "checkpoint_stall_seconds" in each]
     assert stalled == list(range(1, 9))

@@ -71,8 +71,8 @@ def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_w
     assert work.final_state(job) == work.final_state(spared)
     assert newest(job).skipped_batches == (SKIPPED,)
     assert newest(job).rollbacks == 1
-    losses = [record["loss"] for record in read_metrics(job.run_folder).lines]
-    assert losses == [record["loss"] for record in read_metrics(spared.run_folder).lines]
+    losses = [record["loss"] for record in read_metrics(job.run_folder)]
+    assert losses == [record["loss"] for record in read_metrics(spared.run_folder)]
     assert list(newest(job).recent_losses) == losses[-16:]
     assert "1 loss_spike, 1 rollback" in summarize(open_run(job.root, job.run))
     assert len(warnings_of(EventTail(job).read())) == 1
@@ -146,7 +146,7 @@ def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
     train_here(job)
 
     assert kinds(job) == ["loss_spike", "rollback", "loss_spike", "rollbacks_exhausted"]
-    assert len(read_metrics(job.run_folder).lines) == 20
+    assert len(read_metrics(job.run_folder)) == 20
     assert newest(job).skipped_batches == (SKIPPED,)
     assert len(warnings_of(EventTail(job).read())) == 2
 

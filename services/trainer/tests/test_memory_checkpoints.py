@@ -77,11 +77,11 @@ def test_a_run_continues_from_the_newest_copy_of_which_all_shards_are_left_and_i
     again = new_job(**COPIED, parallel__data_parallel_size=str(workers))
     work.run_group(work.train_on_two_nodes if workers == 2 else train, again, workers, job.run_folder)
 
-    (attempt,) = read_attempts(job.run_folder).lines
+    (attempt,) = read_attempts(job.run_folder)
     assert (attempt["first_step"], attempt["last_step"]) == (resumed, 12)
     counts = count_events(job.run_folder)
     assert (counts.get("recovered", 0), counts.get("copy_left_out", 0)) == (resumed != 5, full_step is not None)
-    records, expected = read_metrics(job.run_folder).lines, read_metrics(straight.run_folder).lines
+    records, expected = read_metrics(job.run_folder), read_metrics(straight.run_folder)
     assert [(each["step"], each["loss"]) for each in records] == [(each["step"], each["loss"]) for each in expected]
     last, same = (checkpoints(each.root)["step-00000012"] for each in (job, straight))
     assert state_hash(last) == state_hash(same)

@@ -68,7 +68,7 @@ def runs(new_shared_job: NewJob) -> Runs:
 
 
 def losses(job: Job) -> list[float]:
-    return [record["loss"] for record in read_metrics(job.run_folder).lines]
+    return [record["loss"] for record in read_metrics(job.run_folder)]
 
 
 def final_state(job: Job) -> str:
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_sharded_optimizers_continues_on_one_worker_bit_for_bit(
 
 
 def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs: Runs) -> None:
-    records = read_metrics(runs.poisoned.run_folder).lines
+    records = read_metrics(runs.poisoned.run_folder)
     assert [record["skipped_steps"] for record in records] == [0, 1]
     assert losses(runs.poisoned)[:1] == losses(runs.straight)[:1]
     # Computed again they are no numbers again, also on rank 2, which has the other half of the model.
@@ -147,7 +147,7 @@ def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs:
     assert (event["event"], event["cause"], event["step"], event["ranks"]) == ("nan", "data", 2, [2, 3])
     # States were compared before it was saved, and loads nowhere unless all workers skipped alike.
     alone = continue_alone(runs, runs.poisoned, "healthy")
-    assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 2
+    assert [record["skipped_steps"] for record in read_metrics(alone.run_folder)] == [1] * 2
 
 
 def opens_of(runs: Runs, copy: str, rank: int, **layout: str) -> tuple[set[str], set[str]]:

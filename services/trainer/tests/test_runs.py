@@ -75,7 +75,7 @@ def test_a_comparison_has_the_recipe_values_that_differ(family: list[Job], capfd
     assert printed.splitlines()[-1] == str(path)
     curves = read_curves(path.read_text())
     for job in (first, second):
-        losses = [(each["step"], each["loss"]) for each in read_metrics(job.run_folder).lines]
+        losses = [(each["step"], each["loss"]) for each in read_metrics(job.run_folder)]
         assert np.array(curves["loss", job.run]) == pytest.approx(np.array(losses), rel=1e-5)
     assert {chart for chart, _ in curves} >= {"loss", "validation-loss", "gradient-norm", "throughput", "goodput"}
     rows = dict(re.findall(r"^(\w+\.\S+) +(.*)$", printed, re.MULTILINE))

@@ -98,7 +98,7 @@ def test_a_cache_holds_the_graphs_of_each_model_and_those_that_all_share(compile
 def test_workers_of_both_models_find_all_graphs_that_others_traced_for_them(compiled: Path) -> None:
     train(compiled, *COMPILED, WARM)
     [run] = [folder for folder in (compiled.parent / "fsx" / "run").iterdir() if folder.is_dir()]
-    [attempt] = read_attempts(run).lines
+    [attempt] = read_attempts(run)
     assert (attempt["graphs_compiled"], attempt["new_cache_files"]) == (0, 0)
 
 

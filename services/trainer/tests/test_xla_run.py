@@ -22,7 +22,7 @@ ON_XLA = {"parallel__device": "xla", "compile__enabled": "true"}
 
 def train_to(new_job: NewJob, root: str, max_steps: int, **changed: str) -> dict[str, list[float]]:
     job = train_new(new_job, root, train__max_steps=str(max_steps), **ALONE, **changed)
-    records = read_metrics(job.run_folder).lines
+    records = read_metrics(job.run_folder)
     names = ("loss", "gradient_norm", "validation_loss")
     return {name: [each[name] for each in records if name in each] for name in names}
 
