@@ -1,13 +1,16 @@
-"""Conversion between text and token ids by the library that defines a vocabulary, for prompts and samples.
-
-`services.tokenizer` encodes corpora: it returns the same ids, and is faster.
+"""Conversion between text and token ids by the library that defines a vocabulary: the reference of the tokenizer's fast
+encoders, which return the same ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError, unreadable
@@ -16,10 +19,15 @@ from services.common.errors import ArtifactError, unreadable
 class Codec(NamedTuple):
     """Functions that convert text to token ids and back."""
 
-    encode: Callable[[str], list[int]]
-    """Return the ids of a text, without BOS and EOS. The name of a special token in it is encoded as text."""
+    encode_documents: Callable[[list[bytes]], list[npt.NDArray[Any]]]
+    """Return the ids of UTF-8 texts, without BOS and EOS. The name of a special token in them is encoded as text."""
     decode: Callable[[list[int]], str]
     """Return the text of ids of the vocabulary."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text as `encode_documents` does."""
+        ids: list[int] = self.encode_documents([text.encode()])[0].tolist()
+        return ids
 
 
 def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
@@ -37,30 +45,52 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
 
 
 def _load(content: bytes, folder: Path, vocabulary: Vocabulary) -> Codec:
+    """Load the codec of a kind. Only the library of the kind is imported."""
     match vocabulary.kind:
         case "sentencepiece":
-            import sentencepiece  # noqa: PLC0415
+            from services.common.vocabularies.sentencepiece_model import load_model  # noqa: PLC0415
 
-            processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-            return Codec(processor.encode, lambda ids: str(processor.decode(ids)))
+            processor = load_model(content)
+            return Codec(
+                lambda documents: processor.encode(documents, out_type="numpy", num_threads=1),
+                lambda ids: str(processor.decode(ids)),
+            )
         case "tiktoken":
             from services.common.vocabularies.tiktoken_file import load_encoding  # noqa: PLC0415
 
             encoding = load_encoding(content)
-            return Codec(lambda text: encoding.encode(text, disallowed_special=()), encoding.decode)
-        case "tokenizer_json":
-            from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
-
-            tokenizer = load_tokenizer(content)
             return Codec(
-                lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-                lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+                lambda documents: [
+                    encoding.encode_to_numpy(each.decode(), disallowed_special=()) for each in documents
+                ],
+                encoding.decode,
             )
+        case "tokenizer_json":
+            return _load_json(content)
         case "hugging_face":
-            from services.common.vocabularies.hugging_face import encode_texts, load_folder  # noqa: PLC0415
+            from services.common.vocabularies.hugging_face import load_folder, read_backend  # noqa: PLC0415
 
             theirs = load_folder(folder)
-            return Codec(
-                lambda text: encode_texts(theirs, [text])[0],
-                lambda ids: str(theirs.decode(ids, skip_special_tokens=False)),
-            )
+            if backend := read_backend(theirs):
+                encode = _load_json(backend).encode_documents
+            else:
+                encode = partial(_encode_by_transformers, theirs)
+            return Codec(encode, lambda ids: str(theirs.decode(ids, skip_special_tokens=False)))
+
+
+def _load_json(content: bytes) -> Codec:
+    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
+
+    tokenizer = load_tokenizer(content)
+
+    def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
+        encoded = tokenizer.encode_batch_fast([each.decode() for each in documents], add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in encoded]
+
+    return Codec(encode, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+
+
+def _encode_by_transformers(tokenizer: Any, documents: list[bytes]) -> list[npt.NDArray[Any]]:
+    from services.common.vocabularies.hugging_face import encode_texts  # noqa: PLC0415
+
+    return [np.array(ids, np.uint32) for ids in encode_texts(tokenizer, [each.decode() for each in documents])]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from services.common.artifacts.corpus import Vocabulary, VocabularyKind
+from services.common.artifacts.corpus import Vocabulary
 from services.common.recipe.schema import Tokenizer
+from services.common.vocabularies.codec import load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
-from services.common.vocabularies.hugging_face import encode_texts, load_folder, read_backend
+from services.common.vocabularies.hugging_face import load_folder, read_backend
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
 from services.tokenizer.encoding.encoder import (
     FUZZ_DOCUMENTS,
@@ -84,7 +80,7 @@ class ReferenceEncoder:
     """The reference for vocabularies of all kinds."""
 
     def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
-        self._encode, self.vocabulary = _load(path, vocabulary.kind), vocabulary
+        self._encode, self.vocabulary = load_codec(path, vocabulary).encode_documents, vocabulary
         self.name = reference_name(vocabulary)
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
@@ -97,42 +93,3 @@ def reference_name(vocabulary: Vocabulary) -> str:
     names = {"tokenizer_json": "tokenizers", "hugging_face": "transformers"}
     package = names.get(vocabulary.kind, vocabulary.kind)
     return f"{package} {importlib.metadata.version(package)}"
-
-
-def _load(path: Path, kind: VocabularyKind) -> Callable[[list[bytes]], list[npt.NDArray[Any]]]:
-    """Return a function that encodes documents without BOS and EOS. Only the library of the kind is imported."""
-    match kind:
-        case "sentencepiece":
-            from services.common.vocabularies.sentencepiece_model import load_model  # noqa: PLC0415
-
-            processor = load_model(path.read_bytes())
-            return lambda documents: processor.encode(documents, out_type="numpy", num_threads=1)
-        case "tokenizer_json":
-            return _load_json(path.read_bytes())
-        case "hugging_face":
-            tokenizer = load_folder(path.parent)
-            if backend := read_backend(tokenizer):
-                return _load_json(backend)
-            return lambda documents: [
-                np.array(ids, np.uint32) for ids in encode_texts(tokenizer, [each.decode() for each in documents])
-            ]
-        case "tiktoken":
-            from services.common.vocabularies.tiktoken_file import load_encoding  # noqa: PLC0415
-
-            encoding = load_encoding(path.read_bytes())
-            return lambda documents: [
-                encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in documents
-            ]
-
-
-def _load_json(content: bytes) -> Callable[[list[bytes]], list[npt.NDArray[Any]]]:
-    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
-
-    tokenizer = load_tokenizer(content)
-
-    def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
-        texts = [document.decode() for document in documents]
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encoded]
-
-    return encode
