@@ -98,7 +98,7 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     step = _step_by_layer(recipe, sizes, sum(in_a_layer), loss) if stage == 3 else _step_of_whole_model(recipe, sizes)
     parts = (
         Part(f"weights, {train.param_dtype}{of_shares if stage == 3 else ''}", *[step.weights] * 3),
-        step.pair,
+        step.two_layers,
         Part(f"casts of them to {train.dtype}", forward=step.casts),
         Part(f"master weights{of_shares}", masters, masters, masters),
         Part(f"AdamW moments{of_shares}", moments, moments, moments),
@@ -107,7 +107,7 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         step.bucket_sum,
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
-        replace(step.layer, backward=max(step.layer.backward, sum(in_a_layer))),
+        replace(step.in_a_layer, backward=max(step.in_a_layer.backward, sum(in_a_layer))),
         Part("loss: hidden states, logits", forward=loss),
         Part("all-gather of a bucket", update=step.gathered),
     )
@@ -123,8 +123,8 @@ class _StepMemory:
     bucket_sum: Part
     casts: int = 0
     gathered: int = 0
-    pair: Part = Part("weights of a layer and of the next one")
-    layer: Part = Part("backward pass of a layer")
+    two_layers: Part = Part("weights of a layer and of the next one")
+    in_a_layer: Part = Part("backward pass of a layer")
 
 
 def _step_of_whole_model(recipe: Recipe, sizes: _Sizes) -> _StepMemory:
@@ -155,8 +155,8 @@ def _step_by_layer(recipe: Recipe, sizes: _Sizes, in_a_layer: int, loss: int) ->
         item * sizes.parameters // recipe.parallel.data_parallel_size if item < FLOAT32_BYTES else 0,
         Part("gradient of a layer", backward=item * layer),
         Part("sum of a bucket over the workers", backward=summed, update=summed),
-        pair=Part(_StepMemory.pair.name, forward, backward),
-        layer=Part(_StepMemory.layer.name, max(0, first), FLOAT32_BYTES * layer),
+        two_layers=Part(_StepMemory.two_layers.name, forward, backward),
+        in_a_layer=Part(_StepMemory.in_a_layer.name, max(0, first), FLOAT32_BYTES * layer),
     )
 
 
