@@ -1,4 +1,4 @@
-"""A stack that is applied to an AWS which runs here: moto with a shim (fakeaws)."""
+"""A stack that is applied to an AWS which runs here: moto with additions (fakeaws.py)."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def simulated_aws(folder: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     log = folder / "log"
     with log.open("w") as output:
-        command = [sys.executable, "-m", "infra.tests.fakeaws.server", str(port)]
+        command = [sys.executable, "-m", "infra.tests.fakeaws", str(port)]
         server = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 120

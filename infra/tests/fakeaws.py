@@ -1,13 +1,17 @@
-"""Adds to moto what the stacks need and moto lacks.
+"""moto on loopback, an AWS for `aws_endpoint` until it is killed, with what the stacks need and moto lacks.
+
+python -m infra.tests.fakeaws PORT
 
 That is machine images; EKS' add-ons, identities and access entries; placement groups; FSx' data
 repositories; the subscribers, tags and actions of budgets; and Batch's compute environments whose groups are in their
-launch template. They only store and return their arguments. `install` adds them to moto in this process.
+launch template. They only store and return their arguments.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -24,6 +28,8 @@ from moto.eks import models as eks_models
 from moto.eks import urls as eks_urls
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
 
 from infra.aws_releases import ECS, read_machine_images
 
@@ -42,13 +48,15 @@ Store = dict[str, dict[str, Any]]
 Reply = tuple[int, dict[str, str], str]
 
 
-def install() -> None:
+def serve(port: int) -> None:
+    os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"  # else AmazonEKSClusterPolicy is NoSuchEntity
     _add_machine_images()
     _add_placement_groups()
     _add_fsx()
     _add_budgets()
     _add_batch()
     _add_eks()
+    run_simple("127.0.0.1", port, DomainDispatcherApplication(create_backend_app), threaded=True)
 
 
 def _add_machine_images() -> None:
@@ -256,3 +264,7 @@ def _reply(status: int, body: dict[str, Any], error: str = "") -> Reply:
 def _extend(extended: type, **methods: Callable[..., Any]) -> None:
     for name, method in methods.items():
         setattr(extended, name, method)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
