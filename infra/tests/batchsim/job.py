@@ -22,37 +22,23 @@ from infra.tests.batchsim.network import Network
 from services.common.testing.waiting import wait_until
 
 POLL_SECONDS = 0.1
-Action = Literal["RETRY", "EXIT"]
 
 
-@dataclass(frozen=True)
-class EvaluateOnExit:
-    """A rule of a job definition. Patterns may end with an asterisk, and all given ones have to match."""
-
-    action: Action
-    on_exit_code: str = "*"
-    on_status_reason: str = "*"
-
-    def matches(self, exit_code: int | None, status_reason: str) -> bool:
-        code = "" if exit_code is None else str(exit_code)
-        return fnmatchcase(code, self.on_exit_code) and fnmatchcase(status_reason, self.on_status_reason)
-
-
-RULES = (
-    EvaluateOnExit("RETRY", on_status_reason="Host EC2*"),
-    EvaluateOnExit("RETRY", on_exit_code="75"),
-    EvaluateOnExit("EXIT"),
-)
+def matches(rule: Mapping[str, str], exit_code: int | None, status_reason: str) -> bool:
+    """Whether a rule of a job definition applies: all its patterns match, which may end with an asterisk."""
+    code = "" if exit_code is None else str(exit_code)
+    patterns = rule.get("onExitCode", "*"), rule.get("onStatusReason", "*")
+    return fnmatchcase(code, patterns[0]) and fnmatchcase(status_reason, patterns[1])
 
 
 @dataclass(frozen=True)
 class JobDefinition:
     command: tuple[str, ...]
     """The container's command, before which Batch puts the image's entry point."""
+    evaluate_on_exit: Sequence[Mapping[str, str]]
     num_nodes: int = 2
     environment: Mapping[str, str] = field(default_factory=dict)
     attempts: int = 3
-    evaluate_on_exit: Sequence[EvaluateOnExit] = RULES
     stop_timeout_seconds: float = 120.0
     absent_nodes: frozenset[int] = frozenset()
     """Nodes whose container never starts: an image that cannot be pulled, a host that does not come."""
@@ -150,9 +136,9 @@ class Job:
         if self._is_terminated.is_set() or attempt.number >= self.definition.attempts:
             return False
         matching = [
-            rule.action
+            rule["action"]
             for rule in self.definition.evaluate_on_exit
-            if rule.matches(attempt.exit_code, attempt.status_reason)
+            if matches(rule, attempt.exit_code, attempt.status_reason)
         ]
         return [*matching, "RETRY"][0] == "RETRY"  # what no rule matches is tried again
 

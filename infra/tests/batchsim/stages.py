@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.batch.job_definition import JobSpec, read_container, render_job_definition
-from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
+from infra.tests.batchsim.job import JobDefinition
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.subcommands import ON_BATCH
 from services.common.recipe.schema import Stage
@@ -40,10 +40,7 @@ def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **sett
         ("python", "-m", f"services.{stage}", ON_BATCH, "--cpus", "1", "--join-seconds", "180", *words),
         environment=variables | ENVIRONMENT,
         attempts=body["retryStrategy"]["attempts"],
-        evaluate_on_exit=[
-            EvaluateOnExit(each["action"], each.get("onExitCode", "*"), each.get("onStatusReason", "*"))
-            for each in body["retryStrategy"]["evaluateOnExit"]
-        ],
+        evaluate_on_exit=body["retryStrategy"]["evaluateOnExit"],
         **settings,
     )
 
@@ -51,9 +48,11 @@ def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **sett
 def define_one_off(stage: Stage, root: Path, *words: str) -> JobDefinition:
     """The job definition of a subcommand that the deploy tool registers, on one node, with /fsx at `root`."""
     spec = JobSpec(stage, f"{REGISTRY}/{stage}@sha256:{DIGEST}", None, 3_600, words=words, digest="0" * 16)
-    container = read_container(render_job_definition(config_of(), config_of().cpu, spec))
+    body = render_job_definition(config_of(), config_of().cpu, spec)
+    container = read_container(body)
     return JobDefinition(
         ("python", "-m", f"services.{stage}", *(re.sub("^/fsx", str(root), word) for word in container["command"])),
+        evaluate_on_exit=body["retryStrategy"]["evaluateOnExit"],
         num_nodes=1,
         environment={each["name"]: each["value"] for each in container["environment"]},
         attempts=1,
@@ -64,4 +63,5 @@ def define_script(script: Path, root: Path, *, join_seconds: int = 120, **settin
     """A job whose stage is a Python script."""
     command = ("python", str(script), "-m", "services.tokenizer", "--recipe", "none", "--root", str(root))
     batch = ("python", "-m", "services.common.launch.batch.job", "--join-seconds", str(join_seconds), "--")
-    return JobDefinition((*batch, *command), environment=ENVIRONMENT, **settings)
+    rules = render_job_definition(config_of(), config_of().cpu, job_spec_of())["retryStrategy"]["evaluateOnExit"]
+    return JobDefinition((*batch, *command), rules, environment=ENVIRONMENT, **settings)

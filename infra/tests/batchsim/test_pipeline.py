@@ -143,22 +143,6 @@ def test_the_pipeline_on_two_nodes_makes_the_same_corpus_cache_and_weights(inlin
     assert not list((batch / "ray-tokens").iterdir())
 
 
-def test_the_tiny_recipe_ends_with_what_make_demo_makes(network: Network, tmp_path: Path) -> None:
-    demo, root = tmp_path / "demo", make_root(tmp_path / "fsx")
-    command = ["make", "demo", f"ROOT={demo}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for stage in STAGES:
-        run_job(network, define_stage(stage, REPOSITORY / "recipes/tiny-cpu.toml", root))
-    assert digests(root, "corpus") == digests(demo, "corpus")
-    assert digests(root, "compile_cache").keys() == digests(demo, "compile_cache").keys()
-    assert len(hosts(root)) == 2
-    assert read_run(root).losses == read_run(demo).losses
-    last, last_of_demo = (list(checkpoints(each).items())[-1] for each in (root, demo))
-    assert last[0] == last_of_demo[0]
-    assert state_hash(last[1]) == state_hash(last_of_demo[1])
-
-
 def test_a_lost_child_and_one_that_is_told_to_leave_end_in_retries_with_the_same_weights(
     batch: Path, untrained: Path, recipe: Path, submit: Submit
 ) -> None:
