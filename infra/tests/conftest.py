@@ -20,10 +20,11 @@ from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.account.session import STACK_TAG
 from infra.tests.programs import Programs
-from infra.tests.service_models import share_service_models
+from infra.tests.service_models import service_models
 from infra.tests.site import EKS_STACK, Site, make_cluster
 from tests.command import call
 
+__all__ = ["service_models"]
 REGION = "us-west-2"
 ACCOUNT = "123456789012"  # moto's
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
@@ -32,13 +33,6 @@ RunInfra = Callable[..., subprocess.CompletedProcess[str]]
 MakeSite = Callable[[Mapping[str, str]], Site]
 WriteValues = Callable[[str], None]
 PLACE = f'region = "{REGION}"\nzone_id = "usw2-az4"\n'
-
-
-@pytest.fixture(scope="session", autouse=True)
-def service_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        share_service_models(patch)
-        yield
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from botocore.loaders import JSONFileLoader, Loader
 
 
-def share_service_models(patch: pytest.MonkeyPatch) -> None:
-    """Shares the models, and the list of services that have one, until the patch ends. Clients only read them.
+@pytest.fixture(scope="session", autouse=True)
+def service_models() -> Iterator[None]:
+    """Shares the models, and the list of services that have one. Clients only read them.
 
     A session lists 450 folders for each list of services, a fifth of the time that a simulated account takes to begin.
     """
@@ -28,5 +30,7 @@ def share_service_models(patch: pytest.MonkeyPatch) -> None:
             services[key] = list_services(loader, type_name)
         return services[key]
 
-    patch.setattr(JSONFileLoader, "load_file", lambda loader, path: load_file(path))
-    patch.setattr(Loader, "list_available_services", list_available_services)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", lambda loader, path: load_file(path))
+        patch.setattr(Loader, "list_available_services", list_available_services)
+        yield

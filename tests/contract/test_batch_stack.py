@@ -20,7 +20,7 @@ from services.common.process.shutdown import CHECKPOINTS_PER_GRACE_PERIOD
 from services.common.recipe.schema import STAGES
 from tests.containers import IMAGE_USER
 from tests.contract.agreements import plain, read_hcl
-from tests.deploy.batch.builders import job_spec_of
+from tests.deploy.batch.builders import job_spec_of, read_written_config
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
@@ -44,10 +44,7 @@ def module() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rendered() -> str:
-    """Return the config.txt that `terraform test` expects of the stack."""
-    text = (STACK / "tests/stack.tftest.hcl").read_text(encoding="utf-8")
-    expected = text[text.index("output.config == ") : text.index("error_message")]
-    return "".join(f"{line}\n" for line in re.findall(r'^ +"([A-Z_]+=.*)",$', expected, re.MULTILINE))
+    return read_written_config()
 
 
 @pytest.fixture

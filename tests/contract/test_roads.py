@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from deploy.client.instance_type import check_instance_type
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest
 from images.platforms import REPOSITORY
-from infra.tests.service_models import share_service_models
+from infra.tests.service_models import service_models
 from k8s.client.compile_tasks import check_trace
 from k8s.client.resolved_deployment import resolve
 from k8s.objects.worker_group import worker_group_of
@@ -28,6 +27,7 @@ from tests.deploy.typed import request_of
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing
 
+__all__ = ["service_models"]
 REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 
 Target = Literal["eks", "batch"]
@@ -56,13 +56,6 @@ def _read(line: str) -> Typed:
     if words[0] != "make":
         return Typed(line)
     return Typed(line, words[1], dict(word.split("=", 1) for word in words[2:]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def service_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        share_service_models(patch)
-        yield
 
 
 def deployments(target: Target) -> list[Typed]:

@@ -74,7 +74,11 @@ def test_an_empty_variable_and_a_switch_that_is_off_are_not_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["STAGE=train", "FOLLOW=never", "TARGET=k8s", "NODES=two", "NODES=0", "HOURS=0", "ARGS='", "OUTPUT=yaml"]
+    "wrong",
+    [
+        *("STAGE=train", "FOLLOW=never", "TARGET=k8s", "NODES=two", "NODES=0", "HOURS=0", "OUTPUT=yaml"),
+        *("ARGS='", "ARGS=--train.max_steps 5", "ARGS=--root /tmp", "ARGS=--dry-run"),
+    ],
 )
 def test_a_value_that_cannot_be_ends_with_2(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, _, value = wrong.partition("=")

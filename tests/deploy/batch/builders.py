@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from deploy.batch.config import Config, read_config
 from deploy.batch.job_definition import JobSpec
-from deploy.client.request import DeployRequest
+from deploy.client.one_off_request import OneOffRequest
 from deploy.client.requested_recipe import parse_requested_recipe
-from services.common.recipe.schema import Stage
+from images.platforms import REPOSITORY
+from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 
-Ask = Callable[..., DeployRequest]
 DIGEST = "0" * 64
 REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com/millrace"
 ROLE = "arn:aws:iam::111122223333:role"
-VALUES = {
-    "REGION": "us-west-2",
-    "SUBNET": "subnet-0123456789abcdef0",
-    "SG": "sg-0123456789abcdef0,sg-0123456789abcdef1",
-    "ECR_REPO": REGISTRY,
-    "INSTANCE_ROLE": "millrace-us-west-2-node",
-    "FSX_DNS_NAME": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
-    "MOUNT_NAME": "abcdefgh",
-    "NAME": "millrace",
-    "TRAINIUM_QUEUE": "millrace-trainium",
-    "TRAINIUM_SHAPE": "trn1.32xlarge",
-    "TRAINIUM_MAX_NODES": "4",
-    "CPU_QUEUE": "millrace-cpu",
-    "CPU_SHAPE": "m7i.8xlarge",
-    "CPU_MAX_NODES": "4",
-    "JOB_ROLE_TOKENIZER": f"{ROLE}/tokenizer",
-    "JOB_ROLE_COMPILER": f"{ROLE}/compiler",
-    "JOB_ROLE_TRAINER": f"{ROLE}/trainer",
-    "LOG_GROUP_TOKENIZER": "/millrace/tokenizer",
-    "LOG_GROUP_COMPILER": "/millrace/compiler",
-    "LOG_GROUP_TRAINER": "/millrace/trainer",
-    "CAPACITY_ENDS_AT": "",
-    "CHECKPOINT_GB": "157",
+SECRET = "arn:aws:secretsmanager:us-west-2:111122223333:secret"
+SMALL = parse_requested_recipe(recipe_text(), "a file")
+
+
+def read_written_config() -> str:
+    """The config.txt that `terraform test` expects of the stack."""
+    text = (REPOSITORY / "infra/stacks/batch/tests/stack.tftest.hcl").read_text(encoding="utf-8")
+    expected = text[text.index("output.config == ") : text.index("error_message")]
+    return "".join(f"{line}\n" for line in re.findall(r'^ +"([A-Z_]+=.*)",$', expected, re.MULTILINE))
+
+
+VALUES = dict(line.split("=", 1) for line in read_written_config().splitlines()) | {
+    **{f"JOB_ROLE_{stage.upper()}": f"{ROLE}/{stage}" for stage in STAGES},
     "NOTICE_SECONDS": "300",
     "EXECUTION_ROLE": f"{ROLE}/secrets",
-    "HF_TOKEN_SECRET": "arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face",
-    "WEBHOOK_SECRET": "arn:aws:secretsmanager:us-west-2:111122223333:secret:notices",
+    "HF_TOKEN_SECRET": f"{SECRET}:hugging-face",
+    "WEBHOOK_SECRET": f"{SECRET}:notices",
 }
 
 
@@ -73,3 +63,8 @@ def job_spec_of(
         "attempts": 3,
     }
     return JobSpec(**fields | changes)
+
+
+def one_off_request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
+    fields: dict[str, Any] = {"recipe": SMALL}
+    return OneOffRequest(stage, words or ("summary",), **fields | changes)

@@ -16,16 +16,23 @@ from moto.batch.models import batch_backends
 from deploy.batch.batch_target import BatchTarget
 from deploy.batch.config import Config
 from deploy.batch.jobs import Jobs
+from deploy.client.request import DeployRequest
 from infra.account.batch_queues import ACTIVE_STATUSES
 from infra.account.session import Account
 from infra.tests.moto_batch import keep_jobs_still, make_queue
 from services.common.recipe.schema import STAGES
-from tests.deploy.batch.builders import config_of
+from tests.deploy.batch.builders import SMALL, config_of
 from tests.polling import script_polls
 
 ACCOUNT, REGION = "123456789012", "us-west-2"
 TAG = "0.1.0-gabc-neuron"
 MEDIA_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
+
+
+def ask(stage: str = "trainer", **changes: Any) -> DeployRequest:
+    """A request for an image that the account has."""
+    fields: dict[str, Any] = {"stage": stage, "recipe": SMALL, "tag": TAG}
+    return DeployRequest(**fields | changes)
 
 
 class Cloud:

@@ -10,8 +10,7 @@ import pytest
 from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, queue_of, read_container, render_job_definition
 from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
-from services.common.launch.batch.node import deliver_recipe, read_command
-from services.common.recipe.packed_recipe import MAX_RECIPE_CHARACTERS, RECIPE_VARIABLE
+from services.common.recipe.packed_recipe import MAX_RECIPE_CHARACTERS
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import VALUES, config_of, job_spec_of
@@ -85,18 +84,9 @@ def test_a_stage_is_told_of_its_notice(stage: Stage, of_the_machines: str, told:
     assert ("FI_PROVIDER" in variables) == (stage == "trainer")
 
 
-def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None:
-    container = read_container(definition_of())
-    variables = {each["name"]: each["value"] for each in container["environment"]}
-    words = [
-        str(tmp_path) + word.removeprefix("/fsx") if word.startswith("/fsx") else word for word in container["command"]
-    ]
-    command = read_command(words[words.index("--") + 1 :])
-    deliver_recipe(command, variables)
-    assert command.recipe.read_text() == recipe_text()
+def test_a_recipe_that_is_too_long_for_a_variable_is_refused() -> None:
     with pytest.raises(RecipeError, match="16,384"):
         definition_of(text=recipe_text() + "".join(f"# {number**9}\n" for number in range(4_000)))
-    assert len(variables[RECIPE_VARIABLE]) < len(recipe_text()) * 2
 
 
 def test_what_runs_the_same_is_known_again() -> None:

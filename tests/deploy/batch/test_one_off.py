@@ -7,40 +7,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 
 from deploy.batch.job_definition import read_container
-from deploy.client.one_off_request import OneOffRequest
-from deploy.client.requested_recipe import read_requested_recipe
-from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
-from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
-from tests.deploy.batch.builders import Ask
-from tests.deploy.batch.cloud import TAG, Cloud
+from tests.deploy.batch.builders import one_off_request
+from tests.deploy.batch.cloud import TAG, Cloud, ask
 
-AskOneOff = Callable[..., OneOffRequest]
-
-
-@pytest.fixture
-def ask_one_off(recipe: Path) -> AskOneOff:
-    def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "tag": TAG}
-        return OneOffRequest(stage, words or ("summary",), **fields | changes)
-
-    return request
-
-
-def test_what_cannot_be_is_refused_before_anything_is_registered(cloud: Cloud, ask_one_off: AskOneOff) -> None:
-    with pytest.raises(RecipeError, match=r"'exprt' .* Do you mean export"):
-        cloud.target.run_one_off(ask_one_off("exprt"), None)
-    assert cloud.submitted == []
-    assert cloud.jobs.definitions("trainer", of_one_offs=True) == []
+ask_one_off = partial(one_off_request, tag=TAG)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +33,6 @@ def test_what_cannot_be_is_refused_before_anything_is_registered(cloud: Cloud, a
 )
 def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     cloud: Cloud,
-    ask_one_off: AskOneOff,
     capsys: pytest.CaptureFixture[str],
     status: str,
     code: int | None,
@@ -78,7 +55,7 @@ def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     assert "devices" not in read_container(definition)["linuxParameters"]
 
 
-def test_ctrl_c_ends_the_job(cloud: Cloud, ask_one_off: AskOneOff) -> None:
+def test_ctrl_c_ends_the_job(cloud: Cloud) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -88,7 +65,7 @@ def test_ctrl_c_ends_the_job(cloud: Cloud, ask_one_off: AskOneOff) -> None:
     assert (job.status, "Ctrl-C in make stage-run" in job.reason) == ("FAILED", True)
 
 
-def test_the_same_of_the_same_person_that_goes_on_is_followed(cloud: Cloud, ask_one_off: AskOneOff) -> None:
+def test_the_same_of_the_same_person_that_goes_on_is_followed(cloud: Cloud) -> None:
     """tests/deploy/test_one_off_request.py says which are the same."""
     assert cloud.target.run_one_off(ask_one_off(is_followed=False), None) == 0
     cloud.while_waiting(lambda: cloud.move("SUCCEEDED", 0))
@@ -98,7 +75,7 @@ def test_the_same_of_the_same_person_that_goes_on_is_followed(cloud: Cloud, ask_
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1"]
 
 
-def test_image_and_recipe_are_those_of_the_newest_deployment(cloud: Cloud, ask: Ask, ask_one_off: AskOneOff) -> None:
+def test_image_and_recipe_are_those_of_the_newest_deployment(cloud: Cloud) -> None:
     arguments = ("--optimizer.learning_rate=0.1", "--corpus=/fsx/c")
     assert cloud.target.deploy(ask(arguments=arguments, is_followed=False), None) == 0
     export = ask_one_off("export", "--output", "hf", tag="", recipe=None, is_followed=False)
@@ -111,7 +88,7 @@ def test_image_and_recipe_are_those_of_the_newest_deployment(cloud: Cloud, ask: 
     assert unpack_recipe(variables[RECIPE_VARIABLE]).decode() == recipe_text()
 
 
-def test_a_dry_run_submits_nothing(cloud: Cloud, ask_one_off: AskOneOff) -> None:
+def test_a_dry_run_submits_nothing(cloud: Cloud) -> None:
     file = io.StringIO()
     assert cloud.target.run_one_off(ask_one_off(is_dry_run=True), file) == 0
     assert json.loads(file.getvalue().removeprefix("---\n"))["jobDefinitionName"] == "millrace-trainer-one-off"

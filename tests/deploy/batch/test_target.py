@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.batch.batch_target import BatchTarget
+from deploy.batch.config import read_config
 from deploy.batch.resolved_job import find_image, resolve_job
 from images.versions import Build
-from services.common.errors import DeviceError
+from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.schema import STAGES
-from tests.deploy.batch.builders import Ask, config_of
-from tests.deploy.batch.cloud import TAG, Cloud
+from tests.deploy.batch.builders import config_of, write_config
+from tests.deploy.batch.cloud import TAG, Cloud, ask
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,6 @@ from tests.deploy.batch.cloud import TAG, Cloud
 )
 def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     cloud: Cloud,
-    ask: Ask,
     capsys: pytest.CaptureFixture[str],
     status: str,
     code: int | None,
@@ -48,7 +49,7 @@ def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     assert job["jobDefinition"].endswith("job-definition/millrace-trainer:1")
 
 
-def test_a_stage_that_succeeded_is_not_run_again(cloud: Cloud, ask: Ask) -> None:
+def test_a_stage_that_succeeded_is_not_run_again(cloud: Cloud) -> None:
     cloud.while_waiting(lambda: cloud.move("SUCCEEDED", 0), lambda: cloud.move("SUCCEEDED", 0))
     assert cloud.target.deploy(ask(), None) == 0
     assert cloud.target.deploy(ask(), None) == 0
@@ -57,7 +58,7 @@ def test_a_stage_that_succeeded_is_not_run_again(cloud: Cloud, ask: Ask) -> None
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1"]
 
 
-def test_an_identical_deployment_that_runs_is_followed_and_another_is_refused(cloud: Cloud, ask: Ask) -> None:
+def test_an_identical_deployment_that_runs_is_followed_and_another_is_refused(cloud: Cloud) -> None:
     assert cloud.target.deploy(ask(is_followed=False), None) == 0
     with pytest.raises(DeviceError, match=r"trainer runs as job .*make stop-stage"):
         cloud.target.deploy(ask(arguments=("--train.max_steps=9",)), None)
@@ -67,7 +68,7 @@ def test_an_identical_deployment_that_runs_is_followed_and_another_is_refused(cl
 
 
 def test_a_dry_run_shows_cost_and_definition_and_changes_nothing(
-    cloud: Cloud, ask: Ask, capsys: pytest.CaptureFixture[str]
+    cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cloud.while_waiting(lambda: cloud.move("SUCCEEDED", 0))
     cloud.target.deploy(ask(), None)
@@ -82,7 +83,7 @@ def test_a_dry_run_shows_cost_and_definition_and_changes_nothing(
     assert json.loads(file.getvalue().removeprefix("---\n"))["jobDefinitionName"] == "millrace-trainer"
 
 
-def test_a_stop_lets_the_job_end(cloud: Cloud, ask: Ask) -> None:
+def test_a_stop_lets_the_job_end(cloud: Cloud) -> None:
     cloud.target.deploy(ask(is_followed=False), None)
     cloud.move("RUNNING")
     cloud.while_waiting(lambda: None)
@@ -93,9 +94,7 @@ def test_a_stop_lets_the_job_end(cloud: Cloud, ask: Ask) -> None:
     assert cloud.target.stop("trainer") == 0
 
 
-def test_a_rollback_takes_the_image_before_that_succeeded(
-    cloud: Cloud, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollback_takes_the_image_before_that_succeeded(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.while_waiting(
         lambda: cloud.move("SUCCEEDED", 0), lambda: cloud.move("FAILED", 1), lambda: cloud.move("SUCCEEDED", 0)
     )
@@ -122,7 +121,7 @@ def working_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("working_tree")
 def test_a_pipeline_waits_in_batch_and_stops_at_the_first_that_fails(
-    cloud: Cloud, ask: Ask, capsys: pytest.CaptureFixture[str]
+    cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cloud.while_waiting(
         lambda: cloud.move("SUCCEEDED", 0, stage="tokenizer"),
@@ -142,7 +141,7 @@ def test_a_pipeline_waits_in_batch_and_stops_at_the_first_that_fails(
 
 
 @pytest.mark.usefixtures("working_tree")
-def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud, ask: Ask) -> None:
+def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud) -> None:
     arguments = ("--cluster.trainer_instance_type=trn1n.32xlarge",)
     with pytest.raises(DeviceError, match="trn1n"):
         cloud.target.run_pipeline(ask(tag="", arguments=arguments), None)
@@ -163,16 +162,20 @@ LARGE = (
         ({"tag": "absent"}, "make images STAGE=trainer"),
         ({"arguments": (f"{TYPE}=trn1n.32xlarge",)}, "trn1n.32xlarge"),
         ({"arguments": (f"{TYPE}=trn2.48xlarge",)}, "trn2.48xlarge"),
+        ({"arguments": ("--cluster.trainer_workers_per_node=64",)}, "trainer_workers_per_node is 64"),
         ({"arguments": LARGE}, "checkpoint_gb = 808"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_sent(
-    cloud: Cloud, ask: Ask, changes: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_sent(cloud: Cloud, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(DeviceError, match=named):
         cloud.target.deploy(ask(**changes), None)
     assert cloud.submitted == []
     assert cloud.jobs.definitions("trainer") == []
+
+
+@pytest.mark.parametrize("stage", ["tokenizer", "compiler"])
+def test_a_stage_on_cpu_nodes_works_for_whatever_nodes_the_recipe_says(cloud: Cloud, stage: str) -> None:
+    assert cloud.target.deploy(ask(stage, arguments=(f"{TYPE}=trn2.48xlarge",), is_followed=False), None) == 0
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(
     ],
 )
 def test_a_trainer_commits_a_checkpoint_before_batch_ends_its_attempt_for_good(
-    cloud: Cloud, ask: Ask, hours: float | None, of_recipe: int | None, of_attempt: int, of_trainer: int
+    cloud: Cloud, hours: float | None, of_recipe: int | None, of_attempt: int, of_trainer: int
 ) -> None:
     arguments = (f"--train.time_limit_seconds={of_recipe}",) if of_recipe else ()
     found = resolve_job(cloud.config, cloud.jobs, ask(arguments=arguments, hours=hours))
@@ -208,14 +211,14 @@ def test_the_images_are_of_the_variant_that_computes_on_the_trainium_nodes(
 @pytest.mark.parametrize(
     ("end", "said"), [("2026-01-31T12:00:00Z", "2026-01-31T11:20Z"), ("soon", "'soon', .*CAPACITY_ENDS_AT")]
 )
-def test_after_a_reservation_s_end_no_job_is_sent(cloud: Cloud, ask: Ask, end: str, said: str) -> None:
+def test_after_a_reservation_s_end_no_job_is_sent(cloud: Cloud, end: str, said: str) -> None:
     late = BatchTarget(cloud.config.model_copy(update={"capacity_ends_at": end}), cloud.jobs)
     with pytest.raises(DeviceError, match=said):
         late.deploy(ask(), None)
     assert cloud.submitted == []
 
 
-def test_a_status_tells_where_each_stage_stands(cloud: Cloud, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_status_tells_where_each_stage_stands(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.while_waiting(lambda: cloud.move("FAILED", 3))
     cloud.target.deploy(ask("tokenizer"), None)
     cloud.target.deploy(ask(is_followed=False), None)
@@ -226,3 +229,27 @@ def test_a_status_tells_where_each_stage_stands(cloud: Cloud, ask: Ask, capsys: 
     assert "  outcome   exit code 3" in tokenizer
     assert "no job that Batch still knows" in compiler
     assert "  now       runnable: CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY" in trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"CPU_QUEUE": ""}, "CPU_QUEUE=: .*make infra-up STACK=batch"),
+        ({"TRAINIUM_QUEU": "q"}, "TRAINIUM_QUEU=q: Extra"),
+        ({"NAME": '"millrace"'}, "KEY=VALUE"),
+        ({"CPU_MAX_NODES": "0"}, "CPU_MAX_NODES=0: "),
+        ({"EXECUTION_ROLE": ""}, "HF_TOKEN_SECRET .*EXECUTION_ROLE"),
+        ({"EXECUTION_ROLE": "", "HF_TOKEN_SECRET": ""}, "WEBHOOK_SECRET .*EXECUTION_ROLE"),
+        ({"WEBHOOK_SECRET": "https://hooks.example.com/services/T0"}, "WEBHOOK_SECRET=.*arn:"),
+        ({"CHECKPOINT_GB": "13B"}, "CHECKPOINT_GB=13B: "),
+        ({"NOTICE_SECONDS": "-1"}, "NOTICE_SECONDS=-1: "),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        read_config(write_config(tmp_path / "config.txt", **changes))
+
+
+def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"config\.txt"):
+        read_config(tmp_path / "config.txt")
