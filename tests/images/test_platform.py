@@ -16,13 +16,6 @@ from tests.command import call
 from tests.small import write_notes, write_small_recipe
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> tuple[str, ...]:
-    write_notes(tmp_path / "notes")
-    recipe = write_small_recipe(tmp_path / "small.toml", str(tmp_path / "notes"))
-    return ("--recipe", str(recipe), "--root", str(tmp_path / "fsx"))
-
-
 @pytest.mark.parametrize(
     ("variant", "device", "advice"),
     [
@@ -36,7 +29,6 @@ def options(tmp_path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
 def test_an_image_refuses_a_recipe_for_another_device_at_once(
     tmp_path: Path,
-    options: tuple[str, ...],
     stage: str,
     variant: str,
     device: str,
@@ -48,7 +40,10 @@ def test_an_image_refuses_a_recipe_for_another_device_at_once(
     before it gives nodes.
     """
     monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    options = (*options, f"--parallel.device={device}", "--train.reduction=fast")
+    write_notes(tmp_path / "notes")
+    recipe = write_small_recipe(tmp_path / "small.toml", str(tmp_path / "notes"))
+    options = ["--recipe", str(recipe), "--root", str(tmp_path / "fsx")]
+    options += [f"--parallel.device={device}", "--train.reduction=fast"]
     done = call(capfd, f"services.{stage}.__main__", *options)
 
     assert done.returncode == 4, done.stderr

@@ -1,4 +1,4 @@
-"""A release is one commit and one tag, or nothing at all."""
+"""An image's tag identifies its sources, and a release is one commit and one tag, or nothing at all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,94 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import SERVICES
+from images.platforms import SERVICES, VARIANTS
 from images.release import release
 from images.versions import describe_build, is_released
 from services.common.errors import DeviceError, MillraceError, RecipeError
 from tests.images.checkout import CHANGELOG, commit, git, make_checkout, write
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return make_checkout(tmp_path)
+
+
+def tags(repository: Path, variant: str = "cpu") -> dict[str, str]:
+    return {service: describe_build(service, variant, repository).commit_tag for service in SERVICES}
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {service for service in before if before[service] != after[service]}
+
+
+@pytest.mark.parametrize(
+    ("file", "services"),
+    [
+        ("services/trainer/work.py", {"trainer"}),
+        ("services/common/errors.py", {*SERVICES}),
+        ("images/head.Dockerfile", {"head"}),
+        ("images/program.Dockerfile", {"compiler", "trainer"}),
+        ("images/install.sh", {*SERVICES}),
+        ("k8s/controller/work.py", {"head"}),
+        ("k8s/client/work.py", set()),
+        ("images/release.py", set()),
+        ("services/trainer/tests/test_work.py", set()),
+        ("services/trainer/README.md", set()),
+        ("services/common/testing/more.py", set()),
+    ],
+)
+def test_a_commit_gives_a_new_tag_to_the_images_that_have_the_file(
+    repository: Path, file: str, services: set[str]
+) -> None:
+    before = tags(repository)
+    path = repository / file
+    write(path, (path.read_text(encoding="utf-8") if path.exists() else "") + "# changed\n")
+    commit(repository, "Change a file")
+    after = tags(repository)
+    assert changed(before, after) == services
+    assert {after[each] for each in services} <= {f"0.1.0-g{git(repository, 'rev-parse', 'HEAD')[:7]}-cpu"}
+
+
+def test_a_lock_of_one_variant_gives_the_images_of_another_no_new_tag(repository: Path) -> None:
+    before = {f"{each}-{variant}": tag for variant in VARIANTS for each, tag in tags(repository, variant).items()}
+    write(repository / "lockfiles/compiler-cuda.txt", "torch==2.14.0\n")
+    commit(repository, "Raise torch for GPUs")
+    after = {f"{each}-{variant}": tag for variant in VARIANTS for each, tag in tags(repository, variant).items()}
+    # The trainer's image begins with the compiler's packages.
+    assert changed(before, after) == {"compiler-cuda", "trainer-cuda"}
+
+
+def test_sources_that_no_commit_has_are_in_the_tag(repository: Path) -> None:
+    committed = tags(repository)
+    write(repository / "services/trainer/work.py", "print('two')\n")
+    first = tags(repository)
+    write(repository / "services/trainer/work.py", "print('three')\n")
+    second = tags(repository)
+    write(repository / "services/trainer/new.py", "print('four')\n")
+    third = tags(repository)
+    assert "-dirty" in first["trainer"]
+    assert len({each["trainer"] for each in (committed, first, second, third)}) == 4
+    assert changed(committed, third) == {"trainer"}
+
+
+def test_a_version_is_released_only_at_the_sources_of_its_tag(repository: Path) -> None:
+    assert not is_released(describe_build("trainer", "cpu", repository), repository)
+    git(repository, "tag", "trainer-v0.1.0")
+    write(repository / "services/tokenizer/work.py", "print('two')\n")
+    commit(repository, "Change the tokenizer")
+    assert is_released(describe_build("trainer", "cpu", repository), repository)
+    write(repository / "services/trainer/work.py", "print('two')\n")
+    assert not is_released(describe_build("trainer", "cpu", repository), repository)
+    commit(repository, "Change the trainer")
+    assert not is_released(describe_build("trainer", "cpu", repository), repository)
+
+
+def test_a_shallow_clone_is_told_to_fetch_its_history(repository: Path, tmp_path: Path) -> None:
+    write(repository / "services/tokenizer/work.py", "print('two')\n")
+    commit(repository, "Go on")
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
+    with pytest.raises(DeviceError, match="git fetch --unshallow"):
+        describe_build("trainer", "cpu", tmp_path / "shallow")
 
 
 def state(repository: Path) -> tuple[str, str, str]:
@@ -21,9 +104,8 @@ def state(repository: Path) -> tuple[str, str, str]:
 VERSIONS = {"tokenizer": "0.2.0", "compiler": "0.1.1", "trainer": "1.0.0"}
 
 
-def test_three_stages_are_released_with_numbers_of_their_own(tmp_path: Path) -> None:
+def test_three_stages_are_released_with_numbers_of_their_own(repository: Path) -> None:
     """A release changes its own stage's files alone, and the images of the others stay those of their releases."""
-    repository = make_checkout(tmp_path)
     for service, version in VERSIONS.items():
         assert release(service, version, repository) == f"{service}-v{version}"
         assert git(repository, "tag", "--points-at", "HEAD") == f"{service}-v{version}"
@@ -48,8 +130,7 @@ def test_three_stages_are_released_with_numbers_of_their_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("version", ["", "1", "1.0", "v1.0.0", "1.0.0-rc1", "01.0.0", "0.0.9"])
-def test_a_version_has_three_numbers_and_is_no_older_one(tmp_path: Path, version: str) -> None:
-    repository = make_checkout(tmp_path)
+def test_a_version_has_three_numbers_and_is_no_older_one(repository: Path, version: str) -> None:
     with pytest.raises(RecipeError):
         release("trainer", version, repository)
 
@@ -92,9 +173,8 @@ def change_a_schema(repository: Path) -> None:
     ],
 )
 def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
-    tmp_path: Path, spoil: Callable[[Path], None], named: str
+    repository: Path, spoil: Callable[[Path], None], named: str
 ) -> None:
-    repository = make_checkout(tmp_path)
     spoil(repository)
     before = state(repository)
     with pytest.raises(MillraceError, match=named):
@@ -103,8 +183,7 @@ def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("signed", ["commit", "tag"])
-def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path, signed: str) -> None:
-    repository = make_checkout(tmp_path)
+def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(repository: Path, signed: str) -> None:
     git(repository, "config", f"{signed}.gpgSign", "true")
     git(repository, "config", "gpg.program", "false")
     before = state(repository)
